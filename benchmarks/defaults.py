@@ -133,7 +133,8 @@ METHODS: dict[str, dict[str, Tree | None]] = {
         "constant": CARTPOLE,
     },
 }
-"""Settings of groupwise by method: ``ppo`` and ``grpo`` are the defaults before the study, the others one change of them.
+"""Settings of groupwise by method: ``ppo`` and ``grpo`` are the defaults before the study, ``constant`` CartPole's
+preset before it, the others one change of them.
 ``sb3`` is Stable-Baselines3's PPO at its defaults, in one environment. CleanRL is a script, so its settings run here."""
 
 

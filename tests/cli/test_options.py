@@ -34,7 +34,7 @@ from groupwise.config.run import RunCfg
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
-    assert cli.main(["config", "CartPole-v1", "--seed", "3", option, "1"]) == 2
+    assert cli.main(["config", "LunarLander-v3", "--seed", "3", option, "1"]) == 2
     assert f"unknown option {spelt(option)}{hint}" in capsys.readouterr().err
 
 
@@ -107,7 +107,7 @@ def test_the_command_line_says_it_in_one_line(capsys):
 def test_a_choice_takes_its_own_parameters_and_the_settings_that_it_needs(capsys):
     choice = ["--algorithm.credit.baseline", "knn", "--algorithm.credit.baseline.k", "3"]
     needed = ["--algorithm.credit.group-key", "group", "--algorithm.credit.scale", "none"]
-    assert cli.main(["config", "CartPole-v1", *choice, *needed]) == 0
+    assert cli.main(["config", "LunarLander-v3", *choice, *needed]) == 0
     credit = json.loads(capsys.readouterr().out)["algorithm"]["credit"]
     assert credit["baseline"] == {"name": "knn", "k": 3, "gae_lambda": 0.95}
     assert credit["group_key"] == {"name": "group"}

@@ -25,5 +25,5 @@ def test_what_would_fail_after_the_first_rollout_leaves_no_folder(preset, messag
 def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
     parts = resolve("CartPole-v1", {"credit": {"reward": {"names": ["a", "b"]}}}, preset="gdpo")
     assert parts.algorithm.credit.reward == PartsCfg(names=("a", "b"))
-    turns = resolve("CartPole-v1", {"credit": {"group_key": "group_step", "returns": "turn"}})
+    turns = resolve("LunarLander-v3", {"credit": {"group_key": "group_step", "returns": "turn"}})
     assert turns.algorithm.credit.returns == "turn"

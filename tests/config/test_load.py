@@ -54,12 +54,12 @@ def test_environment_preset_beats_class_defaults():
 def test_user_beats_environment_preset_field_by_field():
     cfg = resolve("CartPole-v1", GRPOCfg(gamma=0.5, credit=CreditCfg(eps=1.0)))
     assert (cfg.algorithm.gamma, cfg.algorithm.credit.eps) == (0.5, 1.0)
-    assert (cfg.algorithm.group_size, cfg.algorithm.credit.group_key.name) == (4, "group_step")
+    assert (cfg.algorithm.group_size, cfg.algorithm.credit.baseline.name) == (4, "knn")
 
 
 def test_a_value_that_equals_the_class_default_counts_as_set():
     assert GRPOCfg().gamma == 0.99
-    assert resolve("CartPole-v1").algorithm.gamma == 0.995
+    assert resolve("CartPole-v1").algorithm.gamma == 0.98
     assert resolve("CartPole-v1", GRPOCfg(gamma=0.99)).algorithm.gamma == 0.99
 
 
@@ -294,7 +294,7 @@ def test_file_that_is_no_text_is_named(tmp_path):
         (None, {"policy": {"hidden_sizes": [64, 0]}}, r"policy\.hidden_sizes\.1 = 0: .*greater than or equal to 1"),
         (None, {"total_steps": "many"}, r"total_steps = 'many': .*integer"),
         (None, {"device": "gpu"}, r"device = 'gpu': string should match pattern .*cpu.*auto.*cuda"),
-        ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*fix.*\(from the preset: .*group_key"),
+        ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*fix.*\(from the preset: .*baseline"),
         (None, {"env": 3}, r"env = 3: expected an object"),
         (GRPOCfg(clip_coef=0.1), {"preset": "cispo"}, r"unknown key 'clip_low'; .* not of trust region 'cispo'"),
         ("grpoo", {}, r"unknown algorithm 'grpoo': did you mean 'grpo'"),
@@ -491,10 +491,10 @@ def test_groups_that_teach_although_equal_are_not_left_out(preset):
 @pytest.mark.parametrize("given", [lambda c: GRPOCfg(credit=c), lambda c: {"credit": c}], ids=["config", "dictionary"])
 def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(rules, given):
     full = {"group_key": {"name": "group_step", **rules}, "returns": "return_to_go"}
-    credit = resolve("CartPole-v1", given(full)).algorithm.credit
-    assert credit == CreditCfg(**full, scale="batch_std")
+    credit = resolve("LunarLander-v3", given(full)).algorithm.credit
+    assert credit == CreditCfg(**full, scale="population_std")
     short = {"credit": {"group_key": rules}}
-    assert resolve("CartPole-v1", short).algorithm.credit == credit
+    assert resolve("LunarLander-v3", short).algorithm.credit == credit
     with pytest.raises(ConfigError, match=r"group_key: unknown key .* is a setting of group key 'group_step', not"):
         resolve("CartPole-v1", short, preset="grpo")
     assert resolve("CartPole-v1", given(full), preset="grpo").algorithm.credit.group_key == GroupStepCfg(**rules)

@@ -77,7 +77,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     sampled = {"evaluation": {"completions_per_prompt": 2, "deterministic": False}, "total_steps": 40}
     runs = [
         gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "ppo", **short),
-        gw.train("CartPole-v1", everything, run_dir=folder / "grpo", callbacks=[SpoilsAGradient()], **short),
+        gw.train(
+            "CartPole-v1", everything, preset="grpo", run_dir=folder / "grpo", callbacks=[SpoilsAGradient()], **short
+        ),
         gw.train(Touch, gw.PPOCfg(num_steps=16), run_dir=folder / "success", **short),
         gw.train("CliffWalking-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "endless", **short),
         gw.train(gw.TorchCartPole, truncating, run_dir=folder / "truncate", **short),

@@ -15,7 +15,7 @@ from groupwise.contrib.sb3.settings import ARGUMENTS, CFG_NAMES
 from groupwise.errors import ConfigError
 
 PER_STEP = CreditCfg(group_key=GroupStepCfg(), returns="return_to_go", scale="batch_std")
-"""Return-to-go at each time step among the members still running, over one scale for the rollout: CartPole's preset."""
+"""Return-to-go at each time step among the members still running, over one scale for the rollout."""
 CLIPPED = ObjectiveCfg()
 """PPO's clipped ratio, all steps alike."""
 DECAYING = LinearSchedule(1e-3, 0.0, 1.0)

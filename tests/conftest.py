@@ -46,6 +46,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
+@pytest.fixture(autouse=True)
+def short_videos(monkeypatch):
+    """Runs end with a video, which few tests look at; ``whole_videos`` is for them."""
+    monkeypatch.setattr("groupwise.report.video.MAX_STEPS", 8)
+
+
+@pytest.fixture
+def whole_videos(monkeypatch):
+    monkeypatch.setattr("groupwise.report.video.MAX_STEPS", 1000)
+
+
 @pytest.fixture
 def registry():
     """Registrations of a test do not outlive it."""

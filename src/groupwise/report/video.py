@@ -119,19 +119,19 @@ def _draw(env: "Env[Any, Any]") -> "Image":
     from PIL import Image
 
     frame = Image.fromarray(env.render())  # type: ignore[arg-type]
-    frame.thumbnail((MAX_SIZE, MAX_SIZE))
+    frame.thumbnail((MAX_SIZE, MAX_SIZE), Image.Resampling.BOX)
     return frame
 
 
 def _with_one_palette(frames: list["Image"]) -> list["Image"]:
-    """The frames in 256 colours that they share: smaller files in half the time of a palette for each."""
+    """The frames in 256 colours that they share: smaller files in a fraction of the time of a palette for each."""
     from PIL import Image
 
     width, height = frames[0].size
     strip = Image.new("RGB", (width, height * len(frames)))
     for index, frame in enumerate(frames):
         strip.paste(frame, (0, index * height))
-    strip = strip.quantize()
+    strip = strip.quantize(method=Image.Quantize.MAXCOVERAGE)  # half of median cut's time
     return [strip.crop((0, index * height, width, (index + 1) * height)) for index in range(len(frames))]
 
 

@@ -62,6 +62,7 @@ def test_an_environment_with_a_vectorised_version():
     assert report.training.value.vectorization == "entry_point"
 
 
+@pytest.mark.slow
 def test_settings_of_the_environment_count():
     assert check_env(EnvCfg(vectorization="async")).training.value.vectorization == "async"
     for slippery in (False, True):
@@ -234,6 +235,7 @@ def main():
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_runs_once_and_says_so(tmp_path):
     (tmp_path / "script.py").write_text(f"{SCRIPT}\nmain()\n")
     command = [sys.executable, "script.py", "told"]

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MARKS = """
 import torch._dynamo, tensordict.base as base, tensordict.utils as utils
 from torch._dynamo.trace_rules import lookup_callable
@@ -39,8 +41,6 @@ print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 @pytest.mark.parametrize(
     "before",
     [
-        "import tensordict",
-        "import groupwise, tensordict",
         "import tensordict, groupwise",
         "import torch._dynamo, groupwise",
         "import groupwise, tensordict, importlib.util; assert importlib.util.find_spec('torch._dynamo').origin",

@@ -32,7 +32,7 @@ def table(run, number=-1):
 
 
 @pytest.mark.parametrize("algorithm", [{"name": "grpo", "group_size": 3}, {"name": "ppo"}], ids=["grpo", "ppo"])
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.slow)])
 def test_training_does_not_notice(algorithm, env, tmp_path):
     cfg = algorithm | {"num_steps": 32}
     with_groups, without = (train(tmp_path / str(kept), cfg, env, kept=kept) for kept in (2, 0))

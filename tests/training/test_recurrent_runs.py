@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
     ("policy", "vectorization"),
     [
         (SMALL | {"cell": "gru", "trunk": "shared", "normalize_obs": True, "normalize_reward": True}, "sync"),
-        (gw.RecurrentCfg(hidden_size=4), "async"),
+        pytest.param(gw.RecurrentCfg(hidden_size=4), "async", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])

@@ -170,9 +170,9 @@ def test_a_single_task_has_no_twin_metrics():
 @pytest.mark.parametrize(
     ("algorithm", "vectorization"),
     [
-        (gw.GRPOCfg(group_size=2, num_steps=9), "async"),
+        pytest.param(gw.GRPOCfg(group_size=2, num_steps=9), "async", marks=pytest.mark.slow),
         (gw.PPOCfg(num_steps=9), "sync"),
-        (gw.PPOCfg(num_steps=9), "async"),
+        pytest.param(gw.PPOCfg(num_steps=9), "async", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_reports_the_success_of_each_task(

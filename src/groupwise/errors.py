@@ -70,6 +70,10 @@ class SamplerMismatchError(DivergedError):
     """The sampler's probabilities differ too much from the trainer's."""
 
 
+class ServerError(GroupwiseError, RuntimeError):
+    """An inference server that is not there, fails, or gives what was not asked for."""
+
+
 class MemberError(GroupwiseError, RuntimeError):
     """A member of a population failed again and again."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from success_envs import Touch
 from text_runs import save_model, share_copied, train
+from vllm_double import VLLMDouble
 
 import groupwise as gw
 
@@ -89,6 +90,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         train(task, model, folder / "text", gw.GRPOCfg(group_size=2), **sampled),
         train(task, model, folder / "text_ppo", gw.PPOCfg(), **sampled),
     ]
+    with VLLMDouble(model) as server:
+        generation = {"name": "server", "urls": [server.url]}
+        runs.append(train(task, model, folder / "served", gw.GRPOCfg(group_size=2), generation=generation, **sampled))
     return {name for run in runs for entry in run.metrics() for name in entry} - {"iteration", "env_steps"}
 
 

@@ -27,6 +27,7 @@ Reinforcement learning with GRPO and PPO.
   eval RUN           evaluate a trained policy in episodes or on held-out prompts
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
+  serve MODEL        start a vLLM server that generates for training
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   report RUN         write a page about a run: did it learn, its health, its groups
   compare RUNS ...   compare methods over seeds: means, intervals, curves
@@ -170,6 +171,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         "eval": _eval,
         "sample": _sample,
         "resume": _resume,
+        "serve": partial(_run_module, "serve"),
         "export": partial(_run_module, "export"),
         "report": partial(_run_module, "report"),
         "compare": partial(_run_module, "compare"),

@@ -11,6 +11,7 @@ from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.credit import CreditCfg, PartsCfg
 from groupwise.config.env import EnvCfg
+from groupwise.config.generation import GenerationCfg, NativeGenerationCfg
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.config.trackers import TrackerCfg
@@ -211,6 +212,8 @@ class TextRunCfg(CommonCfg):
     """The language model."""
     sampling: SamplingCfg = SamplingCfg()
     """How completions are sampled in training."""
+    generation: SerializeAsAny[GenerationCfg] = NativeGenerationCfg()
+    """What generates completions in training, by name or with its parameters: ``{"name": "server", "urls": ["http://127.0.0.1:8000"]}``."""
     total_epochs: Positive | None = None
     """The budget in passes over the training prompts, in place of ``total_steps``."""
     num_prompts: PositiveInt = 8
@@ -247,6 +250,11 @@ class TextRunCfg(CommonCfg):
         for name, value in unread.items():
             raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
         self._check_discount()
+        if self.generation.name != "native" and self.sampling.has_filters:
+            raise ValueError(
+                f"generation={self.generation.name!r} gives no tokens that top_k, top_p and min_p keep, among which training "
+                "scores; fix: leave these out of sampling, or generation='native'"
+            )
         if self.stop.threshold is not None and self.task.eval_data is None:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > self.sampling.max_new_tokens:

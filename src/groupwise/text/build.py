@@ -30,6 +30,7 @@ from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rollout import TextBuffer
+from groupwise.text.served import connect
 from groupwise.text.task import TextTask
 from groupwise.text.transcripts import Dialogue
 from groupwise.training.base import Callback
@@ -96,9 +97,8 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     rewards.check_columns(prompts[0].example.columns)
     if held_out:
         rewards.check_columns(held_out[0].columns, "eval_data")
-    collector = TextCollector(
-        policy,
-        partial(complete, policy),
+    make = partial(TextCollector, policy, partial(complete, policy))
+    collector = (make if cfg.generation.name == "native" else connect(cfg, policy, engine.world_size))(
         prompts,
         Dialogue(encoder, tool, policy.context_length),
         rewards,

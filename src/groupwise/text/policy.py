@@ -203,11 +203,15 @@ class CausalLM(Policy):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a transformers folder, or with adapters peft's, and the tokenizer; without the value head."""
+        self.save_model(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    def save_model(self, folder: str | Path) -> None:
+        """Write the same without the tokenizer."""
         # otherwise peft asks the hub whether the base's vocabulary has changed
         more = {"save_embedding_layers": False} if self.has_adapters else {}
         self.model.save_pretrained(folder, **more)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
 
     def _hidden(self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask."""

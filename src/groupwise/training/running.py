@@ -14,7 +14,7 @@ from groupwise import files, plugins
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.engines.base import Engine
-from groupwise.errors import CheckpointError, DataError, DivergedError, GroupwiseError
+from groupwise.errors import CheckpointError, DataError, DivergedError, GroupwiseError, ServerError
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
@@ -200,7 +200,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         _how_to_continue(folder, parts.given),
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
-    if collecting or isinstance(error, DataError):
+    if (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError):
         lines.append(
             f"a resumed run takes the same steps and meets the same error: first change its cause, or {folder.config}"
         )

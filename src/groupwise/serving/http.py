@@ -1,0 +1,119 @@
+"""JSON over HTTP, with time limits and repetition."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from groupwise.errors import ServerError
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER = 2**30
+"""Most bytes of an answer."""
+_FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
+"""Seconds between two tries; they double each time."""
+
+
+class NoAnswerError(Exception):
+    """A call that may be repeated."""
+
+
+class RefusedError(ServerError):
+    """The server understood a call and refused it.
+
+    Args:
+        status: HTTP's.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class HttpClient:
+    """Calls of one server. Each uses a connection of its own, so that threads may share the client.
+
+    Args:
+        url: scheme, host and port.
+        timeout: seconds of one try of a call.
+        retries: how often a call is repeated that got no answer or an error of the server (5xx).
+        last_lines: what the server printed, to explain why it gives no answer.
+    """
+
+    def __init__(self, url: str, *, timeout: float, retries: int, last_lines: Callable[[], str] = str) -> None:
+        self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
+
+    def get(self, path: str) -> Any:
+        """The JSON of an answer."""
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON of an answer; None if it is empty or plain text."""
+        return self._call("POST", path, body or {})
+
+    def is_healthy(self, timeout: float) -> bool:
+        """Whether the server answers at ``/health``, asked once."""
+        try:
+            self._try("GET", "/health", None, timeout)
+        except (NoAnswerError, RefusedError):
+            return False
+        return True
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        wait = _FIRST_WAIT
+        for number in range(self.retries + 1):
+            try:
+                return self._try(method, path, body, self.timeout)
+            except NoAnswerError as error:
+                last = error
+            if number < self.retries:
+                log.warning("%s%s: %s; trying again in %g s", self.url, path, last, wait)
+                time.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+        raise ServerError(
+            f"{self.url}{path}: no answer in {self.retries + 1} tries: {last}; fix: look at the server's log, start it "
+            f"again, and resume the run{self._last_lines()}"
+        )
+
+    def _try(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+        parts = urlsplit(self.url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+        data = None if body is None else json.dumps(body).encode()
+        until = time.monotonic() + timeout
+        try:
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = bytearray()
+            while part := response.read1(2**16):
+                text += part
+                if time.monotonic() > until:
+                    raise TimeoutError("the answer took too long")
+                if len(text) > MAX_ANSWER:
+                    raise ServerError(f"{self.url}{path}: an answer of more than {MAX_ANSWER:,} bytes")
+            if response.length:  # read1 does not say that the connection was cut
+                raise NoAnswerError(f"the connection was cut, {response.length} bytes before the end of the answer")
+        except TimeoutError:
+            raise NoAnswerError(f"it took longer than {timeout:g} s") from None
+        except (OSError, HTTPException) as error:
+            raise NoAnswerError(f"{type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
+        return self._read(path, response.status, response.getheader("Content-Type") or "", bytes(text))
+
+    def _read(self, path: str, status: int, kind: str, text: bytes) -> Any:
+        if status >= 300:
+            said = f"status {status}: {text[:2000].decode(errors='replace')}"
+            if status >= 500 or status == 429:
+                raise NoAnswerError(said)
+            raise RefusedError(f"{self.url}{path} was refused: {said}", status)
+        if "json" not in kind or not text:
+            return None
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ServerError(f"{self.url}{path} answered no JSON: {text[:200]!r}") from None

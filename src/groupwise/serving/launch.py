@@ -1,0 +1,100 @@
+"""A vLLM server of one's own: a process of another virtual environment, which ends with this one."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from groupwise import processes
+from groupwise.errors import ConfigError, ServerError
+from groupwise.serving.http import HttpClient
+from groupwise.serving.vllm import ENVIRONMENT, FLAGS
+
+HOST = "127.0.0.1"
+_LAST_LINES, _LAST_ERRORS = 10, 5
+
+
+def command(
+    python: Path, model: str, port: int, args: Sequence[str] = (), *, lora_rank: int | None = None
+) -> list[str]:
+    """The command line of a server that serves a model to this machine.
+
+    Args:
+        lora_rank: largest rank of adapters. None: there will be none.
+    """
+    # not `vllm serve`: builds for CPUs lack its entry point
+    words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", HOST]
+    words += ["--port", str(port), *FLAGS]
+    if lora_rank is not None:
+        ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
+        words += [
+            "--enable-lora",
+            "--max-lora-rank",
+            str(next((rank for rank in ranks if rank >= lora_rank), lora_rank)),
+        ]
+    return [*words, *args]
+
+
+class LocalServer:
+    """A server that runs as long as this process, or until ``close``, also if this process is killed.
+
+    Args:
+        words: the command line.
+        log: file for what it prints.
+    """
+
+    def __init__(self, words: Sequence[str], port: int, log: Path) -> None:
+        if not Path(words[0]).is_file():
+            raise ConfigError(f"python={words[0]!r} is no file; fix: the Python of an environment with vLLM")
+        self.url, self.log = f"http://{HOST}:{free_port(port)}", log
+        log.touch()
+        self._process = processes.start(_run, list(words), str(log), {**os.environ, **ENVIRONMENT}, name="server")
+
+    def wait(self, seconds: float) -> None:
+        """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
+        client, until = HttpClient(self.url, timeout=1.0, retries=0), time.monotonic() + seconds
+        while not client.is_healthy(timeout=2.0):
+            if not self._process.is_alive():
+                self.join()
+            if time.monotonic() > until:
+                raise ServerError(f"the server was not ready in {seconds:g} s{self.last_lines()}")
+            time.sleep(0.2)
+
+    def last_lines(self) -> str:
+        """The last errors that the server printed, and the end of what it printed."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines[:-_LAST_LINES] if "Error" in line][-_LAST_ERRORS:]
+        return "\n".join(["; its last lines:", *errors, *lines[-_LAST_LINES:]])
+
+    def join(self) -> NoReturn:
+        """Wait until it ends by itself; then a ``ServerError`` with its last lines."""
+        self._process.join()
+        raise ServerError(f"the server ended with exit code {self._process.exitcode}{self.last_lines()}")
+
+    def close(self) -> None:
+        """End it and all its processes."""
+        processes.kill(self._process)
+
+
+def free_port(port: int = 0) -> int:
+    """A port of this machine that nothing listens at; a ``ConfigError`` if something listens at the one asked for."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} cannot be used ({error}); fix: another one, or end what listens there"
+            ) from None
+        found: int = probe.getsockname()[1]
+        return found
+
+
+def _run(words: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+    with open(log, "ab") as file:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, check=False)  # noqa: S603
+    sys.exit(done.returncode)

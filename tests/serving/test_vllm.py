@@ -1,0 +1,147 @@
+"""The adapter against vLLM itself: ``make test-vllm``. Two servers start, one after the other, which takes minutes."""
+
+import os
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from text_runs import copying, save_model, train
+
+import groupwise as gw
+from groupwise.config.policy import SamplingCfg
+from groupwise.serving.http import HttpClient
+from groupwise.serving.launch import LocalServer, command, free_port
+from groupwise.serving.vllm import VLLMServer
+from groupwise.text.load import load_causal_lm
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.served import ServedGenerator
+
+PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="run by make test-vllm"),
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore:.*no prompts are held out"),
+]
+PROMPTS = [[5, 6, 7], [9, 8], [4, 10, 11, 12, 13, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 5, 6, 7]]
+SEEDS = torch.arange(100, 124).view(3, 8)
+CLOSE = 1e-5
+"""Nats between the log-probabilities of vLLM and those of the trainer, in float32."""
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # vLLM's attention for CPUs has no heads of fewer than 32 dimensions
+    return save_model(tmp_path_factory.mktemp("lm") / "model", hidden_size=64, num_attention_heads=2)
+
+
+@pytest.fixture(scope="module", params=[None, 8], ids=["whole", "adapters"])
+def rank(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(model, rank, tmp_path_factory):
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ON_CPU.items():
+            patch.setenv(name, value)
+        words = command(Path(PYTHON), str(model), port, ["--dtype", "float32", "--enforce-eager"], lora_rank=rank)
+        local = LocalServer(words, port, log)
+    try:
+        local.wait(600.0)
+        yield local
+    finally:
+        local.close()
+
+
+@pytest.fixture
+def generate(server, model, rank, tmp_path):
+    lora = None if rank is None else {"r": rank}
+    policy = load_causal_lm(gw.ModelCfg(path=str(model), lora=lora), SamplingCfg(max_new_tokens=8))
+    move(policy)
+    client = HttpClient(server.url, timeout=60.0, retries=0)
+    return ServedGenerator([VLLMServer(client, adapters=rank is not None)], policy, tmp_path / "weights")
+
+
+def move(policy, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def farthest(generate, written, sampling):
+    """The largest difference of log-probabilities to the trainer's own."""
+    rows = [
+        TextRow(prompt, c.tokens, c.log_probs, 0.0, c.stop != "length", number)
+        for number, (prompt, group) in enumerate(zip(PROMPTS, written, strict=True))
+        for c in group
+    ]
+    trainer = CausalLM(generate.policy.model, sampling, tokenizer=generate.policy.tokenizer)
+    batch = text_rollout(rows)[:, :-1]
+    with torch.no_grad():
+        scored = trainer.evaluate(batch.to_dict()).log_prob
+    mask = batch["loss_mask"]
+    return (scored - batch["sample_log_prob"])[mask].abs().max().item()
+
+
+SAMPLING = {
+    "plain": SamplingCfg(max_new_tokens=8),
+    "cold": SamplingCfg(max_new_tokens=8, temperature=0.6),
+    "hot": SamplingCfg(max_new_tokens=8, temperature=1.5),
+    "penalties": SamplingCfg(max_new_tokens=8, temperature=0.8, repetition_penalty=1.3, presence_penalty=0.4),
+    "stop": SamplingCfg(max_new_tokens=8, stop=("3", "42")),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_log_probs_are_the_trainers(generate, sampling):
+    generate.update(0)
+    written = generate(PROMPTS, SEEDS, sampling)
+    assert farthest(generate, written, sampling) < CLOSE
+    decode = generate.policy.tokenizer.decode
+    for c in (c for group in written for c in group):
+        assert (c.tokens[-1] in generate.policy.eos_ids) == (c.stop == "eos")
+        assert any(text in decode(c.tokens) for text in sampling.stop) == (c.stop == "stop")
+    assert len({tuple(c.tokens) for c in written[0]}) > 4
+    again = generate(PROMPTS, SEEDS, sampling)
+    assert [[c.tokens for c in group] for group in again] == [[c.tokens for c in group] for group in written]
+
+
+def test_new_weights_are_those_that_answer(generate):
+    sampling = SAMPLING["plain"]
+    for iteration in range(3):
+        generate.update(iteration)
+        assert farthest(generate, generate(PROMPTS, SEEDS, sampling), sampling) < CLOSE
+        move(generate.policy, seed=iteration + 2)
+        assert farthest(generate, generate(PROMPTS, SEEDS, sampling), sampling) > 0.01
+
+
+def test_a_server_that_someone_else_gave_weights_gets_them_again(generate, model, rank, tmp_path):
+    generate.update(0)
+    generate.servers[0]._client.post("/update_weight_version", {"new_version": "of another run"})
+    assert farthest(generate, generate(PROMPTS, SEEDS, SAMPLING["plain"]), SAMPLING["plain"]) < CLOSE
+
+
+def sevens(completions, **columns):
+    return [text.count("7") / 4 for text in completions]
+
+
+def test_training_on_it_learns(server, model, rank, tmp_path):
+    cfg = gw.GRPOCfg(group_size=8, learning_rate=1e-2 if rank else 3e-3)
+    settings = {"generation": {"name": "server", "urls": [server.url]}} | ({"lora": {"r": rank}} if rank else {})
+    run = train(copying(reward=sevens), model, tmp_path / "run", cfg, total_steps=None, total_iterations=20, **settings)
+    metrics = run.metrics()
+    rewards = [entry["rollout/return_mean"] for entry in metrics]
+    worst = max(entry["rollout/sampler_kl"] for entry in metrics)
+    seconds = fmean(entry["rollout/sync_seconds"] for entry in metrics)
+    assert worst < 1e-9
+    assert fmean(rewards[-5:]) > rewards[0] + 0.08
+    print(
+        f"\n{'adapters' if rank else 'whole weights'}: 20 iterations, reward {rewards[0]:.3f} to {fmean(rewards[-5:]):.3f}, "
+        f"sampler_kl at most {worst:.1e}, weights in {seconds:.2f} s"
+    )

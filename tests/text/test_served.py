@@ -1,0 +1,256 @@
+"""Training on completions of servers: equal to the native generator, and what faults do."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import vllm_double
+from safetensors.torch import load_file
+from text_runs import copying, save_model, train
+from tiny_models import tiny_model
+from vllm_double import GENERATE, VLLMDouble
+
+import groupwise as gw
+from groupwise.config.policy import SamplingCfg
+from groupwise.serving import http
+from groupwise.serving.http import HttpClient
+from groupwise.serving.vllm import VLLMServer
+from groupwise.text.generation import complete
+from groupwise.text.load import load_causal_lm
+from groupwise.text.policy import CausalLM
+from groupwise.text.served import ServedGenerator
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
+TASK = {"prompts": [[5, 6, 7], [9, 8], [4]], "seeds": torch.arange(100, 112).view(3, 4)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lm") / "model")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
+
+
+@pytest.fixture
+def double(model):
+    with VLLMDouble(model) as server:
+        yield server
+
+
+def settings(*servers, **more):
+    return {"name": "server", "urls": [server.url for server in servers], "timeout": 20, "retries": 2} | more
+
+
+def move(policy):
+    """What is trained, away from where it was."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+
+
+def served(model, tmp_path, *doubles, timeout=20.0, retries=2, lora=None):
+    """A generator of a policy that is not the one that the servers began with."""
+    policy = load_causal_lm(gw.ModelCfg(path=str(model), lora=lora), SamplingCfg(max_new_tokens=4))
+    move(policy)
+    clients = [HttpClient(double.url, timeout=timeout, retries=retries) for double in doubles]
+    return ServedGenerator([VLLMServer(c, adapters=policy.has_adapters) for c in clients], policy, tmp_path / "weights")
+
+
+def native(policy, sampling, **how):
+    """What the policy itself would write; a group's seeds follow from its first."""
+    seeds = TASK["seeds"][:, :1] + torch.arange(4)
+    return complete(policy, TASK["prompts"], seeds, sampling, **how)
+
+
+def assert_alike(ours, theirs):
+    assert [[(c.tokens, c.stop) for c in group] for group in ours] == [[(c.tokens, c.stop) for c in g] for g in theirs]
+    numbers = [torch.tensor([p for group in groups for c in group for p in c.log_probs]) for groups in (ours, theirs)]
+    torch.testing.assert_close(*numbers, rtol=1e-5, atol=1e-5)
+
+
+SAMPLING = {
+    "plain": SamplingCfg(max_new_tokens=4),
+    "hot": SamplingCfg(max_new_tokens=4, temperature=1.7),
+    "penalties": SamplingCfg(max_new_tokens=6, repetition_penalty=1.5, presence_penalty=0.5),
+    "stop": SamplingCfg(max_new_tokens=6, stop=("3", "4")),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_servers_write_what_the_policy_would(model, double, tmp_path, sampling):
+    with VLLMDouble(model) as second:
+        generate = served(model, tmp_path, double, second)
+        generate.update(0)
+        assert_alike(generate(**TASK, sampling=sampling), native(generate.policy, sampling))
+        greedy = generate(**TASK, sampling=sampling, deterministic=True)
+        assert [[c.tokens for c in g] for g in greedy] == [
+            [c.tokens for c in g] for g in native(generate.policy, sampling, deterministic=True)
+        ]
+        # groups in turn, each whole on one server
+        asked = [[body["token_ids"] for path, body in s.calls if path == GENERATE] for s in (double, second)]
+        assert [sorted(prompts) for prompts in asked] == [sorted(2 * TASK["prompts"][::2]), 2 * TASK["prompts"][1:2]]
+        assert {body["sampling_params"]["n"] for path, body in double.calls if path == GENERATE} == {4}
+
+
+def test_adapters_are_served(model, tmp_path):
+    with VLLMDouble(model, lora=True) as double:
+        generate = served(model, tmp_path, double, lora={"r": 2})
+        for iteration in range(2):
+            move(generate.policy)
+            generate.update(iteration)
+            assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+        paths = [path for path, _ in double.calls]
+        assert paths.count("/v1/load_lora_adapter") == 2
+        double.restart()  # it has no adapters now
+        assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+
+
+RECOVERS = [(GENERATE, fault) for fault in ("500", "drop", "cut", "slow", "version", "restart")]
+RECOVERS += [("/collective_rpc", "drop"), ("/pause", "500"), ("/resume", "cut"), ("/update_weight_version", "slow")]
+
+
+@pytest.mark.parametrize(("path", "fault"), RECOVERS)
+def test_a_fault_that_passes_costs_nothing(model, double, tmp_path, path, fault):
+    generate = served(model, tmp_path, double, timeout=0.3 if fault == "slow" else 20.0)
+    double.faults[path] = [fault]
+    generate.update(0)
+    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+    assert double.faults[path] == []
+
+
+ENDS = {
+    "500": "no answer in 3 tries: status 500: .*EngineDeadError: out of memory.*resume the run",
+    "drop": "no answer in 3 tries: RemoteDisconnected",
+    "cut": "no answer in 3 tries: the connection was cut, .* bytes before the end",
+    "slow": "no answer in 3 tries: it took longer than 0.3 s",
+    "version": "answered by weights 'another', expected '.*-0'",
+    "strange": r"token 1\d{6}, and the model has 15; fix: serve the model that is trained",
+    "prompt": "read another prompt",
+    "short": "gave 3 completions, asked for 4",
+    "abort": "ended a completion by 'abort'",
+}
+
+
+@pytest.mark.parametrize("fault", ENDS)
+def test_a_fault_that_stays_ends_clearly(model, double, tmp_path, fault):
+    generate = served(model, tmp_path, double, timeout=0.3 if fault == "slow" else 20.0)
+    generate.update(0)
+    double.faults[GENERATE] = [fault] * 100
+    with pytest.raises(gw.ServerError, match=ENDS[fault]):
+        generate(**TASK, sampling=SAMPLING["plain"])
+
+
+def test_old_weights_in_the_cache_end_clearly(model, double, tmp_path):
+    double.faults["/reset_prefix_cache"] = ["busy"]
+    with pytest.raises(gw.ServerError, match="keeps cached prompts of the old weights"):
+        served(model, tmp_path, double).update(0)
+
+
+def test_no_server_and_one_with_other_log_probs_are_refused(model, tmp_path):
+    with (
+        VLLMDouble(model, logprobs_mode="raw_logprobs") as double,
+        pytest.raises(
+            gw.ServerError,
+            match="has logprobs_mode='raw_logprobs', expected 'processed_logprobs'; fix: start it by groupwise serve",
+        ),
+    ):
+        served(model, tmp_path, double)
+    with pytest.raises(gw.ServerError, match="no answer in 3 tries: ConnectionRefusedError"):
+        served(model, tmp_path, double)
+    with VLLMDouble(model) as double, pytest.raises(gw.ServerError, match="serves no adapters; fix: --enable-lora"):
+        served(model, tmp_path, double, lora={"r": 2})
+
+
+def weights(run):
+    return load_file(run.path / "checkpoints" / "latest" / "policy.safetensors")
+
+
+def groups_seeded_by_their_first(policy, prompts, seeds, *args, **how):
+    return complete(policy, prompts, seeds[:, :1] + torch.arange(seeds.shape[1]), *args, **how)
+
+
+def without(run, *names):
+    return [{k: v for k, v in entry.items() if not k.startswith(("time/", *names))} for entry in run.metrics()]
+
+
+def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch):
+    run = train(copying(), model, tmp_path / "served", generation=settings(double))
+    assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
+    monkeypatch.setattr("groupwise.text.build.complete", groups_seeded_by_their_first)
+    theirs = train(copying(), model, tmp_path / "native")
+    names = ("rollout/sampler_kl", "rollout/sync_seconds")
+    for one, other in zip(without(run, *names), without(theirs, *names), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    for name, value in weights(theirs).items():
+        torch.testing.assert_close(weights(run)[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp_path):
+    whole = train(copying(), model, tmp_path / "whole", generation=settings(double), total_steps=200)
+    calls = len([path for path, _ in double.calls if path == GENERATE])
+    double.faults[GENERATE] = [None] * (calls // 2 + 1) + ["drop"] * 50
+    task = copying()
+    with pytest.raises(gw.ServerError, match="no answer in 3 tries"):
+        train(task, model, tmp_path / "part", generation=settings(double), total_steps=200)
+    double.faults.clear()
+    double.restart()
+    again = gw.resume(tmp_path / "part", **task.given)
+    assert without(again, "eval/", "rollout/sync_seconds")[-1] == without(whole, "eval/", "rollout/sync_seconds")[-1]
+    assert all(torch.equal(weights(again)[name], value) for name, value in weights(whole).items())
+
+
+def test_tokens_that_the_policy_did_not_write_stop_the_run(model, double, tmp_path):
+    double.faults[GENERATE] = ["shifted"] * 100
+    sharp = {"sampling": {"max_new_tokens": 4, "temperature": 0.05}}
+    with pytest.raises(gw.SamplerMismatchError, match="sampler and trainer differ"):
+        train(copying(), model, tmp_path / "run", generation=settings(double), **sharp)
+
+
+def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
+    for generation, said in [
+        ({"name": "server", "urls": []}, "has 0 urls and python='None'; fix: one of the two"),
+        (settings(double, python="py"), "has 1 urls and python='py'; fix: one of the two"),
+        ({"name": "server", "urls": ["localhost:8000"]}, "urls"),
+        (settings(double, args=["--enforce-eager"]), "are of a server that the run starts"),
+    ]:
+        with pytest.raises(gw.ConfigError, match=said):
+            train(copying(), model, tmp_path / "run", generation=generation)
+    with pytest.raises(gw.ConfigError, match="gives no tokens that top_k, top_p and min_p keep"):
+        train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"top_k": 5})
+
+
+def test_a_policy_without_a_folder_has_no_server_of_its_own(tmp_path):
+    from groupwise.config.run import TextRunCfg
+    from groupwise.text.served import connect
+
+    cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
+    with pytest.raises(gw.ConfigError, match="made in Python is in no folder"):
+        connect(cfg, CausalLM(tiny_model()), 1)
+    with pytest.raises(gw.ConfigError, match="of a single process, got 2"):
+        connect(cfg, CausalLM(tiny_model()), 2)
+
+
+@pytest.mark.slow
+def test_a_run_has_a_server_of_its_own(model, tmp_path):
+    python, here = tmp_path / "python", Path(vllm_double.__file__)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')
+    python.chmod(0o755)
+    generation = {"name": "server", "python": str(python), "retries": 1}
+    run = train(copying(), model, tmp_path / "run", generation=generation)
+    assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
+    task = copying()
+    again = gw.resume(run.path, 200, **task.given)  # it starts another
+    assert again.summary["iterations"] > run.summary["iterations"]
+    dying = shutil.copytree(model, tmp_path / "dying")
+    (dying / "dies").touch()
+    with pytest.raises(
+        gw.ServerError, match=r"no answer in 2 tries: .*its last lines:(\n.*)*\nRuntimeError: no memory"
+    ):
+        train(copying(), dying, tmp_path / "lost", generation=generation)

@@ -1,14 +1,17 @@
 """Verdicts on metrics: what healthy runs show is good, what sick ones show is not."""
 
+import numpy as np
 import pytest
 
-from groupwise.report.page.health import RULES, examine, ratios
+from groupwise.report.page.group_health import dominance, ratios, scale
+from groupwise.report.page.health import RULES, examine
 
 HEALTHY = {
     "rollout/zero_variance_groups": 0.1,
     "rollout/reward_std": 0.4,
     "rollout/return_mean": 20.0,
     "rollout/length_mean": 20.0,
+    "rollout/episodes": 32.0,
     "rollout/success_rate": 0.5,
     "rollout/sampler_kl": 1e-8,
     "rollout/ended_by_eos": 0.95,
@@ -35,7 +38,9 @@ def entries(count=20, **changes):
     """Entries of a run, each changed number given as a function of the share of training that is done."""
     shares = [number / (count - 1) for number in range(count)]
     return [
-        HEALTHY | {"env_steps": number, "iteration": number} | {key: change(share) for key, change in changes.items()}
+        HEALTHY
+        | {"env_steps": number, "iteration": number, "rollout/return_mean": 20 + 0.25 * (number % 2)}
+        | {key: change(share) for key, change in changes.items()}
         for number, share in enumerate(shares)
     ]
 
@@ -67,6 +72,11 @@ def test_rules_without_their_metrics_are_silent():
         ("rollout/zero_variance_groups", lambda share: 1.0, "Groups without signal", "bad"),
         ("rollout/zero_variance_groups", lambda share: 0.6, "Groups without signal", "look"),
         ("rollout/reward_std", lambda share: 0.0, "Spread of rewards", "bad"),
+        ("rollout/return_mean", lambda share: -200.0, "Return", "bad"),
+        ("rollout/episodes", lambda share: 0.0, "Ends of episodes", "bad"),
+        ("eval/cut_episodes", lambda share: 20.0, "Ends of episodes", "look"),
+        ("rollout/length_mean", lambda share: 20 + 40 * share, "Length of completions", "look"),
+        ("rollout/length_mean", lambda share: 20 / (1 + 4 * share), "Length of completions", "look"),
         ("train/approx_kl", lambda share: 0.1, "KL of an update", "look"),
         ("train/approx_kl", lambda share: 0.5, "KL of an update", "bad"),
         ("train/approx_kl", lambda share: 1e-7, "KL of an update", "look"),
@@ -101,8 +111,23 @@ def test_what_a_solved_task_shows_is_no_trouble():
         }
     )
     found = verdicts(examine(solved))
-    assert found["Groups without signal"] == "look"
-    assert found["Entropy"] == found["Last against best"] == "good"
+    assert found["Groups without signal"] == found["Entropy"] == found["Last against best"] == "good"
+
+
+def test_equal_groups_below_the_highest_return_are_no_solved_task():
+    fell = entries(
+        **{
+            "rollout/return_mean": lambda share: 500 * (share if share < 0.5 else 0.5),
+            "rollout/zero_variance_groups": lambda share: float(share > 0.5),
+        }
+    )
+    fell[10]["rollout/return_mean"] = 300.0
+    assert verdicts(examine(fell))["Groups without signal"] == "look"
+
+
+def test_a_task_of_which_every_attempt_succeeds_is_no_constant_return():
+    always = entries(**{"rollout/return_mean": lambda share: 1.0, "rollout/success_rate": lambda share: 1.0})
+    assert verdicts(examine(always))["Return"] == "good"
 
 
 def test_one_optimiser_step_has_no_kl():
@@ -113,6 +138,23 @@ def test_one_optimiser_step_has_no_kl():
 def test_a_fall_within_the_noise_is_none():
     noisy = {"eval/return_mean": lambda share: 20 + 5 * (share < 0.5), "eval/return_std": lambda share: 20.0}
     assert verdicts(examine(entries(**noisy)))["Last against best"] == "good"
+
+
+def test_observations_of_wild_scale_are_found_but_no_indices():
+    wild = np.array([[0.5, -3_000.5], [0.1, 2_000.5]])
+    assert scale(wild, normalized=False).verdict == "look"
+    assert "Number 1 " in scale(wild, normalized=False).text
+    assert scale(wild, normalized=True).verdict == "good"
+    assert scale(wild / 1_000, normalized=False).verdict == "good"
+    assert scale(np.array([[499.0], [123.0]]), normalized=False).verdict == "good"
+
+
+def test_a_reward_beside_a_far_larger_one_is_found_but_none_that_is_learned():
+    parts = np.array([[0.0, 0.0], [100.0, 1.0], [50.0, 1.0]])
+    found = dominance(parts, ["style", "right"])
+    assert (found.verdict, "style dominates: right hardly counts" in found.text) == ("look", True)
+    assert dominance(parts / [50, 1], ["style", "right"]).verdict == "good"
+    assert dominance(np.array([[0.0, 1.0], [9.0, 1.0]]), ["style", "right"]).verdict == "good"
 
 
 def test_ratios_far_from_one_are_found():

@@ -30,6 +30,7 @@ Reinforcement learning with GRPO and PPO.
   serve MODEL        start a vLLM server that generates for training
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   report RUN         write a page about a run: did it learn, its health, its groups
+  doctor [RUN]       say what is wrong with a run, or with the installation
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
   convert LIB FILE   print the settings of another library (embodichain) as settings of groupwise
@@ -128,8 +129,8 @@ LIST_HELP = "Print algorithms, presets, and the choices of credit and objective 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
-    0: done; 1: the end of a run was not saved, a seed failed, or ``check-env`` found that GRPO cannot train; 2: an error;
-    130: interrupted.
+    0: done; 1: the end of a run was not saved, a seed failed, ``check-env`` found that GRPO cannot train, or ``doctor`` found
+    trouble; 2: an error; 130: interrupted.
     """
     shared = Parser(prog="groupwise", add_help=False)
     shared.add_argument("--plugin", type=Path, action="append", default=[])
@@ -174,6 +175,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         "serve": partial(_run_module, "serve"),
         "export": partial(_run_module, "export"),
         "report": partial(_run_module, "report"),
+        "doctor": partial(_run_module, "doctor"),
         "compare": partial(_run_module, "compare"),
         "config": _config,
         "convert": partial(_run_module, "convert"),
@@ -343,10 +345,9 @@ def _messages(word: str) -> Any:
 
 
 def _run_module(name: str, argv: Sequence[str], **options: Any) -> int:
-    """Run a command that has a module of its name."""
+    """Run a command that has a module of its name; returns the exit code."""
     module = importlib.import_module(f"groupwise.cli.{name}")
-    module.run(Parser(prog=f"groupwise {name}", description=module.HELP, **options), argv)
-    return 0
+    return int(module.run(Parser(prog=f"groupwise {name}", description=module.HELP, **options), argv) or 0)
 
 
 def _resume(argv: Sequence[str]) -> int:

@@ -63,6 +63,19 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
     files.write(path, video.getvalue())
 
 
+def draw_one_frame(env_id: str) -> None:
+    """Draw the start of an episode, and forget it.
+
+    Raises:
+        EnvError: the environment or its renderer failed.
+    """
+    with _no_display(), _explained(env_id):
+        made = rendering_env(EnvCfg(id=env_id), None)
+        made.reset(seed=0)
+        _draw(made)
+        made.close()
+
+
 def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     """One environment that renders to arrays; arguments as of ``film``.
 

@@ -42,12 +42,6 @@ def load_groups(folder: Path) -> list[dict[str, Any]]:
     return _sorted(chosen)
 
 
-def last_ratios(folder: Path) -> list[float]:
-    """The ratios of the groups kept last."""
-    paths = list(kept_iterations(folder).values())
-    return [ratio for ratio in read_groups(paths[-1])["ratio"] if ratio is not None] if paths else []
-
-
 def to_json(data: object) -> Markup:
     """JSON that can stand in a script element: it has no ``<``."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)

@@ -7,6 +7,11 @@ from typing import Any, Literal, NamedTuple
 from groupwise.report.scores import half_width_95
 
 Verdict = Literal["good", "look", "bad"]
+WORDS: dict[Verdict, str] = {"good": "good", "look": "look", "bad": "trouble"}
+"""Verdicts as people read them."""
+
+
+RETURN = "rollout/return_mean"
 
 
 class Finding(NamedTuple):
@@ -19,9 +24,12 @@ class Finding(NamedTuple):
     text: str
     advice: str = ""
     """What to do; empty where all is well."""
+    values: Sequence[float] = ()
+    """Ratios to draw in place of metrics."""
 
 
-def _percent(share: float, digits: int = 0) -> str:
+def percent(share: float, digits: int = 0) -> str:
+    """Such as 12 %."""
     return f"{100 * share:.{digits}f} %"
 
 
@@ -52,22 +60,62 @@ class Metrics:
     @property
     def improved(self) -> bool:
         """Whether the return of training rose."""
-        key = "rollout/return_mean"
-        return key in self and self.late(key) > self.early(key)
+        return RETURN in self and self.late(RETURN) > self.early(RETURN)
+
+    @property
+    def on_top(self) -> bool:
+        """Whether the return of training rose, and ended as high as it ever was."""
+        if not self.improved:
+            return False
+        values = self.series(RETURN)[1]
+        return self.late(RETURN) >= max(values) - 0.1 * (max(values) - min(values))
 
 
 def signal(metrics: Metrics) -> Finding:
     """Groups whose members all did equally well teach nothing."""
     share = metrics.late("rollout/zero_variance_groups")
-    text = f"{_percent(share)} of the groups have members that all did equally well. They teach nothing."
+    text = f"{percent(share)} of the groups have members that all did equally well. They teach nothing."
     made = Finding("Groups without signal", ("rollout/zero_variance_groups",), "good", text)
     if share <= 0.5:
         return made
+    if metrics.on_top:
+        return made._replace(text=f"{text} The return rose to its highest, so the task may be solved.")
+    made = made._replace(verdict="bad" if share > 0.9 and not metrics.improved else "look")
+    rates = [metrics.late(key) for key in ("rollout/success_rate", "rollout/pass_at_1") if key in metrics]
+    if rates and 0.1 <= rates[0] <= 0.9:
+        text = f"{text} But {percent(rates[0])} of all attempts succeed: groups are too small for these starts."
+        return made._replace(text=text, advice="A larger group_size; collection.dynamic_sampling.")
     if metrics.improved:
         solved = "The return rose, so the task may be solved. If it is not: harder starts, or a larger group_size."
-        return made._replace(verdict="look", advice=solved)
+        return made._replace(advice=solved)
     advice = "A denser reward, a larger group_size, easier or harder starts; collection.dynamic_sampling."
-    return made._replace(verdict="bad" if share > 0.9 else "look", advice=advice)
+    return made._replace(advice=advice)
+
+
+def constant(metrics: Metrics) -> Finding:
+    """A return that is the same in every episode teaches nothing."""
+    values = metrics.series(RETURN)[1]
+    made = Finding("Return", (RETURN,), "good", f"From {min(values):.4g} to {max(values):.4g} in training.")
+    succeeds = "rollout/success_rate" in metrics and metrics.late("rollout/success_rate") == 1
+    if len(values) < 3 or max(values) - min(values) > 1e-6 * abs(max(values)) or succeeds:
+        return made
+    text = "No episode earned a reward." if values[-1] == 0 else f"It was {values[-1]:.4g} in all of training."
+    advice = "The reward does not depend on what the policy does: a reward for progress, or easier starts."
+    return made._replace(verdict="bad", text=text, advice=advice)
+
+
+def endings(metrics: Metrics) -> Finding:
+    """Episodes must end for their returns to be known."""
+    ended = sum(metrics.series("rollout/episodes")[1])
+    made = Finding("Ends of episodes", ("rollout/episodes",), "good", f"{ended:,.0f} episodes ended in training.")
+    if ended == 0:
+        text = f"No episode ended in {metrics.entries[-1].get('env_steps', 0):,} steps."
+        return made._replace(verdict="bad", text=text, advice="Set env.max_episode_steps, or end episodes in step().")
+    cut, played = (metrics.series(f"eval/{name}")[1] for name in ("cut_episodes", "episodes"))
+    if not cut or cut[-1] <= played[-1] / 2:
+        return made
+    text = f"{cut[-1]:.0f} of the last evaluation's {played[-1]:.0f} episodes did not end, and were cut."
+    return made._replace(verdict="look", text=text, advice="Set env.max_episode_steps, or end episodes in step().")
 
 
 def spread(metrics: Metrics) -> Finding:
@@ -100,7 +148,7 @@ def clipping(metrics: Metrics) -> Finding:
     share, low, high = (metrics.late(f"train/clip_fraction{side}") for side in ("", "_low", "_high"))
     keys = ("train/clip_fraction_low", "train/clip_fraction_high")
     made = Finding(
-        "Clipped steps", keys, "good", f"{_percent(low, 1)} below the clip range, {_percent(high, 1)} above it."
+        "Clipped steps", keys, "good", f"{percent(low, 1)} below the clip range, {percent(high, 1)} above it."
     )
     if share > 0.4:
         return made._replace(verdict="look", advice="Lower learning_rate, or fewer num_epochs.")
@@ -138,13 +186,11 @@ def gradient(metrics: Metrics) -> Finding:
 def critic(metrics: Metrics) -> Finding:
     """What the critic predicts of the returns."""
     explained = metrics.late("train/explained_variance")
-    text = f"The critic explains {_percent(explained)} of the variance of the returns."
+    text = f"The critic explains {percent(explained)} of the variance of the returns."
     made = Finding("Critic", ("train/explained_variance",), "good", text)
-    if explained >= 0.3:
+    if explained >= 0.3 or metrics.improved:
         return made
-    advice = (
-        "Normal where returns hardly vary, as on a solved task. Else policy.normalize_obs, policy.normalize_reward."
-    )
+    advice = "It helps little: policy.normalize_obs, policy.normalize_reward, a higher learning_rate or num_epochs."
     return made._replace(verdict="look", advice=advice)
 
 
@@ -161,28 +207,29 @@ def sampler(metrics: Metrics) -> Finding:
 def lengths(metrics: Metrics) -> Finding:
     """Lengths of episodes or completions, and how these end."""
     early, late = metrics.early("rollout/length_mean"), metrics.late("rollout/length_mean")
-    made = Finding(
-        "Length of episodes", ("rollout/length_mean",), "good", f"From {early:.4g} to {late:.4g} on average."
-    )
+    text = f"From {early:.4g} to {late:.4g} on average."
+    made = Finding("Length of episodes", ("rollout/length_mean",), "good", text)
+    if not metrics.improved and not 0.5 < late / early < 2:
+        drifts = "The return does not rise with it: see in the groups what short and long episodes earn."
+        made = made._replace(verdict="look", advice=drifts)
     if "completions/clipped_ratio" not in metrics:
         return made
     cut = metrics.late("completions/clipped_ratio")
     ended = ", ".join(
-        f"{_percent(metrics.late(f'rollout/ended_by_{how}'))} with {words}"
+        f"{percent(metrics.late(f'rollout/ended_by_{how}'))} with {words}"
         for how, words in (("eos", "the end token"), ("stop", "a stop string"))
     )
-    made = made._replace(title="Length of completions", text=f"{made.text} {ended}, {_percent(cut)} cut at the limit.")
+    made = made._replace(title="Length of completions", text=f"{text} {ended}, {percent(cut)} cut at the limit.")
     if cut <= 0.1:
         return made
-    return made._replace(
-        verdict="bad" if cut > 0.5 else "look", advice="A larger sampling.max_new_tokens, or overlong_buffer."
-    )
+    advice = f"{made.advice} A larger sampling.max_new_tokens, or overlong_buffer.".strip()
+    return made._replace(verdict="bad" if cut > 0.5 else "look", advice=advice)
 
 
 def success(metrics: Metrics) -> Finding:
     """Episodes that did the task."""
     rate = metrics.late("rollout/success_rate")
-    made = Finding("Success", ("rollout/success_rate",), "good", f"{_percent(rate)} of the episodes of training.")
+    made = Finding("Success", ("rollout/success_rate",), "good", f"{percent(rate)} of the episodes of training.")
     if rate > 0:
         return made
     return made._replace(
@@ -192,10 +239,10 @@ def success(metrics: Metrics) -> Finding:
 
 def generalisation(metrics: Metrics) -> Finding:
     """The evaluation should not be far below training."""
-    training, greedy = metrics.late("rollout/return_mean"), metrics.series("eval/return_mean")[1][-1]
-    values = metrics.series("rollout/return_mean")[1]
+    training, greedy = metrics.late(RETURN), metrics.series("eval/return_mean")[1][-1]
+    values = metrics.series(RETURN)[1]
     text = f"Sampled in training {training:.4g}, last evaluation {greedy:.4g}."
-    made = Finding("Evaluation against training", ("rollout/return_mean", "eval/return_mean"), "good", text)
+    made = Finding("Evaluation against training", (RETURN, "eval/return_mean"), "good", text)
     if training - greedy <= 0.3 * (max(values) - min(values)):
         return made
     return made._replace(verdict="look", advice="The policy may need its randomness: evaluation.deterministic=false.")
@@ -204,13 +251,14 @@ def generalisation(metrics: Metrics) -> Finding:
 def best(metrics: Metrics) -> Finding:
     """The last evaluation should be near the best one."""
     values = metrics.series("eval/return_mean")[1]
+    seen = values + metrics.series(RETURN)[1]
     noise, episodes = (metrics.series(f"eval/{name}")[1][-1] for name in ("return_std", "episodes"))
     made = Finding(
         "Last against best", ("eval/return_mean",), "good", f"Last {values[-1]:.4g}, best {max(values):.4g}."
     )
     lost = max(values) - values[-1]
     half = half_width_95(noise, int(episodes))
-    if lost <= 0.3 * (max(values) - min(values)) or not lost > half:
+    if lost <= 0.3 * (max(seen) - min(seen)) or not lost > half:
         return made
     advice = "The policy got worse; the best one is in checkpoints/best. A linear schedule, or target_kl such as 0.02."
     return made._replace(verdict="look", advice=advice)
@@ -221,15 +269,15 @@ def speed(metrics: Metrics) -> Finding:
     collect, update = (sum(metrics.series(f"time/{part}_seconds")[1]) for part in ("collect", "update"))
     rate = metrics.late("time/steps_per_second")
     share = collect / max(collect + update, 1e-9)
-    text = (
-        f"{rate:,.0f} steps per second. {_percent(share)} of the time in collection, {_percent(1 - share)} in updates."
-    )
+    text = f"{rate:,.0f} steps per second. {percent(share)} of the time in collection, {percent(1 - share)} in updates."
     return Finding("Speed", ("time/steps_per_second",), "good", text)
 
 
 RULES: tuple[tuple[Callable[[Metrics], Finding], tuple[str, ...]], ...] = (
     (signal, ("rollout/zero_variance_groups",)),
     (spread, ("rollout/reward_std",)),
+    (constant, (RETURN,)),
+    (endings, ("rollout/episodes",)),
     (distance, ("train/approx_kl", "train/optimizer_steps")),
     (clipping, ("train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high")),
     (entropy, ("train/entropy",)),
@@ -238,7 +286,7 @@ RULES: tuple[tuple[Callable[[Metrics], Finding], tuple[str, ...]], ...] = (
     (sampler, ("rollout/sampler_kl",)),
     (lengths, ("rollout/length_mean",)),
     (success, ("rollout/success_rate",)),
-    (generalisation, ("rollout/return_mean", "eval/return_mean")),
+    (generalisation, (RETURN, "eval/return_mean")),
     (best, ("eval/return_mean", "eval/return_std", "eval/episodes")),
     (speed, ("time/collect_seconds", "time/update_seconds", "time/steps_per_second")),
 )
@@ -248,16 +296,9 @@ RULES: tuple[tuple[Callable[[Metrics], Finding], tuple[str, ...]], ...] = (
 def examine(entries: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """The findings of all rules whose metrics the run logged, those to look at first."""
     metrics = Metrics(entries)
-    found = [rule(metrics) for rule, needed in RULES if all(key in metrics for key in needed)]
+    return sort([rule(metrics) for rule, needed in RULES if all(key in metrics for key in needed)])
+
+
+def sort(found: Sequence[Finding]) -> list[Finding]:
+    """Those to look at first."""
     return sorted(found, key=lambda finding: ("bad", "look", "good").index(finding.verdict))
-
-
-def ratios(values: Sequence[float]) -> Finding:
-    """How far the update moved the probabilities of single actions, in the groups that were kept last."""
-    far = sum(not 0.5 <= value <= 2 for value in values) / len(values)
-    middle = sorted(values)[len(values) // 20 : -(len(values) // 20) or None]
-    text = f"90 % of the ratios are from {middle[0]:.3g} to {middle[-1]:.3g}; {_percent(far, 1)} of them outside of 0.5 to 2."
-    made = Finding("Ratios after the update", (), "good", text)
-    if far <= 0.05:
-        return made
-    return made._replace(verdict="look", advice="Single actions moved far: lower learning_rate, or fewer num_epochs.")

@@ -14,16 +14,16 @@ from groupwise import files, plugins
 from groupwise.config.base import flat
 from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.report.folder import RunFolder
-from groupwise.report.page import health
-from groupwise.report.page.explorer import last_ratios, load_groups, to_json
+from groupwise.report.page.explorer import load_groups, to_json
 from groupwise.report.page.figures import histogram, learning_curve, small
+from groupwise.report.page.group_health import diagnose
+from groupwise.report.page.health import WORDS, Metrics
 from groupwise.report.scores import half_width_95, scores_of
 
 MAX_VIDEO = 1_200_000
 """Bytes of a video that the page holds; of a larger one it gives the path."""
 STATIC_GROUPS = 3
 """Groups that are tables, for readers without scripts."""
-_VERDICTS = {"good": "good", "look": "look", "bad": "trouble"}
 
 
 class Answer(NamedTuple):
@@ -63,8 +63,7 @@ def render(folder: RunFolder) -> str:
     env.filters["number"] = _shown
     config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
     metrics, groups = folder.read_metrics(), load_groups(folder.groups)
-    is_text = "task" in config
-    unit, score, sample = ("tokens", "reward", "prompts") if is_text else ("environment steps", "return", "episodes")
+    unit, score, sample = words_of(config)
     changed, other = _settings(config)
     here = resources(__package__)
     return env.get_template("page.html").render(
@@ -94,6 +93,12 @@ def render(folder: RunFolder) -> str:
         score=score,
         unit=unit,
     )
+
+
+def words_of(config: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What a run's steps, scores and evaluated items are called."""
+    is_text = "task" in config
+    return ("tokens", "reward", "prompts") if is_text else ("environment steps", "return", "episodes")
 
 
 def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Answer:
@@ -176,16 +181,15 @@ def _extremes(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
     """The findings with their figures."""
-    read = health.Metrics(metrics)
+    read = Metrics(metrics)
     rows = []
-    for number, finding in enumerate(health.examine(metrics)):
-        label = f"{finding.title} over training"
-        picture = small([read.series(key) for key in finding.keys], label, f"h{number}")
-        rows.append(finding._asdict() | {"picture": picture})
-    if ratios := last_ratios(folder.groups):
-        finding = health.ratios(ratios)
-        rows.append(finding._asdict() | {"picture": histogram(ratios, "Histogram of the ratios", "ratios")})
-    return [row | {"word": _VERDICTS[row["verdict"]]} for row in rows]
+    for number, finding in enumerate(diagnose(folder)):
+        label, name = f"{finding.title} over training", f"h{number}"
+        picture = small([read.series(key) for key in finding.keys], label, name) if finding.keys else ""
+        if finding.values:
+            picture = histogram(finding.values, f"Histogram: {finding.title.lower()}", name)
+        rows.append(finding._asdict() | {"picture": picture, "word": WORDS[finding.verdict]})
+    return rows
 
 
 def _why_no_groups(config: Mapping[str, Any]) -> str:

@@ -1,0 +1,103 @@
+"""What a run's metrics and the groups that it kept say about its health."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from groupwise.report.folder import RunFolder
+from groupwise.report.groups import kept_iterations, read_groups
+from groupwise.report.page.health import Finding, examine, percent, sort
+
+WILD = 100.0
+"""Observations of this size are too large for a network without a normaliser."""
+Columns = Mapping[str, Sequence[Any]]
+"""Of a file of kept groups, as ``read_groups`` gives them."""
+
+
+def diagnose(folder: RunFolder) -> list[Finding]:
+    """All findings on a run, those to look at first.
+
+    Raises:
+        RunFolderError: a file is damaged.
+    """
+    paths = list(kept_iterations(folder.groups).values())
+    ends = [read_groups(path) for path in dict.fromkeys(paths[:1] + paths[-1:])]
+    metrics = folder.read_metrics()
+    return sort([*examine(metrics), *examine_groups(folder.read_config(), ends, metrics[-1:])])
+
+
+def examine_groups(
+    config: Mapping[str, Any], files: Sequence[Columns], last: Sequence[Mapping[str, Any]]
+) -> list[Finding]:
+    """The findings on some files of kept groups, the latest last.
+
+    Args:
+        last: the last entry of the metrics, which names the rewards.
+    """
+    found = []
+    if observations := [value for columns in files for value in columns["observation"] if value is not None]:
+        normalized = config.get("policy", {}).get("normalize_obs", False)
+        found.append(scale(np.array(observations), normalized=normalized))
+    rewards = config.get("task", {}).get("rewards", [])
+    if len(rewards) > 1 and (parts := [value for columns in files for value in _parts_of_members(columns)]):
+        names = [name for entry in last for name in re.findall(r"reward/(\S+)_mean", " ".join(entry))]
+        weights = [reward["weight"] for reward in rewards]
+        found.append(dominance(np.array(parts) * weights, names[: len(weights)]))
+    if values := [ratio for columns in files[-1:] for ratio in columns["ratio"] if ratio is not None]:
+        found.append(ratios(values))
+    return found
+
+
+def scale(observations: np.ndarray, *, normalized: bool) -> Finding:
+    """Networks learn badly from numbers that are large.
+
+    Args:
+        observations: raw, ``[step, width]``.
+        normalized: whether the policy normalises them.
+    """
+    size = np.sqrt(np.square(observations).mean(axis=0))
+    largest = int(size.argmax())
+    text = f"Number {largest} of an observation is the largest, with a root mean square of {size[largest]:.3g}."
+    made = Finding("Scale of observations", (), "good", text)
+    indices = bool((observations == observations.round()).all())  # of Discrete spaces: the network gets them one-hot
+    if normalized or indices or size[largest] < WILD:
+        return made
+    return made._replace(verdict="look", advice="Normalise them: policy.normalize_obs.")
+
+
+def dominance(parts: np.ndarray, names: Sequence[str]) -> Finding:
+    """A reward whose range is small beside that of another has no say.
+
+    Args:
+        parts: weighted rewards of the members, ``[member, reward]``.
+    """
+    spans = np.ptp(parts, axis=0)
+    shown = ", ".join(f"{name} {span:.3g}" for name, span in zip(names, spans, strict=True))
+    made = Finding("Sizes of rewards", (), "good", f"Ranges of the weighted rewards: {shown}.")
+    strongest = names[int(spans.argmax())]
+    drowned = [name for name, span in zip(names, spans, strict=True) if 0 < span < 0.05 * spans.max()]
+    if not drowned:
+        return made
+    text = f"{made.text} {strongest} dominates: {' and '.join(drowned)} hardly counts."
+    return made._replace(verdict="look", text=text, advice="Other weights in task.rewards, or rewards of one scale.")
+
+
+def ratios(values: Sequence[float]) -> Finding:
+    """How far the update moved the probabilities of single actions, in the groups that were kept last."""
+    far = sum(not 0.5 <= value <= 2 for value in values) / len(values)
+    middle = sorted(values)[len(values) // 20 : -(len(values) // 20) or None]
+    text = f"90 % of the ratios are from {middle[0]:.3g} to {middle[-1]:.3g}; {percent(far, 1)} of them outside of 0.5 to 2."
+    made = Finding("Ratios after the update", (), "good", text, values=tuple(values))
+    if far <= 0.05:
+        return made
+    return made._replace(verdict="look", advice="Single actions moved far: lower learning_rate, or fewer num_epochs.")
+
+
+def _parts_of_members(columns: Columns) -> list[list[float]]:
+    """The sum of each reward over a member's steps."""
+    steps = zip(columns["group"], columns["member"], columns["reward_parts"], strict=True)
+    members = [[parts for *_, parts in steps] for _, steps in groupby(steps, key=lambda step: step[:2])]
+    return [np.sum(parts, axis=0).tolist() for parts in members if parts[0] is not None]

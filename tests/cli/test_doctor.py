@@ -1,0 +1,136 @@
+"""``groupwise doctor``: what it says of runs and of installations, and its exit code."""
+
+import json
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from run_folders import write_run
+
+from groupwise import cli
+from groupwise.cli import installation
+from groupwise.errors import EnvError
+
+
+def rewrite(run, **changed):
+    """Change every line of a run's metrics."""
+    path = run / "metrics.jsonl"
+    entries = [json.loads(line) | changed for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def test_a_run_without_fault(tmp_path, capsys):
+    assert cli.main(["doctor", str(write_run(tmp_path / "run", evaluated=False))]) == 0
+    learned, verdict = capsys.readouterr().out.splitlines()
+    assert learned == "Did it learn? Unknown. The return of training went from 11 to 14, and nothing was evaluated."
+    assert verdict == "Nothing looks wrong."
+
+
+def test_a_fault_comes_with_its_fix(tmp_path, capsys):
+    run = write_run(tmp_path / "run", evaluated=False)
+    rewrite(run, **{"rollout/return_mean": 0.0, "rollout/length_mean": 9.0})
+    assert cli.main(["doctor", str(run)]) == 1
+    _, fault, fix = capsys.readouterr().out.splitlines()
+    assert fault == "trouble  Return: No episode earned a reward."
+    assert fix.strip().startswith("fix: The reward does not depend on")
+
+
+def test_a_run_that_logged_nothing(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=(0,), returns=(0.0,))
+    (run / "metrics.jsonl").unlink()
+    assert cli.main(["doctor", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "There is nothing to look at yet."
+    assert cli.main(["doctor", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.slow
+def test_this_installation_is_sound(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(installation, "SECONDS", 1.0)
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line[9:].partition(":")[0] for line in lines if not line.startswith(" ")]
+    assert {"Device", "Threads", "Packages", "Extras", "Folder runs", "Training for 1 seconds"} <= set(titles)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_requirements_that_are_not_met():
+    assert installation.missing(Requirement("torch>=2")) == []
+    assert installation.missing(Requirement("no-such-package")) == ["no-such-package is not installed"]
+    [wrong] = installation.missing(Requirement("torch>=99"))
+    assert wrong.startswith("torch is ")
+    assert wrong.endswith("expected >=99")
+
+
+def test_requirements_of_an_extra_of_a_package(monkeypatch):
+    inner = ['nothing-there; extra == "toys"', 'other; extra == "more"']
+    monkeypatch.setattr(installation, "requires", {"torch": inner}.get)
+    assert installation.missing(Requirement("torch[toys]")) == ["nothing-there is not installed"]
+    assert installation.missing(Requirement("torch")) == []
+
+
+def test_a_wrong_version_names_the_command(monkeypatch):
+    wanted = ['torch<1; extra == "old"', 'nothing-there; extra == "new"', 'torch; extra == "fine"', "torch"]
+    monkeypatch.setattr(installation, "requires", {"groupwise": wanted}.get)
+    found = installation.extras()
+    assert found.verdict == "look"
+    assert "there: fine; not complete: new" in found.text
+    assert ".[old]" in found.advice
+    assert installation.packages().verdict == "good"
+
+
+def test_a_missing_package_is_trouble(monkeypatch):
+    monkeypatch.setattr(installation, "requires", {"groupwise": ["nothing-there", "torch"]}.get)
+    found = installation.packages()
+    assert (found.verdict, found.text) == ("bad", "nothing-there is not installed.")
+
+
+@pytest.mark.parametrize(("threads", "verdict"), [(2, "good"), (64, "look")])
+def test_more_threads_than_processors(monkeypatch, threads, verdict):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(installation, "num_cpus", lambda: 2)
+    monkeypatch.setattr(installation.os, "getloadavg", lambda: (0.5, 0.5, 0.5))
+    assert installation.threads().verdict == verdict
+
+
+def test_processors_that_others_keep_busy(monkeypatch):
+    monkeypatch.setattr(installation, "num_cpus", lambda: 2)
+    monkeypatch.setattr(installation.os, "getloadavg", lambda: (9.0, 0.5, 0.5))
+    assert "the load is 9.0" in installation.threads().text
+
+
+def test_a_driver_without_a_build_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(installation.shutil, "which", lambda program: "/usr/bin/nvidia-smi")
+    assert "CUDA" in installation.device().advice
+    monkeypatch.setattr(installation.shutil, "which", lambda program: None)
+    assert installation.device().verdict == "good"
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    assert installation.folder(tmp_path / "not" / "there").verdict == "good"
+
+    def refuse(**options):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(installation.tempfile, "TemporaryFile", refuse)
+    found = installation.folder(tmp_path)
+    assert (found.verdict, "read-only" in found.text) == ("bad", True)
+
+
+def test_a_renderer_that_fails_gives_its_fix(monkeypatch):
+    def fail(env_id):
+        raise EnvError("no video: no display; fix: set MUJOCO_GL=egl")
+
+    monkeypatch.setattr(installation, "draw_one_frame", fail)
+    found = installation.rendering("CartPole-v1")
+    assert (found.verdict, found.advice) == ("look", "set MUJOCO_GL=egl.")
+
+
+def test_a_training_that_fails_is_trouble(monkeypatch):
+    def fail(**settings):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(installation, "train", fail)
+    found = installation.training(1.0)
+    assert (found.verdict, "disk full" in found.text) == ("bad", True)

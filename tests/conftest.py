@@ -57,6 +57,16 @@ def whole_videos(monkeypatch):
     monkeypatch.setattr("groupwise.report.video.MAX_STEPS", 1000)
 
 
+@pytest.fixture(scope="session")
+def ray():
+    """Ray with token authentication, which it reads when it is imported; skips where it is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        yield pytest.importorskip("ray")
+
+
 @pytest.fixture
 def registry():
     """Registrations of a test do not outlive it."""

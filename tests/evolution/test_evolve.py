@@ -9,22 +9,22 @@ import time
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
+import gymnasium
 import pytest
 import text_runs
 import torch
+from populations import PPO, SMALL, TINY, check_same, evolve, same_weights, state
 
 import groupwise as gw
 from groupwise import cli
-from groupwise.evolution.member import AddNoise
-from groupwise.evolution.workers import Workers
-from groupwise.training.checkpoint import load_checkpoint
+from groupwise.config.evolution import LaunchCfg
+from groupwise.evolution.member import AddNoise, Round
+from groupwise.evolution.workers import Processes, answered
+from groupwise.processes import pickled
+from groupwise.run import read_settings
 from groupwise.training.components import UserObjects
 from groupwise.training.trainer import Trainer
 
-PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}
-SEARCH = {"algorithm.learning_rate": {"min": 1e-4, "max": 1e-1, "log": True}, "algorithm.num_epochs": [1, 2]}
-TINY = {"num_envs": 4, "evaluation": {"interval": 10_000, "episodes": 1}, "episodes": 2}
-SMALL = {**TINY, "search": SEARCH, "population": 3, "rounds": 2, "round_steps": 128, "weight_noise": 0.1}
 SCRIPT = """
 import json, sys
 import groupwise as gw
@@ -33,44 +33,25 @@ if __name__ == "__main__":
 """
 
 
-def evolve(path, workers=1, **options):
-    return gw.evolve("CartPole-v1", PPO, run_dir=path, workers=workers, **SMALL | options)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted search in one process."""
-    return evolve(tmp_path_factory.mktemp("whole") / "population")
-
-
-def state(path):
-    return (path / "population.json").read_text(encoding="utf-8")
-
-
-def best(path):
-    return load_checkpoint(path / "best/checkpoints/latest").policy
-
-
-def check_same(path, whole):
-    assert state(path) == state(whole.path)
-    one, other = best(path), best(whole.path)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    """An uninterrupted search in this process."""
+    return evolve(tmp_path_factory.mktemp("whole") / "population", pictures=True)
 
 
 def test_a_search_leaves_runs_a_state_a_picture_and_a_table(whole):
     pq = pytest.importorskip("pyarrow.parquet")
     found = gw.Population.load(whole.path)
     assert found.round == 2
-    assert {member.parent for member in found.members.values() if member.born == 1} <= {"r0-0", "r0-1", "r0-2"}
-    assert len(found.goes_on) == 3
+    assert {member.parent for member in found.members.values() if member.born == 1} <= {f"r0-{n}" for n in range(4)}
+    assert len(found.goes_on) == 4
     assert (whole.path / "lineage.png").stat().st_size > 10_000
     rows = pq.read_table(whole.path / "population.parquet").to_pylist()
-    assert [row["round"] for row in rows] == [0] * 3 + [1] * 3
+    assert [row["round"] for row in rows] == [0] * 4 + [1] * 4
     assert all(1e-4 <= row["algorithm.learning_rate"] <= 1e-1 for row in rows)
     top = found.best()
-    assert rows[3]["member"] == top.name
-    assert rows[3]["mean"] == max(row["mean"] for row in rows[3:])
+    assert rows[4]["member"] == top.name
+    assert rows[4]["mean"] == max(row["mean"] for row in rows[4:])
 
 
 def test_the_best_member_is_an_ordinary_run(whole):
@@ -91,27 +72,31 @@ def test_members_differ_in_the_searched_settings_and_the_seed_only(whole):
     assert first == second
 
 
-def test_two_processes_find_the_same(whole, tmp_path):
-    evolve(tmp_path / "two", workers=2)
-    check_same(tmp_path / "two", whole)
+@pytest.mark.parametrize(
+    "workers", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_any_number_of_processes_finds_the_same(whole, tmp_path, workers):
+    evolve(tmp_path / "p", workers=workers)
+    check_same(tmp_path / "p", whole.path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent at once")
-@pytest.mark.parametrize("finished", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("finished", [1, 5])
 def test_a_killed_search_goes_on_as_if_nothing_happened(whole, tmp_path, finished):
     """It is killed when that many rounds of members are finished, and others are running."""
     path, script = tmp_path / "killed", tmp_path / "script.py"
     script.write_text(SCRIPT)
     with subprocess.Popen([sys.executable, script, path, json.dumps(PPO), json.dumps(SMALL)]) as process:
-        while len(list(path.glob("members/*/evolution.jsonl"))) < min(finished, 3) or (
-            finished > 3 and not list(path.glob("members/r1-*/metrics.jsonl"))
+        while len(list(path.glob("members/*/evolution.jsonl"))) < min(finished, 4) or (
+            finished > 4 and not list(path.glob("members/r1-*/metrics.jsonl"))
         ):
             time.sleep(0.01)
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
     assert not (path / "best").exists()
     gw.Population.resume(path, workers=2)
-    check_same(path, whole)
+    check_same(path, whole.path)
 
 
 def test_resume_leaves_a_finished_search_as_it_is(whole, capsys):
@@ -163,12 +148,12 @@ def test_a_member_that_crashes_three_times_ends_the_search_and_fewer_times_chang
     two, three = (crashing(tmp_path / str(times), times) for times in (2, 3))
     with pytest.raises(gw.MemberError, match=r"r0-0 failed 3 times in round 1: .* exit code 7"):
         gw.evolve(three, PPO, run_dir=tmp_path / "three/p", workers=1, **SMALL)
-    assert len(list(tmp_path.glob("three/p/members/*/evolution.jsonl"))) == 2  # the others are saved
+    assert len(list(tmp_path.glob("three/p/members/*/evolution.jsonl"))) == 3  # the others are saved
     found = gw.Population.resume(tmp_path / "three/p", env=three)
     caplog.clear()
     other = gw.evolve(two, PPO, run_dir=tmp_path / "two/p", workers=1, **SMALL)
     assert "r0-0 failed (time 2): its process ended with exit code 7" in caplog.text
-    check_same(other.path, found)
+    check_same(other.path, found.path)
 
 
 def test_an_error_in_training_is_named_and_logged(tmp_path):
@@ -197,7 +182,7 @@ def test_on_mutation_sees_each_clone_and_may_change_it(tmp_path):
 def test_halving_ends_with_one_member_and_groups_can_change_size(tmp_path):
     algorithm, search = {"name": "grpo", "num_steps": 16, "group_size": 2}, {"algorithm.group_size": [2, 4]}
     options = {**TINY, "search": search, "population": 2, "rounds": 2, "round_steps": 256, "selection": "halving"}
-    found = gw.evolve("CartPole-v1", algorithm, run_dir=tmp_path / "p", workers=1, fitness="lower_bound", **options)
+    found = evolve(tmp_path / "p", algorithm=algorithm, fitness="lower_bound", **options)
     assert len(found.goes_on) == 1
     assert found.best().name == found.goes_on[0]
 
@@ -216,10 +201,12 @@ def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, ca
     (tmp_path / "search.yaml").write_text("algorithm.learning_rate: {min: 1e-5, max: 1e-2, log: true}\n")
     words = ["--search", str(tmp_path / "search.yaml"), "--population", "4", "--rounds", "5", "--round-steps", "1e3"]
     words += ["--selection", '{"name": "tournament", "size": 3}', "--mutation", "log_normal", "--workers", "2"]
+    words += ["--launcher", "ray", "--gpus", "0.25"]
     assert cli.main(["evolve", "CartPole-v1", *words, "--seed", "3", "--algorithm.gamma", "0.5"]) == 0
     assert seen["cfg"].search["algorithm.learning_rate"].max == 1e-2
     assert (seen["cfg"].population, seen["cfg"].rounds, seen["cfg"].round_steps) == (4, 5, 1000)
-    assert (seen["cfg"].selection.size, seen["cfg"].mutation.name, seen["workers"]) == (3, "log_normal", 2)
+    assert (seen["cfg"].selection.size, seen["cfg"].mutation.name) == (3, "log_normal")
+    assert seen["launch"] == LaunchCfg(workers=2, launcher="ray", gpus=0.25)
     assert (seen["base"].seed, seen["base"].algorithm.gamma) == (3, 0.5)
     out = capsys.readouterr().out
     assert "best of 1 members is r0-0, mean 3" in out
@@ -262,6 +249,7 @@ def test_the_help_shows_the_search(capsys):
         ({"stop": {"threshold": 400}}, "ends after its rounds"),
         ({"round_steps": 63}, "an iteration takes about 64 steps"),
         ({"population": 1}, "population"),
+        ({"gpus": 0.5}, "gpus is for launcher='ray'"),
         ({"selection": "tornament"}, "did you mean 'tournament'"),
     ],
 )
@@ -305,8 +293,19 @@ def test_noise_changes_a_tenth_of_the_weights_once():
     assert not torch.equal(layer.weight, after)
 
 
+def test_each_member_begins_with_the_policy_that_was_given(tmp_path):
+    env = gymnasium.make("CartPole-v1")
+    policy = gw.ActorCritic(env.observation_space, env.action_space)
+    cfg, given = read_settings("CartPole-v1", PPO, policy, None, {"num_envs": 4}, {"total_steps": 128})
+    payload = pickled(given)
+    one, other = (answered(Round(0, tmp_path / name, cfg, 128, 2, 0), payload, ()) for name in "ab")
+    assert one.result == other.result
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
 def test_another_process_starts_only_where_memory_is_left(tmp_path, monkeypatch):
-    workers = Workers(2, UserObjects(), tmp_path / "log")
+    workers = Processes(2, UserObjects(), tmp_path / "log")
+    workers._busy = {None: None}
     assert workers._has_room()
     workers._peak_mib = 1e9
     assert workers._has_room() == (sys.platform != "linux")

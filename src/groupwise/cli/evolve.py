@@ -7,7 +7,7 @@ from typing import Any, get_args
 from groupwise import files, plugins
 from groupwise.cli.parser import Parser, count
 from groupwise.config.budget import BUDGETS
-from groupwise.config.evolution import EvolutionCfg
+from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
 from groupwise.errors import ConfigError
 from groupwise.terminal import show
@@ -33,7 +33,9 @@ Options, then those of train:
   --selection tournament       or truncation, halving; or JSON: '{"name": "tournament", "size": 3}'
   --mutation grow_shrink       or log_normal; or JSON
   --weight-noise 0             noise on the weights of clones (AgileRL: 0.1)
-  --workers N                  processes at once (default: one per core)
+  --workers N                  members at once (default: one per core, or what a cluster has room for)
+  --launcher processes         or ray: a Ray cluster whose nodes share the folder
+  --cpus 1, --gpus 0           what Ray keeps for each member, also a share of a GPU
   --preset NAME                credit and objective of a paper; see: groupwise list
 """
 
@@ -49,10 +51,10 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--selection", type=_choice)
     parser.add_argument("--mutation", type=_choice)
     parser.add_argument("--weight-noise", type=float)
-    parser.add_argument("--workers", type=count)
+    _add_launch(parser)
     options, rest = parser.parse_known_args(argv)
     given = {name: value for name, value in vars(options).items() if value is not None}
-    workers = given.pop("workers", None)
+    launch = LaunchCfg(**{name: given.pop(name) for name in LaunchCfg.model_fields if name in given})
     for name in BUDGETS:
         if any(word.partition("=")[0].replace("-", "_") == f"__{name}" for word in rest):
             raise ConfigError(f"--{name.replace('_', '-')}: the budget is --rounds times --round-steps; fix: set these")
@@ -67,19 +69,27 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
 
     from groupwise.evolution.evolve import evolve_from_config
 
-    _print(evolve_from_config(cfg, base, run_dir=base.run_dir, workers=workers))
+    _print(evolve_from_config(cfg, base, run_dir=base.run_dir, launch=launch))
 
 
 def resume(parser: Parser, argv: Sequence[str]) -> int:
     """Go on with the population in ``argv``."""
     parser.add_argument("population", type=Path, help="folder of the population")
-    parser.add_argument("--workers", type=count)
-    options = parser.read(argv)
+    _add_launch(parser)
+    options = vars(parser.read(argv))
 
     from groupwise.evolution.population import Population
 
-    _print(Population.resume(options.population, workers=options.workers))
+    path = options.pop("population")
+    _print(Population.resume(path, **{name: value for name, value in options.items() if value is not None}))
     return 0
+
+
+def _add_launch(parser: Parser) -> None:
+    parser.add_argument("--workers", type=count)
+    parser.add_choice("--launcher", get_args(LaunchCfg.model_fields["launcher"].annotation))
+    parser.add_argument("--cpus", type=float)
+    parser.add_argument("--gpus", type=float)
 
 
 def _print(found: Any) -> None:

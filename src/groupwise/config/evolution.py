@@ -205,3 +205,22 @@ class EvolutionCfg(Cfg):
     """How the settings of clones change."""
     weight_noise: NonNegative = 0.0
     """Standard deviation of Gaussian noise on a tenth of a clone's weights, in units of each tensor's standard deviation (AgileRL: 0.1). 0: none."""
+
+
+class LaunchCfg(Cfg):
+    """Where members train. The result does not depend on it."""
+
+    launcher: Literal["processes", "ray"] = "processes"
+    """``processes`` of this machine, or a Ray cluster (extra ``ray``) whose nodes share the population's folder."""
+    workers: PositiveInt | None = None
+    """Members at once. None: one per core, or as many as the cluster has room for."""
+    cpus: Positive = 1.0
+    """Cores that Ray keeps for a member."""
+    gpus: NonNegative = 0.0
+    """GPUs that Ray keeps for a member: 0.25 for a quarter of one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LaunchCfg":
+        if self.launcher != "ray" and (names := list(self.changed("cpus", "gpus"))):
+            raise ValueError(f"{names[0]} is for launcher='ray'; fix: leave it out")
+        return self

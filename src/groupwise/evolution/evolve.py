@@ -11,21 +11,22 @@ from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from groupwise import files
 from groupwise.config import load_config
 from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.config.base import Cfg
 from groupwise.config.budget import BUDGETS
-from groupwise.config.evolution import EvolutionCfg, Value
+from groupwise.config.evolution import EvolutionCfg, LaunchCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg
 from groupwise.cpus import num_cpus
-from groupwise.errors import ConfigError, DivergedError
+from groupwise.errors import ConfigError, DivergedError, require_extra
 from groupwise.evolution.member import Round
 from groupwise.evolution.population import Member, Population
 from groupwise.evolution.report import write_report
 from groupwise.evolution.search import check_search, check_within, first_settings, with_settings
-from groupwise.evolution.workers import Workers
+from groupwise.evolution.workers import Processes, Workers
 from groupwise.report.folder import RunFolder
 from groupwise.run import read_settings
 from groupwise.seeding import derive_seed
@@ -53,6 +54,7 @@ def evolve(
     max_episode_steps: int | None = None,
     run_dir: Path | str | None = None,
     workers: int | None = None,
+    launcher: Literal["processes", "ray"] = "processes",
     on_mutation: OnMutation | None = None,
     **fields: Any,
 ) -> Population:
@@ -65,10 +67,11 @@ def evolve(
         rounds: rounds of training, evaluation and selection.
         round_steps: environment steps (tokens for text) that each member trains in a round.
         run_dir: a folder that does not exist or is empty. None: a new one under ``runs/``.
-        workers: processes at once. None: one per core. The result does not depend on it.
+        workers: members at once. None: one per core, or as many as a cluster has room for.
+        launcher: ``processes`` of this machine, or ``ray``. The result depends neither on it nor on ``workers``.
         on_mutation: called with a clone's name, its parent's settings and its own; may return others.
         fields: other settings of the search (``episodes``, ``fitness``, ``selection``, ``mutation``, ``weight_noise``), and
-            of the runs as in ``gw.train``.
+            of the runs as in ``gw.train``. With Ray also ``cpus`` and ``gpus`` of each member.
 
     Raises:
         ConfigError: a setting is unknown or impossible, or cannot be searched.
@@ -76,14 +79,14 @@ def evolve(
         MemberError: a member failed three times; the others are saved.
         DivergedError: all members diverged.
     """
-    own = {name: fields.pop(name) for name in list(fields) if name in EvolutionCfg.model_fields}
-    own |= {"search": search, "population": population, "rounds": rounds, "round_steps": round_steps}
-    cfg = EvolutionCfg(**own)
+    launch = LaunchCfg(workers=workers, launcher=launcher, **_taken(fields, LaunchCfg))
+    own = {"search": search, "population": population, "rounds": rounds, "round_steps": round_steps}
+    cfg = EvolutionCfg(**_taken(fields, EvolutionCfg) | own)
     if named := [name for name in BUDGETS if fields.get(name) is not None]:
         raise ConfigError(f"{named[0]}: the budget is rounds times round_steps; fix: set these")
     in_env = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
     base, given = read_settings(env, algorithm, policy, preset, in_env, fields)
-    return evolve_from_config(cfg, base, given, run_dir=run_dir, workers=workers, on_mutation=on_mutation)
+    return evolve_from_config(cfg, base, given, run_dir=run_dir, launch=launch, on_mutation=on_mutation)
 
 
 def evolve_from_config(
@@ -92,7 +95,7 @@ def evolve_from_config(
     given: UserObjects | None = None,
     *,
     run_dir: Path | str | None = None,
-    workers: int | None = None,
+    launch: LaunchCfg | None = None,
     on_mutation: OnMutation | None = None,
 ) -> Population:
     """See ``evolve``.
@@ -122,44 +125,49 @@ def evolve_from_config(
         population.goes_on.append(member.name)
     (path / "members").mkdir(parents=True)
     population.save()
-    return Evolution(population, given or UserObjects(), workers, on_mutation).run()
+    return Evolution(population, given or UserObjects(), launch or LaunchCfg(), on_mutation).run()
 
 
-def go_on(
-    population: Population, workers: int | None, on_mutation: OnMutation | None, given: Mapping[str, Any]
-) -> Population:
+def go_on(population: Population, on_mutation: OnMutation | None, fields: dict[str, Any]) -> Population:
     """See ``Population.resume``."""
     if population.hooked != (on_mutation is not None):
         had = "with" if population.hooked else "without"
         raise ConfigError(f"{population.path} was started {had} on_mutation; fix: resume it {had} it")
-    return Evolution(population, UserObjects.again(given), workers, on_mutation).run()
+    launch = LaunchCfg(**_taken(fields, LaunchCfg))
+    return Evolution(population, UserObjects.again(fields), launch, on_mutation).run()
 
 
 class Evolution:
     """One population, from its first or next round to its end."""
 
     def __init__(
-        self, population: Population, given: UserObjects, workers: int | None, on_mutation: OnMutation | None
+        self, population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None
     ) -> None:
         self.population = population
         self.cfg = population.cfg
         self.base = population.base
         self.given = given
-        self.workers = min(workers or num_cpus(), self.cfg.population)
+        self.launch = launch
         self.on_mutation = on_mutation
 
     def run(self) -> Population:
         """All rounds that are left."""
         population = self.population
-        with (
-            RunFolder(population.path).locked(),
-            closing(Workers(self.workers, self.given, population.path / "members.log")) as workers,
-        ):
+        with RunFolder(population.path).locked(), closing(self._workers()) as workers:
             while population.round < self.cfg.rounds:
                 self._play(workers, population.round)
             population.write_best()
             write_report(population)
         return population
+
+    def _workers(self) -> Workers:
+        output = self.population.path / "members.log"
+        if self.launch.launcher == "processes":
+            return Processes(min(self.launch.workers or num_cpus(), self.cfg.population), self.given, output)
+        require_extra("ray", "ray")
+        from groupwise.evolution.ray_workers import RayWorkers
+
+        return RayWorkers(self.launch, self.given, output)
 
     def _play(self, workers: Workers, number: int) -> None:
         """One round; then who plays the next one is decided and saved."""
@@ -229,6 +237,11 @@ class Evolution:
             check_within(self.cfg.search, settings, "on_mutation")
         with_settings(self.base, settings)  # possible together
         return Member(name, parent.name, born, settings)
+
+
+def _taken(fields: dict[str, Any], cfg: type[Cfg]) -> dict[str, Any]:
+    """Those of ``cfg``, which leave ``fields``."""
+    return {name: fields.pop(name) for name in list(fields) if name in cfg.model_fields}
 
 
 def _too_short(round_steps: int, size: int) -> str:

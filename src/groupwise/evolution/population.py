@@ -63,18 +63,17 @@ class Population:
         return f"Population({str(self.path)!r}, {len(self.members)} members, {self.round}/{self.cfg.rounds} rounds)"
 
     @classmethod
-    def resume(
-        cls, path: Path | str, *, workers: int | None = None, on_mutation: "OnMutation | None" = None, **given: Any
-    ) -> "Population":
+    def resume(cls, path: Path | str, *, on_mutation: "OnMutation | None" = None, **fields: Any) -> "Population":
         """Go on with a population, as if it had never stopped; returns it.
 
         Args:
-            workers, on_mutation: as of ``gw.evolve``.
-            given: the Python objects that the runs were given, as in ``gw.resume``.
+            on_mutation: as of ``gw.evolve``.
+            fields: ``workers``, ``launcher``, ``cpus`` and ``gpus``, as of ``gw.evolve``, and the Python objects that the
+                runs were given, as in ``gw.resume``.
         """
         from groupwise.evolution.evolve import go_on  # it makes populations
 
-        return go_on(cls.load(path), workers, on_mutation, given)
+        return go_on(cls.load(path), on_mutation, fields)
 
     @classmethod
     def load(cls, path: Path | str) -> "Population":

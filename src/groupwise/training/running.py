@@ -140,6 +140,8 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     summary |= {name: count for name, count in unsaved.items() if count}
     with files.warning_if_unwritable(folder.summary):
         folder.write_summary(summary)
+    if trainer.stop_reason == PAUSED:
+        return  # it goes on, and may do so many times
     with files.warning_if_unwritable(folder.curve):
         title = f"{summary[parts.kind]}, {summary['algorithm']}, seed {summary['seed']}"
         plot_curve(metrics, folder.curve, title, *parts.axes)

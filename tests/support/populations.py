@@ -1,0 +1,60 @@
+"""A small population on CartPole, and whether two of them are the same."""
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise.evolution.evolve import Evolution
+from groupwise.evolution.workers import Workers, answered
+from groupwise.training import env_evaluator
+from groupwise.training.checkpoint import load_checkpoint
+
+PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}
+SEARCH = {"algorithm.learning_rate": {"min": 1e-4, "max": 1e-1, "log": True}, "algorithm.num_epochs": [1, 2]}
+TINY = {"num_envs": 4, "evaluation": {"interval": 10_000, "episodes": 1}, "episodes": 2}
+SMALL = {**TINY, "search": SEARCH, "population": 4, "rounds": 2, "round_steps": 128, "weight_noise": 0.1}
+
+
+class InThisProcess(Workers):
+    """Plays each round at once; starting processes takes most of the time of so small a population."""
+
+    def __init__(self, evolution):
+        super().__init__(None, evolution.given, evolution.population.path / "members.log")
+        self.answers = {}
+
+    def _begin(self, task):
+        self.answers[task.folder] = answered(task, self._payload, ())
+        return task.folder
+
+    def _answers(self):
+        return [(folder, self.answers.pop(folder)) for folder in list(self._busy)]
+
+    def close(self):
+        pass
+
+
+def evolve(path, workers=None, env="CartPole-v1", algorithm=PPO, pictures=False, **options):
+    """A small population, in this process or in workers; without videos, and without pictures of the population."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
+        if not pictures:
+            patch.setattr("groupwise.evolution.evolve.write_report", lambda population: None)
+        if workers is None:
+            patch.setattr(Evolution, "_workers", lambda evolution: InThisProcess(evolution))
+        return gw.evolve(env, algorithm, run_dir=path, workers=workers, **SMALL | options)
+
+
+def state(path):
+    return (path / "population.json").read_text(encoding="utf-8")
+
+
+def check_same(path, other):
+    """Scores, settings and lineage of two populations, and the weights of their best members."""
+    assert state(path) == state(other)
+    assert same_weights(path / "best", other / "best")
+
+
+def same_weights(path, other):
+    """Whether the last checkpoints of two runs have the same policy, bit for bit."""
+    one, two = (load_checkpoint(run / "checkpoints/latest").policy for run in (path, other))
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

@@ -130,6 +130,16 @@ def test_a_task_of_which_every_attempt_succeeds_is_no_constant_return():
     assert verdicts(examine(always))["Return"] == "good"
 
 
+def test_updates_without_a_step_say_nothing_of_the_policy():
+    """They log zeros: groups without signal are found, and no collapse of the entropy."""
+    idle = {key: (lambda share: 0.0) for key in ("train/entropy", "train/approx_kl", "train/optimizer_steps")}
+    half = [*entries(10), *entries(10, **idle)]
+    found = {finding.title: finding for finding in examine(half)}
+    assert found["Entropy"].text == "From 0.6 to 0.6 nats per step."
+    assert found["KL of an update"].verdict == found["Entropy"].verdict == "good"
+    assert "Entropy" not in verdicts(examine(entries(**idle)))
+
+
 def test_one_optimiser_step_has_no_kl():
     found = examine(entries(**{"train/optimizer_steps": lambda share: 1.0, "train/approx_kl": lambda share: 0.0}))
     assert verdicts(found)["KL of an update"] == "good"

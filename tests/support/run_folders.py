@@ -30,7 +30,9 @@ def write_run(
     lines = []
     for iteration, (at, value) in enumerate(zip(steps, returns, strict=True), start=1):
         entry = {"iteration": iteration, "env_steps": at, "rollout/return_mean": value + 10}
-        lines.append(json.dumps(entry | ({"eval/return_mean": value} if evaluated else {})))
+        entry["time/total_seconds"] = 0.5 * iteration
+        evaluation = {"eval/return_mean": value, "eval/return_std": 1.0, "eval/episodes": 20.0}
+        lines.append(json.dumps(entry | (evaluation if evaluated else {})))
     (path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     said = {"stopped": "total_steps", "env_steps": steps[-1], "seconds": 2.0 + cfg.seed, "peak_memory_mib": 100.0}
     (path / "summary.json").write_text(json.dumps(said | (summary or {})))

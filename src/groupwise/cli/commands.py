@@ -30,6 +30,7 @@ Reinforcement learning with GRPO and PPO.
   serve MODEL        start a vLLM server that generates for training
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   report RUN         write a page about a run: did it learn, its health, its groups
+  view [FOLDER]      follow runs in the browser while they train
   doctor [RUN]       say what is wrong with a run, or with the installation
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
@@ -175,6 +176,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         "serve": partial(_run_module, "serve"),
         "export": partial(_run_module, "export"),
         "report": partial(_run_module, "report"),
+        "view": partial(_run_module, "view"),
         "doctor": partial(_run_module, "doctor"),
         "compare": partial(_run_module, "compare"),
         "config": _config,

@@ -31,6 +31,15 @@ PATIENCE = 30.0
 _MAX_BYTES = 4096
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process seems to hold the lock: it has written its name, and showed a sign of life lately."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_size > 0 and time.time() - found.st_mtime < PATIENCE
+
+
 class Lock:
     """A lock that this process holds; ``acquire`` gives it."""
 

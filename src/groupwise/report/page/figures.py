@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from groupwise.report.curve import EVALUATION, TRAINING, curve_figure
+from groupwise.report.curve import EVALUATION, TRAINING, against_steps, curve_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +29,32 @@ def learning_curve(metrics: Sequence[Mapping[str, Any]], axes: tuple[str, str]) 
     """Return against steps, with the intervals of evaluations."""
     label = f"Learning curve: {axes[1]} against {axes[0]}, in training and in evaluations"
     return _svg(lambda: curve_figure(metrics, "", *axes, size=(5.8, 3.4)), label, "curve")
+
+
+def overlay(
+    runs: Mapping[str, tuple[Sequence[tuple[int, float]], Sequence[tuple[int, float]]]], title: str, name: str
+) -> Markup:
+    """Scores of several runs against steps: those of training as lines, those of evaluations as dots."""
+
+    def draw() -> "Figure":
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        for number, (run, (training, evaluations)) in enumerate(runs.items()):
+            color = f"C{number}"
+            axes.plot(*_columns(training), color=color, linewidth=1.5, label=run)
+            axes.plot(*_columns(evaluations), "o", color=color, markersize=4)
+        axes.set(title=title)
+        against_steps(axes)
+        axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+        return figure
+
+    return _svg(draw, f"Learning curves of {len(runs)} runs on {title}", name)
+
+
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [steps for steps, _ in points], [score for _, score in points]
 
 
 def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str, name: str) -> Markup:

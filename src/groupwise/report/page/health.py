@@ -34,10 +34,13 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 class Metrics:
-    """The entries of ``metrics.jsonl``; "late" is the mean of the last fifth of a metric's values, "early" of the first."""
+    """The entries of ``metrics.jsonl``; "late" is the mean of the last fifth of a metric's values, "early" of the first.
+
+    An update without an optimiser step has no KL and no entropy: it logs zeros, which are left out.
+    """
 
     def __init__(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        self.entries = entries
+        self.entries = [_with_known(entry) for entry in entries]
 
     def __contains__(self, key: str) -> bool:
         return any(key in entry for entry in self.entries)
@@ -69,6 +72,12 @@ class Metrics:
             return False
         values = self.series(RETURN)[1]
         return self.late(RETURN) >= max(values) - 0.1 * (max(values) - min(values))
+
+
+def _with_known(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    if entry.get("train/optimizer_steps") != 0:
+        return entry
+    return {key: value for key, value in entry.items() if not key.startswith("train/") or key == "train/grad_norm"}
 
 
 def signal(metrics: Metrics) -> Finding:

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const all = JSON.parse(document.getElementById("data").textContent);
+  let all = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("explorer");
   const isText = all[0].text;
   const state = { group: 0, member: 0, cell: 0, iteration: "all", order: "spread", zero: "all", shade: "advantage" };
@@ -44,9 +44,16 @@
     select.value = state[key];
     return make("label", {}, `${label} `, select);
   };
-  const iterations = [...new Set(all.map((group) => group.iteration))].sort((a, b) => a - b);
+  const byIteration = choice("Iteration", "iteration", []);
+  const offerIterations = () => {
+    const iterations = [...new Set(all.map((group) => group.iteration))].sort((a, b) => a - b).map(String);
+    const select = byIteration.querySelector("select");
+    select.replaceChildren(...["all", ...iterations].map((value) => make("option", { value }, value)));
+    select.value = state.iteration;
+  };
+  offerIterations();
   filters.append(
-    choice("Iteration", "iteration", [["all", "all"], ...iterations.map((i) => [String(i), String(i)])]),
+    byIteration,
     choice("Sort by", "order", [["spread", "spread"], ["return", "highest return"], ["iteration", "iteration"]]),
     choice("Show", "zero", [["all", "all groups"], ["some", "members that differ"], ["zero", "members that are equal"]]));
   if (isText) filters.append(choice("Shade by", "shade", [["advantage", "advantage"], ["ratio", "ratio"], ["log_prob", "log-probability"]]));
@@ -197,6 +204,13 @@
     root.scrollIntoView();
   }
   addEventListener("hashchange", follow);
+  document.addEventListener("groups", (event) => {  // of a run that is followed
+    const current = shown[state.group];
+    all = event.detail;
+    if (!all.some((group) => String(group.iteration) === state.iteration)) state.iteration = "all";
+    offerIterations();
+    filter(all.find((group) => current && name(group) === name(current)));
+  });
   filter();
   follow();
 })();

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files as resources
 from math import hypot, inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -20,10 +20,24 @@ from groupwise.report.page.group_health import diagnose
 from groupwise.report.page.health import WORDS, Metrics
 from groupwise.report.scores import half_width_95, scores_of
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 MAX_VIDEO = 1_200_000
 """Bytes of a video that the page holds; of a larger one it gives the path."""
 STATIC_GROUPS = 3
 """Groups that are tables, for readers without scripts."""
+
+
+class Live(NamedTuple):
+    """What a page has that follows its run."""
+
+    home: str
+    """Address of all runs."""
+    events: str
+    """Address that tells of changes."""
+    script: str
+    """Takes the changes in."""
 
 
 class Answer(NamedTuple):
@@ -49,50 +63,68 @@ def write_page(run: Path, out: Path | None = None) -> Path:
     return out
 
 
-def render(folder: RunFolder) -> str:
-    """The page."""
+def render(folder: RunFolder, live: Live | None = None) -> str:
+    """The page.
+
+    Args:
+        live: of a page that follows the run.
+    """
+    config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
+    metrics, groups = folder.read_metrics(), load_groups(folder.groups)
+    unit, score, sample = words_of(config)
+    changed, other = _settings(config)
+    return (
+        templates(__package__)
+        .get_template("page.html")
+        .render(
+            style=style(),
+            script=resources(__package__).joinpath("page.js").read_text(encoding="utf-8"),
+            live=live,
+            subject=subject(config, summary),
+            algorithm=str(config.get("algorithm", {}).get("name", "?")),
+            seed=config.get("seed", "?"),
+            name=folder.path.resolve().name,
+            ending=_ending(summary, metrics, unit),
+            answer=answer(metrics, score, sample),
+            curve=learning_curve(metrics, (unit, score)) if metrics else "",
+            video=_video(folder.video),
+            completions=_completions(groups),
+            health=_health(metrics, folder),
+            groups=groups,
+            grouped="group_size" in config.get("algorithm", {}),
+            static=groups[:STATIC_GROUPS],
+            data=to_json(groups),
+            num_iterations=len({group["iteration"] for group in groups}),
+            why_no_groups=_why_no_groups(config),
+            changed=changed,
+            other=other,
+            versions=_without_none(provenance.get("versions") or {}),
+            facts=_facts(provenance, summary),
+            commands=_commands(folder, provenance),
+            score=score,
+            unit=unit,
+        )
+    )
+
+
+def templates(package: str) -> "Environment":
+    """The templates of a package."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     env = Environment(
-        loader=PackageLoader("groupwise.report.page", "."),
+        loader=PackageLoader(package, "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     env.filters["number"] = _shown
-    config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
-    metrics, groups = folder.read_metrics(), load_groups(folder.groups)
-    unit, score, sample = words_of(config)
-    changed, other = _settings(config)
-    here = resources(__package__)
-    return env.get_template("page.html").render(
-        style=here.joinpath("page.css").read_text(encoding="utf-8"),
-        script=here.joinpath("page.js").read_text(encoding="utf-8"),
-        subject=_subject(config, summary),
-        algorithm=str(config.get("algorithm", {}).get("name", "?")),
-        seed=config.get("seed", "?"),
-        name=folder.path.resolve().name,
-        ending=_ending(summary, metrics, unit),
-        answer=answer(metrics, score, sample),
-        curve=learning_curve(metrics, (unit, score)) if metrics else "",
-        video=_video(folder.video),
-        completions=_completions(groups),
-        health=_health(metrics, folder),
-        groups=groups,
-        grouped="group_size" in config.get("algorithm", {}),
-        static=groups[:STATIC_GROUPS],
-        data=to_json(groups),
-        num_iterations=len({group["iteration"] for group in groups}),
-        why_no_groups=_why_no_groups(config),
-        changed=changed,
-        other=other,
-        versions=_without_none(provenance.get("versions") or {}),
-        facts=_facts(provenance, summary),
-        commands=_commands(folder, provenance),
-        score=score,
-        unit=unit,
-    )
+    return env
+
+
+def style() -> str:
+    """The style sheet."""
+    return resources(__package__).joinpath("page.css").read_text(encoding="utf-8")
 
 
 def words_of(config: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -135,7 +167,8 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
     )
 
 
-def _subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+def subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """What was trained on."""
     return str(summary.get("task") or ("text" if "task" in config else config.get("env", {}).get("id", "?")))
 
 

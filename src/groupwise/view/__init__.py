@@ -1,0 +1,1 @@
+"""A local web page that follows runs while they train."""

@@ -1,0 +1,142 @@
+"""The web application: a list of runs, and the page of each, which follow the files. It only reads."""
+
+import time
+from asyncio import sleep
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files as resources
+from pathlib import Path
+from secrets import compare_digest
+from threading import Lock
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from groupwise.errors import RunFolderError
+from groupwise.report.folder import RunFolder
+from groupwise.report.page.figures import overlay
+from groupwise.report.page.page import Live, render, style, templates
+from groupwise.view.runs import Overview, by_subject, find_runs, version_of
+
+HEADERS = {
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",  # the address holds the token
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+MAX_CURVES = 10
+"""Runs whose curves are drawn unless the reader chooses."""
+PAUSE = 2.0
+"""Seconds between two looks at the files."""
+REST = 5.0
+"""How many times longer than making a page took files are not looked at, so that training nearby stays fast."""
+
+
+class Viewer:
+    """The pages of the runs in a folder.
+
+    Args:
+        token: the first part of every address; who does not know it sees nothing.
+    """
+
+    def __init__(self, root: Path, token: str) -> None:
+        self.root = root
+        self.token = token
+        self.pause = PAUSE
+        """Seconds until files are looked at again."""
+        self._overview = Overview()
+        self._one_at_a_time = Lock()  # matplotlib's settings are those of the process
+        self._latest = ("", "", "")
+        self._script = resources(__package__).joinpath("live.js").read_text(encoding="utf-8")
+
+    def app(self) -> Starlette:
+        """The application; it answers GET under the token, and 404 to all else."""
+        pages = {"/": self.index, "/runs/{name:path}": self.run, "/events": self.events}
+        return Starlette(
+            routes=[Route("/{token}" + path, self._guarded(page), methods=["GET"]) for path, page in pages.items()],
+            # a page of a stranger could reach this server by a name of his own that leads to 127.0.0.1
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
+            exception_handlers={RunFolderError: _explain},
+        )
+
+    def index(self, request: Request) -> Response:
+        """All runs, and the curves of some."""
+        runs = find_runs(self.root)
+        chosen = set(request.query_params.getlist("run")) or set(list(runs)[:MAX_CURVES])
+        live = self._live("", version_of(*runs.values()))
+        with self._working():
+            rows = [self._overview.row(name, path) for name, path in runs.items()]
+            drawn = by_subject([row for row in rows if row.name in chosen and row.training + row.evaluations])
+            curves = [
+                overlay({row.name: (row.training, row.evaluations) for row in some}, title, f"c{number}")
+                for number, (title, some) in enumerate(drawn.items())
+            ]
+        page = templates(__package__).get_template("list.html")
+        text = page.render(
+            rows=rows, chosen=chosen, curves=curves, live=live, style=style(), home=self._home, root=self.root
+        )
+        return HTMLResponse(text, headers=HEADERS)
+
+    def run(self, request: Request) -> Response:
+        """The page of a run. Its name is looked up among those found, and is never made a path."""
+        name = request.path_params["name"]
+        path = find_runs(self.root).get(name)
+        if path is None:
+            raise HTTPException(404)
+        version = version_of(path)
+        with self._working():
+            if self._latest[:2] != (name, version):
+                self._latest = name, version, render(RunFolder.open(path), self._live(name, version))
+            return HTMLResponse(self._latest[2], headers=HEADERS)
+
+    def events(self, request: Request) -> Response:
+        """Server-sent events: one whenever the run, or any run, is no longer what the page has seen."""
+        changes = self.changes(request.query_params.get("run", ""), request.query_params.get("seen", ""))
+        return StreamingResponse(changes, media_type="text/event-stream", headers=HEADERS)
+
+    async def changes(self, name: str, seen: str) -> AsyncIterator[str]:
+        """Events, until the reader leaves."""
+        while True:
+            version = await run_in_threadpool(self._version, name)
+            yield f": {version}\n\n" if version == seen else f"data: {version}\n\n"  # a comment shows a reader who left
+            seen = version
+            await sleep(self.pause)
+
+    def _version(self, name: str) -> str:
+        runs = find_runs(self.root)
+        return version_of(*(runs.values() if not name else [runs[name]] if name in runs else []))
+
+    @property
+    def _home(self) -> str:
+        return f"/{self.token}/"
+
+    def _live(self, name: str, version: str) -> Live:
+        return Live(self._home, f"{self._home}events?run={quote(name, safe='')}&seen={version}", self._script)
+
+    def _guarded(self, page: Callable[[Request], Response]) -> Callable[[Request], Response]:
+        def answer(request: Request) -> Response:
+            if not compare_digest(request.path_params["token"].encode(), self.token.encode()):
+                raise HTTPException(404)
+            return page(request)
+
+        return answer
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """One page is made at a time; the longer it takes, the longer the next change waits."""
+        with self._one_at_a_time:
+            start = time.perf_counter()
+            yield
+            took = time.perf_counter() - start
+            self.pause = max(PAUSE, REST * took)
+
+
+def _explain(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(str(error), status_code=500, headers=HEADERS)

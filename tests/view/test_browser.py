@@ -1,0 +1,126 @@
+"""The pages in a browser: playwright (not among the extras) with the system's Chromium, where both are there."""
+
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+import groupwise as gw
+from groupwise.report.page.page import write_page
+from groupwise.training import env_evaluator
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as engine:
+        browser = engine.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens an address; complains of what the console shows."""
+    pages, complaints = [], []
+
+    def opened(address, **options):
+        page = browser.new_page(**options)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(address)
+        pages.append(page)
+        return page
+
+    yield opened
+    for page in pages:
+        page.close()
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("browser") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
+        settings = {"evaluation": {"interval": 1_000, "episodes": 3}, "logging": {"progress": "none"}}
+        gw.train("CartPole-v1", gw.GRPOCfg(group_size=3), total_steps=2_000, run_dir=folder, **settings)
+    write_page(folder)
+    return folder
+
+
+@contextmanager
+def process(*args):
+    """A command of groupwise, ended in the end."""
+    command = [sys.executable, "-m", "groupwise", *map(str, args)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.terminate()
+
+
+def test_the_explorer_is_used_by_keyboard_and_by_links(run, open_page):
+    page = open_page((run / "report.html").as_uri())
+    explorer = page.locator("#explorer")
+    explorer.focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    address = page.evaluate("location.hash")
+    assert "member=1&step=2" in address
+    assert page.locator(".member").nth(1).get_attribute("class") == "member chosen"
+    again = open_page((run / "report.html").as_uri() + address)
+    assert again.locator(".member.chosen").inner_text() == page.locator(".member.chosen").inner_text()
+    page.keyboard.press("PageDown")
+    assert page.evaluate("location.hash") != address
+
+
+def test_filters_leave_what_they_name(run, open_page):
+    page = open_page((run / "report.html").as_uri())
+    every = page.locator(".list button").count()
+    page.locator("select").first.select_option(index=1)
+    assert 0 < page.locator(".list button").count() < every
+    page.locator("select").first.select_option("all")
+    assert page.locator(".list button").count() == every
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_is_enough(run, open_page, scheme):
+    page = open_page((run / "report.html").as_uri(), viewport={"width": 375, "height": 700}, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_the_viewer_follows_a_run_that_trains(tmp_path, open_page):
+    settings = ("--logging.progress", "none", "--evaluation.interval", 2_000, "--evaluation.episodes", 2)
+    with (
+        process("view", tmp_path) as viewer,
+        process(
+            "train",
+            "CartPole-v1",
+            "--total-steps",
+            200_000,
+            "--compile",
+            "off",
+            "--run-dir",
+            tmp_path / "live",
+            *settings,
+        ),
+    ):
+        address = viewer.stdout.readline().strip()
+        page = open_page(address)
+        page.get_by_role("cell", name="training", exact=True).wait_for(timeout=60_000)
+        page.get_by_role("link", name="live").click()
+        state = page.locator("#state")
+        state.wait_for()
+        before = state.inner_text()
+        playwright.expect(state).not_to_have_text(before, timeout=60_000)
+        page.locator(".list button").first.wait_for(timeout=60_000)  # the first groups bring the explorer
+        assert page.locator("#link").inner_text() == "This page follows the files."
+        page.close()  # before the server, whose end the console would show

@@ -1,0 +1,205 @@
+"""The viewer: what it shows, what it refuses, and that it notices changes."""
+
+import asyncio
+import json
+import re
+import shutil
+
+import pytest
+from run_folders import write_run
+from starlette.testclient import TestClient
+
+from groupwise import cli
+from groupwise.report.folder import LOCK, RunFolder
+from groupwise.view import app
+from groupwise.view.app import Viewer
+from groupwise.view.runs import Overview, find_runs, version_of
+
+TOKEN = "secret"
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def client(root):
+    return TestClient(Viewer(root, TOKEN).app(), base_url="http://127.0.0.1")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Two runs side by side, one deeper, and what is none of theirs."""
+    root = tmp_path / "runs"
+    write_run(root / "first")
+    write_run(root / "more/second run", env="Pendulum-v1", algorithm="ppo")
+    (tmp_path / "secret.txt").write_text("secret content")
+    write_run(tmp_path / "outside")
+    (root / "linked").symlink_to(tmp_path / "outside")
+    return root
+
+
+def add_entry(path, **numbers):
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps(
+                {"iteration": 9, "env_steps": 2_000, "rollout/return_mean": 99.5, "time/total_seconds": 3.0} | numbers
+            )
+            + "\n"
+        )
+
+
+def test_all_runs_are_listed_with_their_curves(root):
+    answer = client(root).get("/secret/")
+    assert answer.status_code == 200
+    assert "first" in answer.text
+    assert "/secret/runs/more/second%20run" in answer.text
+    assert "linked" not in answer.text
+    assert answer.text.count("<svg") == 2  # a figure for each task
+    assert "Learning curves of 1 runs on Pendulum-v1" in answer.text
+    assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+def test_chosen_runs_are_drawn(root):
+    answer = client(root).get("/secret/", params={"run": "first"})
+    assert answer.text.count("<svg") == 1
+    checked = re.findall(r'value="([^"]+)" aria-label="[^"]+" checked', answer.text)
+    assert checked == ["first"]
+
+
+def test_the_page_of_a_run_follows_it(root):
+    page = client(root).get("/secret/runs/first").text
+    assert "Did it learn?" in page
+    assert re.search(r"connect-src 'self'", page)
+    assert f"/secret/events?run=first&amp;seen={version_of(root / 'first')}" in page
+
+
+def test_a_folder_that_is_a_run_is_shown(root):
+    assert client(root / "first").get("/secret/runs/first").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/wrong/",
+        "/wrong/runs/first",
+        "/secret",
+        "/secret/runs/../../outside",
+        "/secret/runs/%2e%2e/%2e%2e/outside",
+        "/secret/runs/..%2f..%2foutside",
+        "/secret/runs/",
+        "/secret/runs/more",
+        "/secret/runs/linked",
+        "/secret/runs/first/config.json",
+        "/secret/runs/first/../../secret.txt",
+        "/secret/runs//etc/passwd",
+        "/secret/runs/%2fetc%2fpasswd",
+        "/secret/runs/first%00",
+        "/secret/secret.txt",
+    ],
+)
+def test_paths_outside_and_wrong_tokens_are_not_found(root, path):
+    answer = client(root).get(path, follow_redirects=False)
+    if answer.status_code == 307:  # of a slash at the end
+        assert answer.headers["location"].startswith("http://127.0.0.1/")
+        answer = client(root).get(answer.headers["location"], follow_redirects=False)
+    page = answer.text
+    assert answer.status_code == 404 or path == "/secret"
+    assert "secret content" not in page
+    assert "root:" not in page
+
+
+def test_absolute_paths_of_real_runs_are_not_found(root):
+    outside = root.parent / "outside"
+    assert client(root).get(f"/secret/runs/{outside}").status_code == 404
+    assert client(root).get(f"/secret/runs{outside}").status_code == 404
+
+
+def test_a_file_that_is_a_link_leading_out_is_refused(root):
+    (root / "first/policy.gif").symlink_to(root.parent / "secret.txt")
+    answer = client(root).get("/secret/runs/first")
+    assert answer.status_code == 500
+    assert "leads out of the run folder" in answer.text
+    assert "leads out of the run folder" in client(root).get("/secret/").text
+
+
+def test_nothing_can_be_written(root):
+    before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+    for method in ("POST", "PUT", "PATCH", "DELETE"):
+        assert client(root).request(method, "/secret/runs/first").status_code == 405
+    client(root).get("/secret/")
+    client(root).get("/secret/runs/first")
+    assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
+
+
+def test_other_host_names_are_refused(root):
+    answer = TestClient(Viewer(root, TOKEN).app(), base_url="http://evil.example").get("/secret/")
+    assert answer.status_code == 400
+
+
+def test_damaged_runs_are_listed_with_their_fault(root):
+    (root / "first/config.json").write_text("{")
+    assert "config.json is damaged" in client(root).get("/secret/").text
+    assert client(root).get("/secret/runs/first").status_code == 500
+
+
+def test_names_of_strangers_stay_texts(root):
+    write_run(root / HOSTILE)
+    listed = client(root).get("/secret/").text
+    assert HOSTILE not in listed
+    assert "&lt;img src=x" in listed
+    assert HOSTILE not in client(root).get("/secret/runs/<img%20src=x%20onerror=alert(1)>").text
+
+
+def test_rows_follow_the_files(root):
+    overview, path = Overview(), root / "first"
+    assert overview.row("first", path).training[-1] == (1000, 14.0)
+    add_entry(path)
+    row = overview.row("first", path)
+    assert row.training[-1] == (2000, 99.5)
+    assert row.state == "total_steps"
+    (path / "summary.json").unlink()
+    assert overview.row("first", path).state == "killed"
+    with RunFolder(path).locked():
+        assert overview.row("first", path).state == "training"
+    assert (path / LOCK).is_file()
+
+
+def test_events_tell_of_changes(root, monkeypatch):
+    monkeypatch.setattr(app, "PAUSE", 0.01)
+
+    async def follow():
+        events = Viewer(root, TOKEN).changes("first", version_of(root / "first"))
+        quiet = await anext(events)
+        add_entry(root / "first")
+        changed = await anext(events)
+        shutil.rmtree(root / "first")
+        return quiet, changed, await anext(events), await anext(events)
+
+    quiet, changed, gone, calm = asyncio.run(follow())
+    assert quiet.startswith(":")
+    assert calm.startswith(":")
+    assert changed.startswith("data: ")
+    assert gone.startswith("data: ")
+    assert changed.endswith("\n\n")
+
+
+def test_pages_are_made_again_only_after_a_change(root, monkeypatch):
+    made = []
+    render = app.render
+    monkeypatch.setattr(app, "render", lambda *args: made.append(1) or render(*args))
+    visitor = client(root)
+    visitor.get("/secret/runs/first")
+    visitor.get("/secret/runs/first")
+    assert len(made) == 1
+    add_entry(root / "first")
+    assert "2,000 environment steps" in visitor.get("/secret/runs/first").text
+    assert len(made) == 2
+
+
+def test_the_depth_of_the_search_is_bounded(tmp_path):
+    write_run(tmp_path / "a/b/c")
+    write_run(tmp_path / "a/b/d/e/f")
+    assert list(find_runs(tmp_path)) == ["a/b/c"]
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path, capsys):
+    assert cli.main(["view", str(tmp_path / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -79,7 +79,10 @@ def test_a_server_that_cannot_start_ends_with_its_last_lines(python, tmp_path, c
     wanted = ["serve", str(tmp_path), "--python", str(python), "--port", str(free_port()), "--", "--broken"]
     assert cli.main(wanted) == 2
     said = capsys.readouterr().err
-    assert "the server ended with exit code 1; its last lines:\nloading weights\nRuntimeError: no memory" in said
+    assert (
+        "the server ended with exit code 1; its errors:\nRuntimeError: no memory\nits last lines:\nloading weights\nRuntimeError: no memory"
+        in said
+    )
     wanted[3] = "no/such/python"
     assert cli.main(wanted) == 2
     assert "python='no/such/python' is no file; fix: the Python of an environment" in capsys.readouterr().err

@@ -1,21 +1,35 @@
 """A vLLM server of one's own: a process of another virtual environment, which ends with this one."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from groupwise import processes
 from groupwise.errors import ConfigError, ServerError
 from groupwise.serving.http import HttpClient
 from groupwise.serving.vllm import ENVIRONMENT, FLAGS
 
 HOST = "127.0.0.1"
-_LAST_LINES, _LAST_ERRORS = 10, 5
+_LAST_LINES, _ERRORS = 10, 5
+_WATCH = """
+import os, signal, subprocess, sys, threading
+
+def watch():
+    os.read(0, 1)  # returns when the other end is gone
+    os.killpg(0, signal.SIGKILL)
+
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+threading.Thread(target=watch, daemon=True).start()
+os._exit(server.wait() & 255)
+"""
+"""Leads the server's group of processes, which ends with the process that started it."""
 
 
 def command(
@@ -51,33 +65,42 @@ class LocalServer:
         if not Path(words[0]).is_file():
             raise ConfigError(f"python={words[0]!r} is no file; fix: the Python of an environment with vLLM")
         self.url, self.log = f"http://{HOST}:{free_port(port)}", log
-        log.touch()
-        self._process = processes.start(_run, list(words), str(log), {**os.environ, **ENVIRONMENT}, name="server")
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _WATCH, *words],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
 
     def wait(self, seconds: float) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
         client, until = HttpClient(self.url, timeout=1.0, retries=0), time.monotonic() + seconds
         while not client.is_healthy(timeout=2.0):
-            if not self._process.is_alive():
+            if self._process.poll() is not None:
                 self.join()
             if time.monotonic() > until:
                 raise ServerError(f"the server was not ready in {seconds:g} s{self.last_lines()}")
             time.sleep(0.2)
 
     def last_lines(self) -> str:
-        """The last errors that the server printed, and the end of what it printed."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines[:-_LAST_LINES] if "Error" in line][-_LAST_ERRORS:]
-        return "\n".join(["; its last lines:", *errors, *lines[-_LAST_LINES:]])
+        """The errors that the server printed, the cause first, and the end of what it printed."""
+        text = self.log.read_text(errors="replace")
+        errors = list(dict.fromkeys(re.findall(r"\w+Error: .+", text)))[:_ERRORS]
+        return "\n".join(["; its errors:", *errors, "its last lines:", *text.splitlines()[-_LAST_LINES:]])
 
     def join(self) -> NoReturn:
         """Wait until it ends by itself; then a ``ServerError`` with its last lines."""
-        self._process.join()
-        raise ServerError(f"the server ended with exit code {self._process.exitcode}{self.last_lines()}")
+        code = self._process.wait()
+        raise ServerError(f"the server ended with exit code {code}{self.last_lines()}")
 
     def close(self) -> None:
         """End it and all its processes."""
-        processes.kill(self._process)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
 
 def free_port(port: int = 0) -> int:
@@ -92,9 +115,3 @@ def free_port(port: int = 0) -> int:
             ) from None
         found: int = probe.getsockname()[1]
         return found
-
-
-def _run(words: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    with open(log, "ab") as file:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, check=False)  # noqa: S603
-    sys.exit(done.returncode)

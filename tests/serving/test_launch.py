@@ -62,7 +62,7 @@ def alive(pid):
 def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python, tmp_path):
     port = free_port()
     server = LocalServer(command(python, str(tmp_path), port, ["--extra"], lora_rank=12), port, tmp_path / "log")
-    server.wait(60.0)
+    server.wait()
     assert HttpClient(server.url, timeout=5.0, retries=0).is_healthy(1.0)
     args = " ".join(started(tmp_path)["args"])
     assert args.startswith(f"-m vllm.entrypoints.openai.api_server --model {tmp_path} --host 127.0.0.1 --port {port} ")

@@ -276,12 +276,13 @@ def test_a_run_has_a_server_of_its_own(model, tmp_path):
     generation = {"name": "server", "python": str(python), "retries": 1}
     run = train(copying(), model, tmp_path / "run", generation=generation)
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
-    task = copying()
-    again = gw.resume(run.path, 200, **task.given)  # it starts another
-    assert again.summary["iterations"] > run.summary["iterations"]
     dying = shutil.copytree(model, tmp_path / "dying")
     (dying / "dies").touch()
+    again = train(copying(), dying, tmp_path / "again", generation=generation)  # another server takes its place
+    assert not (dying / "dies").exists()
+    assert all(torch.equal(weights(again)[name], value) for name, value in weights(run).items())
+    (dying / "dies").write_text("always")
     with pytest.raises(
-        gw.ServerError, match=r"no answer in 2 tries: .*its last lines:(\n.*)*\nRuntimeError: no memory"
+        gw.ServerError, match=r"no answer in 2 tries: .*its errors:\nRuntimeError: no memory\nits last lines:"
     ):
         train(copying(), dying, tmp_path / "lost", generation=generation)

@@ -59,30 +59,35 @@ class LocalServer:
     Args:
         words: the command line.
         log: file for what it prints.
+        timeout: seconds that its start may take.
     """
 
-    def __init__(self, words: Sequence[str], port: int, log: Path) -> None:
+    def __init__(self, words: Sequence[str], port: int, log: Path, timeout: float = 600.0) -> None:
         if not Path(words[0]).is_file():
             raise ConfigError(f"python={words[0]!r} is no file; fix: the Python of an environment with vLLM")
-        self.url, self.log = f"http://{HOST}:{free_port(port)}", log
-        with log.open("ab") as file:
-            self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _WATCH, *words],
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-                env=os.environ | ENVIRONMENT,
-                start_new_session=True,
-            )
+        self.url, self.log, self._words = f"http://{HOST}:{free_port(port)}", log, words
+        self._timeout = timeout
+        self._process = self._start()
 
-    def wait(self, seconds: float) -> None:
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def start_again(self) -> None:
+        """Start it anew, with a new log."""
+        self.close()
+        self.log.unlink()
+        self._process = self._start()
+
+    def wait(self) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
-        client, until = HttpClient(self.url, timeout=1.0, retries=0), time.monotonic() + seconds
+        client, until = HttpClient(self.url, timeout=1.0, retries=0), time.monotonic() + self._timeout
         while not client.is_healthy(timeout=2.0):
-            if self._process.poll() is not None:
+            if not self.is_running:
                 self.join()
             if time.monotonic() > until:
-                raise ServerError(f"the server was not ready in {seconds:g} s{self.last_lines()}")
+                raise ServerError(f"the server was not ready in {self._timeout:g} s{self.last_lines()}")
             time.sleep(0.2)
 
     def last_lines(self) -> str:
@@ -101,6 +106,17 @@ class LocalServer:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as file:
+            return subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _WATCH, *self._words],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
 
 
 def free_port(port: int = 0) -> int:

@@ -20,7 +20,7 @@ from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, ServerError
 from groupwise.serving.base import Answer, GroupRequest, LostWeightsError, Server
 from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer, command, free_port
@@ -99,26 +99,44 @@ class ServedCollector(TextCollector):
 
     Args:
         generator: what the other arguments of ``TextCollector`` follow.
-        own: servers that end with the run.
+        own: the run's own server.
+        cleanup: closed with the collector.
     """
 
-    def __init__(self, generator: ServedGenerator, own: ExitStack, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, generator: ServedGenerator, own: LocalServer | None, cleanup: ExitStack, *args: Any, **options: Any
+    ) -> None:
         super().__init__(generator.policy, generator, *args, **options)
-        self._generator, self._own = generator, own
+        self._generator, self._own, self._cleanup = generator, own, cleanup
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """The rollout of new groups; a ``ServerError`` if a server fails."""
+        """The rollout of new groups. A server of the run's own that ended is started again once.
+
+        Raises:
+            ServerError: a server failed.
+        """
+        try:
+            return self._collect(num_steps, rollout)
+        except ServerError as error:
+            if self._own is None or self._own.is_running:
+                raise
+            log.warning("the run's server is started again, and the iteration repeated: %s", error)
+            self._own.start_again()
+            self._own.wait()
+            return self._collect(num_steps, rollout)
+
+    def close(self) -> None:
+        """End the run's own server, too."""
+        super().close()
+        self._cleanup.close()
+
+    def _collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         start = time.perf_counter()
         self._generator.update(self.iteration)
         seconds = time.perf_counter() - start
         rollout = super().collect(num_steps, rollout)
         self._metrics["rollout/sync_seconds"] = seconds
         return rollout
-
-    def close(self) -> None:
-        """End the run's own servers, too."""
-        super().close()
-        self._own.close()
 
 
 def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., ServedCollector]:
@@ -132,17 +150,17 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
     with ExitStack() as stack:
         folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
         folder.mkdir(parents=True, exist_ok=True)
-        urls, more = how.urls, {}
+        own, urls, more = None, how.urls, {}
         if how.python is not None:
             own = _start(cfg, how, how.python, policy, folder / "server.log")
             stack.callback(own.close)
-            own.wait(how.timeout)
+            own.wait()
             urls, more = (own.url,), {"last_lines": own.last_lines}
         clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
         servers = [VLLMServer(client, adapters=policy.has_adapters) for client in clients]
         generator = ServedGenerator(servers, policy, folder, engine)
-        kept = stack.pop_all()
-    return partial(ServedCollector, generator, kept)
+        cleanup = stack.pop_all()
+    return partial(ServedCollector, generator, own, cleanup)
 
 
 def _start(cfg: TextRunCfg, how: ServerGenerationCfg, python: Path, policy: CausalLM, log_file: Path) -> LocalServer:
@@ -153,7 +171,9 @@ def _start(cfg: TextRunCfg, how: ServerGenerationCfg, python: Path, policy: Caus
     dtype = "float32" if cfg.model.precision == "float32" else "bfloat16"
     rank = policy.model.peft_config["default"].r if policy.has_adapters else None
     port = free_port()
-    return LocalServer(command(python, model, port, ["--dtype", dtype, *how.args], lora_rank=rank), port, log_file)
+    return LocalServer(
+        command(python, model, port, ["--dtype", dtype, *how.args], lora_rank=rank), port, log_file, how.timeout
+    )
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def alive(pid):
 def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python, tmp_path):
     port = free_port()
     server = LocalServer(command(python, str(tmp_path), port, ["--extra"], lora_rank=12), port, tmp_path / "log")
-    server.wait(60.0)
+    server.wait()
     assert HttpClient(server.url, timeout=5.0, retries=0).is_healthy(1.0)
     args = " ".join(started(tmp_path)["args"])
     assert args.startswith(f"-m vllm.entrypoints.openai.api_server --model {tmp_path} --host 127.0.0.1 --port {port} ")
@@ -79,7 +79,10 @@ def test_a_server_that_cannot_start_ends_with_its_last_lines(python, tmp_path, c
     wanted = ["serve", str(tmp_path), "--python", str(python), "--port", str(free_port()), "--", "--broken"]
     assert cli.main(wanted) == 2
     said = capsys.readouterr().err
-    assert "the server ended with exit code 1; its last lines:\nloading weights\nRuntimeError: no memory" in said
+    assert (
+        "the server ended with exit code 1; its errors:\nRuntimeError: no memory\nits last lines:\nloading weights\nRuntimeError: no memory"
+        in said
+    )
     wanted[3] = "no/such/python"
     assert cli.main(wanted) == 2
     assert "python='no/such/python' is no file; fix: the Python of an environment" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def server(model, rank, tmp_path_factory):
         words = command(Path(PYTHON), str(model), port, ["--dtype", "float32", "--enforce-eager"], lora_rank=rank)
         local = LocalServer(words, port, log)
     try:
-        local.wait(600.0)
+        local.wait()
         yield local
     finally:
         local.close()

@@ -136,11 +136,13 @@ class VLLMDouble:
 
 
 def main(args):
-    """The double in place of vLLM's command; it dies in its third answer if the model's folder has a file ``dies``."""
+    """The double in place of vLLM's command; it dies after its third answer if the model's folder has a file ``dies``, and takes that along, unless it says so."""
     model = Path(args[args.index("--model") + 1])
     with VLLMDouble(model, port=int(args[args.index("--port") + 1])) as server:
         while sum(path == GENERATE for path, _ in server.calls) < 3 or not (model / "dies").exists():
             time.sleep(0.01)
+        if not (model / "dies").read_text():
+            (model / "dies").unlink()
         print("RuntimeError: no memory", flush=True)
         os._exit(3)
 

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import vllm_double
 from safetensors.torch import load_file
 from text_runs import copying, save_model, train
 from tiny_models import tiny_model
+from two_ranks import TwoThreads
 from vllm_double import GENERATE, VLLMDouble
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
+from groupwise.engines.base import Engine
 from groupwise.serving import http
 from groupwise.serving.http import HttpClient
 from groupwise.serving.vllm import VLLMServer
@@ -193,12 +196,13 @@ def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatc
 
 
 def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp_path):
-    whole = train(copying(), model, tmp_path / "whole", generation=settings(double), total_steps=200)
+    few = {"total_steps": 60, "num_prompts": 2, "evaluation": {"interval": 1000}}
+    whole = train(copying(), model, tmp_path / "whole", generation=settings(double), **few)
     calls = len([path for path, _ in double.calls if path == GENERATE])
     double.faults[GENERATE] = [None] * (calls // 2 + 1) + ["drop"] * 50
     task = copying()
     with pytest.raises(gw.ServerError, match="no answer in 3 tries"):
-        train(task, model, tmp_path / "part", generation=settings(double), total_steps=200)
+        train(task, model, tmp_path / "part", generation=settings(double), **few)
     double.faults.clear()
     double.restart()
     again = gw.resume(tmp_path / "part", **task.given)
@@ -232,9 +236,36 @@ def test_a_policy_without_a_folder_has_no_server_of_its_own(tmp_path):
 
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
     with pytest.raises(gw.ConfigError, match="made in Python is in no folder"):
-        connect(cfg, CausalLM(tiny_model()), 1)
-    with pytest.raises(gw.ConfigError, match="of a single process, got 2"):
-        connect(cfg, CausalLM(tiny_model()), 2)
+        connect(cfg, CausalLM(tiny_model()), Engine())
+    with pytest.raises(gw.ConfigError, match="2 processes cannot share a server of one; fix: groupwise serve"):
+        connect(cfg, CausalLM(tiny_model()), TwoThreads(0, None, None))
+
+
+def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_path):
+    found, table, meeting = [None, None], [None, None], threading.Barrier(2)
+
+    def work(rank):
+        policy = load_causal_lm(gw.ModelCfg(path=str(model)), SamplingCfg(max_new_tokens=4))
+        move(policy)
+        servers = [VLLMServer(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)]
+        generate = ServedGenerator(servers, policy, tmp_path / f"rank{rank}", TwoThreads(rank, meeting, table))
+        for iteration in range(2):
+            generate.update(iteration)
+            meeting.wait(20)
+            if iteration and rank == 1:
+                double.restart()  # the second rank finds out, and gives them again
+                found[1] = generate(**TASK, sampling=SAMPLING["plain"])
+            meeting.wait(20)
+        found[0] = native(policy, SAMPLING["plain"]) if rank == 0 else found[0]
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert_alike(found[1], found[0])
+    assert [path.name.partition("-")[2] for path in (tmp_path / "rank0").iterdir()] == ["1"]
+    assert not (tmp_path / "rank1").exists()
 
 
 @pytest.mark.slow
@@ -245,12 +276,13 @@ def test_a_run_has_a_server_of_its_own(model, tmp_path):
     generation = {"name": "server", "python": str(python), "retries": 1}
     run = train(copying(), model, tmp_path / "run", generation=generation)
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
-    task = copying()
-    again = gw.resume(run.path, 200, **task.given)  # it starts another
-    assert again.summary["iterations"] > run.summary["iterations"]
     dying = shutil.copytree(model, tmp_path / "dying")
     (dying / "dies").touch()
+    again = train(copying(), dying, tmp_path / "again", generation=generation)  # another server takes its place
+    assert not (dying / "dies").exists()
+    assert all(torch.equal(weights(again)[name], value) for name, value in weights(run).items())
+    (dying / "dies").write_text("always")
     with pytest.raises(
-        gw.ServerError, match=r"no answer in 2 tries: .*its last lines:(\n.*)*\nRuntimeError: no memory"
+        gw.ServerError, match=r"no answer in 2 tries: .*its errors:\nRuntimeError: no memory\nits last lines:"
     ):
         train(copying(), dying, tmp_path / "lost", generation=generation)

@@ -35,10 +35,10 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="groupwise-") as folder:
         log = options.log or Path(folder) / "server.log"
         started = command(options.python, options.model, options.port, theirs, lora_rank=options.lora_rank)
-        server = LocalServer(started, options.port, log)
+        server = LocalServer(started, options.port, log, options.timeout)
         try:
             show(f"starting {' '.join(started)}", f"log: {log}")
-            server.wait(options.timeout)
+            server.wait()
             show(f"ready: {server.url}")
             server.join()
         finally:

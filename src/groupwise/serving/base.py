@@ -28,6 +28,8 @@ class GroupRequest(NamedTuple):
     """Tokens that end a completion; no others do."""
     vocabulary: int
     """Tokens that the model has."""
+    version: str
+    """Of the weights that must write them."""
     greedy: bool = False
     """Take the most likely token each time."""
 
@@ -60,7 +62,7 @@ class Server(ABC):
 
     @abstractmethod
     def generate(self, request: GroupRequest) -> list[Answer]:
-        """As many completions as asked for; a ``LostWeightsError`` if they are not of the weights that were loaded last."""
+        """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
 
     @abstractmethod
     def pause(self) -> None:

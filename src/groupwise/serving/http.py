@@ -16,6 +16,8 @@ MAX_ANSWER = 2**30
 """Most bytes of an answer."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
 """Seconds between two tries; they double each time."""
+_QUIET = 5.0
+"""Seconds without another warning."""
 
 
 class NoAnswerError(Exception):
@@ -46,6 +48,7 @@ class HttpClient:
 
     def __init__(self, url: str, *, timeout: float, retries: int, last_lines: Callable[[], str] = str) -> None:
         self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
+        self._warned = -_QUIET
 
     def get(self, path: str) -> Any:
         """The JSON of an answer."""
@@ -71,13 +74,20 @@ class HttpClient:
             except NoAnswerError as error:
                 last = error
             if number < self.retries:
-                log.warning("%s%s: %s; trying again in %g s", self.url, path, last, wait)
+                self._warn(f"{self.url}{path}: {last}; trying again")
                 time.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
         raise ServerError(
             f"{self.url}{path}: no answer in {self.retries + 1} tries: {last}; fix: look at the server's log, start it "
             f"again, and resume the run{self._last_lines()}"
         )
+
+    def _warn(self, message: str) -> None:
+        """Log it, unless there was one a moment ago: calls fail together."""
+        now = time.monotonic()
+        if now > self._warned + _QUIET:
+            self._warned = now
+            log.warning("%s", message)
 
     def _try(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         parts = urlsplit(self.url)

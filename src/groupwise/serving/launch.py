@@ -1,21 +1,35 @@
 """A vLLM server of one's own: a process of another virtual environment, which ends with this one."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from groupwise import processes
 from groupwise.errors import ConfigError, ServerError
 from groupwise.serving.http import HttpClient
 from groupwise.serving.vllm import ENVIRONMENT, FLAGS
 
 HOST = "127.0.0.1"
-_LAST_LINES, _LAST_ERRORS = 10, 5
+_LAST_LINES, _ERRORS = 10, 5
+_WATCH = """
+import os, signal, subprocess, sys, threading
+
+def watch():
+    os.read(0, 1)  # returns when the other end is gone
+    os.killpg(0, signal.SIGKILL)
+
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+threading.Thread(target=watch, daemon=True).start()
+os._exit(server.wait() & 255)
+"""
+"""Leads the server's group of processes, which ends with the process that started it."""
 
 
 def command(
@@ -45,39 +59,64 @@ class LocalServer:
     Args:
         words: the command line.
         log: file for what it prints.
+        timeout: seconds that its start may take.
     """
 
-    def __init__(self, words: Sequence[str], port: int, log: Path) -> None:
+    def __init__(self, words: Sequence[str], port: int, log: Path, timeout: float = 600.0) -> None:
         if not Path(words[0]).is_file():
             raise ConfigError(f"python={words[0]!r} is no file; fix: the Python of an environment with vLLM")
-        self.url, self.log = f"http://{HOST}:{free_port(port)}", log
-        log.touch()
-        self._process = processes.start(_run, list(words), str(log), {**os.environ, **ENVIRONMENT}, name="server")
+        self.url, self.log, self._words = f"http://{HOST}:{free_port(port)}", log, words
+        self._timeout = timeout
+        self._process = self._start()
 
-    def wait(self, seconds: float) -> None:
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def start_again(self) -> None:
+        """Start it anew, with a new log."""
+        self.close()
+        self.log.unlink()
+        self._process = self._start()
+
+    def wait(self) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
-        client, until = HttpClient(self.url, timeout=1.0, retries=0), time.monotonic() + seconds
+        client, until = HttpClient(self.url, timeout=1.0, retries=0), time.monotonic() + self._timeout
         while not client.is_healthy(timeout=2.0):
-            if not self._process.is_alive():
+            if not self.is_running:
                 self.join()
             if time.monotonic() > until:
-                raise ServerError(f"the server was not ready in {seconds:g} s{self.last_lines()}")
+                raise ServerError(f"the server was not ready in {self._timeout:g} s{self.last_lines()}")
             time.sleep(0.2)
 
     def last_lines(self) -> str:
-        """The last errors that the server printed, and the end of what it printed."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines[:-_LAST_LINES] if "Error" in line][-_LAST_ERRORS:]
-        return "\n".join(["; its last lines:", *errors, *lines[-_LAST_LINES:]])
+        """The errors that the server printed, the cause first, and the end of what it printed."""
+        text = self.log.read_text(errors="replace")
+        errors = list(dict.fromkeys(re.findall(r"\w+Error: .+", text)))[:_ERRORS]
+        return "\n".join(["; its errors:", *errors, "its last lines:", *text.splitlines()[-_LAST_LINES:]])
 
     def join(self) -> NoReturn:
         """Wait until it ends by itself; then a ``ServerError`` with its last lines."""
-        self._process.join()
-        raise ServerError(f"the server ended with exit code {self._process.exitcode}{self.last_lines()}")
+        code = self._process.wait()
+        raise ServerError(f"the server ended with exit code {code}{self.last_lines()}")
 
     def close(self) -> None:
         """End it and all its processes."""
-        processes.kill(self._process)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as file:
+            return subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _WATCH, *self._words],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
 
 
 def free_port(port: int = 0) -> int:
@@ -92,9 +131,3 @@ def free_port(port: int = 0) -> int:
             ) from None
         found: int = probe.getsockname()[1]
         return found
-
-
-def _run(words: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    with open(log, "ab") as file:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, check=False)  # noqa: S603
-    sys.exit(done.returncode)

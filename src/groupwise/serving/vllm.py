@@ -28,7 +28,6 @@ class VLLMServer(Server):
     def __init__(self, client: HttpClient, *, adapters: bool) -> None:
         super().__init__(client.url)
         self._client, self._adapters = client, adapters
-        self._version = ""
 
     def check(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
@@ -57,8 +56,8 @@ class VLLMServer(Server):
             answers = self._read(said, request)
         except (KeyError, TypeError, IndexError) as error:
             raise ServerError(f"{self.url} answered in another format ({error!r}); fix: vLLM 0.32 or later") from None
-        if wrong := {answer.version for answer in answers} - {self._version}:
-            raise LostWeightsError(f"{self.url} answered by weights {wrong.pop()!r}, expected {self._version!r}")
+        if wrong := {answer.version for answer in answers} - {request.version}:
+            raise LostWeightsError(f"{self.url} answered by weights {wrong.pop()!r}, expected {request.version!r}")
         return [check_answer(answer, request, self.url) for answer in answers]
 
     def pause(self) -> None:
@@ -74,7 +73,6 @@ class VLLMServer(Server):
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             self._client.post("/collective_rpc", body)
         self._client.post("/update_weight_version", {"new_version": version})
-        self._version = version
 
     def flush(self) -> None:
         """Forget what was cached of prompts."""

@@ -98,7 +98,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     if held_out:
         rewards.check_columns(held_out[0].columns, "eval_data")
     make = partial(TextCollector, policy, partial(complete, policy))
-    collector = (make if cfg.generation.name == "native" else connect(cfg, policy, engine.world_size))(
+    collector = (make if cfg.generation.name == "native" else connect(cfg, policy, engine))(
         prompts,
         Dialogue(encoder, tool, policy.context_length),
         rewards,

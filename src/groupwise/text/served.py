@@ -19,7 +19,8 @@ from groupwise import files
 from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
-from groupwise.errors import ConfigError
+from groupwise.engines.base import Engine
+from groupwise.errors import ConfigError, ServerError
 from groupwise.serving.base import Answer, GroupRequest, LostWeightsError, Server
 from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer, command, free_port
@@ -41,12 +42,14 @@ class ServedGenerator:
     and what it was asked is asked again.
 
     Args:
-        folder: for the weights, those of one iteration at a time.
+        folder: for the weights, those of one iteration at a time; that of the first rank holds for all.
+        engine: the processes that train together. Their policies are the same, so the first gives it to the servers.
     """
 
-    def __init__(self, servers: Sequence[Server], policy: CausalLM, folder: Path) -> None:
-        self.servers, self.policy, self.folder = servers, policy, folder.absolute()
-        self._run = secrets.token_hex(4)  # the versions of another run on the same servers are others
+    def __init__(self, servers: Sequence[Server], policy: CausalLM, folder: Path, engine: Engine | None = None) -> None:
+        self.servers, self.policy, self.engine = servers, policy, engine or Engine()
+        # the versions of another run on the same servers are others
+        self.folder, self._run = self.engine.gather_objects((folder.absolute(), secrets.token_hex(4)))[0]
         self._version = "none"
         for server in servers:
             server.check()
@@ -54,11 +57,13 @@ class ServedGenerator:
     def update(self, iteration: int) -> None:
         """Give all servers the policy's weights."""
         before, self._version = self._version, f"{self._run}-{iteration}"
-        with _without_bars():
-            self.policy.save_model(self.folder / self._version)
-        _at_once(self._load, self.servers)
-        if before != self._version:
-            files.remove(self.folder / before)
+        if self.engine.rank == 0:
+            with _without_bars():
+                self.policy.save_model(self.folder / self._version)
+            _at_once(self._load, self.servers)
+            if before != self._version:
+                files.remove(self.folder / before)
+        self.engine.sum_int(0)  # the others wait
 
     def __call__(
         self,
@@ -69,10 +74,10 @@ class ServedGenerator:
         deterministic: bool = False,
     ) -> list[list[Completion]]:
         """Completions of each prompt, as by ``complete``; the first seed of a group stands for all."""
-        fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), deterministic)
+        fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), self._version, deterministic)
         asked = [
             (self.servers[number % len(self.servers)], GroupRequest(prompt, seeds.shape[1], seed, *fixed))
-            for number, (prompt, seed) in enumerate(zip(prompts, seeds[:, 0].tolist(), strict=True))
+            for number, (prompt, seed) in enumerate(zip(prompts, seeds[:, 0].tolist(), strict=True), self.engine.rank)
         ]
         answers = _at_once(_ask, asked)
         lost = [number for number, answer in enumerate(answers) if isinstance(answer, LostWeightsError)]
@@ -94,15 +99,38 @@ class ServedCollector(TextCollector):
 
     Args:
         generator: what the other arguments of ``TextCollector`` follow.
-        own: servers that end with the run.
+        own: the run's own server.
+        cleanup: closed with the collector.
     """
 
-    def __init__(self, generator: ServedGenerator, own: ExitStack, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, generator: ServedGenerator, own: LocalServer | None, cleanup: ExitStack, *args: Any, **options: Any
+    ) -> None:
         super().__init__(generator.policy, generator, *args, **options)
-        self._generator, self._own = generator, own
+        self._generator, self._own, self._cleanup = generator, own, cleanup
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """The rollout of new groups; a ``ServerError`` if a server fails."""
+        """The rollout of new groups. A server of the run's own that ended is started again once.
+
+        Raises:
+            ServerError: a server failed.
+        """
+        try:
+            return self._collect(num_steps, rollout)
+        except ServerError as error:
+            if self._own is None or self._own.is_running:
+                raise
+            log.warning("the run's server is started again, and the iteration repeated: %s", error)
+            self._own.start_again()
+            self._own.wait()
+            return self._collect(num_steps, rollout)
+
+    def close(self) -> None:
+        """End the run's own server, too."""
+        super().close()
+        self._cleanup.close()
+
+    def _collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         start = time.perf_counter()
         self._generator.update(self.iteration)
         seconds = time.perf_counter() - start
@@ -110,32 +138,29 @@ class ServedCollector(TextCollector):
         self._metrics["rollout/sync_seconds"] = seconds
         return rollout
 
-    def close(self) -> None:
-        """End the run's own servers, too."""
-        super().close()
-        self._own.close()
 
-
-def connect(cfg: TextRunCfg, policy: CausalLM, world_size: int) -> Callable[..., ServedCollector]:
+def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., ServedCollector]:
     """Makes the collector of a run on servers: those that the settings name, or one that is started here."""
     how = cfg.generation
     assert isinstance(how, ServerGenerationCfg)
-    if world_size > 1:
-        raise ConfigError(f"generation='server' is of a single process, got {world_size}; fix: generation='native'")
+    if engine.world_size > 1 and how.python is not None:
+        raise ConfigError(
+            f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
+        )
     with ExitStack() as stack:
         folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
         folder.mkdir(parents=True, exist_ok=True)
-        urls, more = how.urls, {}
+        own, urls, more = None, how.urls, {}
         if how.python is not None:
             own = _start(cfg, how, how.python, policy, folder / "server.log")
             stack.callback(own.close)
-            own.wait(how.timeout)
+            own.wait()
             urls, more = (own.url,), {"last_lines": own.last_lines}
         clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
         servers = [VLLMServer(client, adapters=policy.has_adapters) for client in clients]
-        generator = ServedGenerator(servers, policy, folder)
-        kept = stack.pop_all()
-    return partial(ServedCollector, generator, kept)
+        generator = ServedGenerator(servers, policy, folder, engine)
+        cleanup = stack.pop_all()
+    return partial(ServedCollector, generator, own, cleanup)
 
 
 def _start(cfg: TextRunCfg, how: ServerGenerationCfg, python: Path, policy: CausalLM, log_file: Path) -> LocalServer:
@@ -146,7 +171,9 @@ def _start(cfg: TextRunCfg, how: ServerGenerationCfg, python: Path, policy: Caus
     dtype = "float32" if cfg.model.precision == "float32" else "bfloat16"
     rank = policy.model.peft_config["default"].r if policy.has_adapters else None
     port = free_port()
-    return LocalServer(command(python, model, port, ["--dtype", dtype, *how.args], lora_rank=rank), port, log_file)
+    return LocalServer(
+        command(python, model, port, ["--dtype", dtype, *how.args], lora_rank=rank), port, log_file, how.timeout
+    )
 
 
 @contextmanager

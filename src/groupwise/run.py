@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
-from groupwise import config
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.config.base import GIVEN, explain
+from groupwise.config.base import explain
 from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import AnyPolicyCfg
@@ -24,7 +23,7 @@ from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
-from groupwise.text.settings import text_cfg
+from groupwise.settings import read_settings
 from groupwise.text.task import TextTask
 from groupwise.training import running
 from groupwise.training.base import Callback, check_callbacks
@@ -35,6 +34,7 @@ from groupwise.training.env_evaluator import EnvEvaluator, record
 
 if TYPE_CHECKING:
     import gymnasium
+    from matplotlib.figure import Figure
 
     from groupwise.text.evaluation import TextEvaluation
     from groupwise.training.evaluation import EvaluationResult
@@ -70,6 +70,28 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary per iteration."""
         return RunFolder(self.path).read_metrics()
+
+    def plot(self) -> "Figure":
+        """The learning curve; a notebook shows it."""
+        from groupwise.report.notebook import plot
+
+        return plot(RunFolder(self.path))
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Write the page of the run, as ``groupwise report`` does; returns its path.
+
+        Args:
+            out: None: ``report.html`` in the run folder.
+        """
+        from groupwise.report.page.page import write_page
+
+        return write_page(self.path, None if out is None else Path(out))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of the run: whether it learned, its curve, and what to look at."""
+        from groupwise.report.notebook import to_html
+
+        return to_html(RunFolder(self.path))
 
     @classmethod
     def load(cls, path: Path | str, *, checkpoint: Literal["latest", "best"] = "latest", **given: Any) -> "Run":
@@ -136,33 +158,6 @@ def train(
     env_settings = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
     cfg, given = read_settings(env, algorithm, policy, preset, env_settings, settings)
     return train_from_config(cfg, given, callbacks)
-
-
-def read_settings(
-    env: Any, algorithm: Any, policy: Any, preset: str | None, env_settings: dict[str, Any], settings: dict[str, Any]
-) -> tuple[CommonCfg, UserObjects]:
-    """All settings, and the Python objects, of what ``train`` takes."""
-    given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
-    policy_fields = None if isinstance(policy, Policy) else policy
-    settings = settings | {"policy": policy_fields}
-    env_settings = {key: value for key, value in env_settings.items() if value is not None}
-    if isinstance(env, CommonCfg):
-        more = settings | env_settings | {"algorithm": algorithm, "preset": preset}
-        if extra := [key for key, value in more.items() if value is not None]:
-            kind = type(env).__name__
-            raise ConfigError(f"a {kind} has all settings, got {', '.join(extra)} too; fix: set them in the {kind}")
-        return env, given
-    if isinstance(env, TextTask):
-        cfg: CommonCfg = text_cfg(env.cfg, algorithm, preset, policy, settings | env_settings)
-        return cfg, UserObjects(**env.given, policy=given.policy)
-    if not isinstance(policy_fields, AnyPolicyCfg | str | Mapping | None):
-        raise ConfigError(
-            f"policy = {policy_fields!r:.80}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
-            "{'normalize_obs': True}, or a name, as 'vla'; fix: make networks of your own a gw.Policy"
-        )
-    env_id, env_fields = _describe_env(env)
-    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
-    return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
 
 
 def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callbacks: Sequence[Callback] = ()) -> Run:
@@ -343,17 +338,6 @@ def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: dict[str, Any], seed: in
     task = TextTask.from_cfg(cfg.task, run.given)
     with closing(TextEvaluator(task, task.held_out(), cfg, run.policy, seed=seed)) as evaluator:
         return evaluator()
-
-
-def _describe_env(env: "str | EnvCfg | EnvFactory") -> tuple[str, dict[str, Any]]:
-    """Id for the config, and the settings that follow from the environment."""
-    import gymnasium
-
-    if isinstance(env, str):
-        return env, {}
-    if isinstance(env, EnvCfg):
-        return env.id, env.model_dump(exclude_unset=True)
-    return GIVEN, {"num_envs": env.num_envs} if isinstance(env, gymnasium.vector.VectorEnv | VectorEnv) else {}
 
 
 def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool = False) -> Components:

@@ -140,6 +140,13 @@ def test_updates_without_a_step_say_nothing_of_the_policy():
     assert "Entropy" not in verdicts(examine(entries(**idle)))
 
 
+def test_the_time_is_split_by_what_it_was_spent_on():
+    spent = {"evaluate": 12.0, "save": 4.0}
+    found = examine(entries(4, **{f"time/{part}_seconds": (lambda share, s=s: s) for part, s in spent.items()}))
+    [speed] = [finding for finding in found if finding.title == "Speed"]
+    assert speed.text.endswith("15 % in collection, 5 % in updates, 60 % in evaluations, 20 % in saving.")
+
+
 def test_one_optimiser_step_has_no_kl():
     found = examine(entries(**{"train/optimizer_steps": lambda share: 1.0, "train/approx_kl": lambda share: 0.0}))
     assert verdicts(found)["KL of an update"] == "good"

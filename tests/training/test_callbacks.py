@@ -1,5 +1,6 @@
 import io
 import json
+import time
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,7 +18,7 @@ from groupwise.training.base import Callback
 from groupwise.training.callbacks import Evaluate, Progress, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity, load_checkpoint, write_checkpoint
 from groupwise.training.evaluation import EvaluationResult
-from groupwise.training.saving import MetricsLog, SaveCheckpoints
+from groupwise.training.saving import LogSaveTime, MetricsLog, SaveCheckpoints
 from groupwise.training.trainer import Trainer
 
 HERE = Identity("Countdown", "observations", "actions")
@@ -106,6 +107,26 @@ def test_training_goes_on_while_a_checkpoint_is_written(parts: Any, tmp_path: Pa
     assert hears.checkpoints == [20, 40, 60]
     older = load_checkpoint(tmp_path / "latest.1", HERE)
     assert older.policy["count"] == 4  # the weights of then, though they are written in iteration 5
+
+
+def test_the_time_of_evaluations_and_checkpoints_is_logged(parts: Any, tmp_path: Path):
+    def slow() -> EvaluationResult:
+        time.sleep(0.02)
+        return EvaluationResult((1.0,), (1,))
+
+    class Keeps(Callback):
+        def __init__(self) -> None:
+            self.times: list[tuple[float | None, float]] = []
+
+        def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+            self.times.append((metrics.get("time/evaluate_seconds"), metrics["time/save_seconds"]))
+
+    saves, keeps = SaveCheckpoints(tmp_path / "latest", 20, HERE, 1, {}), Keeps()
+    evaluate = Evaluate(slow, 20, tmp_path / "best", HERE)
+    parts.trainer(evaluate, LogSaveTime(saves), keeps, saves, total_steps=40).train()
+    evaluations, saving = zip(*keeps.times, strict=True)
+    assert [seconds is not None and seconds >= 0.02 for seconds in evaluations] == [False, True, False, True]
+    assert saving[2] > max(saving[1], 1e-5)  # the checkpoint of the second iteration
 
 
 def test_the_first_checkpoint_is_on_disk_before_training_goes_on(parts: Any, tmp_path: Path):

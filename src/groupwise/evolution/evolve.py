@@ -28,8 +28,8 @@ from groupwise.evolution.report import write_report
 from groupwise.evolution.search import check_search, check_within, first_settings, with_settings
 from groupwise.evolution.workers import Processes, Workers
 from groupwise.report.folder import RunFolder
-from groupwise.run import read_settings
 from groupwise.seeding import derive_seed
+from groupwise.settings import read_settings
 from groupwise.terminal import show
 from groupwise.training.components import UserObjects
 from groupwise.training.fork import fork_run

@@ -34,12 +34,18 @@ def plot_curve(
 
 
 def curve_figure(
-    metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, ylabel: str, size: tuple[float, float]
+    metrics: Sequence[Mapping[str, Any]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    size: tuple[float, float],
+    kind: "type[Figure] | None" = None,
 ) -> "Figure":
     """The figure of ``plot_curve``.
 
     Args:
         size: of a panel, in inches.
+        kind: of figure; None: matplotlib's own.
     """
     from matplotlib.figure import Figure
 
@@ -47,7 +53,7 @@ def curve_figure(
     if any("rollout/success_rate" in entry or "eval/success_rate" in entry for entry in metrics):
         panels["success_rate"] = "success rate"
     width, height = size
-    figure = Figure(figsize=(width, height * len(panels)), dpi=130, layout="constrained")
+    figure = (kind or Figure)(figsize=(width, height * len(panels)), dpi=130, layout="constrained")
     for axes, (name, label) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
         _draw(axes, metrics, name)
         axes.set(xlabel=xlabel, ylabel=label, title=title if name == "return_mean" else "")
@@ -59,9 +65,14 @@ def curve_figure(
 
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write a PNG."""
+    files.write(path, to_png(figure))
+
+
+def to_png(figure: "Figure") -> bytes:
+    """The figure as PNG."""
     png = BytesIO()
     figure.savefig(png, format="png")
-    files.write(path, png.getvalue())
+    return png.getvalue()
 
 
 def against_steps(axes: "Axes") -> None:

@@ -26,7 +26,7 @@ from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, 
 from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.groups import KeepGroups
-from groupwise.training.saving import MetricsLog, SaveCheckpoints, check_weights
+from groupwise.training.saving import LogSaveTime, MetricsLog, SaveCheckpoints, check_weights
 from groupwise.training.trackers import Report
 
 if TYPE_CHECKING:
@@ -54,16 +54,16 @@ def build_callbacks(
         built.append(StopAtScore(stop.threshold, parts.metric))
     if cfg.evaluation.num_logged_groups and not isinstance(cfg.algorithm, BCCfg):
         built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
-    built.append(MetricsLog(folder.metrics))
     settings = cfg.model_dump(mode="json")
+    saves = SaveCheckpoints(folder.latest, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints, settings)
+    built += [LogSaveTime(saves), MetricsLog(folder.metrics)]
     if logging.report_to:
         run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
         built += [Report(tracker.name, tracker.build(run)) for tracker in logging.report_to]
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
-    interval = cfg.checkpoint_interval
-    return [*built, SaveCheckpoints(folder.latest, interval, parts.identity, cfg.keep_checkpoints, settings)]
+    return [*built, saves]
 
 
 class CheckSamplerMismatch(Callback):
@@ -136,8 +136,9 @@ class Evaluate(Callback):
             self._evaluate(trainer, metrics)
 
     def _evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        start = time.perf_counter()
         result = self.evaluate()
-        metrics |= result.metrics()
+        metrics |= result.metrics() | {"time/evaluate_seconds": time.perf_counter() - start}
         score = result.score(self.metric)
         if self.best_score is None or score > self.best_score:
             counters = {

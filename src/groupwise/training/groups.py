@@ -1,5 +1,6 @@
 """Keeps groups of training, so that people can look at them."""
 
+import time
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,6 +15,7 @@ from groupwise.data.rollout import Nested, transition_view
 from groupwise.policies.base import Policy
 from groupwise.report.groups import MAX_WIDTH, Values, kept_iterations, write_groups
 from groupwise.training.base import Callback
+from groupwise.training.saving import SAVE_SECONDS
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
@@ -54,8 +56,10 @@ class KeepGroups(Callback):
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write groups when it is time."""
         if trainer.passed(self.interval) or trainer.is_done():
+            start = time.perf_counter()
             steps = Steps(transition_view(rollout), self.num_groups, trainer)
             write_groups(self.folder, trainer.iteration, steps.columns(self._buffers))
+            metrics[SAVE_SECONDS] = time.perf_counter() - start
 
 
 class Steps:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SAVE_SECONDS = "time/save_seconds"
 _NOT_LEARNING = (
     *BUDGETS, "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints"
 )  # fmt: skip
@@ -52,6 +54,8 @@ class SaveCheckpoints(Callback):
         self.settings = dict(settings)
         self.saved_at = 0
         """Iteration of the newest checkpoint on disk."""
+        self.seconds = 0.0
+        """For which training waited."""
         self._thread = ThreadPoolExecutor(1, "groupwise checkpoints")
         self._writing: tuple[Future[None], int, int] | None = None
         """The checkpoint that is being written, with its iteration and environment steps."""
@@ -63,10 +67,12 @@ class SaveCheckpoints(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Save when it is time."""
+        start = time.perf_counter()
         if self._writing is not None and self._writing[0].done():
             self._finish(trainer)
         if trainer.passed(self.interval):
             self._begin(trainer)
+        self.seconds += time.perf_counter() - start
 
     def on_training_end(self, trainer: "Trainer") -> None:
         """Save, unless the last complete iteration is saved."""
@@ -127,6 +133,18 @@ class SaveCheckpoints(Callback):
                 "run that was trained with either of them from the start",
                 ", ".join(changed),
             )
+
+
+class LogSaveTime(Callback):
+    """Adds to the metrics for how long training waited for checkpoints since the last entry: they follow the log."""
+
+    def __init__(self, saves: SaveCheckpoints) -> None:
+        self.saves = saves
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Add the seconds."""
+        metrics[SAVE_SECONDS] = metrics.get(SAVE_SECONDS, 0.0) + self.saves.seconds
+        self.saves.seconds = 0.0
 
 
 class MetricsLog(Callback):

@@ -25,10 +25,14 @@ _STYLE: Any = {
 }
 
 
-def learning_curve(metrics: Sequence[Mapping[str, Any]], axes: tuple[str, str]) -> Markup:
-    """Return against steps, with the intervals of evaluations."""
+def learning_curve(metrics: Sequence[Mapping[str, Any]], axes: tuple[str, str], name: str = "curve") -> Markup:
+    """Return against steps, with the intervals of evaluations.
+
+    Args:
+        name: as of ``_svg``.
+    """
     label = f"Learning curve: {axes[1]} against {axes[0]}, in training and in evaluations"
-    return _svg(lambda: curve_figure(metrics, "", *axes, size=(5.8, 3.4)), label, "curve")
+    return _svg(lambda: curve_figure(metrics, "", *axes, size=(5.8, 3.4)), label, name)
 
 
 def overlay(

@@ -275,10 +275,11 @@ def best(metrics: Metrics) -> Finding:
 
 def speed(metrics: Metrics) -> Finding:
     """Where the time went."""
-    collect, update = (sum(metrics.series(f"time/{part}_seconds")[1]) for part in ("collect", "update"))
-    rate = metrics.late("time/steps_per_second")
-    share = collect / max(collect + update, 1e-9)
-    text = f"{rate:,.0f} steps per second. {percent(share)} of the time in collection, {percent(1 - share)} in updates."
+    parts = {"collect": "collection", "update": "updates", "evaluate": "evaluations", "save": "saving"}
+    spent = {words: sum(metrics.series(f"time/{part}_seconds")[1]) for part, words in parts.items()}
+    total = max(sum(spent.values()), 1e-9)
+    shares = ", ".join(f"{percent(seconds / total)} in {words}" for words, seconds in spent.items() if seconds)
+    text = f"{metrics.late('time/steps_per_second'):,.0f} steps per second. Of the time, {shares}."
     return Finding("Speed", ("time/steps_per_second",), "good", text)
 
 

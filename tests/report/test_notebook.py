@@ -1,0 +1,72 @@
+"""What a notebook shows of a run."""
+
+import json
+import re
+from io import BytesIO
+
+import pytest
+from PIL import Image
+from run_folders import write_run
+
+import groupwise as gw
+from groupwise.report.folder import RunFolder
+from groupwise.report.notebook import plot, to_html
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run")
+
+
+def shown(path):
+    return to_html(RunFolder(path))
+
+
+def test_a_notebook_shows_answer_and_curve(run):
+    assert "Did it learn? <b>No.</b> The evaluated return rose from 1 to 4" in shown(run)
+    assert shown(run).count("<svg") == 1
+    assert shown(run).count("<li>") == 1  # evaluations below training
+
+
+def test_a_notebook_shows_what_to_look_at(run):
+    path = run / "metrics.jsonl"
+    entries = [json.loads(line) | {"rollout/return_mean": 0.0} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert "<li>trouble: <b>Return</b> No episode earned a reward." in shown(run)
+
+
+def test_two_runs_in_a_notebook_share_no_ids(run, tmp_path):
+    ids = [set(re.findall(r'id="([^"]+)"', shown(path))) for path in (run, write_run(tmp_path / "other"))]
+    assert not ids[0] & ids[1]
+
+
+def test_names_of_strangers_stay_texts(run):
+    config = json.loads((run / "config.json").read_text())
+    config["env"]["id"] = config["algorithm"]["name"] = "<img src=x onerror=alert(1)>"
+    config["provenance"]["run_id"] = '"><img src=x onerror=alert(1)>'
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "summary.json").unlink()
+    assert "<img" not in shown(run)
+
+
+def test_a_run_without_metrics_shows_no_curve(run):
+    (run / "metrics.jsonl").unlink()
+    assert "<svg" not in shown(run)
+    assert "Unknown" in shown(run)
+
+
+def test_the_curve_is_a_figure_and_a_picture(run):
+    figure = plot(RunFolder(run))
+    [axes] = figure.axes
+    assert axes.get_title() == "CartPole-v1, grpo, seed 0"
+    assert list(axes.lines[0].get_ydata()) == [11.0, 12.0, 13.0, 14.0]
+    assert Image.open(BytesIO(figure._repr_png_())).format == "PNG"
+
+
+def test_a_trained_run_has_them(tmp_path):
+    short = {"total_steps": 300, "evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
+    run = gw.train("CartPole-v1", run_dir=tmp_path / "run", **short)
+    assert "CartPole-v1, grpo" in run._repr_html_()
+    assert run.plot().axes[0].get_xlabel() == "environment steps"
+    assert run.report() == run.path / "report.html"
+    assert run.report(str(tmp_path / "page.html")).read_text().startswith("<!DOCTYPE html>")

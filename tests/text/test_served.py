@@ -268,6 +268,21 @@ def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_pat
     assert not (tmp_path / "rank1").exists()
 
 
+def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, double, tmp_path):
+    folders = tmp_path / "weights"
+    seen = []
+    watch = gw.Callback()
+    watch.on_rollout_end = lambda trainer, rollout: seen.append(len(list(folders.iterdir())))
+    double.faults["/collective_rpc"] = [None, "500", "500", "500"]
+    generation, task = settings(double, weights_dir=str(folders)), copying()
+    with pytest.raises(gw.ServerError, match="no answer in 3 tries"):
+        train(task, model, tmp_path / "run", generation=generation, total_steps=60, callbacks=[watch])
+    assert list(folders.iterdir()) == []
+    gw.resume(tmp_path / "run", callbacks=[watch], **task.given)
+    assert set(seen) == {1}
+    assert list(folders.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_a_run_has_a_server_of_its_own(model, tmp_path):
     python, here = tmp_path / "python", Path(vllm_double.__file__)

@@ -183,11 +183,31 @@ def without(run, *names):
     return [{k: v for k, v in entry.items() if not k.startswith(("time/", *names))} for entry in run.metrics()]
 
 
-def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch):
-    run = train(copying(), model, tmp_path / "served", generation=settings(double))
+class Count(gw.Tool):
+    """Ends turns at some digits, and answers with how many characters they have."""
+
+    stop = ("5", "6", "7")
+
+    def __call__(self, text):
+        return str(len(text)) if text.endswith(self.stop) else None
+
+
+RUNS = {
+    "groups": ({}, gw.GRPOCfg(group_size=4, learning_rate=1e-3)),
+    "turns": ({"tool": Count(), "max_turns": 3}, gw.GRPOCfg(group_size=4, learning_rate=1e-3)),
+    "greedy": ({}, gw.GRPOCfg(group_size=4, learning_rate=1e-3, credit={"baseline": "greedy", "scale": "none"})),
+    "ppo": ({}, gw.PPOCfg(learning_rate=1e-3)),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch, kind):
+    task, cfg = RUNS[kind]
+    few = {"num_prompts": 4, "evaluation": {"interval": 1000, "prompts": 2}}
+    run = train(copying(**task), model, tmp_path / "served", cfg, generation=settings(double), **few)
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
     monkeypatch.setattr("groupwise.text.build.complete", groups_seeded_by_their_first)
-    theirs = train(copying(), model, tmp_path / "native")
+    theirs = train(copying(**task), model, tmp_path / "native", cfg, **few)
     names = ("rollout/sampler_kl", "rollout/sync_seconds")
     for one, other in zip(without(run, *names), without(theirs, *names), strict=True):
         assert one == pytest.approx(other, abs=1e-4)

@@ -12,7 +12,6 @@ import pytest
 
 import groupwise as gw
 from groupwise import cli
-from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer, command, free_port
 
 SERVER = """
@@ -63,7 +62,7 @@ def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python
     port = free_port()
     server = LocalServer(command(python, str(tmp_path), port, ["--extra"], lora_rank=12), port, tmp_path / "log")
     server.wait()
-    assert HttpClient(server.url, timeout=5.0, retries=0).is_healthy(1.0)
+    assert server.is_healthy()
     args = " ".join(started(tmp_path)["args"])
     assert args.startswith(f"-m vllm.entrypoints.openai.api_server --model {tmp_path} --host 127.0.0.1 --port {port} ")
     for words in ("--logprobs-mode processed_logprobs", "--generation-config vllm", "--max-lora-rank 16", "--extra"):
@@ -72,6 +71,7 @@ def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python
     with pytest.raises(gw.ConfigError, match=f"port {port} cannot be used .*fix: another one"):
         LocalServer(command(python, str(tmp_path), port), port, tmp_path / "log")
     server.close()
+    assert not server.is_healthy()
     assert not alive(started(tmp_path)["pid"])
 
 

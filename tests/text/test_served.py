@@ -183,11 +183,31 @@ def without(run, *names):
     return [{k: v for k, v in entry.items() if not k.startswith(("time/", *names))} for entry in run.metrics()]
 
 
-def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch):
-    run = train(copying(), model, tmp_path / "served", generation=settings(double))
+class Count(gw.Tool):
+    """Ends turns at some digits, and answers with how many characters they have."""
+
+    stop = ("5", "6", "7")
+
+    def __call__(self, text):
+        return str(len(text)) if text.endswith(self.stop) else None
+
+
+RUNS = {
+    "groups": ({}, gw.GRPOCfg(group_size=4, learning_rate=1e-3)),
+    "turns": ({"tool": Count(), "max_turns": 3}, gw.GRPOCfg(group_size=4, learning_rate=1e-3)),
+    "greedy": ({}, gw.GRPOCfg(group_size=4, learning_rate=1e-3, credit={"baseline": "greedy", "scale": "none"})),
+    "ppo": ({}, gw.PPOCfg(learning_rate=1e-3)),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch, kind):
+    task, cfg = RUNS[kind]
+    few = {"num_prompts": 4, "evaluation": {"interval": 1000, "prompts": 2}}
+    run = train(copying(**task), model, tmp_path / "served", cfg, generation=settings(double), **few)
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
     monkeypatch.setattr("groupwise.text.build.complete", groups_seeded_by_their_first)
-    theirs = train(copying(), model, tmp_path / "native")
+    theirs = train(copying(**task), model, tmp_path / "native", cfg, **few)
     names = ("rollout/sampler_kl", "rollout/sync_seconds")
     for one, other in zip(without(run, *names), without(theirs, *names), strict=True):
         assert one == pytest.approx(other, abs=1e-4)
@@ -266,6 +286,21 @@ def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_pat
     assert_alike(found[1], found[0])
     assert [path.name.partition("-")[2] for path in (tmp_path / "rank0").iterdir()] == ["1"]
     assert not (tmp_path / "rank1").exists()
+
+
+def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, double, tmp_path):
+    folders = tmp_path / "weights"
+    seen = []
+    watch = gw.Callback()
+    watch.on_rollout_end = lambda trainer, rollout: seen.append(len(list(folders.iterdir())))
+    double.faults["/collective_rpc"] = [None, "500", "500", "500"]
+    generation, task = settings(double, weights_dir=str(folders)), copying()
+    with pytest.raises(gw.ServerError, match="no answer in 3 tries"):
+        train(task, model, tmp_path / "run", generation=generation, total_steps=60, callbacks=[watch])
+    assert list(folders.iterdir()) == []
+    gw.resume(tmp_path / "run", callbacks=[watch], **task.given)
+    assert set(seen) == {1}
+    assert list(folders.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -58,10 +58,10 @@ class HttpClient:
         """The JSON of an answer; None if it is empty or plain text."""
         return self._call("POST", path, body or {})
 
-    def is_healthy(self, timeout: float) -> bool:
+    def is_healthy(self) -> bool:
         """Whether the server answers at ``/health``, asked once."""
         try:
-            self._try("GET", "/health", None, timeout)
+            self._try("GET", "/health", None)
         except (NoAnswerError, RefusedError):
             return False
         return True
@@ -70,7 +70,7 @@ class HttpClient:
         wait = _FIRST_WAIT
         for number in range(self.retries + 1):
             try:
-                return self._try(method, path, body, self.timeout)
+                return self._try(method, path, body)
             except NoAnswerError as error:
                 last = error
             if number < self.retries:
@@ -89,12 +89,12 @@ class HttpClient:
             self._warned = now
             log.warning("%s", message)
 
-    def _try(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+    def _try(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
         data = None if body is None else json.dumps(body).encode()
-        until = time.monotonic() + timeout
+        until = time.monotonic() + self.timeout
         try:
             connection.request(method, path, data, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -108,7 +108,7 @@ class HttpClient:
             if response.length:  # read1 does not say that the connection was cut
                 raise NoAnswerError(f"the connection was cut, {response.length} bytes before the end of the answer")
         except TimeoutError:
-            raise NoAnswerError(f"it took longer than {timeout:g} s") from None
+            raise NoAnswerError(f"it took longer than {self.timeout:g} s") from None
         except (OSError, HTTPException) as error:
             raise NoAnswerError(f"{type(error).__name__}: {error}") from None
         finally:

@@ -18,6 +18,7 @@ from groupwise.serving.vllm import ENVIRONMENT, FLAGS
 
 HOST = "127.0.0.1"
 _LAST_LINES, _ERRORS = 10, 5
+_HEALTH_SECONDS = 5.0
 _WATCH = """
 import os, signal, subprocess, sys, threading
 
@@ -69,10 +70,9 @@ class LocalServer:
         self._timeout = timeout
         self._process = self._start()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
+    def is_healthy(self) -> bool:
+        """Whether it answers."""
+        return HttpClient(self.url, timeout=_HEALTH_SECONDS, retries=0).is_healthy()
 
     def start_again(self) -> None:
         """Start it anew, with a new log."""
@@ -82,9 +82,9 @@ class LocalServer:
 
     def wait(self) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
-        client, until = HttpClient(self.url, timeout=1.0, retries=0), time.monotonic() + self._timeout
-        while not client.is_healthy(timeout=2.0):
-            if not self.is_running:
+        until = time.monotonic() + self._timeout
+        while not self.is_healthy():
+            if self._process.poll() is not None:
                 self.join()
             if time.monotonic() > until:
                 raise ServerError(f"the server was not ready in {self._timeout:g} s{self.last_lines()}")

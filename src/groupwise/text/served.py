@@ -56,13 +56,12 @@ class ServedGenerator:
 
     def update(self, iteration: int) -> None:
         """Give all servers the policy's weights."""
-        before, self._version = self._version, f"{self._run}-{iteration}"
+        self._version = f"{self._run}-{iteration}"
         if self.engine.rank == 0:
             with _without_bars():
                 self.policy.save_model(self.folder / self._version)
             _at_once(self._load, self.servers)
-            if before != self._version:
-                files.remove(self.folder / before)
+            self._remove_weights(but=self._version)
         self.engine.sum_int(0)  # the others wait
 
     def __call__(
@@ -90,6 +89,16 @@ class ServedGenerator:
                 answers[number] = answer
         return [[Completion(a.tokens, a.log_probs, a.stop) for a in group] for group in answers]
 
+    def close(self) -> None:
+        """Remove the weights."""
+        if self.engine.rank == 0:
+            self._remove_weights(but="")
+
+    def _remove_weights(self, but: str) -> None:
+        for path in self.folder.glob(f"{self._run}-*"):
+            if path.name != but:
+                files.remove(path)
+
     def _load(self, server: Server) -> None:
         server.update(self.folder / self._version, self._version)
 
@@ -110,7 +119,7 @@ class ServedCollector(TextCollector):
         self._generator, self._own, self._cleanup = generator, own, cleanup
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """The rollout of new groups. A server of the run's own that ended is started again once.
+        """The rollout of new groups. A server of the run's own that has ended is started again once.
 
         Raises:
             ServerError: a server failed.
@@ -118,7 +127,7 @@ class ServedCollector(TextCollector):
         try:
             return self._collect(num_steps, rollout)
         except ServerError as error:
-            if self._own is None or self._own.is_running:
+            if self._own is None or self._own.is_healthy():
                 raise
             log.warning("the run's server is started again, and the iteration repeated: %s", error)
             self._own.start_again()
@@ -128,6 +137,7 @@ class ServedCollector(TextCollector):
     def close(self) -> None:
         """End the run's own server, too."""
         super().close()
+        self._generator.close()
         self._cleanup.close()
 
     def _collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:

@@ -120,8 +120,7 @@ def _trained(task: Round, given: UserObjects) -> Run:
     if task.until < (task.cfg.total_steps or 0):  # else the budget ends it
         callbacks.append(PauseAt(task.until))
     if RunFolder(task.folder).config.exists():
-        objects = {name: value for name, value in given._asdict().items() if value is not None}
-        return resume(task.folder, callbacks=callbacks, **objects)
+        return resume(task.folder, callbacks=callbacks, **given.as_arguments())
     return train_from_config(task.cfg.model_copy(update={"run_dir": task.folder}), given, callbacks)
 
 

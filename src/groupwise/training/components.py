@@ -56,9 +56,13 @@ class UserObjects(NamedTuple):
                 )
         return cls(**objects)
 
+    def as_arguments(self) -> dict[str, Any]:
+        """The objects that were given, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
     def names(self) -> list[str]:
-        """The objects that were given."""
-        return [name for name, value in self._asdict().items() if value is not None]
+        """The names of the objects that were given."""
+        return list(self.as_arguments())
 
 
 class Evaluator(ABC):

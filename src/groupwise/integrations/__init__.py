@@ -1,0 +1,1 @@
+"""Searches of other libraries over runs: Optuna, Ray Tune."""

@@ -126,3 +126,17 @@ def test_comparing_imports_no_torch(tmp_path):
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.splitlines()[-1] == "False"
+
+
+def test_the_page_has_the_picture_and_the_tables(tmp_path, capsys):
+    write_seeds(tmp_path / "g", (10.0, 20.0))
+    write_seeds(tmp_path / "p", (5.0, 6.0), algorithm="ppo")
+    out = tmp_path / "new/page.html"
+    assert cli.main(["compare", str(tmp_path / "g"), f"<b>bold={tmp_path / 'p'}", "--html", str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f"written: {out}\n")
+    page = out.read_text()
+    assert page.count("<svg") == 1
+    assert "<b>" not in page
+    assert "grpo &gt; &lt;b&gt;bold" in page
+    assert "fewer than 5 runs" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")

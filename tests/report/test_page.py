@@ -139,6 +139,23 @@ def test_long_episodes_and_many_groups_keep_the_page_small(tmp_path, monkeypatch
     assert member["advantage"][1] == pytest.approx(1)  # steps 5 to 9
 
 
+def test_words_that_the_other_lacks_are_marked():
+    def member(score, text):
+        return {"return": score, "token": list(text)}
+
+    best, worst = explorer.extremes(
+        [member(0.5, "in between"), member(1, "the sum is 19"), member(0, "the sum\nis 18 or 20")]
+    )
+    assert (best["return"], worst["return"]) == (1, 0)
+    assert best["words"] == [("the sum is", False), (" 19", True)]
+    assert worst["words"] == [("the sum\nis", False), (" 18 or 20", True)]
+    same, alone = explorer.extremes([member(1, "a b"), member(1, "a b")])
+    assert same["words"] == alone["words"] == [("a b", False)]
+    empty, _ = explorer.extremes([member(1, ""), member(0, "")])
+    assert empty["words"] == []
+    assert explorer.extremes([member(1, "a")]) == [{"return": 1, "words": [("a", False)]}]
+
+
 def test_texts_of_strangers_stay_texts(tmp_path, runs):
     run = tmp_path / "run"
     shutil.copytree(runs / "text", run)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import get_args
 
 from groupwise.cli.parser import Parser
-from groupwise.comparison.methods import setting
-from groupwise.comparison.results import Comparison, EnvironmentResult, Improvement, Overall, figure, shown
+from groupwise.comparison.results import Comparison
 from groupwise.comparison.runs import compare
+from groupwise.comparison.tables import Table, tables
 from groupwise.config.load import read_json
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
@@ -23,6 +23,7 @@ Examples:
   groupwise compare runs/*                                     or single runs
   groupwise compare new=runs/a old=runs/b                      methods with your names
   groupwise compare runs/* --out comparison                    comparison.json and comparison.png
+  groupwise compare runs/* --html comparison.html              a page of one file
   groupwise compare runs/* --json | jq '.environments[].methods[].iqm'
 """
 
@@ -31,6 +32,7 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     """Compare the runs in ``argv``; print tables or JSON, and write files with ``--out``."""
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUNS", help="folder of a run, or one that holds several")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json and comparison.png there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves and tables there")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, curves too")
     parser.add_argument(
         "--finished-only", action="store_true", help="leave out unfinished and damaged runs, and say so"
@@ -46,12 +48,18 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     found = compare(named, reference=reference, metric=options.metric, finished_only=options.finished_only)
     if options.out is not None:
         found.save(options.out)
+    if options.html is not None:
+        from groupwise.comparison.page import write_page
+
+        write_page(found, options.html)
     if options.json:
         write(json.dumps(found.report(), allow_nan=False))
         return
     show(found)
     if options.out is not None:
         write(f"written: {options.out / 'comparison.json'}, {options.out / 'comparison.png'}")
+    if options.html is not None:
+        write(f"written: {options.html}")
 
 
 def parse_word(word: str) -> tuple[str | None, Path]:
@@ -75,66 +83,15 @@ def read_reference(path: Path) -> dict[str, tuple[float, float]]:
 
 def show(found: Comparison) -> None:
     """Print tables of each environment, of all together, and the notes."""
-    for one in found.environments:
-        _show_environment(one)
-    if found.overall is not None:
-        _show_overall(found.overall)
+    for table in tables(found):
+        _print(table)
     for note in found.notes:
         write(f"note: {note}")
 
 
-def _show_environment(found: EnvironmentResult) -> None:
-    rows = [
-        [
-            result.method,
-            str(len(result.seeds)),
-            shown(result.iqm),
-            figure(result.mean),
-            figure(result.least),
-            shown(result.mean_height),
-            f"{result.env_steps:,.0f}",
-            "-" if result.seconds is None else f"{result.seconds:.1f}",
-            "-" if result.memory_mib is None else f"{result.memory_mib:.0f}",
-        ]
-        for result in found.methods
-    ]
-    heads = [
-        "method",
-        "runs",
-        f"final {found.score}, IQM",
-        "mean",
-        "least",
-        "mean over training",
-        found.unit,
-        "seconds",
-        "MiB",
-    ]
-    _print(found.environment, heads, rows)
-    _show_improvements(found.improvements)
-    if found.settings:
-        methods = [result.method for result in found.methods]
-        rows = []
-        for name, values in found.settings.items():
-            rows.append([name, *(setting(values[method]) if method in values else "-" for method in methods)])
-        _print("", ["setting", *methods], rows)
-
-
-def _show_overall(found: Overall) -> None:
-    rows = [[method.method, shown(method.iqm), figure(method.mean)] for method in found.methods]
-    title = f"all environments, normalised: {', '.join(found.reference)}"
-    _print(title, ["method", "IQM", "mean"], rows)
-    _show_improvements(found.improvements)
-
-
-def _show_improvements(pairs: Sequence[Improvement]) -> None:
-    rows = [[f"{pair.method} > {pair.other}", shown(pair.probability, "{:.2f}".format)] for pair in pairs]
-    if rows:
-        _print("", ["probability that a run is better", "P"], rows)
-
-
-def _print(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    heads, rows = [*map(printable, heads)], [[*map(printable, row)] for row in rows]
-    write(f"\n{title}" if title else "")
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
+def _print(table: Table) -> None:
+    rows = [[*map(printable, row)] for row in (table.heads, *table.rows)]
+    write(f"\n{table.title}" if table.title else "")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -11,6 +11,7 @@ from groupwise.report.curve import against_steps, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9")
 """Seaborn's palette ``colorblind``."""
@@ -22,6 +23,11 @@ NAME_WIDTH = 40
 
 def plot_comparison(found: Comparison, path: Path) -> None:
     """Writes a PNG: for each environment score against steps, and where each method ended."""
+    save_figure(comparison_figure(found), path)
+
+
+def comparison_figure(found: Comparison) -> "Figure":
+    """The figure of ``plot_comparison``."""
     from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(result.method for one in found.environments for result in one.methods))
@@ -40,7 +46,7 @@ def plot_comparison(found: Comparison, path: Path) -> None:
         ends = {method.method: method.iqm for method in found.overall.methods}
         title = "all environments, normalised final scores"
         _intervals(figure.add_subplot(grid[rows - 1, :]), ends, {}, looks, title)
-    save_figure(figure, path)
+    return figure
 
 
 def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, Any]]) -> None:

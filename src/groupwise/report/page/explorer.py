@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +19,7 @@ MAX_CELLS = 240
 """Cells of a member; in longer episodes a cell is several steps."""
 MAX_OBSERVATION = 12
 """Numbers of an observation that are shown."""
+_WORD = re.compile(r"\s*\S+|\s+$")
 Number: TypeAlias = float | int | None
 _Step = dict[str, Any]
 
@@ -68,7 +71,24 @@ def _group(steps: list[_Step]) -> dict[str, Any]:
     returns = [sum(step["reward"] for step in episode) for episode in episodes]
     known = {key: steps[0][key] for key in ("iteration", "env_steps", "group", "start")}
     spread = _number(max(returns) - min(returns))
-    return known | {"spread": spread, "stride": stride, "text": is_text, "members": members}
+    group = known | {"spread": spread, "stride": stride, "text": is_text, "members": members}
+    return group | {"diff": extremes(members)} if is_text and spread else group
+
+
+def extremes(members: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return and words of the best and the worst completion; each stretch with whether the other lacks it at its place."""
+    ranked = sorted(members, key=lambda member: -member["return"])
+    ends = ranked[:1] + ranked[1:][-1:]
+    best, worst = (_WORD.findall("".join(member["token"])) for member in (ranked[0], ranked[-1]))
+    match = SequenceMatcher(None, [word.strip() for word in best], [word.strip() for word in worst])
+    spans = [
+        (("".join(best[i:j]), how != "equal"), ("".join(worst[k:m]), how != "equal"))
+        for how, i, j, k, m in match.get_opcodes()
+    ]
+    return [
+        {"return": end["return"], "words": [pair[side] for pair in spans if pair[side][0]]}
+        for side, end in enumerate(ends)
+    ]
 
 
 def _member(steps: list[_Step], stride: int) -> dict[str, Any]:

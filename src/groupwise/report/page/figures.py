@@ -29,10 +29,10 @@ def learning_curve(metrics: Sequence[Mapping[str, Any]], axes: tuple[str, str], 
     """Return against steps, with the intervals of evaluations.
 
     Args:
-        name: as of ``_svg``.
+        name: as of ``svg``.
     """
     label = f"Learning curve: {axes[1]} against {axes[0]}, in training and in evaluations"
-    return _svg(lambda: curve_figure(metrics, "", *axes, size=(5.8, 3.4)), label, name)
+    return svg(lambda: curve_figure(metrics, "", *axes, size=(5.8, 3.4)), label, name)
 
 
 def overlay(
@@ -54,7 +54,7 @@ def overlay(
         axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
         return figure
 
-    return _svg(draw, f"Learning curves of {len(runs)} runs on {title}", name)
+    return svg(draw, f"Learning curves of {len(runs)} runs on {title}", name)
 
 
 def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
@@ -71,7 +71,7 @@ def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str, n
         axes.margins(y=0.1)
         return figure
 
-    return _svg(draw, label, name)
+    return svg(draw, label, name)
 
 
 def histogram(values: Sequence[float], label: str, name: str) -> Markup:
@@ -83,7 +83,7 @@ def histogram(values: Sequence[float], label: str, name: str) -> Markup:
         axes.axvline(1, color=_INK, linewidth=0.8)
         return figure
 
-    return _svg(draw, label, name)
+    return svg(draw, label, name)
 
 
 def _empty() -> "tuple[Figure, Any]":
@@ -95,7 +95,7 @@ def _empty() -> "tuple[Figure, Any]":
     return figure, axes
 
 
-def _svg(draw: "Callable[[], Figure]", label: str, name: str) -> Markup:
+def svg(draw: "Callable[[], Figure]", label: str, name: str) -> Markup:
     """What ``draw`` makes, as an element with an alternative text.
 
     Args:

@@ -3,7 +3,9 @@
   let all = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("explorer");
   const isText = all[0].text;
-  const state = { group: 0, member: 0, cell: 0, iteration: "all", order: "spread", zero: "all", shade: "advantage" };
+  const state = { group: 0, member: 0, cell: 0, order: "spread", shade: "advantage" };
+  const everything = { iteration: "all", zero: "all", low: "", high: "" };
+  Object.assign(state, everything);
   let shown = all;
 
   // text from the run is only ever set as textContent
@@ -38,29 +40,35 @@
   const view = make("div");
   root.replaceChildren(filters, make("div", { class: "explorer" }, list, view));
 
-  const choice = (label, key, options) => {
-    const select = make("select", { onchange: (event) => { state[key] = event.target.value; filter(shown[state.group]); } },
-      ...options.map(([value, text]) => make("option", { value }, text)));
-    select.value = state[key];
-    return make("label", {}, `${label} `, select);
+  const controls = {};
+  const control = (label, key, tag, attributes, ...children) => {
+    const change = (event) => { state[key] = event.target.value; filter(shown[state.group]); };
+    controls[key] = make(tag, { ...attributes, onchange: change }, ...children);
+    controls[key].value = state[key];
+    return make("label", {}, `${label} `, controls[key]);
   };
-  const byIteration = choice("Iteration", "iteration", []);
-  const offerIterations = () => {
-    const iterations = [...new Set(all.map((group) => group.iteration))].sort((a, b) => a - b).map(String);
-    const select = byIteration.querySelector("select");
-    select.replaceChildren(...["all", ...iterations].map((value) => make("option", { value }, value)));
-    select.value = state.iteration;
-  };
-  offerIterations();
+  const choice = (label, key, options) =>
+    control(label, key, "select", {}, ...options.map(([value, text]) => make("option", { value }, text)));
+  const bound = (label, key) => control(label, key, "input", { type: "number", step: "any" });
+  const score = isText ? "Reward" : "Return";
   filters.append(
-    byIteration,
+    choice("Iteration", "iteration", []),
+    bound(`${score} from`, "low"), bound("to", "high"),
     choice("Sort by", "order", [["spread", "spread"], ["return", "highest return"], ["iteration", "iteration"]]),
     choice("Show", "zero", [["all", "all groups"], ["some", "members that differ"], ["zero", "members that are equal"]]));
   if (isText) filters.append(choice("Shade by", "shade", [["advantage", "advantage"], ["ratio", "ratio"], ["log_prob", "log-probability"]]));
 
+  const offerIterations = () => {
+    const iterations = [...new Set(all.map((group) => group.iteration))].sort((a, b) => a - b).map(String);
+    controls.iteration.replaceChildren(...["all", ...iterations].map((value) => make("option", { value }, value)));
+    controls.iteration.value = state.iteration;
+  };
+  offerIterations();
+
   function filter(current) {
+    const inside = ({ return: value }) => (state.low === "" || value >= Number(state.low)) && (state.high === "" || value <= Number(state.high));
     shown = all.filter((group) => (state.iteration === "all" || String(group.iteration) === state.iteration)
-      && (state.zero === "all" || (state.zero === "zero") === (group.spread === 0)));
+      && group.members.some(inside) && (state.zero === "all" || (state.zero === "zero") === (group.spread === 0)));
     const best = (group) => Math.max(...group.members.map((member) => member.return));
     const orders = { spread: (a, b) => b.spread - a.spread, return: (a, b) => best(b) - best(a), iteration: (a, b) => a.iteration - b.iteration };
     shown.sort(orders[state.order]);
@@ -86,11 +94,15 @@
     const start = make("div", { class: "start" }, group.text ? group.start : `Start from seed ${group.start}`);
     const joined = ` A cell is ${group.stride} steps: rewards are summed, ratios and advantages averaged, the rest is that of the first.`;
     const read = group.text ? [] : [make("p", { class: "quiet" }, `Band: advantage. Line: return-to-go.${group.stride > 1 ? joined : ""}`)];
-    view.replaceChildren(title, ...(group.start ? [start] : []), ...read,
+    view.replaceChildren(title, ...(group.start ? [start] : []), ...read, ...(group.diff ? [differences(group)] : []),
       make("div", { class: group.text ? "detail sticky" : "detail", "aria-live": "polite" }),
       ...group.members.map((member, index) => (group.text ? tokens : strip)(group, member, index)));
     mark();
   }
+
+  const differences = (group) => make("details", {}, make("summary", {}, "Best and worst: words that the other does not have"),
+    ...group.diff.map((part) => make("p", { class: "completion" }, make("span", { class: "badge" }, show(part.return)), " ",
+      ...part.words.map(([text, differs]) => (differs ? make("mark", {}, text) : text)))));
 
   const head = (group, member, index) => make("header", {},
     make("strong", {}, `Member ${index}${member.greedy ? " (greedy)" : ""}: ${isText ? "reward" : "return"} ${show(member.return)}`),
@@ -182,7 +194,7 @@
   }
 
   root.addEventListener("keydown", (event) => {
-    if (event.target.tagName === "SELECT" || event.ctrlKey || event.metaKey || event.altKey || !shown.length) return;
+    if (["SELECT", "INPUT", "SUMMARY"].includes(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey || !shown.length) return;
     const moves = { ArrowRight: [0, 0, 1], ArrowLeft: [0, 0, -1], ArrowDown: [0, 1, 0], ArrowUp: [0, -1, 0], PageDown: [1], PageUp: [-1] };
     const move = moves[event.key];
     if (!move) return;
@@ -195,8 +207,8 @@
     const asked = new URLSearchParams(location.hash.slice(1));
     const group = all.find((one) => name(one) === asked.get("group"));
     if (!group) return;
-    Object.assign(state, { iteration: "all", zero: "all" });
-    filters.querySelectorAll("select").forEach((select, i) => { if (i !== 1 && i < 3) select.value = "all"; });
+    Object.assign(state, everything);
+    for (const key of Object.keys(everything)) controls[key].value = state[key];
     filter(group);
     const member = Number(asked.get("member")) || 0;
     const first = group.members[member]?.first ?? 0;

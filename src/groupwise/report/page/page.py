@@ -14,7 +14,7 @@ from groupwise import files, plugins
 from groupwise.config.base import flat
 from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.report.folder import RunFolder
-from groupwise.report.page.explorer import load_groups, to_json
+from groupwise.report.page.explorer import extremes, load_groups, to_json
 from groupwise.report.page.figures import histogram, learning_curve, small
 from groupwise.report.page.group_health import diagnose
 from groupwise.report.page.health import WORDS, Metrics
@@ -204,12 +204,7 @@ def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _extremes(group: Mapping[str, Any]) -> dict[str, Any]:
-    ranked = sorted(group["members"], key=lambda member: -member["return"])
-    shown = [ranked[0], ranked[-1]] if len(ranked) > 1 else ranked
-    return {
-        "start": group["start"],
-        "members": [{"return": member["return"], "text": "".join(member["token"])} for member in shown],
-    }
+    return {"start": group["start"], "members": extremes(group["members"])}
 
 
 def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:

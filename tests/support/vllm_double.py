@@ -30,7 +30,7 @@ class VLLMDouble:
     """
 
     def __init__(self, model, *, port=0, logprobs_mode="processed_logprobs", lora=False):
-        self.calls, self.faults = [], defaultdict(list)
+        self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
         self.config = {
             "model_config": {"logprobs_mode": logprobs_mode, "generation_config": "vllm"},
             "lora_config": {"max_lora_rank": 16} if lora else None,
@@ -46,6 +46,7 @@ class VLLMDouble:
         return self
 
     def __exit__(self, *error):
+        self.closing.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -163,6 +164,10 @@ def _handler(double):
             self.close_connection = True
             if fault == "slow":
                 time.sleep(0.5)
+            if fault == "hang":  # its engine is gone, and its front does not say so to those that wait
+                double.faults["/health"] = ["500"]
+                double.closing.wait(5)
+                return
             if fault == "drop":
                 return
             status, found = double.answer(parts.path, parts.query, body, fault)

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import selectors
 import time
 from collections.abc import Callable, Mapping
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +18,8 @@ MAX_ANSWER = 2**30
 """Most bytes of an answer."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
 """Seconds between two tries; they double each time."""
+_HEALTH_INTERVAL = 5.0
+"""Seconds without an answer after which a server is asked whether it is healthy."""
 _QUIET = 5.0
 """Seconds without another warning."""
 
@@ -97,6 +101,7 @@ class HttpClient:
         until = time.monotonic() + self.timeout
         try:
             connection.request(method, path, data, {"Content-Type": "application/json"})
+            self._wait(connection.sock, until)
             response = connection.getresponse()
             text = bytearray()
             while part := response.read1(2**16):
@@ -114,6 +119,18 @@ class HttpClient:
         finally:
             connection.close()
         return self._read(path, response.status, response.getheader("Content-Type") or "", bytes(text))
+
+    def _wait(self, connection: socket, until: float) -> None:
+        """Return when an answer begins. A server that dies may hold a call open: meanwhile its health is asked for."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            while not selector.select(min(_HEALTH_INTERVAL, max(0.0, until - time.monotonic()))):
+                if time.monotonic() >= until:
+                    raise TimeoutError
+                # a shorter time limit is that of such a question itself
+                asks = self.timeout > _HEALTH_INTERVAL
+                if asks and not HttpClient(self.url, timeout=_HEALTH_INTERVAL, retries=0).is_healthy():
+                    raise NoAnswerError("it gives no answer, and is not healthy")
 
     def _read(self, path: str, status: int, kind: str, text: bytes) -> Any:
         if status >= 300:

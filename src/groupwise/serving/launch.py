@@ -18,7 +18,7 @@ from groupwise.serving.vllm import ENVIRONMENT, FLAGS
 
 HOST = "127.0.0.1"
 _LAST_LINES, _ERRORS = 10, 5
-_HEALTH_SECONDS = 5.0
+_HEALTH_SECONDS = 4.0
 _WATCH = """
 import os, signal, subprocess, sys, threading
 

@@ -9,7 +9,7 @@ from groupwise import processes
 from groupwise.config.evolution import Value
 from groupwise.config.run import CommonCfg, EvaluationMetric, RunCfg, TextRunCfg
 from groupwise.evolution.search import fitted, with_settings
-from groupwise.run import read_settings
+from groupwise.settings import read_settings
 from groupwise.training.components import UserObjects
 
 

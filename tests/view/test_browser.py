@@ -97,6 +97,27 @@ def test_a_narrow_screen_is_enough(run, open_page, scheme):
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(run, browser, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    context = browser.new_context(color_scheme=scheme, bypass_csp=True)
+    page = context.new_page()
+    page.goto((run / "report.html").as_uri())
+    found = axe.Axe().run(page)
+    context.close()
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_groups_are_filtered_by_return(run, open_page):
+    page = open_page((run / "report.html").as_uri())
+    page.get_by_label("Return from").fill("100000")
+    page.get_by_label("Return from").press("Enter")
+    page.get_by_text("No such groups").wait_for()
+    page.get_by_label("Return from").fill("")
+    page.get_by_label("Return from").press("Enter")
+    assert page.locator(".list button").count() > 1
+
+
 def test_the_viewer_follows_a_run_that_trains(tmp_path, open_page):
     settings = ("--logging.progress", "none", "--evaluation.interval", 2_000, "--evaluation.episodes", 2)
     with (

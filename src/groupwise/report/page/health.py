@@ -92,8 +92,8 @@ def signal(metrics: Metrics) -> Finding:
     made = made._replace(verdict="bad" if share > 0.9 and not metrics.improved else "look")
     rates = [metrics.late(key) for key in ("rollout/success_rate", "rollout/pass_at_1") if key in metrics]
     if rates and 0.1 <= rates[0] <= 0.9:
-        text = f"{text} But {percent(rates[0])} of all attempts succeed: groups are too small for these starts."
-        return made._replace(text=text, advice="A larger group_size; collection.dynamic_sampling.")
+        text = f"{text} But {percent(rates[0])} of all attempts succeed."
+        return made._replace(text=text, advice="Groups may be too small for these starts: a larger group_size.")
     if metrics.improved:
         solved = "The return rose, so the task may be solved. If it is not: harder starts, or a larger group_size."
         return made._replace(advice=solved)

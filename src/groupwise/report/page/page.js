@@ -177,7 +177,8 @@
       return make("tr", {}, make("th", { scope: "row" }, String(index)), ...values.map((text) => make("td", {}, text)),
         make("td", { class: advantage > 0 ? "more" : advantage < 0 ? "less" : "" }, show(advantage)));
     });
-    return make("table", {}, make("thead", {}, make("tr", {}, ...columns.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows));
+    const scrolls = { tabindex: "0", "aria-label": "The chosen step" };
+    return make("table", scrolls, make("thead", {}, make("tr", {}, ...columns.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows));
   }
 
   function go(group, member, cell) {
@@ -194,7 +195,7 @@
   }
 
   root.addEventListener("keydown", (event) => {
-    if (["SELECT", "INPUT", "SUMMARY"].includes(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey || !shown.length) return;
+    if (["SELECT", "INPUT", "SUMMARY", "TABLE"].includes(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey || !shown.length) return;
     const moves = { ArrowRight: [0, 0, 1], ArrowLeft: [0, 0, -1], ArrowDown: [0, 1, 0], ArrowUp: [0, -1, 0], PageDown: [1], PageUp: [-1] };
     const move = moves[event.key];
     if (!move) return;

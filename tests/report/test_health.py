@@ -80,6 +80,7 @@ def test_rules_without_their_metrics_are_silent():
         ("train/approx_kl", lambda share: 0.1, "KL of an update", "look"),
         ("train/approx_kl", lambda share: 0.5, "KL of an update", "bad"),
         ("train/approx_kl", lambda share: 1e-7, "KL of an update", "look"),
+        ("train/approx_kl", lambda share: 40.0 * (share == 0), "KL of an update", "bad"),
         ("train/clip_fraction", lambda share: 0.5, "Clipped steps", "look"),
         ("train/entropy", lambda share: 0.69 * (1 - share) ** 4, "Entropy", "bad"),
         ("train/grad_norm", lambda share: 0.0, "Gradient norm", "bad"),

@@ -97,10 +97,17 @@ def test_a_reward_that_is_never_earned(tmp_path):
     assert found["Groups without signal"].verdict == "bad"
 
 
-def test_a_learning_rate_that_is_too_high(tmp_path):
-    high = {"name": "grpo", "learning_rate": 0.3}
-    found = trained(tmp_path, "CartPole-v1", high, total_steps=4_000)
-    assert any("lower learning_rate" in finding.advice.lower() for finding in found.values())
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_learning_rate_that_is_too_high(tmp_path, algorithm):
+    high = {"name": algorithm, "learning_rate": 0.3, "num_steps": 64}
+    found = trained(tmp_path, "CartPole-v1", high, num_envs=8)
+    assert "Lower learning_rate" in found["KL of an update"].advice
+    assert not any("higher learning_rate" in finding.advice for finding in found.values())
+
+
+def test_a_policy_that_decides_too_early(tmp_path):
+    high = {"name": "ppo", "learning_rate": 0.1, "num_steps": 64, "minibatch_size": 128}
+    found = trained(tmp_path, "CartPole-v1", high, num_envs=8, total_steps=4_000)
     assert found["Entropy"].verdict == "bad"
 
 

@@ -140,7 +140,9 @@ def spread(metrics: Metrics) -> Finding:
 
 def distance(metrics: Metrics) -> Finding:
     """How far an update moves the policy."""
-    kl, steps = metrics.late("train/approx_kl"), metrics.late("train/optimizer_steps")
+    # a policy that moved too far at first may be unable to move later
+    kl = max(metrics.early("train/approx_kl"), metrics.late("train/approx_kl"))
+    steps = metrics.late("train/optimizer_steps")
     made = Finding("KL of an update", ("train/approx_kl",), "good", f"The policy moves by {kl:.2g} nats in an update.")
     if steps <= 1:
         return made._replace(text="One optimiser step in each update: the KL is 0 by definition.")

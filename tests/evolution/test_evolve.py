@@ -1,5 +1,6 @@
 """Populations on CartPole, with budgets of a few hundred steps."""
 
+import gc
 import json
 import os
 import signal
@@ -301,6 +302,17 @@ def test_each_member_begins_with_the_policy_that_was_given(tmp_path):
     one, other = (answered(Round(0, tmp_path / name, cfg, 128, 2, 0), payload, ()) for name in "ab")
     assert one.result == other.result
     assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_round_leaves_nothing_of_its_run_in_memory(tmp_path):
+    cfg, given = read_settings("CartPole-v1", PPO, None, None, {"num_envs": 4}, {"total_steps": 64})
+    gc.collect()
+    gc.disable()
+    try:
+        answered(Round(0, tmp_path / "run", cfg, 64, 2, 0), pickled(given), ())
+        assert not [thing for thing in gc.get_objects() if type(thing) in (gw.ActorCritic, Trainer)]
+    finally:
+        gc.enable()
 
 
 def test_another_process_starts_only_where_memory_is_left(tmp_path, monkeypatch):

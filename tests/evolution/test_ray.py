@@ -63,7 +63,7 @@ def test_with_a_node_lost_in_mid_round_the_search_ends_as_on_this_machine(ray, n
         cluster.remove_node(second, allow_graceful=False)
         hold.unlink()
 
-    thread = threading.Thread(target=lose_a_node)
+    thread = threading.Thread(target=lose_a_node, daemon=True)
     thread.start()
     hook = lambda *_: hold.touch()  # noqa: E731 (round 1 is about to begin)
     gw.evolve(env, PPO, run_dir=tmp_path / "ray", launcher="ray", on_mutation=hook, **SMALL)

@@ -53,7 +53,7 @@ def test_each_trial_is_a_run_with_the_proposed_settings_and_its_evaluations(tmp_
 def test_a_policy_of_ones_own_begins_anew_in_each_trial(tmp_path):
     env = gymnasium.make("CartPole-v1")
     options = OPTIONS | {"policy": gw.ActorCritic(env.observation_space, env.action_space)}
-    found = optuna.create_study()
+    found = optuna.create_study(direction="maximize")
     for _ in range(2):
         found.enqueue_trial({"algorithm.gamma": 0.9})
     optimize(found, "CartPole-v1", PPO, search={"algorithm.gamma": [0.9] * 2}, trials=2, run_dir=tmp_path, **options)
@@ -72,3 +72,8 @@ def test_what_is_no_setting_is_refused_before_a_trial(tmp_path):
     with pytest.raises(gw.ConfigError, match=r"did you mean 'algorithm\.gamma'"):
         optimize(found, algorithm=PPO, search={"algorithm.gama": [0.9, 1.0]}, trials=1, run_dir=tmp_path)
     assert not found.trials
+
+
+def test_a_study_that_minimises_is_refused(tmp_path):
+    with pytest.raises(gw.ConfigError, match="fix: create_study"):
+        optimize(optuna.create_study(), search={"algorithm.num_epochs": [1, 2]}, trials=1, run_dir=tmp_path)

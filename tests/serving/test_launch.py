@@ -55,7 +55,10 @@ def alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python, tmp_path):

@@ -134,9 +134,7 @@ def training(seconds: float) -> Finding:
             )
             write_page(run.path)
         except (GroupwiseError, OSError, RuntimeError, ImportError) as error:
-            return Finding(
-                title, (), "bad", f"It failed: {error}.", "See the error; --debug shows where it comes from."
-            )
+            return Finding(title, (), "bad", f"It failed: {error}.", "groupwise --debug train CartPole-v1 shows where.")
         metrics = run.metrics()
     steps, iterations = metrics[-1]["env_steps"], len(metrics)
     learned = answer(metrics, "return", "episodes")

@@ -29,7 +29,12 @@ class RayWorkers(Workers[Any]):
         self._connected = ray.is_initialized()
         if not self._connected:
             ray.init(log_to_driver=False)
-        _check_room(cfg)
+        try:
+            _check_room(cfg)
+        except ConfigError:
+            if not self._connected:
+                ray.shutdown()
+            raise
         self._play = ray.remote(_play).options(num_cpus=cfg.cpus, num_gpus=cfg.gpus, max_retries=0)
         self._stored = ray.put(self._payload)
 

@@ -1,5 +1,6 @@
 """Processes that train members, each one at a time."""
 
+import gc
 import logging
 import os
 import re
@@ -172,6 +173,8 @@ def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Answ
     except Exception as error:  # whatever it is, the parent decides
         traceback.print_exc()
         return Answer(None, f"{type(error).__name__}: {error}")
+    finally:
+        gc.collect()  # parts of a run refer to each other: its model would stay until the next one is loaded
 
 
 def _work(requests: Any, payload: bytes, plugin_files: tuple[str, ...], output: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.evolution import Choices, EvolutionCfg, RangeCfg
-from groupwise.errors import DivergedError, require_extra
+from groupwise.errors import ConfigError, DivergedError, require_extra
 from groupwise.evolution.search import setting_at
 from groupwise.integrations.base import Base
 from groupwise.run import train_from_config
@@ -18,6 +18,7 @@ require_extra("optuna", "optuna")
 
 from optuna import Study, Trial
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 
@@ -40,9 +41,13 @@ def optimize(
         run_dir: their folder; a run is ``trial-<number>`` in it.
 
     Raises:
-        ConfigError: a setting is unknown or impossible.
+        ConfigError: a setting is unknown or impossible, or the study does not maximise.
         RunFolderError: the folder of a run is taken.
     """
+    if study.directions != [StudyDirection.MAXIMIZE]:
+        raise ConfigError(
+            "the study minimises, and scores are better when higher; fix: create_study(direction='maximize')"
+        )
     base = Base(env, algorithm, fields)
     spaces = EvolutionCfg(search=search).search  # type: ignore[arg-type]
     distributions = {path: _distribution(space, setting_at(base.cfg, path)) for path, space in spaces.items()}
@@ -55,6 +60,9 @@ def optimize(
         except DivergedError:
             study.tell(trial, state=TrialState.FAIL)
             continue
+        except BaseException:
+            study.tell(trial, state=TrialState.FAIL)
+            raise
         pruned = run.summary["stopped"] == _PRUNED
         study.tell(trial, None if pruned else scores.last, TrialState.PRUNED if pruned else None)
 

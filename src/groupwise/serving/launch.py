@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from groupwise.errors import ConfigError, ServerError
 from groupwise.serving.http import HttpClient
@@ -18,6 +19,7 @@ from groupwise.serving.vllm import ENVIRONMENT, FLAGS
 
 HOST = "127.0.0.1"
 _LAST_LINES, _ERRORS = 10, 5
+_SECONDS_TO_END = 10.0
 _HEALTH_SECONDS = 4.0
 _WATCH = """
 import os, signal, subprocess, sys, threading
@@ -106,9 +108,13 @@ class LocalServer:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+        until = time.monotonic() + _SECONDS_TO_END
+        port = urlsplit(self.url).port or 0
+        while time.monotonic() < until and _is_open(port):  # the server itself is a child of that process
+            time.sleep(0.05)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as file:
+        with self.log.open("wb") as file:
             return subprocess.Popen(  # noqa: S603
                 [sys.executable, "-c", _WATCH, *self._words],
                 stdin=subprocess.PIPE,
@@ -117,6 +123,11 @@ class LocalServer:
                 env=os.environ | ENVIRONMENT,
                 start_new_session=True,
             )
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
 
 
 def free_port(port: int = 0) -> int:

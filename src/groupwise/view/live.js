@@ -10,10 +10,15 @@
       return;
     }
     busy = true;
-    const response = await fetch(location.href);
-    const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
-    if (response.ok) take(fresh);
-    busy = false;
+    try {
+      const response = await fetch(location.href);
+      const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
+      if (response.ok) take(fresh);
+    } catch {
+      // the connection is gone; the next event tries again
+    } finally {
+      busy = false;
+    }
     if (again) {
       again = false;
       refresh();

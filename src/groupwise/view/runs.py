@@ -50,7 +50,8 @@ def version_of(*paths: Path) -> str:
     """Changes whenever what is shown of these runs does."""
     folders = map(RunFolder, paths)
     files = [file for one in folders for file in (one.config, one.metrics, one.summary, one.groups, one.video)]
-    return sha256(repr([(str(file), *_stamp(file)) for file in files]).encode()).hexdigest()[:16]
+    stamps = [(str(file), *_stamp(file)) for file in files], [is_held(path / LOCK) for path in paths]
+    return sha256(repr(stamps).encode()).hexdigest()[:16]
 
 
 class Overview:

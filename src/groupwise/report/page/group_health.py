@@ -45,7 +45,9 @@ def examine_groups(
     if len(rewards) > 1 and (parts := [value for columns in files for value in _parts_of_members(columns)]):
         names = [name for entry in last for name in re.findall(r"reward/(\S+)_mean", " ".join(entry))]
         weights = [reward["weight"] for reward in rewards]
-        found.append(dominance(np.array(parts) * weights, names[: len(weights)]))
+        if len(names) != len(weights):  # a reward that gave nothing in the last iteration is not in its metrics
+            names = [f"reward {number}" for number, _ in enumerate(weights, 1)]
+        found.append(dominance(np.array(parts) * weights, names))
     if values := [ratio for columns in files[-1:] for ratio in columns["ratio"] if ratio is not None]:
         found.append(ratios(values))
     return found

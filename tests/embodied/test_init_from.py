@@ -131,7 +131,7 @@ def test_statistics_that_came_with_the_weights_stay(grpo_run, tmp_path):
 
 
 def test_a_run_is_resumed_and_evaluated_without_its_source(tmp_path):
-    algorithm = gw.GRPOCfg(num_steps=16, kl_coef=0.1)
+    algorithm = gw.GRPOCfg(num_steps=16, kl_coef=0.1, schedule="none")
     common = {"policy": {"normalize_obs": True}, "num_envs": 4, **QUIET}
     source = gw.train("CartPole-v1", algorithm, total_steps=64, run_dir=tmp_path / "source", **common).path
     fields = {

@@ -128,7 +128,9 @@ RECOVERS += [
 
 @pytest.mark.parametrize(("path", "fault"), RECOVERS)
 def test_a_fault_that_passes_costs_nothing(model, double, tmp_path, monkeypatch, path, fault):
-    generate = served(model, tmp_path, double, timeout=0.3 if fault == "slow" else 20.0)
+    generate = served(
+        model, tmp_path, double, timeout={"slow": 0.3, "hang": 1000.0}.get(fault, 20.0)
+    )  # a hang is not waited for
     if fault == "hang":
         monkeypatch.setattr(http, "_HEALTH_INTERVAL", 0.2)
     double.faults[path] = [fault]

@@ -10,12 +10,12 @@ episodes. Cells go to ``benchmarks/results/defaults.json``, one by one; one that
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cells as cells_of
 import gymnasium
 import numpy as np
 import torch
@@ -202,19 +202,6 @@ def run(env_id: str, method: str, settings: Tree | None, seed: int, steps: int) 
     return {"env": env_id, "method": method, "seed": seed} | found | {"seconds": seconds}
 
 
-def load() -> list[Tree]:
-    """The cells that are done."""
-    return json.loads(RESULT.read_text()) if RESULT.exists() else []
-
-
-def save(cells: list[Tree]) -> None:
-    """One line per cell, replaced at once, so that a kill loses nothing."""
-    text = "[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n"
-    part = RESULT.with_suffix(".part")
-    part.write_text(text)
-    part.replace(RESULT)
-
-
 def report(part: str, cells: list[Tree]) -> None:
     """Scores by environment, and over all of them on the common scale."""
     records = [
@@ -252,7 +239,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     known = METHODS["cartpole" if args.part == "cartpole" else "suite"]
-    cells = load()
+    cells = cells_of.load(RESULT)
     if args.report:
         report(args.part, cells)
         return
@@ -263,7 +250,7 @@ def main() -> None:
                 if args.only not in env_id or any((c["env"], c["method"], c["seed"]) == key for c in cells):
                     continue
                 cells.append(run(env_id, method, known[method], seed, task.steps))
-                save(cells)
+                cells_of.save(RESULT, cells)
                 print(cells[-1], flush=True)
 
 

@@ -12,13 +12,14 @@ one; one that is there already is not repeated.
 
 import argparse
 import itertools
-import json
 import os
 import tempfile
 import time
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple
+
+import cells as cells_of
 
 import groupwise as gw
 from groupwise.comparison.results import RunRecord, compare_records, shown
@@ -139,19 +140,6 @@ METHODS = {"tournament": "tournament", "truncation": "truncation", "random": "ke
 """Selection of each."""
 
 
-def load() -> list[Tree]:
-    """The cells that are done."""
-    return json.loads(RESULT.read_text()) if RESULT.exists() else []
-
-
-def save(cells: list[Tree]) -> None:
-    """One line per cell, replaced at once, so that a kill loses nothing."""
-    text = "[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n"
-    part = RESULT.with_suffix(".part")
-    part.write_text(text)
-    part.replace(RESULT)
-
-
 def report(cells: list[Tree]) -> None:
     """Final score and area under the curve, with intervals."""
     records = [
@@ -184,7 +172,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes of a population")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
-    cells = load()
+    cells = cells_of.load(RESULT)
     if args.report:
         report(cells)
         return
@@ -195,7 +183,7 @@ def main() -> None:
             if args.only not in env or any((c["env"], c["algorithm"], c["method"], c["seed"]) == key for c in cells):
                 continue
             cells.append(run(*key, workers=args.workers))
-            save(cells)
+            cells_of.save(RESULT, cells)
             print(cells[-1], flush=True)
 
 

@@ -173,18 +173,13 @@ def _dispatch(argv: Sequence[str]) -> int:
         "eval": _eval,
         "sample": _sample,
         "resume": _resume,
-        "serve": partial(_run_module, "serve"),
-        "export": partial(_run_module, "export"),
-        "report": partial(_run_module, "report"),
-        "view": partial(_run_module, "view"),
-        "doctor": partial(_run_module, "doctor"),
-        "compare": partial(_run_module, "compare"),
         "config": _config,
-        "convert": partial(_run_module, "convert"),
         "check-env": _check_env,
         "demos": _demos,
         "list": _list,
     }
+    modules = ("serve", "export", "report", "view", "doctor", "compare", "convert")
+    commands |= {name: partial(_run_module, name) for name in modules}
     if argv[0] not in commands:
         raise UnknownNameError("command", argv[0], [*commands, "--help", "--version"])
     return commands[argv[0]](argv[1:])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from annotated_types import Ge
 from pydantic import Field, model_validator
@@ -50,6 +51,13 @@ class ServerGenerationCfg(GenerationCfg):
                 f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two: urls of "
                 "servers that run, or the Python of an environment with vLLM"
             )
+        for url in self.urls:
+            try:
+                urlsplit(url).port  # noqa: B018  raises where it is no number
+            except ValueError:
+                raise ValueError(
+                    f"urls = {url!r}: the port is no number below 65536; fix: http://127.0.0.1:8000"
+                ) from None
         if self.args and self.python is None:
             raise ValueError(
                 f"args={self.args!r} are of a server that the run starts; fix: leave them out, or python=..."

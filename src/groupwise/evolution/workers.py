@@ -43,7 +43,7 @@ Worker = TypeVar("Worker")
 
 
 class Workers(ABC, Generic[Worker]):
-    """A pool whose workers may die. A member that was lost goes on from its last checkpoint.
+    """A pool whose workers may die. A member that was lost continues from its last checkpoint.
 
     Args:
         count: members at once. None: as many as there is room for.

@@ -53,9 +53,9 @@ def optimize(
     distributions = {path: _distribution(space, setting_at(base.cfg, path)) for path, space in spaces.items()}
     for _ in range(trials):
         trial = study.ask(distributions)
-        cfg = base.with_settings(trial.params, run_dir=str(Path(run_dir, f"trial-{trial.number}")))
         scores = _Report(trial, base.metric)
         try:
+            cfg = base.with_settings(trial.params, run_dir=str(Path(run_dir, f"trial-{trial.number}")))
             run = train_from_config(cfg, base.given(), [scores])
         except DivergedError:
             study.tell(trial, state=TrialState.FAIL)

@@ -79,7 +79,6 @@ class LocalServer:
     def start_again(self) -> None:
         """Start it anew, with a new log."""
         self.close()
-        self.log.unlink()
         self._process = self._start()
 
     def wait(self) -> None:

@@ -97,10 +97,11 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     rewards.check_columns(prompts[0].example.columns)
     if held_out:
         rewards.check_columns(held_out[0].columns, "eval_data")
+    dialogue = Dialogue(encoder, tool, policy.context_length)
     make = partial(TextCollector, policy, partial(complete, policy))
     collector = (make if cfg.generation.name == "native" else connect(cfg, policy, engine))(
         prompts,
-        Dialogue(encoder, tool, policy.context_length),
+        dialogue,
         rewards,
         cfg,
         rank=engine.rank,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _INK = "#010203"
 """Drawn in place of the page's own colour, and replaced by it."""
 _STYLE: Any = {
+    "text.parse_math": False,  # names of runs may have dollar signs
     **dict.fromkeys(
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), _INK
     ),

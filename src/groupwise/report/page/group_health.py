@@ -71,7 +71,7 @@ def scale(observations: np.ndarray, *, normalized: bool) -> Finding:
 
 
 def dominance(parts: np.ndarray, names: Sequence[str]) -> Finding:
-    """A reward whose range is small beside that of another has no say.
+    """A reward whose range is small beside that of another hardly changes the advantages.
 
     Args:
         parts: weighted rewards of the members, ``[member, reward]``.

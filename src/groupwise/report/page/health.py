@@ -109,9 +109,7 @@ def constant(metrics: Metrics) -> Finding:
     if len(values) < 3 or max(values) - min(values) > 1e-6 * abs(max(values)) or succeeds:
         return made
     text = "No episode earned a reward." if values[-1] == 0 else f"It was {values[-1]:.4g} in all of training."
-    advice = (
-        "Unless no return can be higher, the reward does not depend on the policy: reward progress, or easier starts."
-    )
+    advice = "The reward does not depend on the policy, unless it cannot be higher: reward progress, or easier starts."
     return made._replace(verdict="bad", text=text, advice=advice)
 
 

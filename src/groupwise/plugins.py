@@ -8,10 +8,12 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
+
+import cloudpickle
 
 from groupwise.errors import ConfigError, GroupwiseError, require_name
 
@@ -82,6 +84,16 @@ def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
         raise ConfigError(
             f"{error}; {where} was trained with {given}; fix: add {given} (in Python: import it first)"
         ) from error
+
+
+def pickled(thing: object) -> bytes:
+    """``thing`` for a new process; the code of plugin files, which could not be imported there, goes along."""
+    with ExitStack() as stack:
+        for module in modules():
+            cloudpickle.register_pickle_by_value(module)
+            stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        payload: bytes = cloudpickle.dumps(thing)
+        return payload
 
 
 def _import(plugin: Path) -> None:

@@ -21,7 +21,7 @@ from groupwise import cli
 from groupwise.config.evolution import LaunchCfg
 from groupwise.evolution.member import AddNoise, Round
 from groupwise.evolution.workers import Processes, answered
-from groupwise.processes import pickled
+from groupwise.plugins import pickled
 from groupwise.run import read_settings
 from groupwise.training.components import UserObjects
 from groupwise.training.trainer import Trainer

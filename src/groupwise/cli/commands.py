@@ -16,7 +16,7 @@ from groupwise import plugins
 from groupwise.cli.parser import Parser, count
 from groupwise.config.budget import BUDGETS
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
-from groupwise.terminal import prepare, show
+from groupwise.system.terminal import prepare, show
 
 USAGE = """usage: groupwise COMMAND ...
 

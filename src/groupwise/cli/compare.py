@@ -12,8 +12,8 @@ from groupwise.comparison.tables import Table, tables
 from groupwise.config.load import read_json
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
-from groupwise.terminal import printable
-from groupwise.terminal import show as write
+from groupwise.system.terminal import printable
+from groupwise.system.terminal import show as write
 
 HELP = """Compare methods by their runs. Runs that differ only in their seed are one method. One table per environment.
 Scores are interquartile means (IQM) over runs with 95 % bootstrap intervals.

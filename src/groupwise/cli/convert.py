@@ -14,7 +14,7 @@ from groupwise.config.base import flat
 from groupwise.config.load import read_json, resolve
 from groupwise.config.presets import Tree
 from groupwise.errors import ConfigError, UnknownNameError
-from groupwise.terminal import show
+from groupwise.system.terminal import show
 
 HELP = """Print the settings of another library as settings of groupwise, and name on stderr what has no counterpart.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from groupwise.cli.parser import Parser
 from groupwise.report.page.health import WORDS, Finding
-from groupwise.terminal import show
+from groupwise.system.terminal import show
 
 HELP = """Name likely causes of a run's trouble, and what to change. Without a run: check the installation, and train for ten
 seconds. Exit code 1: there is trouble.

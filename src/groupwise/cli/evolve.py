@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from groupwise import files, plugins
+from groupwise import plugins
 from groupwise.cli.parser import Parser, count
 from groupwise.config.budget import BUDGETS
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
 from groupwise.errors import ConfigError
-from groupwise.terminal import show
+from groupwise.system import files
+from groupwise.system.terminal import show
 
 HELP = """Train a population of runs. After each round the best go on, and mutated clones of them replace the others.
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from groupwise.cpus import num_cpus
 from groupwise.errors import EnvError, GroupwiseError, installing
 from groupwise.report.page.health import Finding
 from groupwise.report.page.page import answer, write_page
 from groupwise.report.video import draw_one_frame
 from groupwise.run import train
+from groupwise.system.cpus import num_cpus
 
 SECONDS = 10.0
 """Of the training."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from groupwise.cli.parser import Parser
 from groupwise.report.page.page import write_page
-from groupwise.terminal import show
+from groupwise.system.terminal import show
 
 HELP = """Write a page about a run: did it learn, its health, its groups step by step, its settings.
 One file of HTML, without network and server; of failed and running runs, too.

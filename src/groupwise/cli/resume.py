@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise import files
 from groupwise.cli.parser import Parser, count
 from groupwise.config.budget import BUDGETS
 from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.system import files
 
 HELP = """Continue a run from its last checkpoint, as if it had never stopped.
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from groupwise import files, plugins
+from groupwise import plugins
 from groupwise.config import to_json
 from groupwise.config.run import CommonCfg
-from groupwise.cpus import num_cpus
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.terminal import show
+from groupwise.system import files
+from groupwise.system.cpus import num_cpus
+from groupwise.system.terminal import show
 from groupwise.training.signals import STOP, handling
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.cli.parser import Parser, count
-from groupwise.terminal import show
+from groupwise.system.terminal import show
 
 HELP = """Start a vLLM server for training on this machine, until Ctrl-C. vLLM is in a virtual environment of its own.
 

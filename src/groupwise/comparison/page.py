@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from groupwise import files
 from groupwise.comparison.plot import comparison_figure
 from groupwise.comparison.results import Comparison
 from groupwise.comparison.tables import tables
 from groupwise.report.page.figures import svg
 from groupwise.report.page.page import style, templates
+from groupwise.system import files
 
 
 def write_page(found: Comparison, out: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from groupwise import files
 from groupwise.comparison import aggregates
 from groupwise.comparison.aggregates import Array, Curve, Estimate, Number, estimate, iqm
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError, DataError, nearest
+from groupwise.system import files
 
 Measure = Literal["evaluation", "training"]
 """Returns of evaluations, or of training episodes."""

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 
-from groupwise import files
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.base import OTHER_NAMES, SB3_FIX, Cfg, explain
@@ -23,6 +22,7 @@ from groupwise.config.presets import Tree
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.config.yaml_files import SUFFIXES, parse_yaml
 from groupwise.errors import ConfigError
+from groupwise.system import files
 
 ADAPTER_CONFIG = "adapter_config.json"
 """In a folder of peft's adapters."""

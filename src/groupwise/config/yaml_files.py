@@ -5,8 +5,8 @@ import re
 from functools import cache
 from typing import Any
 
-from groupwise import files
 from groupwise.errors import require_extra
+from groupwise.system import files
 
 SUFFIXES = (".yaml", ".yml")
 

@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from groupwise.cpus import num_cpus
 from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv
 from groupwise.envs.success import success_of_rows
 from groupwise.errors import EnvError, UnknownNameError, require_extra
 from groupwise.seeding import row_seeds
+from groupwise.system.cpus import num_cpus
 
 _OURS = ("num_envs", "batch_size", "seed", "env_seed", "gym_reset_return_info")
 """Arguments of ``envpool.make`` that are set here."""

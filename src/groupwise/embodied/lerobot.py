@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from groupwise import files
 from groupwise.data.rollout import Nested
 from groupwise.embodied.lerobot_columns import Array, Column, from_arrow, join, number, obs_columns, split, to_arrow
 from groupwise.errors import DataError
+from groupwise.system import files
 
 VERSION = "v3.0"
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"

@@ -16,7 +16,6 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit
 
 from groupwise.config.env import EnvCfg, StartMode
-from groupwise.cpus import num_cpus
 from groupwise.envs.base import GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv, LeanSyncVectorEnv
 from groupwise.envs.local_rows import OnError, RowCfg
@@ -27,6 +26,7 @@ from groupwise.envs.obs_keys import kept_space
 from groupwise.envs.rows import RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_rows
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
+from groupwise.system.cpus import num_cpus
 
 ACTION_CHUNK = "groupwise.embodied.chunks:ActionChunk"
 """The wrapper of ``env.action_chunk``, which is no part of the core."""

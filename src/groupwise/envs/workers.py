@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from groupwise import processes
+from groupwise import plugins
 from groupwise.envs.local_rows import OUTCOMES, Arrays, Layout, LocalRows, RowCfg
 from groupwise.errors import EnvError
+from groupwise.system import processes
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class WorkerRows:
             self._columns[name] = processes.context().RawArray(ctypes.c_byte, size), shape, dtype
         self.arrays = _arrays(self._columns)
         try:
-            self._payload = processes.pickled(cfg)
+            self._payload = plugins.pickled(cfg)
         except Exception as error:
             raise EnvError(
                 f"what makes {cfg.env_id} cannot be sent to another process: {error!r}; fix: make locks, files and "

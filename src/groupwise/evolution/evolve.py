@@ -13,14 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from groupwise import files
 from groupwise.config import load_config
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
 from groupwise.config.budget import BUDGETS
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg
-from groupwise.cpus import num_cpus
 from groupwise.errors import ConfigError, DivergedError, require_extra
 from groupwise.evolution.member import Round
 from groupwise.evolution.population import Member, Population
@@ -30,7 +28,9 @@ from groupwise.evolution.workers import Processes, Workers
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.settings import read_settings
-from groupwise.terminal import show
+from groupwise.system import files
+from groupwise.system.cpus import num_cpus
+from groupwise.system.terminal import show
 from groupwise.training.components import UserObjects
 from groupwise.training.fork import fork_run
 

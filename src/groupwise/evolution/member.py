@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from groupwise import files
 from groupwise.config.run import CommonCfg, RunCfg
 from groupwise.errors import DivergedError
 from groupwise.report.folder import RunFolder
 from groupwise.run import Run, evaluate, resume, train_from_config
+from groupwise.system import files
 from groupwise.training.base import Callback
 from groupwise.training.components import UserObjects
 from groupwise.training.trainer import PAUSED, Trainer

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise import files
 from groupwise.config.evolution import EvolutionCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import RunFolderError
 from groupwise.report.folder import LOCK
+from groupwise.system import files
 
 if TYPE_CHECKING:
     from groupwise.evolution.evolve import OnMutation

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from groupwise import files
 from groupwise.config.evolution import RangeCfg
 from groupwise.evolution.population import Population
 from groupwise.report.curve import save_figure
+from groupwise.system import files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,9 +17,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import cloudpickle
 import torch
 
-from groupwise import plugins, processes
+from groupwise import plugins
 from groupwise.errors import MemberError
 from groupwise.evolution.member import Round, play
+from groupwise.system import processes
 from groupwise.training.components import UserObjects
 from groupwise.training.running import peak_memory
 
@@ -54,7 +55,7 @@ class Workers(ABC, Generic[Worker]):
     def __init__(self, count: int | None, given: UserObjects, output: Path) -> None:
         self.count = count
         self.output = output
-        self._payload = processes.pickled(given)
+        self._payload = plugins.pickled(given)
         self._busy: dict[Worker, Round] = {}
 
     def run(self, rounds: Sequence[Round]) -> Iterator[tuple[Round, dict[str, Any]]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import cloudpickle
 
-from groupwise import processes
+from groupwise import plugins
 from groupwise.config.evolution import Value
 from groupwise.config.run import CommonCfg, EvaluationMetric, RunCfg, TextRunCfg
 from groupwise.evolution.search import fitted, with_settings
@@ -26,7 +26,7 @@ class Base:
         cfg, given = read_settings(env, algorithm, policy, preset, in_env, fields)
         assert isinstance(cfg, RunCfg | TextRunCfg)
         self.cfg: RunCfg | TextRunCfg = cfg
-        self._payload = processes.pickled(given)
+        self._payload = plugins.pickled(given)
         self.metric: EvaluationMetric = self.cfg.evaluation.metric if isinstance(self.cfg, RunCfg) else "return"
 
     def given(self) -> UserObjects:

@@ -6,8 +6,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise import files
 from groupwise.report.scores import mean_ci95, wilson_95
+from groupwise.system import files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,10 +20,11 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from groupwise import files, plugins
+from groupwise import plugins
 from groupwise.config.base import explain
 from groupwise.errors import RunFolderError
 from groupwise.report.lock import acquire
+from groupwise.system import files
 
 FORMAT = 2
 MAX_METRICS = 2**30

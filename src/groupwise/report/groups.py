@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from groupwise import files
 from groupwise.errors import RunFolderError
+from groupwise.system import files
 
 MAX_MIB = 64
 """All files of a run together. Beyond it the oldest go, but for the first."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from groupwise import files
 from groupwise.errors import RunFolderError
+from groupwise.system import files
 
 if sys.platform != "win32":
     import fcntl

@@ -11,10 +11,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise import files
 from groupwise.config.env import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
+from groupwise.system import files
 
 if TYPE_CHECKING:
     from gymnasium import Env

@@ -8,8 +8,9 @@ from typing import Any
 
 import cloudpickle
 
-from groupwise import processes
+from groupwise import plugins
 from groupwise.errors import ConfigError
+from groupwise.system import processes
 
 
 class RemoteError(Exception):
@@ -41,7 +42,7 @@ class Isolated:
     def __init__(self, function: Callable[..., Any], name: str, seconds: float) -> None:
         self._name, self._seconds = name, seconds
         try:
-            self._payload = processes.pickled(function)
+            self._payload = plugins.pickled(function)
         except Exception as error:
             raise ConfigError(
                 f"{name} cannot be sent to another process: {error!r}; fix: make locks, files and models inside the "

@@ -15,7 +15,6 @@ from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise import files
 from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
@@ -25,6 +24,7 @@ from groupwise.serving.base import Answer, GroupRequest, LostWeightsError, Serve
 from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer, command, free_port
 from groupwise.serving.vllm import VLLMServer
+from groupwise.system import files
 from groupwise.text.collector import TextCollector
 from groupwise.text.policy import CausalLM
 from groupwise.text.sampling import Completion

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
-from groupwise import files
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import EvaluationMetric, SamplerMismatchCfg
 from groupwise.config.trackers import TrackedRun
 from groupwise.errors import SamplerMismatchError
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
-from groupwise.terminal import SafeStream, printable
+from groupwise.system import files
+from groupwise.system.terminal import SafeStream, printable
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, save_checkpoint
 from groupwise.training.components import Components, Evaluator

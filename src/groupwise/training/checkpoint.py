@@ -30,11 +30,11 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from groupwise import files
 from groupwise.config.base import explain
 from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.report.folder import Count
-from groupwise.terminal import printable
+from groupwise.system import files
+from groupwise.system.terminal import printable
 from groupwise.training.plain_data import decode, encode
 
 if TYPE_CHECKING:

@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from groupwise import files, plugins
+from groupwise import plugins
 from groupwise.comparison.methods import differences
 from groupwise.config.base import flat
 from groupwise.config.load import load_config
 from groupwise.config.run import CommonCfg
 from groupwise.errors import ConfigError
 from groupwise.report.folder import RunFolder
+from groupwise.system import files
 from groupwise.training.checkpoint import find_checkpoints, has_checkpoint, load_checkpoint, saved_counts
 
 CheckpointName: TypeAlias = Literal["latest", "best"] | int

@@ -10,10 +10,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise import files
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.policies.base import Policy
 from groupwise.report.groups import MAX_WIDTH, Values, kept_iterations, write_groups
+from groupwise.system import files
 from groupwise.training.base import Callback
 from groupwise.training.saving import SAVE_SECONDS
 

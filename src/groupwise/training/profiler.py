@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.errors import ConfigError
-from groupwise.terminal import show
+from groupwise.system.terminal import show
 from groupwise.training.base import Callback
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from groupwise import files, plugins
+from groupwise import plugins
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.engines.base import Engine
@@ -20,7 +20,8 @@ from groupwise.report.curve import plot_curve
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES, scores_of
 from groupwise.seeding import derive_seed
-from groupwise.terminal import show
+from groupwise.system import files
+from groupwise.system.terminal import show
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import Evaluate, build_callbacks
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_counts

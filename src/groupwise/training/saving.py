@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from groupwise import files
 from groupwise.comparison.methods import differences
 from groupwise.config.base import flat
 from groupwise.config.budget import BUDGETS
 from groupwise.errors import DivergedError
 from groupwise.report.folder import RunFolder
+from groupwise.system import files
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, serialize, write_checkpoint
 

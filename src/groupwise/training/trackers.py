@@ -14,7 +14,7 @@ from groupwise.config.base import flat
 from groupwise.config.trackers import MLflowCfg, TensorBoardCfg, TrackedRun, TrackioCfg, WandBCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.report.folder import RunFolder
-from groupwise.terminal import printable
+from groupwise.system.terminal import printable
 from groupwise.training.base import Callback
 
 if TYPE_CHECKING:

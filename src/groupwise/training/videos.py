@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise import files
+from groupwise.system import files
 from groupwise.training.base import Callback
 from groupwise.training.evaluation import EvaluationResult
 

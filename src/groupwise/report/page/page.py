@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from groupwise import files, plugins
+from groupwise import plugins
 from groupwise.config.base import flat
 from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.report.folder import RunFolder
@@ -19,6 +19,7 @@ from groupwise.report.page.figures import histogram, learning_curve, small
 from groupwise.report.page.group_health import diagnose
 from groupwise.report.page.health import WORDS, Metrics
 from groupwise.report.scores import half_width_95, scores_of
+from groupwise.system import files
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -13,10 +13,6 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import cloudpickle
-
-from groupwise import plugins
-
 SECONDS_TO_IMPORT = 60.0
 """At least so long may a new process take to import packages."""
 SECONDS_TO_CLOSE = 5.0
@@ -112,16 +108,6 @@ def kill(process: BaseProcess) -> None:
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.kill()  # it may not lead its group yet
     process.join()
-
-
-def pickled(thing: object) -> bytes:
-    """``thing`` for a new process; the code of plugin files, which could not be imported there, goes along."""
-    with ExitStack() as stack:
-        for module in plugins.modules():
-            cloudpickle.register_pickle_by_value(module)
-            stack.callback(cloudpickle.unregister_pickle_by_value, module)
-        payload: bytes = cloudpickle.dumps(thing)
-        return payload
 
 
 def _main(target: Callable[..., None], *args: Any) -> None:

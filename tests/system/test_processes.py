@@ -10,7 +10,7 @@ import pytest
 
 PARENT = """
 import os, re, subprocess, sys, time
-from groupwise import processes
+from groupwise.system import processes
 
 def work(how):
     child = subprocess.Popen(["sleep", "1000"])

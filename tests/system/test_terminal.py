@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from groupwise import cli
-from groupwise.terminal import printable
+from groupwise.system.terminal import printable
 from groupwise.training.callbacks import Progress
 
 

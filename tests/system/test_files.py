@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import files
+from groupwise.system import files
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links and FIFOs")
 

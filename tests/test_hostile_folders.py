@@ -204,7 +204,7 @@ def test_links_out_of_the_folder_are_refused_and_their_targets_stay(
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (target, *target.rglob("*"))) == before
 
 
-def test_links_at_names_for_half_written_files_are_not_followed(trained: Path, tmp_path: Path):
+def test_links_at_names_for_half_written_files_are_not_followed(trained: Path, tmp_path: Path, pictures: None):
     folder = shutil.copytree(trained, tmp_path / "run")
     target = folder / "mine"  # inside, so that the folder opens
     target.write_text("mine")

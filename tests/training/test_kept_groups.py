@@ -9,15 +9,9 @@ import torch
 import groupwise as gw
 from groupwise.errors import RunFolderError
 from groupwise.report import groups
-from groupwise.training import env_evaluator
 from groupwise.training.groups import choose
 
 QUIET = {"logging": {"progress": "none"}}
-
-
-@pytest.fixture(autouse=True)
-def no_film(monkeypatch):
-    monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
 
 
 def train(path, algorithm, env="CartPole-v1", *, kept=8, total_steps=600, interval=300, **settings):

@@ -1,0 +1,96 @@
+"""Updates of small language models by all ranks together; one process trains on the rows of all. Run by ``test_sharding``.
+
+    python sharded_updates.py FILE CASE ...     writes FILE.<rank>: parameters, metrics and state of each case
+"""
+
+import sys
+
+import torch
+from tiny_models import moved, tiny_model
+
+from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.ppo import PPO
+from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.policy import LoRACfg
+from groupwise.engines.distributed import from_environment
+from groupwise.text.generation import complete
+from groupwise.text.load import with_adapters
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.sharding import ShardedEngine
+
+PROMPTS = [[5, 6, 7], [9], [5, 8]]
+SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 0.1, "max_grad_norm": None}
+CASES = {
+    "plain": {},
+    "tied": {"family": "smollm"},
+    "gpt2": {"family": "gpt2"},
+    "clipped": {"max_grad_norm": 0.01},
+    "micro_batches": {"micro_batch_size": 12, "minibatch_size": 40, "num_epochs": 2},
+    "idle_rank": {"unscorable": [2], "micro_batch_size": 12, "num_epochs": 2},
+    "recomputed": {"objective": {"old_log_prob": "recomputed"}, "top_entropy_quantile": 0.5, "num_epochs": 2},
+    "checkpointing": {"gradient_checkpointing": True, "num_epochs": 2},
+    "reference": {"kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}},
+    "adapters": {"lora": True, "kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}},
+    "half": {"dtype": torch.bfloat16, "lora": True, "kl_coef": 0.1},
+    "autocast": {"autocast": torch.bfloat16},
+    "adam": {"optimizer": {"name": "adamw", "weight_decay": 0.1}, "learning_rate": 1e-3},
+    "critic": {"algorithm": (PPO, PPOCfg)},
+    "not_finite": {"bad_reward": True, "on_nonfinite": "drop"},
+}
+
+
+def rows_of_all(policy, unscorable=(), bad_reward=False):
+    completions = complete(policy, PROMPTS, torch.arange(12).view(3, 4))
+    rows = []
+    for number, group in enumerate(completions):
+        for c in group:
+            reward = None if number in unscorable else float("inf") if bad_reward else float(sum(c.tokens) % 5)
+            rows.append(TextRow(PROMPTS[number], c.tokens, c.log_probs, reward, c.stop == "eos", number))
+    return rows
+
+
+def own_rows(rows, engine):
+    """Two groups on rank 0, and one on rank 1."""
+    if engine.world_size == 1:
+        return rows
+    return [r for r in rows if r.group < 2] if engine.rank == 0 else [r._replace(group=0) for r in rows if r.group == 2]
+
+
+def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(GRPO, GRPOCfg), unscorable=(),
+            bad_reward=False, gradient_checkpointing=False, autocast=None, **settings):  # fmt: skip
+    model = moved(tiny_model(family), 0.05).to(dtype)
+    if lora:
+        model = with_adapters(model, LoRACfg(r=2))
+    cls, cfg = algorithm
+    policy = CausalLM(
+        model, actor_only=cls.actor_only, autocast=autocast, gradient_checkpointing=gradient_checkpointing
+    )
+    rows = rows_of_all(policy, unscorable)
+    rollout = text_rollout(own_rows(rows, engine))
+    if cls is PPO:
+        rollout["value"] = torch.zeros_like(rollout["reward"])
+        rollout["next_value"] = torch.zeros_like(rollout["reward"])
+        extra = {}
+    else:
+        extra = {"group_size": 4}
+    trained = cls(cfg(**{"num_epochs": 1, "minibatch_size": 10_000} | extra | SGD | settings), policy, engine)
+    if bad_reward and engine.rank == 0:
+        rollout["sample_log_prob"][0, 1] = float("nan")
+    for _ in range(2):
+        metrics = trained.update(rollout.clone())
+    return {
+        "policy": {name: p.detach().clone() for name, p in policy.named_parameters()},
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "state": trained.state_dict(),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    engine = from_environment("cpu", ShardedEngine)
+    out = {}
+    for case in sys.argv[2:] or CASES:
+        out[case] = updated(engine, **CASES[case])
+    torch.save(out, f"{sys.argv[1]}.{engine.rank}")
+    engine.close()

@@ -1,6 +1,6 @@
 """Updates of small language models by all ranks together; one process trains on the rows of all. Run by ``test_sharding``.
 
-    python sharded_updates.py FILE CASE ...     writes FILE.<rank>: parameters, metrics and state of each case
+python sharded_updates.py FILE CASE ...     writes FILE.<rank>: parameters, metrics and state of each case
 """
 
 import sys
@@ -26,7 +26,7 @@ CASES = {
     "tied": {"family": "smollm"},
     "gpt2": {"family": "gpt2"},
     "clipped": {"max_grad_norm": 0.01},
-    "micro_batches": {"micro_batch_size": 12, "minibatch_size": 40, "num_epochs": 2},
+    "micro_batches": {"micro_batch_size": 12, "num_epochs": 2},
     "idle_rank": {"unscorable": [2], "micro_batch_size": 12, "num_epochs": 2},
     "recomputed": {"objective": {"old_log_prob": "recomputed"}, "top_entropy_quantile": 0.5, "num_epochs": 2},
     "checkpointing": {"gradient_checkpointing": True, "num_epochs": 2},
@@ -36,16 +36,16 @@ CASES = {
     "autocast": {"autocast": torch.bfloat16},
     "adam": {"optimizer": {"name": "adamw", "weight_decay": 0.1}, "learning_rate": 1e-3},
     "critic": {"algorithm": (PPO, PPOCfg)},
-    "not_finite": {"bad_reward": True, "on_nonfinite": "drop"},
+    "not_finite": {"bad_reward": True, "on_nonfinite": "zero"},
 }
 
 
-def rows_of_all(policy, unscorable=(), bad_reward=False):
+def rows_of_all(policy, unscorable=()):
     completions = complete(policy, PROMPTS, torch.arange(12).view(3, 4))
     rows = []
     for number, group in enumerate(completions):
         for c in group:
-            reward = None if number in unscorable else float("inf") if bad_reward else float(sum(c.tokens) % 5)
+            reward = None if number in unscorable else float(sum(c.tokens) % 5)
             rows.append(TextRow(PROMPTS[number], c.tokens, c.log_probs, reward, c.stop == "eos", number))
     return rows
 
@@ -76,7 +76,7 @@ def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(
         extra = {"group_size": 4}
     trained = cls(cfg(**{"num_epochs": 1, "minibatch_size": 10_000} | extra | SGD | settings), policy, engine)
     if bad_reward and engine.rank == 0:
-        rollout["sample_log_prob"][0, 1] = float("nan")
+        rollout["reward"][rollout["loss_mask"]] = float("nan")
     for _ in range(2):
         metrics = trained.update(rollout.clone())
     return {

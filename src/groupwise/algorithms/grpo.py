@@ -98,7 +98,9 @@ class GRPO(BaseAlgorithm):
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
         state = super().state_dict() | {"baseline_state": self.baseline_state}
-        return state if self.reference is None else state | {"reference": self.engine.whole(self.reference.state_dict())}
+        return (
+            state if self.reference is None else state | {"reference": self.engine.whole(self.reference.state_dict())}
+        )
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a saved ``state_dict``."""

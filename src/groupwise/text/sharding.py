@@ -6,6 +6,7 @@ holds a part: of the parameters, their gradients and the optimiser's state. Afte
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,8 @@ class ShardedEngine(DistributedEngine):
         if not isinstance(policy, CausalLM):
             return policy
         mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for module in (*policy.blocks(), policy):  # the rest of the policy is one more part
+        modules: list[nn.Module] = [*policy.blocks(), policy]  # the rest of the policy is one more part
+        for module in modules:
             part = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=mixed)
             part.set_force_sum_reduction_for_comms(True)  # weights are global: a sum, no mean
             part.set_gradient_divide_factor(1.0)
@@ -69,11 +71,12 @@ class ShardedEngine(DistributedEngine):
         return tree_map_only(DTensor, lambda part: part.full_tensor().to(place), state)
 
     def split(self, state: Mapping[Any, Any], like: Mapping[Any, Tensor]) -> dict[Any, Any]:
-        """This rank's part of whole tensors, where those of the same keys in ``like`` are divided and have their shape."""
+        """Its part of each whole tensor, where that of the same key in ``like`` is divided and has its shape."""
+        return {key: tree_map_only(Tensor, partial(_part, like[key]), entry) for key, entry in state.items()}
 
-        def split(part: Tensor, tensor: Tensor) -> Tensor:
-            if not isinstance(part, DTensor) or part.shape != tensor.shape:
-                return tensor
-            return distribute_tensor(tensor, part.device_mesh, part.placements, src_data_rank=None)
 
-        return {key: tree_map_only(Tensor, lambda x, part=like[key]: split(part, x), state[key]) for key in state}
+def _part(like: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a tensor; the tensor itself if it is not divided."""
+    if not isinstance(like, DTensor) or like.shape != whole.shape:
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

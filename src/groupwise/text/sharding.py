@@ -76,7 +76,7 @@ class ShardedEngine(DistributedEngine):
 
 
 def _part(like: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a tensor; the tensor itself if it is not divided."""
+    """The part of a tensor on this rank; the tensor itself if it is not divided."""
     if not isinstance(like, DTensor) or like.shape != whole.shape:
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -81,10 +81,10 @@ class BaseAlgorithm(ABC):
         self.optimizer = build_optimizer(cfg, self.parameters)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.minibatches = Minibatches(cfg, policy, self.engine, seed)
-        unit = self.minibatches.unit
-        self.micro_batches = (
-            EqualMicroBatches(unit, self.engine, policy.device) if self.engine.sharded else MicroBatches(unit)
-        )
+        self.micro_batches = self.own_micro_batches = MicroBatches(self.minibatches.unit)
+        """Those of the policy, which a rank may score alone, are ``own_micro_batches``."""
+        if self.engine.sharded:
+            self.micro_batches = EqualMicroBatches(self.minibatches.unit, self.engine, policy.device)
         self.gradient_check = GradientCheck(cfg.on_nonfinite, self.learner)
         self.entropy = EntropyController(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
@@ -224,7 +224,8 @@ class BaseAlgorithm(ABC):
             order, slices = pack(row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
             elements, back = take(elements, order), order.argsort()
         batches = [take(elements, part) for part in slices]
-        parts = self.micro_batches.run(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
+        micro_batches = self.own_micro_batches if policy is self.policy else self.micro_batches
+        parts = micro_batches.run(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
 
         def join(values: tuple[Tensor | None, ...]) -> Tensor | None:

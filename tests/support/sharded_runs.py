@@ -86,11 +86,55 @@ def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(
     }
 
 
+class SaveLoaded(gw.Callback):
+    """Writes what a run begins with, as rank 0 has it."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def on_training_start(self, trainer):
+        state = trainer.algorithm.state_dict()
+        if trainer.engine.rank == 0:
+            policy = {name: p.detach().clone() for name, p in trainer.algorithm.policy.named_parameters()}
+            torch.save({"state": state, "policy": policy, "position": trainer.collector.position}, self.file)
+
+
+def failing(prompts, completions, **columns):
+    """Fails on rank 1 in its second iteration."""
+    failing.calls += 1
+    if os.environ.get("RANK") == "1" and failing.calls == 2:
+        raise RuntimeError("the reward of rank 1 is broken")
+    return share_copied(prompts, completions)
+
+
+failing.calls = 0
+
+
+def whole_run(folder, mode, number):
+    """Train ``number`` iterations, or resume until then."""
+    cfg = gw.GRPOCfg(group_size=4, learning_rate=1e-3, kl_coef=0.1)
+    reward = failing if mode == "fail" else share_copied
+    given = {"reward": reward, "data": numbers()[:60]}
+    if mode == "resume":
+        callback = SaveLoaded(folder.with_name(f"{folder.name}.loaded"))
+        gw.resume(folder, total_iterations=number, callbacks=[callback], **given)
+    else:
+        settings = {k: v for k, v in SETTINGS.items() if k != "total_steps"}
+        task = gw.TextTask(given["data"], reward=reward)
+        model = str(folder.with_name("model"))
+        gw.train(task, cfg, model=model, run_dir=folder, engine="fsdp", total_iterations=number, **settings)
+
+
+def all_updates(file, cases):
+    engine = from_environment("cpu", ShardedEngine)
+    torch.save({case: updated(engine, **CASES[case]) for case in cases or CASES}, f"{file}.{engine.rank}")
+    engine.close()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    engine = from_environment("cpu", ShardedEngine)
-    out = {}
-    for case in sys.argv[2:] or CASES:
-        out[case] = updated(engine, **CASES[case])
-    torch.save(out, f"{sys.argv[1]}.{engine.rank}")
-    engine.close()
+    mode, path, *rest = sys.argv[1:]
+    if mode == "updates":
+        all_updates(path, rest)
+    else:
+        whole_run(Path(path), mode, int(rest[0]))

@@ -1,13 +1,18 @@
-"""Updates of small language models by all ranks together; one process trains on the rows of all. Run by ``test_sharding``.
+"""What ``test_sharding`` starts, alone or under torchrun.
 
-python sharded_updates.py FILE CASE ...     writes FILE.<rank>: parameters, metrics and state of each case
+sharded_runs.py updates FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics, state
+sharded_runs.py train|fail|resume FOLDER ITERATIONS     a whole run; resume writes what it begins with
 """
 
+import os
 import sys
+from pathlib import Path
 
 import torch
+from text_runs import SETTINGS, numbers, share_copied
 from tiny_models import moved, tiny_model
 
+import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg, PPOCfg

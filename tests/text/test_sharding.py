@@ -122,7 +122,7 @@ def test_one_process_trains_without_parts(monkeypatch):
 
 @pytest.mark.parametrize("settings", [{"compile": "on"}, {"model": {"quantization": "int8"}}])
 def test_what_parts_cannot_be_is_refused(settings):
-    with pytest.raises(gw.ConfigError, match="engine='fsdp' cannot .*; fix: "):
+    with pytest.raises(gw.ConfigError, match=r"engine='fsdp' cannot .*; fix: "):
         gw.TextRunCfg(engine="fsdp", **settings)
 
 

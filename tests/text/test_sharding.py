@@ -1,6 +1,7 @@
 """``engine="fsdp"``: ranks that hold parts train what one process trains on all the rows."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,10 +24,13 @@ from groupwise.training.checkpoint import load_checkpoint
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_runs.py"
 
 
-def start(*args, ranks=1):
+def command(*args, ranks=1):
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *several, str(SCRIPT), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return [sys.executable, *several, str(SCRIPT), *map(str, args)]
+
+
+def start(*args, ranks=1):
+    return subprocess.run(command(*args, ranks=ranks), capture_output=True, text=True, timeout=280, check=False)
 
 
 def finish(*args, ranks=1):
@@ -115,12 +119,26 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(trained, tmp_path):
     assert load_checkpoint(tmp_path / "run" / "checkpoints" / "latest").state["iteration"] == 1
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_saves_its_last_iteration(trained, tmp_path):
+    shutil.copytree(trained.with_name("model"), tmp_path / "model")
+    run = RunFolder(tmp_path / "run")
+    process = subprocess.Popen(command("train", run.path, 1000, ranks=2), stderr=subprocess.PIPE, text=True)
+    while not run.metrics.is_file() and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=100)
+    iterations = len(run.read_metrics())
+    assert 0 < iterations < 1000
+    assert load_checkpoint(run.latest).state["iteration"] == iterations, errors[-3000:]
+
+
 def test_one_process_trains_without_parts(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert type(from_environment("cpu", ShardedEngine)) is Engine
 
 
-@pytest.mark.parametrize("settings", [{"compile": "on"}, {"model": {"quantization": "int8"}}])
+@pytest.mark.parametrize("settings", [{"compile": "on"}, {"model": {"quantization": "int8", "lora": {"r": 4}}}])
 def test_what_parts_cannot_be_is_refused(settings):
     with pytest.raises(gw.ConfigError, match=r"engine='fsdp' cannot .*; fix: "):
         gw.TextRunCfg(engine="fsdp", **settings)

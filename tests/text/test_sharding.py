@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(trained, tmp_path, ranks):
 def test_a_rank_that_fails_ends_the_run_with_its_traceback(trained, tmp_path):
     shutil.copytree(trained.with_name("model"), tmp_path / "model")
     begun = time.monotonic()
-    done = start("fail", tmp_path / "run", 50, ranks=2)
+    done = start("fail", tmp_path / "run", 10, ranks=2)  # saves each iteration
     assert done.returncode != 0
     assert time.monotonic() - begun < 120
     assert "RuntimeError: the reward of rank 1 is broken" in done.stderr

@@ -5,6 +5,7 @@ import logging
 
 import gymnasium
 import numpy as np
+import pytest
 
 import groupwise as gw
 

@@ -30,8 +30,12 @@ KINDS = {"text", "speed", "contrib"}
 SLOW = {
     "docs/test_benchmark_scripts.py",
     "docs/test_fenced_blocks.py",
+    "engines/test_distributed.py",
+    "evolution/test_evolve.py",
     "examples/test_examples.py",
     "training/test_peak_memory.py",
+    "training/test_steps_profile_videos.py",
+    "training/test_torch_runs.py",
     "training/test_two_processes.py",
 }
 """Files that take long, of what other tests look at too."""

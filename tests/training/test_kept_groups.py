@@ -118,6 +118,7 @@ def test_the_spread_decides_which_groups_are_kept():
     assert choose(spread, 1, seed=0) == by_spread[-1:]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_an_uninterrupted_one_does(tmp_path):
     cfg = gw.GRPOCfg(group_size=3, num_steps=32)
     train(tmp_path / "whole", cfg, total_steps=900)

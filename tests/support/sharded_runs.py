@@ -4,6 +4,7 @@ sharded_runs.py updates FILE [CASE ...]   updates on the rows of all ranks; writ
 sharded_runs.py train|fail|resume FOLDER ITERATIONS     a whole run; resume writes what it begins with
 """
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from text_runs import SETTINGS, numbers, share_copied
 from tiny_models import moved, tiny_model
+from torch.distributed.tensor import DTensor
 
 import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
@@ -62,6 +64,13 @@ def own_rows(rows, engine):
     return [r for r in rows if r.group < 2] if engine.rank == 0 else [r._replace(group=0) for r in rows if r.group == 2]
 
 
+def elements_held(algorithm):
+    """Numbers of trained parameters and of the optimiser's state that this rank holds."""
+    state = [entries.values() for entries in algorithm.optimizer.state.values()]
+    tensors = [t for t in (*algorithm.parameters, *itertools.chain(*state)) if t.dim()]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors)
+
+
 def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(GRPO, GRPOCfg), unscorable=(),
             bad_reward=False, gradient_checkpointing=False, autocast=None, **settings):  # fmt: skip
     model = moved(tiny_model(family), 0.05).to(dtype)
@@ -88,6 +97,7 @@ def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(
         "policy": {name: p.detach().clone() for name, p in policy.named_parameters()},
         "metrics": {name: float(value) for name, value in metrics.items()},
         "state": trained.state_dict(),
+        "held": elements_held(trained),
     }
 
 

@@ -75,6 +75,14 @@ def test_the_state_is_whole_on_rank_0(updates, case):
         torch.testing.assert_close(first["reference"][name], value, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["adam", "tied", "adapters"])
+def test_each_rank_holds_its_part_alone(updates, case):
+    one, first, second = (found[case]["held"] for found in updates)
+    assert first + second == one
+    assert first <= 0.51 * one
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of two iterations by two ranks."""

@@ -35,6 +35,7 @@ CASES = {
     "clipped": {"max_grad_norm": 0.01},
     "micro_batches": {"micro_batch_size": 12, "num_epochs": 2},
     "idle_rank": {"unscorable": [2], "micro_batch_size": 12, "num_epochs": 2},
+    "idle_rank_whole": {"unscorable": [2]},
     "recomputed": {"objective": {"old_log_prob": "recomputed"}, "top_entropy_quantile": 0.5, "num_epochs": 2},
     "checkpointing": {"gradient_checkpointing": True, "num_epochs": 2},
     "reference": {"kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}},

@@ -31,7 +31,7 @@ class TwoThreads(Engine):
 
     def sum_gradients(self, parameters):
         for parameter in parameters:
-            parameter.grad.copy_(self.sum(parameter.grad))
+            parameter.grad = self.sum(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
 def in_two_threads(work):

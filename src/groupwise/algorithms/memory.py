@@ -80,13 +80,12 @@ class EqualMicroBatches(MicroBatches):
 
     def run(self, batches: Sequence[Batch], compute: Callable[[list[Batch]], T]) -> T:
         """The result of ``compute`` of these micro-batches, and of those that are added after them."""
-        own = [batch for batch in batches if len(batch["loss_mask"])]
-        counts = self._engine.gather_objects(len(own))
-        spare = [_weightless(batch) for batch in own[:1]]
+        counts = self._engine.gather_objects(len(batches))
+        spare = [_weightless(batch) for batch in batches[:1]]
         if 0 in counts:  # a rank without rows takes that of another
             everyone = self._engine.gather_objects([{key: value.cpu() for key, value in row.items()} for row in spare])
             spare = [{key: value.to(self._device) for key, value in row.items()} for rows in everyone for row in rows]
-        return compute(own + spare[:1] * (max(counts) - len(own)))
+        return compute([*batches, *spare[:1] * (max(counts) - len(batches))])
 
 
 def _weightless(batch: Batch) -> Batch:

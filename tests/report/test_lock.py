@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
 import groupwise as gw
 from groupwise.report import lock as module
 from groupwise.report.folder import LOCK, RunFolder
+
+if sys.platform != "win32":
+    import fcntl
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="flock")
 
@@ -95,6 +99,38 @@ def test_a_child_that_outlives_a_killed_process_does_not_keep_the_lock(tmp_path:
             pass
     finally:
         end(process)
+
+
+def test_a_lock_is_held_as_long_as_its_process_lives(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    assert not folder.is_training
+    process = hold(folder.path)
+    try:
+        assert folder.is_training
+        os.utime(folder.path / LOCK, (0, 0))  # as one that was stopped for long
+        assert folder.is_training
+    finally:
+        end(process)
+    assert (folder.path / LOCK).read_bytes() != b"", "it was killed"
+    assert not folder.is_training
+
+
+def test_a_look_at_the_lock_does_not_keep_out_who_takes_it(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / LOCK
+    path.touch()
+    looking = path.open("rb")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    Timer(0.05, looking.close).start()
+    with RunFolder(tmp_path / "run").locked():
+        assert RunFolder(tmp_path / "run").is_training
+
+
+def test_a_process_elsewhere_trains_while_it_gives_signs_of_life(tmp_path: Path):
+    elsewhere(tmp_path / "run")
+    assert RunFolder(tmp_path / "run").is_training
+    os.utime(tmp_path / "run" / LOCK, (0, 0))
+    assert not RunFolder(tmp_path / "run").is_training
 
 
 @pytest.mark.usefixtures("impatient")

@@ -6,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.report.scores import mean_ci95, wilson_95
+from groupwise.report.scores import interval_of
 from groupwise.system import files
 
 if TYPE_CHECKING:
@@ -89,24 +89,19 @@ def _draw(axes: "Axes", metrics: Sequence[Mapping[str, Any]], name: str) -> None
     """A score in training and in evaluations."""
     training = [entry for entry in metrics if f"rollout/{name}" in entry]
     if training:
-        steps, scores = ([entry[key] for entry in training] for key in ("env_steps", f"rollout/{name}"))
+        steps, scores = ([entry.get(key, 0) for entry in training] for key in ("env_steps", f"rollout/{name}"))
         marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
         axes.plot(steps, scores, color=TRAINING, linewidth=1.6, marker=marker, label="training, sampled")
     evaluations = [entry for entry in metrics if f"eval/{name}" in entry]
     if evaluations:
-        steps, scores = ([entry[key] for entry in evaluations] for key in ("env_steps", f"eval/{name}"))
-        lows, highs = zip(*(_interval(entry, name) for entry in evaluations), strict=True)
+        steps, scores = ([entry.get(key, 0) for entry in evaluations] for key in ("env_steps", f"eval/{name}"))
+        unknown = (math.nan, math.nan)
+        lows, highs = zip(*(interval_of(entry, name) or unknown for entry in evaluations), strict=True)
         below = [score - low for score, low in zip(scores, lows, strict=True)]
         above = [high - score for score, high in zip(scores, highs, strict=True)]
-        label = f"evaluation, {max(entry['eval/episodes'] for entry in evaluations):.0f} episodes (mean, 95 % interval)"
+        episodes = max(entry.get("eval/episodes", 0) for entry in evaluations)
+        label = f"evaluation, {episodes:.0f} episodes (mean, 95 % interval)" if episodes else "evaluation"
         axes.errorbar(
             steps, scores, yerr=(below, above), color=EVALUATION, fmt="o-", markersize=4, linewidth=1, capsize=2.5,
             label=label,
         )  # fmt: skip
-
-
-def _interval(entry: Mapping[str, Any], name: str) -> tuple[float, float]:
-    score, episodes = entry[f"eval/{name}"], int(entry["eval/episodes"])
-    if name == "success_rate":
-        return wilson_95(score, episodes)
-    return mean_ci95(score, entry["eval/return_std"], episodes) or (math.nan, math.nan)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from io import BufferedWriter
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import IO, Any
 
 from groupwise.errors import RunFolderError
 from groupwise.system import files
@@ -29,15 +29,22 @@ BEAT = 5.0
 PATIENCE = 30.0
 """Seconds without a sign of life after which a process on another machine counts as dead."""
 _MAX_BYTES = 4096
+_GLANCE = 0.1
+"""Seconds after which ``is_held`` has let go of the lock for sure."""
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process seems to hold the lock: it has written its name, and showed a sign of life lately."""
+    """Whether a process on this machine holds the lock, or one elsewhere showed a sign of life lately."""
     try:
-        found = path.stat()
-    except OSError:
+        with files.reading(path, _MAX_BYTES) as file:
+            local = _flock(file, shared=True)
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):
         return False
-    return found.st_size > 0 and time.time() - found.st_mtime < PATIENCE
+    holder = _holder(path)
+    return bool(holder) and age < PATIENCE and not (local and holder.get("host") == socket.gethostname())
 
 
 class Lock:
@@ -90,19 +97,30 @@ def acquire(path: Path) -> Lock:
 def _is_held(path: Path, file: BufferedWriter) -> bool:
     """Whether another process holds the lock; if not, it is locked on this machine now."""
     try:
-        local = _flock(file)
+        try:
+            local = _flock(file)
+        except BlockingIOError:
+            time.sleep(_GLANCE)
+            local = _flock(file)
     except BlockingIOError:
         return True
     holder = _holder(path)
     return bool(holder) and not (local and holder.get("host") == socket.gethostname()) and _is_alive(path)
 
 
-def _flock(file: BufferedWriter) -> bool:
-    """Lock a file on this machine; False where that is not supported."""
+def _flock(file: IO[bytes], *, shared: bool = False) -> bool:
+    """Lock a file on this machine; False where that is not supported.
+
+    Args:
+        shared: only against those who lock it for themselves.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
     if sys.platform == "win32":
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:

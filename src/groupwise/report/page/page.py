@@ -18,7 +18,7 @@ from groupwise.report.page.explorer import extremes, load_groups, to_json
 from groupwise.report.page.figures import histogram, learning_curve, small
 from groupwise.report.page.group_health import diagnose
 from groupwise.report.page.health import WORDS, Metrics
-from groupwise.report.scores import half_width_95, scores_of
+from groupwise.report.scores import interval_of, scores_of
 from groupwise.system import files
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             algorithm=str(config.get("algorithm", {}).get("name", "?")),
             seed=config.get("seed", "?"),
             name=folder.path.resolve().name,
-            ending=_ending(summary, metrics, unit),
+            ending=_ending(folder, metrics, unit),
             answer=answer(metrics, score, sample),
             curve=learning_curve(metrics, (unit, score)) if metrics else "",
             video=_video(folder.video),
@@ -145,14 +145,14 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
         return Answer("Unknown", f"The {score} of training went {change}, and nothing was evaluated.")
     first, last = evaluations[0], evaluations[-1]
     before, after = first["eval/return_mean"], last["eval/return_mean"]
-    halves = [half_width_95(entry["eval/return_std"], int(entry["eval/episodes"])) for entry in (first, last)]
-    interval = f"95 % interval {_shown(after - halves[1])} to {_shown(after + halves[1])}"
-    many = last["eval/episodes"] > 1
-    how_sure = (
-        f"{interval}, {last['eval/episodes']:.0f} {sample}" if many else f"of one of the {sample}, so without interval"
-    )
-    end = f"{_shown(after)} ({how_sure})"
-    noise, untrained = hypot(*halves), scores[0] if scores else -inf
+    at_first, at_last = interval_of(first), interval_of(last)
+    if at_first is None or at_last is None:
+        one = f", of one of the {sample}" if last.get("eval/episodes") == 1 else ""
+        change = f"from {_shown(before)} to {_shown(after)}{one}"
+        return Answer("Unknown", f"The evaluated {score} went {change}, without an interval.")
+    interval = f"95 % interval {_shown(at_last[0])} to {_shown(at_last[1])}"
+    end = f"{_shown(after)} ({interval}, {last['eval/episodes']:.0f} {sample})"
+    noise, untrained = hypot(at_first[1] - before, at_last[1] - after), scores[0] if scores else -inf
     if before - after > noise:
         return Answer("No", f"The evaluated {score} fell from {_shown(before)} to {end}.")
     if after - before > noise:
@@ -160,7 +160,7 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
         if after > untrained:
             return Answer("Yes", f"{rose}.")
         return Answer("No", f"{rose}, which is no more than the {_shown(untrained)} of the first iteration.")
-    if scores[-1:] > [untrained] and after - halves[1] > untrained:
+    if scores[-1:] > [untrained] and at_last[0] > untrained:
         early = f"from {_shown(untrained)} in the first iteration, most of it before the first evaluation"
         return Answer("Yes", f"The {score} rose {early}; at the end it is {end}.")
     return Answer(
@@ -173,13 +173,15 @@ def subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     return str(summary.get("task") or ("text" if "task" in config else config.get("env", {}).get("id", "?")))
 
 
-def _ending(summary: Mapping[str, Any], metrics: list[dict[str, Any]], unit: str) -> str:
+def _ending(folder: RunFolder, metrics: list[dict[str, Any]], unit: str) -> str:
     """How far the run came, and why it ended."""
-    reached = scores_of(metrics) if metrics else {"env_steps": 0, "iterations": 0, "seconds": 0.0}
+    reached = scores_of(metrics)
     done = f"{reached['env_steps']:,} {unit} in {reached['iterations']:,} iterations, {reached['seconds']:,.1f} s of training"
-    stopped = str(summary.get("stopped", ""))
+    if folder.is_training:
+        return f"Still training: {done} so far."
+    stopped = str(folder.read_summary().get("stopped", ""))
     if not stopped:
-        return f"Still training, or killed: {done}."
+        return f"Killed after {done}."
     if stopped == "failed":
         return f"The run failed with an error after {done}."
     return f"Ended by {stopped} after {done}."

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 import groupwise as gw
+from groupwise.report.folder import RunFolder
+from groupwise.report.notebook import explore
 from groupwise.report.page.page import write_page
 from groupwise.training import env_evaluator
 
@@ -29,11 +31,11 @@ def open_page(browser):
     """Opens an address; complains of what the console shows."""
     pages, complaints = [], []
 
-    def opened(address, **options):
+    def opened(address, timeout=30_000, **options):
         page = browser.new_page(**options)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(address)
+        page.goto(address, timeout=timeout)
         pages.append(page)
         return page
 
@@ -78,6 +80,19 @@ def test_the_explorer_is_used_by_keyboard_and_by_links(run, open_page):
     assert again.locator(".member.chosen").inner_text() == page.locator(".member.chosen").inner_text()
     page.keyboard.press("PageDown")
     assert page.evaluate("location.hash") != address
+
+
+def test_a_notebook_shows_the_page_in_a_frame(run, open_page, tmp_path):
+    (tmp_path / "notebook.html").write_text(f"<!DOCTYPE html>{explore(RunFolder(run))._repr_html_()}")
+    page = open_page((tmp_path / "notebook.html").as_uri())
+    frame = page.frames[1]
+    frame.locator("#explorer").focus()
+    page.keyboard.press("ArrowDown")
+    assert "member=1" in frame.evaluate("location.hash")
+    frame.evaluate("scrollTo(0, 0)")
+    frame.get_by_role("link", name="Settings").click()
+    frame.wait_for_function("scrollY > 0")
+    assert frame.locator("h1").count() == 1
 
 
 def test_filters_leave_what_they_name(run, open_page):
@@ -135,7 +150,7 @@ def test_the_viewer_follows_a_run_that_trains(tmp_path, open_page):
         ),
     ):
         address = viewer.stdout.readline().strip()
-        page = open_page(address)
+        page = open_page(address, timeout=60_000)
         page.get_by_role("cell", name="training", exact=True).wait_for(timeout=60_000)
         page.get_by_role("link", name="live").click()
         state = page.locator("#state")

@@ -100,7 +100,7 @@ def _draw(axes: "Axes", metrics: Sequence[Mapping[str, Any]], name: str) -> None
         below = [score - low for score, low in zip(scores, lows, strict=True)]
         above = [high - score for score, high in zip(scores, highs, strict=True)]
         episodes = max(entry.get("eval/episodes", 0) for entry in evaluations)
-        label = f"evaluation, {episodes:.0f} episodes (mean, 95 % interval)" if episodes else "evaluation"
+        label = f"evaluation (mean of {episodes:.0f}, 95 % interval)" if episodes else "evaluation"
         axes.errorbar(
             steps, scores, yerr=(below, above), color=EVALUATION, fmt="o-", markersize=4, linewidth=1, capsize=2.5,
             label=label,

@@ -191,7 +191,8 @@
     if (redraw) draw(); else mark();
     const { first } = members[state.member];
     const step = first + state.cell * shown[state.group].stride;
-    history.replaceState(null, "", `#group=${name(shown[state.group])}&member=${state.member}&step=${step}`);
+    const here = location.href.split("#")[0];  // in a frame of a notebook, a fragment alone would be the notebook's
+    history.replaceState(null, "", `${here}#group=${name(shown[state.group])}&member=${state.member}&step=${step}`);
   }
 
   root.addEventListener("keydown", (event) => {

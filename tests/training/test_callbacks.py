@@ -217,6 +217,12 @@ def test_plain_lines_come_at_the_interval_and_at_the_end(interval: float, count:
     assert "eval    2.500" in lines[-1]
 
 
+def test_there_may_be_a_line_for_each_iteration(parts: Any):
+    out = io.StringIO()
+    parts.trainer(Progress("iterations", console=Console(file=out, force_terminal=True)), total_steps=40).train()
+    assert len(out.getvalue().splitlines()) == 4
+
+
 def test_bar_is_drawn_on_a_terminal(parts: Any):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)

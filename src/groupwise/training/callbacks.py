@@ -200,13 +200,13 @@ class Progress(Callback):
     """Shows progress: a live bar, or a line every ``interval`` seconds and at the end.
 
     Args:
-        mode: ``auto`` is the bar on a terminal and lines elsewhere.
+        mode: ``auto`` is the bar on a terminal and lines elsewhere; ``iterations`` is a line for each.
         title: printed first.
     """
 
     def __init__(
         self,
-        mode: Literal["auto", "bar", "lines"],
+        mode: Literal["auto", "bar", "lines", "iterations"],
         interval: float = 5.0,
         title: str = "",
         console: "Console | None" = None,
@@ -217,7 +217,7 @@ class Progress(Callback):
 
         stderr: Any = SafeStream(sys.stderr)
         self.console = console or Console(file=stderr)
-        self.interval = interval
+        self.interval = 0.0 if mode == "iterations" else interval
         self.title = title
         columns = (BarColumn(15), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         self.live = mode == "bar" or (mode == "auto" and self.console.is_terminal)

@@ -95,6 +95,19 @@ def test_a_notebook_shows_the_page_in_a_frame(run, open_page, tmp_path):
     assert frame.locator("h1").count() == 1
 
 
+def test_frames_follow_the_step(run, open_page):
+    page = open_page((run / "report.html").as_uri())
+    frame = page.locator(".frame").first
+    before = frame.get_attribute("aria-label"), frame.evaluate("node => node.style.backgroundPosition")
+    page.locator("#explorer").focus()
+    for _ in range(12):
+        page.keyboard.press("ArrowRight")
+    after = frame.get_attribute("aria-label"), frame.evaluate("node => node.style.backgroundPosition")
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+    assert frame.evaluate("node => node.clientWidth") == 160
+
+
 def test_filters_leave_what_they_name(run, open_page):
     page = open_page((run / "report.html").as_uri())
     every = page.locator(".list button").count()

@@ -100,6 +100,7 @@ class RunFolder:
         self.videos = path / "videos"
         self.tensorboard = path / "tensorboard"
         self.groups = path / "groups"
+        self.frames = path / "frames.json"
         self.report = path / "report.html"
 
     @classmethod

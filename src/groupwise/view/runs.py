@@ -48,7 +48,9 @@ def find_runs(root: Path) -> dict[str, Path]:
 def version_of(*paths: Path) -> str:
     """Changes whenever what is shown of these runs does."""
     folders = [*map(RunFolder, paths)]
-    files = [file for one in folders for file in (one.config, one.metrics, one.summary, one.groups, one.video)]
+    files = [
+        file for one in folders for file in (one.config, one.metrics, one.summary, one.groups, one.video, one.frames)
+    ]
     stamps = [(str(file), *_stamp(file)) for file in files], [one.is_training for one in folders]
     return sha256(repr(stamps).encode()).hexdigest()[:16]
 

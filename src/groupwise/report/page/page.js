@@ -3,6 +3,8 @@
   let all = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("explorer");
   const isText = all[0].text;
+  const sheet = document.getElementById("frames");  // pictures of some members of a group
+  const pictured = sheet && { ...JSON.parse(sheet.dataset.of), image: sheet.src };
   const state = { group: 0, member: 0, cell: 0, order: "spread", shade: "advantage" };
   const everything = { iteration: "all", zero: "all", low: "", high: "" };
   Object.assign(state, everything);
@@ -130,7 +132,15 @@
     svg.append(make("line", { x1: 0, x2: width, y1: height(0), y2: height(0), style: `${stroke} opacity: 0.3` }),
       make("path", { d: line, style: `${stroke} stroke-width: 1.5` }),
       make("line", { class: "cursor", y1: 0, y2: 58, style: `${stroke} stroke-width: 2; opacity: 0.7` }));
-    return make("div", { class: "member" }, head(group, member, index), svg);
+    const picture = frame(group, index);
+    return make("div", { class: picture ? "member pictured" : "member" }, head(group, member, index), ...(picture ? [picture] : []), svg);
+  }
+
+  function frame(group, index) {
+    if (!pictured || pictured.group !== name(group) || !pictured.members[index]) return null;
+    const picture = make("div", { class: "frame", role: "img" });
+    picture.style.cssText = `width: ${pictured.width}px; height: ${pictured.height}px; background-image: url(${pictured.image})`;
+    return picture;
   }
 
   const color = (value, strongest) =>
@@ -160,6 +170,13 @@
       box.classList.toggle("chosen", chosen);
       box.querySelectorAll(".tokens span").forEach((span, i) => span.classList.toggle("chosen", chosen && i === state.cell));
       const cursor = box.querySelector(".cursor");
+      const picture = box.querySelector(".frame");
+      if (picture) {
+        const steps = pictured.members[index], step = state.cell * group.stride;
+        const column = steps.findLastIndex((at) => at <= step), row = Object.keys(pictured.members).indexOf(String(index));
+        picture.style.backgroundPosition = `-${column * pictured.width}px -${row * pictured.height}px`;
+        picture.setAttribute("aria-label", `Member ${index} at step ${steps[column]}`);
+      }
       if (cursor) for (const x of ["x1", "x2"]) cursor.setAttribute(x, state.cell + 0.5);
     });
     const detail = view.querySelector(".detail");

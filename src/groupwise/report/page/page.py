@@ -18,13 +18,14 @@ from groupwise.report.page.explorer import extremes, load_groups, to_json
 from groupwise.report.page.figures import histogram, learning_curve, small
 from groupwise.report.page.group_health import diagnose
 from groupwise.report.page.health import WORDS, Metrics
+from groupwise.report.replay import read_frames
 from groupwise.report.scores import interval_of, scores_of
 from groupwise.system import files
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-MAX_VIDEO = 1_200_000
+MAX_VIDEO = 900_000
 """Bytes of a video that the page holds; of a larger one it gives the path."""
 STATIC_GROUPS = 3
 """Groups that are tables, for readers without scripts."""
@@ -95,6 +96,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             grouped="group_size" in config.get("algorithm", {}),
             static=groups[:STATIC_GROUPS],
             data=to_json(groups),
+            frames=_frames(folder, groups),
             num_iterations=len({group["iteration"] for group in groups}),
             why_no_groups=_why_no_groups(config),
             changed=changed,
@@ -208,6 +210,13 @@ def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _extremes(group: Mapping[str, Any]) -> dict[str, Any]:
     return {"start": group["start"], "members": extremes(group["members"])}
+
+
+def _frames(folder: RunFolder, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Frames of a group that the page shows, or why there are none."""
+    found = read_frames(folder.frames)
+    shown = {(group["iteration"], group["group"]) for group in groups}
+    return found.model_dump() if found is not None and (found.iteration, found.group) in shown else None
 
 
 def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:

@@ -212,6 +212,26 @@ def test_metrics_that_lack_something_have_a_page(tmp_path, lacking):
     assert "Learning curve" in text
 
 
+def test_a_page_tells_the_success_rate(tmp_path):
+    run = write_run(tmp_path / "run")
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [entry | {"eval/success_rate": number / 4} for number, entry in enumerate(entries)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rates))
+    text = page_of(run)[0]
+    assert "Success: 0 % in the first evaluation, 75 % in the last (95 % interval 53 % to 89 %)." in text
+
+
+def test_cloning_is_not_blamed_for_playing_no_episodes(tmp_path):
+    run = write_run(tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "env_steps": 10, "rollout/episodes": 0.0}\n')
+    assert "No episode ended in 10 steps" in page_of(run)[0]
+    (run / "config.json").write_text(json.dumps(config | {"algorithm": {"name": "bc"}}))
+    text = page_of(run)[0]
+    assert "No episode ended" not in text
+    assert "Cloning has no groups." in text
+
+
 def test_settings_of_another_program_are_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "algorithm": "adam"}))
     with pytest.raises(RunFolderError, match=r"config\.json holds no settings of a run \(algorithm: .*; fix: "):

@@ -12,8 +12,9 @@ from PIL import Image
 import groupwise as gw
 from groupwise.errors import RunFolderError
 from groupwise.report import replay
+from groupwise.report.frames import read_frames
 from groupwise.report.groups import kept_iterations, read_groups
-from groupwise.report.replay import film_group, read_frames
+from groupwise.report.replay import film_group
 from groupwise.training import env_evaluator
 
 SHORT = {
@@ -167,7 +168,7 @@ def test_training_does_not_depend_on_it(dots, tmp_path, monkeypatch):
 
 def test_number_and_size_are_bounded(dots, tmp_path, monkeypatch):
     monkeypatch.setattr(replay, "MAX_MEMBERS", 2)
-    monkeypatch.setattr(replay, "MAX_FRAMES", 5)
+    monkeypatch.setattr(replay, "MAX_FRAMES", 10)
     film_group(dots.policy, gw.EnvCfg(id="given"), Dot, dots.path / "groups", tmp_path / "frames.json")
     frames = read_frames(tmp_path / "frames.json")
     assert len(frames.members) == 2

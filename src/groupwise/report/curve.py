@@ -52,15 +52,24 @@ def curve_figure(
     panels = {"return_mean": ylabel}
     if any("rollout/success_rate" in entry or "eval/success_rate" in entry for entry in metrics):
         panels["success_rate"] = "success rate"
+    if metrics and all(_is_success(entry) for entry in metrics):
+        del panels["return_mean"]
     width, height = size
     figure = (kind or Figure)(figsize=(width, height * len(panels)), dpi=130, layout="constrained")
-    for axes, (name, label) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+    every = list(figure.subplots(len(panels), squeeze=False).flat)
+    for axes, (name, label) in zip(every, panels.items(), strict=True):
         _draw(axes, metrics, name)
-        axes.set(xlabel=xlabel, ylabel=label, title=title if name == "return_mean" else "")
+        axes.set(xlabel=xlabel, ylabel=label, title=title if axes is every[0] else "")
         against_steps(axes)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, loc="best")
+    if (handles := every[0].get_legend_handles_labels())[0]:
+        figure.legend(*handles, frameon=False, loc="outside lower center", ncols=2)
     return figure
+
+
+def _is_success(entry: Mapping[str, Any]) -> bool:
+    """Whether the return is the success rate itself, as of a reward that is 1 for success."""
+    pairs = [(f"{of}/return_mean", f"{of}/success_rate") for of in ("rollout", "eval")]
+    return any(rate in entry for _, rate in pairs) and all(entry.get(mean) == entry.get(rate) for mean, rate in pairs)
 
 
 def save_figure(figure: "Figure", path: Path) -> None:

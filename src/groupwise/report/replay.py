@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from groupwise.config.env import EnvCfg
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.make import make_env
-from groupwise.errors import EnvError, RunFolderError
+from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
+from groupwise.report.frames import MAX_SIZE, Frames
 from groupwise.report.groups import MAX_WIDTH, kept_iterations, read_groups
 from groupwise.report.video import draw, explained, make_rendering, no_display
 from groupwise.system import files
@@ -30,14 +30,11 @@ from groupwise.system import files
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_MEMBERS = 4
-MAX_FRAMES = 24
-"""Of a member."""
-MAX_SIZE = 160
-"""Pixels; larger frames are scaled down."""
+MAX_MEMBERS = 8
+MAX_FRAMES = 96
+"""Of all members together: drawing a frame of a robot arm takes 0.05 s."""
 MAX_BYTES = 300_000
 """Of all frames together."""
-_MAX_FILE = files.MIB
 _QUALITIES = (75, 50, 25, 5)
 _Columns = Mapping[str, Sequence[Any]]
 
@@ -46,26 +43,11 @@ class NoFramesError(EnvError):
     """Says why there are no frames."""
 
 
-class Frames(BaseModel, strict=True):
-    """Frames of the members of a group as one picture: a row for each member, a column for each frame."""
-
-    iteration: int
-    group: int
-    members: dict[str, list[int]] = {}
-    """Steps of the frames of each member."""
-    width: Annotated[int, Field(ge=0, le=MAX_SIZE)] = 0
-    """Of a frame."""
-    height: Annotated[int, Field(ge=0, le=MAX_SIZE)] = 0
-    picture: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
-    """WebP in base64."""
-    problem: str = ""
-    """Why there are none."""
-
-
 def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, out: Path) -> None:
     """Write the frames of the group of the latest kept iteration whose returns differ most.
 
     Args:
+        cfg: its ``start_mode`` is that of training.
         env: as of ``film``.
 
     Raises:
@@ -87,26 +69,12 @@ def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, ou
     files.write(out, json.dumps(found.model_dump()).encode())
 
 
-def read_frames(path: Path) -> Frames | None:
-    """Frames that were written; None if there are none.
-
-    Raises:
-        RunFolderError: the file is damaged.
-    """
-    if not path.is_file():
-        return None
-    try:
-        return Frames.model_validate(files.parse_json(files.read(path, _MAX_FILE)))
-    except (OSError, ValueError, ValidationError) as error:
-        raise RunFolderError(f"{path} is damaged: {error!s:.200}; fix: delete it") from error
-
-
 def _film(found: Frames, policy: Policy, cfg: EnvCfg, env: object | None, members: Sequence[_Columns]) -> Frames:
     drawn = []
     with no_display(), explained(cfg.id):
         player = _Player(policy, cfg, env)
         with closing(player):
-            stride = -(-max(len(member["step"]) for member in members) // (MAX_FRAMES - 1))
+            stride = -(-max(len(member["step"]) for member in members) // (MAX_FRAMES // len(members) - 1))
             for member in members:
                 number = member["member"][0]
                 drawn.append(player.play(member, number, stride))
@@ -117,7 +85,7 @@ def _film(found: Frames, policy: Policy, cfg: EnvCfg, env: object | None, member
 
 
 class _Player:
-    """Plays members of groups again, each in an environment that was never used."""
+    """Plays members of groups again."""
 
     def __init__(self, policy: Policy, cfg: EnvCfg, env: object | None) -> None:
         self.policy = policy
@@ -130,7 +98,7 @@ class _Player:
             self.drawing = make_rendering(cfg.model_copy(update={"kwargs": kwargs}), env)
             return self.drawing
 
-        rows = cfg.model_copy(update={"start_mode": "fresh", "vectorization": "sync", "log_info": ()})
+        rows = cfg.model_copy(update={"vectorization": "sync"})
         self.env: GroupEnv = make_env(rows, grouped=True, num_envs=1, env=make, verify=False)
 
     def play(self, member: _Columns, number: int, stride: int) -> "list[Image]":

@@ -102,8 +102,11 @@ class EnvComponents(Components):
 
     def render_groups(self, folder: RunFolder) -> None:
         """Draw members of a group, where the environment renders."""
+        start_mode = self._start_mode()
+        if start_mode is None:
+            return
         try:
-            record_group(self.cfg, self.given, self.policy, folder)
+            record_group(self.cfg, self.given, self.policy, folder, start_mode)
         except EnvError as error:
             log.info("%s", error)  # the video has warned
 

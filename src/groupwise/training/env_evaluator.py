@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from groupwise.config.algorithm import CollectionCfg, GRPOCfg
-from groupwise.config.env import EnvCfg
+from groupwise.config.env import EnvCfg, StartMode
 from groupwise.config.run import DEFAULT_HORIZON, RunCfg
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env
@@ -116,15 +116,19 @@ def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: in
     film(policy, *separate, path, seed=derive_seed(seed, "video"))
 
 
-def record_group(cfg: RunCfg, given: UserObjects, policy: Policy, folder: RunFolder) -> None:
+def record_group(cfg: RunCfg, given: UserObjects, policy: Policy, folder: RunFolder, start_mode: StartMode) -> None:
     """Draw members of a group that the run kept, if its environment can be made a second time.
+
+    Args:
+        start_mode: of the group.
 
     Raises:
         EnvError: the renderer failed, or there is none.
     """
     if (separate := separate_env(cfg.env, given.env)) is not None:
         env_cfg, source = separate
-        as_in_training = {"num_random_noops": cfg.env.num_random_noops}
+        mode = "seed" if start_mode == "native" else start_mode  # one environment is not native
+        as_in_training = {"num_random_noops": cfg.env.num_random_noops, "start_mode": mode}
         film_group(policy, env_cfg.model_copy(update=as_in_training), source, folder.groups, folder.frames)
 
 

@@ -271,7 +271,8 @@ def best(metrics: Metrics) -> Finding:
     half = half_width_95(noise, int(episodes))
     if lost <= 0.3 * (max(seen) - min(seen)) or not lost > half:
         return made
-    advice = "The policy got worse; the best one is in checkpoints/best. A linear schedule, or target_kl such as 0.02."
+    limit = ", or target_kl such as 0.02" if "train/approx_kl" in metrics else ""
+    advice = f"The policy got worse; the best one is in checkpoints/best. A linear schedule{limit}."
     return made._replace(verdict="look", advice=advice)
 
 

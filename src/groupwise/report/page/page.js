@@ -83,7 +83,7 @@
     list.replaceChildren(...shown.map((group, index) => {
       const returns = group.members.map((member) => member.return);
       const text = `Iteration ${group.iteration}, group ${group.group}`;
-      const range = `${show(Math.min(...returns))} to ${show(Math.max(...returns))}, spread ${show(group.spread)}`;
+      const range = `${show(Math.min(...returns))} to ${show(Math.max(...returns))}, spread ${show(group.spread)}${name(group) === pictured?.group ? ", with frames" : ""}`;
       return make("li", {}, make("button", { type: "button", "aria-current": String(index === state.group), onclick: () => go(index, 0, 0) },
         text, make("br"), make("span", { class: "quiet" }, range)));
     }));
@@ -137,9 +137,14 @@
   }
 
   function frame(group, index) {
-    if (!pictured || pictured.group !== name(group) || !pictured.members[index]) return null;
-    const picture = make("div", { class: "frame", role: "img" });
-    picture.style.cssText = `width: ${pictured.width}px; height: ${pictured.height}px; background-image: url(${pictured.image})`;
+    if (pictured?.group !== name(group)) return null;
+    const picture = make("div");  // room for it also where there is none: time is the same for all members
+    picture.style.width = `${pictured.width}px`;
+    if (pictured.members[index]) {
+      Object.assign(picture.style, { height: `${pictured.height}px`, backgroundImage: `url(${pictured.image})` });
+      picture.className = "frame";
+      picture.setAttribute("role", "img");
+    }
     return picture;
   }
 
@@ -184,12 +189,13 @@
   }
 
   function table(group, members) {
-    const columns = ["member", "step", ...(group.text ? ["token"] : ["action", "observation"]), "reward", "return-to-go", "log-probability", "ratio", "advantage"];
+    const known = ["action", "observation"].filter((key) => group.members[0][key]);
+    const columns = ["member", "step", ...(group.text ? ["token"] : known), "reward", "return-to-go", "log-probability", "ratio", "advantage"];
     const rows = [...members].map((index) => {
       const member = group.members[index], i = state.cell;
       if (i >= cells(group, member)) return make("tr", {}, make("th", { scope: "row" }, String(index)), make("td", { colspan: columns.length - 1, class: "quiet" }, "over"));
       const advantage = at(member.advantage, i);
-      const doing = group.text ? [JSON.stringify(member.token[i])] : [show(member.action?.[i]), show(member.observation?.[i])];
+      const doing = group.text ? [JSON.stringify(member.token[i])] : known.map((key) => show(member[key][i]));
       const values = [show(member.first + i * group.stride), ...doing, show(at(member.reward, i)), show(togo(group, member)[i]), show(at(member.log_prob, i)), show(at(member.ratio, i))];
       return make("tr", {}, make("th", { scope: "row" }, String(index)), ...values.map((text) => make("td", {}, text)),
         make("td", { class: advantage > 0 ? "more" : advantage < 0 ? "less" : "" }, show(advantage)));
@@ -242,6 +248,6 @@
     offerIterations();
     filter(all.find((group) => current && name(group) === name(current)));
   });
-  filter();
+  filter(all.find((group) => name(group) === pictured?.group));
   follow();
 })();

@@ -14,11 +14,11 @@ from groupwise import plugins
 from groupwise.config.base import flat
 from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.report.folder import RunFolder
+from groupwise.report.frames import read_frames
 from groupwise.report.page.explorer import extremes, load_groups, to_json
 from groupwise.report.page.figures import histogram, learning_curve, small
-from groupwise.report.page.group_health import diagnose
-from groupwise.report.page.health import WORDS, Metrics
-from groupwise.report.replay import read_frames
+from groupwise.report.page.group_health import CLONING, diagnose
+from groupwise.report.page.health import WORDS, Metrics, percent
 from groupwise.report.scores import interval_of, scores_of
 from groupwise.system import files
 
@@ -88,6 +88,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             name=folder.path.resolve().name,
             ending=_ending(folder, metrics, unit),
             answer=answer(metrics, score, sample),
+            success=_success(metrics),
             curve=learning_curve(metrics, (unit, score)) if metrics else "",
             video=_video(folder.video),
             completions=_completions(groups),
@@ -170,6 +171,18 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
     )
 
 
+def _success(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """How often the first and the last evaluation succeeded, where they say."""
+    evaluations = [entry for entry in metrics if "eval/success_rate" in entry]
+    if not evaluations:
+        return ""
+    first, last = evaluations[0], evaluations[-1]
+    ends = interval_of(last, "success_rate")
+    interval = f" (95 % interval {percent(ends[0])} to {percent(ends[1])})" if ends else ""
+    rates = [percent(entry["eval/success_rate"]) for entry in (first, last)]
+    return f"Success: {rates[0]} in the first evaluation, {rates[1]} in the last{interval}."
+
+
 def subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """What was trained on."""
     return str(summary.get("task") or ("text" if "task" in config else config.get("env", {}).get("id", "?")))
@@ -235,7 +248,9 @@ def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dic
 def _why_no_groups(config: Mapping[str, Any]) -> str:
     if config.get("evaluation", {}).get("num_logged_groups", 0) == 0:
         return "This run kept no groups: evaluation.num_logged_groups is 0, or it is of an earlier version."
-    return "No groups yet: a run keeps some with each evaluation. Cloning keeps none."
+    if config["algorithm"]["name"] == CLONING:
+        return "Cloning has no groups."
+    return "No groups yet: a run keeps some with each evaluation."
 
 
 def _settings(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

@@ -78,7 +78,7 @@ def test_the_best_evaluation_is_that_of_the_metric():
 def test_a_return_that_is_the_success_rate_is_drawn_once():
     def panels(**changed: float) -> int:
         entry = fixed_success | changed
-        return len(curve_figure([entry], "", "steps", "return", size=(4, 3)).axes)
+        return len(curve_figure([entry], "", "steps", "return", size=(4.0, 3.0)).axes)
 
     fixed_success = {"env_steps": 20, "eval/return_mean": 0.5, "eval/success_rate": 0.5, "eval/episodes": 20.0}
     assert panels() == 1

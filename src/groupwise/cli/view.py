@@ -44,7 +44,7 @@ def serve(root: Path, port: int) -> None:
         OSError: the port is taken.
     """
     # what pages need is imported before the priority falls: beside a training on all cores it would take a minute
-    import matplotlib.backends.backend_svg
+    import matplotlib.backends.backend_svg  # noqa: F401
     import pyarrow.parquet  # noqa: F401
     import uvicorn
 

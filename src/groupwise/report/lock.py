@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from io import BufferedWriter
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO, Any
+from typing import Any
 
 from groupwise.errors import RunFolderError
 from groupwise.system import files
@@ -29,22 +29,34 @@ BEAT = 5.0
 PATIENCE = 30.0
 """Seconds without a sign of life after which a process on another machine counts as dead."""
 _MAX_BYTES = 4096
-_GLANCE = 0.1
-"""Seconds after which ``is_held`` has let go of the lock for sure."""
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process on this machine holds the lock, or one elsewhere showed a sign of life lately."""
+    """Whether a process seems to hold the lock: it gave a sign of life lately and, on this machine, is still there.
+
+    The lock is not touched: whoever looks at it would keep others out for a moment.
+    """
     try:
-        with files.reading(path, _MAX_BYTES) as file:
-            local = _flock(file, shared=True)
-            age = time.time() - os.fstat(file.fileno()).st_mtime
-    except BlockingIOError:
-        return True
-    except (OSError, ValueError):
+        found = path.stat()
+    except OSError:
+        return False
+    if found.st_size == 0 or time.time() - found.st_mtime >= PATIENCE:
         return False
     holder = _holder(path)
-    return bool(holder) and age < PATIENCE and not (local and holder.get("host") == socket.gethostname())
+    return bool(holder) and (holder.get("host") != socket.gethostname() or _exists(holder.get("pid")))
+
+
+def _exists(pid: object) -> bool:
+    """Whether there is a process of this number; True where that cannot be asked."""
+    if sys.platform == "win32" or not isinstance(pid, int):
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 class Lock:
@@ -97,30 +109,19 @@ def acquire(path: Path) -> Lock:
 def _is_held(path: Path, file: BufferedWriter) -> bool:
     """Whether another process holds the lock; if not, it is locked on this machine now."""
     try:
-        try:
-            local = _flock(file)
-        except BlockingIOError:
-            time.sleep(_GLANCE)
-            local = _flock(file)
+        local = _flock(file)
     except BlockingIOError:
         return True
     holder = _holder(path)
     return bool(holder) and not (local and holder.get("host") == socket.gethostname()) and _is_alive(path)
 
 
-def _flock(file: IO[bytes], *, shared: bool = False) -> bool:
-    """Lock a file on this machine; False where that is not supported.
-
-    Args:
-        shared: only against those who lock it for themselves.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-    """
+def _flock(file: BufferedWriter) -> bool:
+    """Lock a file on this machine; False where that is not supported."""
     if sys.platform == "win32":
         return False
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:

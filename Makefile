@@ -92,6 +92,7 @@ format: $(VENV)/.dev  ## Apply the formatter and the safe lint fixes
 	$(BIN)/ruff check --fix .
 
 learn: $(VENV)/.dev  ## Learning claims over several seeds (about an hour on 2 cores)
+	$(BIN)/python -m pytest -n 2 -m learn
 	$(BIN)/python benchmarks/learn.py
 
 torture: $(VENV)/.dev  ## Long tests of faults: 200 kills, signals, broken environments, memory, random input (half an hour on 2 cores)

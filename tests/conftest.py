@@ -10,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from groupwise.config.choices import Choice
+from groupwise.report.curve import plot_curve
+from groupwise.report.video import film
 
 torch.set_num_threads(1)
 
@@ -28,8 +30,12 @@ KINDS = {"text", "speed", "contrib"}
 SLOW = {
     "docs/test_benchmark_scripts.py",
     "docs/test_fenced_blocks.py",
+    "engines/test_distributed.py",
+    "evolution/test_evolve.py",
     "examples/test_examples.py",
     "training/test_peak_memory.py",
+    "training/test_steps_profile_videos.py",
+    "training/test_torch_runs.py",
     "training/test_two_processes.py",
 }
 """Files that take long, of what other tests look at too."""
@@ -47,15 +53,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
-@pytest.fixture(autouse=True)
-def short_videos(monkeypatch):
-    """Runs end with a video, which few tests look at; ``whole_videos`` is for them."""
-    monkeypatch.setattr("groupwise.report.video.MAX_STEPS", 8)
+@pytest.fixture(autouse=True, scope="session")
+def few_pictures():
+    """Runs end with a curve and a video, which few tests look at; ``pictures`` is for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("groupwise.training.env_evaluator.film", lambda *args, **options: None)
+        patch.setattr("groupwise.training.running.plot_curve", lambda *args: None)
+        yield
 
 
 @pytest.fixture
-def whole_videos(monkeypatch):
-    monkeypatch.setattr("groupwise.report.video.MAX_STEPS", 1000)
+def pictures(monkeypatch):
+    monkeypatch.setattr("groupwise.training.env_evaluator.film", film)
+    monkeypatch.setattr("groupwise.training.running.plot_curve", plot_curve)
 
 
 @pytest.fixture(scope="session")

@@ -156,6 +156,7 @@ def endings(cases: list[tuple[str, str, Path]], where: Path) -> dict[str, str]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 def test_every_hostile_file_is_refused_by_one_clear_error(trained: Path, tmp_path: Path):
     calls = []
     for number, (name, call, file, damage, _) in enumerate(CASES):
@@ -171,6 +172,7 @@ def test_every_hostile_file_is_refused_by_one_clear_error(trained: Path, tmp_pat
     assert all("fix: " in found[name] for name, call, *_ in CASES if call == "resume"), found
 
 
+@pytest.mark.slow
 def test_an_untouched_folder_passes_under_the_same_limits(trained: Path, tmp_path: Path):
     """Otherwise the limits would refuse, and not the checks."""
     folder = shutil.copytree(trained, tmp_path / "run")
@@ -204,7 +206,8 @@ def test_links_out_of_the_folder_are_refused_and_their_targets_stay(
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (target, *target.rglob("*"))) == before
 
 
-def test_links_at_names_for_half_written_files_are_not_followed(trained: Path, tmp_path: Path):
+@pytest.mark.slow
+def test_links_at_names_for_half_written_files_are_not_followed(trained: Path, tmp_path: Path, pictures: None):
     folder = shutil.copytree(trained, tmp_path / "run")
     target = folder / "mine"  # inside, so that the folder opens
     target.write_text("mine")
@@ -216,6 +219,7 @@ def test_links_at_names_for_half_written_files_are_not_followed(trained: Path, t
     assert not (folder / "curve.png").is_symlink()
 
 
+@pytest.mark.slow
 def test_latest_may_be_a_link_inside_of_the_folder(trained: Path, tmp_path: Path):
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / LATEST).rename(folder / "checkpoints" / "step_2048")

@@ -28,6 +28,7 @@ def groupwise(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks():
     Path("my env.py").write_text(PLUGIN)
     settings = "--total-steps 32 --env.num-envs 4 --algorithm.num-steps 8 --evaluation.episodes 2 --run-dir r"

@@ -60,7 +60,8 @@ def cartpole(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
     return gw.train("CartPole-v1", seed=1, run_dir=tmp_path_factory.mktemp("runs") / "cartpole", **TINY)
 
 
-def test_everything_a_run_leaves_behind(cartpole: gw.Run):
+def test_everything_a_run_leaves_behind(pictures: None, tmp_path: Path):
+    cartpole = gw.train("CartPole-v1", seed=1, run_dir=tmp_path / "cartpole", **TINY)
     names = {path.name for path in cartpole.path.iterdir()}
     assert names == {
         "config.json",
@@ -386,14 +387,13 @@ def test_what_is_no_run_is_refused(cartpole: gw.Run):
         gw.resume("broken")
 
 
-def test_video_is_recorded_on_demand(cartpole: gw.Run):
-    (cartpole.path / "policy.gif").unlink()
+def test_video_is_recorded_on_demand(cartpole: gw.Run, pictures: None):
     gw.evaluate(cartpole.path, 1, video=True)
     with Image.open(cartpole.path / "policy.gif") as image:
         assert image.n_frames > 1
 
 
-def test_environments_that_do_not_render_are_no_obstacle(caplog: pytest.LogCaptureFixture):
+def test_environments_that_do_not_render_are_no_obstacle(caplog: pytest.LogCaptureFixture, pictures: None):
     caplog.set_level(logging.INFO)
     run = gw.train(Corridor, **TINY)
     assert not (run.path / "policy.gif").exists()

@@ -71,9 +71,11 @@ def main() -> int:
         begin = time.monotonic()
         add(f"SIGKILL, {kind}", f"{args.kills} runs", kills(kind, args.kills), begin)
     count, begin = max(1, args.kills // 10), time.monotonic()
-    add("signals", f"{5 * count} signals", tests("test_signals.py", "random_moments", count), begin)
+    add("signals", f"{6 * count} signals", tests("test_signals.py", "random_moments", 2 * count), begin)
     begin = time.monotonic()
-    add("broken environments", f"{8 * count},000 steps", tests("test_env_faults.py", "whatever_fails", count), begin)
+    add(
+        "broken environments", f"{8 * count},000 steps", tests("test_env_faults.py", "whatever_fails", 2 * count), begin
+    )
     begin = time.monotonic()
     add("memory growth", "1,000 iterations", tests("test_memory_growth.py", "memory", 1), begin)
     begin = time.monotonic()

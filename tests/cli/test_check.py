@@ -63,6 +63,7 @@ def test_check_env_command_refuses_what_it_does_not_know(capsys):
     assert "did you mean 'CartPole-v1'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_check_env_command_and_train_agree_that_no_step_limit_is_needed(tmp_path, capsys):
     assert cli.main(["check-env", "CliffWalking-v1"]) == 0
     assert "no: none is known" in capsys.readouterr().out

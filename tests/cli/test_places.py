@@ -44,6 +44,7 @@ def run(folder: Path, *words: str, **options: Any) -> "subprocess.CompletedProce
     return subprocess.run([sys.executable, "-m", "groupwise", *words], cwd=folder, env=env, check=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 def test_ascii_no_home_a_full_stderr_a_clock_that_goes_back_and_a_strange_path(tmp_path: Path):
     folder = tmp_path / "földer [/x] b"

@@ -80,6 +80,7 @@ def told_again(collector, rollout, before):
     return labels, finished, goes_on
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     env=st.sampled_from(["cartpole", "cut often", "named", "mountain car"]),

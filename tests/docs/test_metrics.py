@@ -96,6 +96,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {name for run in runs for entry in run.metrics() for name in entry} - {"iteration", "env_steps"}
 
 
+@pytest.mark.slow
 def test_every_logged_metric_is_named(logged):
     assert {name for name in logged if not any(matches(known, name) for known in ON_THE_PAGE)} == set()
 

@@ -57,6 +57,7 @@ def test_links_of_the_readme_lead_somewhere():
     assert not [target for target in targets if not (ROOT / target).exists()]
 
 
+@pytest.mark.slow
 def test_documentation_builds_without_warnings(tmp_path: Path):
     command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "dummy", "-d", tmp_path / "doctrees"]
     done = subprocess.run([*command, ROOT / "docs", tmp_path / "out"], capture_output=True, text=True, check=False)

@@ -161,6 +161,7 @@ def rollout_of(kind, cfg, num_steps=4):
         collector.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 @pytest.mark.parametrize("kind", ["groups", "vector"])
 def test_rollouts_say_how_much_of_each_chunk_was_executed(kind, vectorization):

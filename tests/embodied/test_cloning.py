@@ -347,7 +347,7 @@ def test_mistakes(tmp_path):
         gw.TextRunCfg(algorithm={"name": "bc"})
 
 
-@pytest.mark.slow
+@pytest.mark.learn
 def test_a_clone_reaches_its_expert_and_grpo_starts_there(tmp_path):
     env = gymnasium.make("ToyReaching-v0")
     returns = []

@@ -143,7 +143,7 @@ def test_cloning_lowers_the_loss_and_solves_the_task(data, tmp_path):
     assert gw.evaluate(new, 40).success_rate < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.learn
 def test_grpo_on_success_improves_a_weak_clone(data, tmp_path):
     weak = cloned(data, 600, tmp_path / "weak")
     algorithm = gw.GRPOCfg(num_steps=16, num_epochs=2, minibatch_size=128, learning_rate=3e-4)

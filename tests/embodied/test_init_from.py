@@ -130,6 +130,7 @@ def test_statistics_that_came_with_the_weights_stay(grpo_run, tmp_path):
     assert not torch.equal(own["actor.head.weight"], theirs["actor.head.weight"])
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_and_evaluated_without_its_source(tmp_path):
     algorithm = gw.GRPOCfg(num_steps=16, kl_coef=0.1, schedule="none")
     common = {"policy": {"normalize_obs": True}, "num_envs": 4, **QUIET}

@@ -287,6 +287,7 @@ def predicts_alike(one, other):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_run_loads_and_resumes_bit_for_bit(kind, algorithm, tmp_path):
     whole = train(kind, tmp_path / "whole", algorithm, total_steps=100, checkpoint_interval=1)
@@ -301,6 +302,7 @@ def test_a_run_loads_and_resumes_bit_for_bit(kind, algorithm, tmp_path):
     assert predicts_alike(loaded.policy, whole.policy)
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_goes_on_evaluates_and_resumes(kind, tmp_path, capsys):
     sizes = [f"--policy.{name.replace('_', '-')}={value}" for name, value in TINY[kind].items()]
     words = ["train", "Robot-v0", "--policy", kind, *sizes, f"--env.action-chunk={C}", "--env.num-envs=4"]
@@ -316,6 +318,7 @@ def test_the_command_line_trains_goes_on_evaluates_and_resumes(kind, tmp_path, c
     assert "episodes" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_policy_of_another_one(kind, tmp_path):
     first = train(kind, tmp_path / "first", total_steps=40)
     taken = {"policy": {"init_from": first.path}, "stop": {"time_limit": 1e-3}, "total_steps": 40}

@@ -432,7 +432,7 @@ def test_a_callable_makes_a_second_simulator_for_evaluation(tmp_path):
         assert gw.evaluate(run, 10).returns == gw.evaluate(run, 10).returns
 
 
-@pytest.mark.slow
+@pytest.mark.learn
 @pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
 @pytest.mark.parametrize("double", [LearningEnv, ManiSkillEnv])
 def test_the_point_learns_to_reach_the_origin(double, algorithm, tmp_path):

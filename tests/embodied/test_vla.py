@@ -145,7 +145,7 @@ def test_adapters_alone_are_trained_and_saved(tmp_path):
     torch.testing.assert_close(other.act(obs, deterministic=True).log_prob, action.log_prob)
 
 
-@pytest.mark.slow
+@pytest.mark.learn
 def test_it_learns_from_success_and_reads_its_instruction(tmp_path):
     algorithm = GRPOCfg(num_steps=16, num_epochs=2, minibatch_size=128, learning_rate=1e-3)
     policy = VLACfg(**TINY["vla"] | {"hidden_size": 64})

@@ -73,15 +73,12 @@ def test_members_differ_in_the_searched_settings_and_the_seed_only(whole):
     assert first == second
 
 
-@pytest.mark.parametrize(
-    "workers", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("workers", [1, 2, 4])
 def test_any_number_of_processes_finds_the_same(whole, tmp_path, workers):
     evolve(tmp_path / "p", workers=workers)
     check_same(tmp_path / "p", whole.path)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent at once")
 @pytest.mark.parametrize("finished", [1, 5])
 def test_a_killed_search_goes_on_as_if_nothing_happened(whole, tmp_path, finished):
@@ -142,7 +139,6 @@ def crashing(folder, times):
     return make
 
 
-@pytest.mark.slow
 def test_a_member_that_crashes_three_times_ends_the_search_and_fewer_times_change_nothing(tmp_path, caplog):
     for times in (2, 3):
         (tmp_path / str(times)).mkdir()
@@ -328,7 +324,6 @@ def test_another_process_starts_only_where_memory_is_left(tmp_path, monkeypatch)
     assert workers._has_room() == (sys.platform != "linux")
 
 
-@pytest.mark.slow
 def test_language_models_evolve(tmp_path):
     def reward(completions, **columns):
         return [text.count("1") / 8 for text in completions]

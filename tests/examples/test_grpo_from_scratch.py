@@ -47,6 +47,7 @@ def episodes(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ the program
 
 
+@pytest.mark.slow
 def test_script_trains_tests_draws_and_shows(tmp_path):
     environment = {**os.environ, "SDL_VIDEODRIVER": "dummy", "PYGAME_HIDE_SUPPORT_PROMPT": "1"}
     command = [sys.executable, "-W", "error", FILE, *TINY, "--plot", tmp_path / "curve.png", "--render"]

@@ -5,7 +5,6 @@ import pytest
 from populations import PPO, same_weights
 
 import groupwise as gw
-from groupwise.training import env_evaluator
 
 optuna = pytest.importorskip("optuna")
 
@@ -22,8 +21,7 @@ class PrunesTheSecond(optuna.pruners.BasePruner):
 
 
 @pytest.fixture(autouse=True)
-def _without_videos(monkeypatch):
-    monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)
+def _quiet():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 

@@ -20,6 +20,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.page import explorer
 from groupwise.report.page.figures import small
 from groupwise.report.page.page import answer, write_page
+from groupwise.report.video import film
 from groupwise.training import env_evaluator
 
 QUIET = {"logging": {"progress": "none"}}
@@ -74,9 +75,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     cartpole = {"total_steps": 1_000, "evaluation": {"interval": 400, "episodes": 3}}
     with pytest.MonkeyPatch.context() as patch:
-        gw.train("CartPole-v1", gw.GRPOCfg(group_size=3), run_dir=folder / "grpo", **cartpole, **QUIET)
-        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
         gw.train("CartPole-v1", gw.PPOCfg(num_steps=64), run_dir=folder / "ppo", **cartpole, **QUIET)
+        patch.setattr(env_evaluator, "film", film)
+        gw.train("CartPole-v1", gw.GRPOCfg(group_size=3), run_dir=folder / "grpo", **cartpole, **QUIET)
     train_text(copying(), save_model(folder / "model"), folder / "text")
     return folder
 

@@ -18,7 +18,7 @@ from groupwise.report.curve import curve_figure, plot_curve
 from groupwise.report.scores import half_width_95, scores_of, wilson_95
 from groupwise.report.video import NoPictureError, film, rendering_env
 
-pytestmark = pytest.mark.usefixtures("whole_videos")
+pytestmark = pytest.mark.usefixtures("pictures")
 
 TRAINING = {"env_steps": 10, "rollout/return_mean": 3.0}
 EVALUATION = {"env_steps": 20, "eval/return_mean": 4.0, "eval/return_std": 1.0, "eval/episodes": 5.0}

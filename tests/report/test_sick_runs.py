@@ -16,11 +16,6 @@ pytestmark = pytest.mark.slow
 QUIET = {"logging": {"progress": "none"}}
 
 
-@pytest.fixture(autouse=True)
-def no_video(monkeypatch):
-    monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)
-
-
 def trained(folder, env, algorithm, **settings):
     """What is found on a training, by title."""
     short = {"total_steps": 2_000, "evaluation": {"episodes": 5}}
@@ -188,11 +183,11 @@ def test_a_reward_that_dominates(tmp_path):
 @pytest.mark.parametrize(
     ("env", "algorithm", "steps"),
     [
-        ("CartPole-v1", "grpo", 40_000),
         ("CartPole-v1", "ppo", 40_000),
-        ("Pendulum-v1", "ppo", 40_000),
-        ("Acrobot-v1", "ppo", 100_000),
-        ("MountainCarContinuous-v0", "ppo", 20_000),
+        pytest.param("CartPole-v1", "grpo", 40_000, marks=pytest.mark.learn),
+        pytest.param("Pendulum-v1", "ppo", 40_000, marks=pytest.mark.learn),
+        pytest.param("Acrobot-v1", "ppo", 100_000, marks=pytest.mark.learn),
+        pytest.param("MountainCarContinuous-v0", "ppo", 20_000, marks=pytest.mark.learn),
     ],
 )
 def test_nothing_is_found_in_healthy_runs(tmp_path, env, algorithm, steps):

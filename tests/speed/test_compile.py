@@ -42,7 +42,7 @@ def test_compiled_is_the_reference(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_run_is_the_reference_and_resumes_exactly_in_another_process(tmp_path):
-    check_compiled("stopped", tmp_path)
+    check_compiled("whole", tmp_path)
     check_compiled("resumed", tmp_path)
 
 

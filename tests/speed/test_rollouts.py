@@ -10,9 +10,8 @@ from groupwise.speed.rollouts import CompiledStepper, why_not_compiled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_compiled_rollouts_are_the_references(kind, tmp_path):
-    check_compiled(f"{kind}_rollouts", tmp_path)
+def test_compiled_rollouts_are_the_references(tmp_path):
+    check_compiled("rollouts", tmp_path)
 
 
 def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypatch):

@@ -6,7 +6,6 @@ import torch
 import groupwise as gw
 from groupwise.evolution.evolve import Evolution
 from groupwise.evolution.workers import Workers, answered
-from groupwise.training import env_evaluator
 from groupwise.training.checkpoint import load_checkpoint
 
 PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}
@@ -34,9 +33,8 @@ class InThisProcess(Workers):
 
 
 def evolve(path, workers=None, env="CartPole-v1", algorithm=PPO, pictures=False, **options):
-    """A small population, in this process or in workers; without videos, and without pictures of the population."""
+    """A small population, in this process or in workers; without pictures of the population, unless asked for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
         if not pictures:
             patch.setattr("groupwise.evolution.evolve.write_report", lambda population: None)
         if workers is None:

@@ -119,7 +119,7 @@ def test_every_preset_trains_a_language_model(name):
     assert not torch.equal(torch.cat([p.detach().flatten() for p in policy.parameters()]), before)
 
 
-@pytest.mark.slow
+@pytest.mark.learn
 def test_random_models_learn_to_copy():
     # guessing copies one token in twelve; a single seed may get stuck
     assert statistics.median(share_copied_after_training(seed) for seed in range(3)) >= 0.75

@@ -14,16 +14,7 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.policies.base import Action, Evaluation, Policy
-from groupwise.training import env_evaluator
 from groupwise.training.trainer import Trainer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_video():
-    """Half of the time of so short a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
-        yield
 
 
 class LinearPolicy(Policy):

@@ -1,4 +1,4 @@
-"""The same seed gives the same run, again, and by one, two or four processes."""
+"""The same seed gives the same run, again, and by one or two processes."""
 
 import hashlib
 from pathlib import Path
@@ -24,10 +24,10 @@ def digest(run: gw.Run) -> str:
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_processes_of_environments(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = set()
-    for number, workers in enumerate((1, 2, 2, 4)):
+    for number, workers in enumerate((1, 2, 2)):
         monkeypatch.setattr("groupwise.envs.single.num_cpus", lambda count=workers: count)
         env = gw.EnvCfg(id="Acrobot-v1", num_envs=8, vectorization="async")
-        found.add(digest(gw.train(env, algorithm, total_steps=1500, run_dir=tmp_path / str(number), **QUIET)))
+        found.add(digest(gw.train(env, algorithm, total_steps=800, run_dir=tmp_path / str(number), **QUIET)))
     assert len(found) == 1
 
 
@@ -36,5 +36,5 @@ def test_texts(tmp_path: Path):
     from text_runs import copying, save_model, train
 
     model = save_model(tmp_path / "model")
-    runs = [train(copying(), model, tmp_path / str(repeat), total_steps=400) for repeat in range(3)]
+    runs = [train(copying(), model, tmp_path / str(repeat), total_steps=400) for repeat in range(2)]
     assert len(set(map(digest, runs))) == 1

@@ -227,6 +227,7 @@ def test_groups_could_do_without_the_episode():
     assert "; if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'" in note
 
 
+@pytest.mark.slow
 def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
     class BreaksThere(Breaks):
         def __init__(self, flag: str) -> None:
@@ -323,6 +324,7 @@ def test_an_error_outside_of_collecting_is_no_failed_episode():
     assert note.endswith("continue with: groupwise resume mine")
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_that_line_below_the_traceback():
     Path("breaks.py").write_text(
         "import gymnasium\n"

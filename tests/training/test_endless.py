@@ -5,6 +5,7 @@ import logging
 
 import gymnasium
 import numpy as np
+import pytest
 
 import groupwise as gw
 
@@ -45,6 +46,7 @@ def test_a_horizon_of_the_user_stays(tmp_path):
     assert run.summary["training_return_mean"] == run.summary["return_mean"] == 5
 
 
+@pytest.mark.slow
 def test_evaluations_say_once_that_they_cut(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="groupwise"):
         run = gw.train(Endless, gw.PPOCfg(num_steps=4), run_dir=tmp_path / "run", **SMALL)
@@ -54,6 +56,7 @@ def test_evaluations_say_once_that_they_cut(tmp_path, caplog):
     assert gw.evaluate(run, 3).cut_episodes == 3
 
 
+@pytest.mark.slow
 def test_where_an_evaluation_cuts_does_not_depend_on_the_budget(tmp_path):
     stop = {"time_limit": 1e-9}  # after the first iteration
     settings = SMALL | {"total_steps": 300_000, "stop": stop, "compile": "off"}

@@ -70,7 +70,7 @@ def test_groups_are_whole_and_no_process_stays_whatever_fails(unreliable, tmp_pa
     run = gw.train(
         gw.EnvCfg(id="Unreliable-v0", num_envs=8, max_episode_steps=16, vectorization="async", timeout=2.0),
         cfg,
-        total_steps=4000 * int(os.environ.get("TORTURE_ROUNDS", "1")),
+        total_steps=2000 * int(os.environ.get("TORTURE_ROUNDS", "1")),
         run_dir=tmp_path / "run",
         logging={"progress": "none"},
         evaluation={"interval": 10**9, "episodes": 2},

@@ -9,15 +9,9 @@ import torch
 import groupwise as gw
 from groupwise.errors import RunFolderError
 from groupwise.report import groups
-from groupwise.training import env_evaluator
 from groupwise.training.groups import choose
 
 QUIET = {"logging": {"progress": "none"}}
-
-
-@pytest.fixture(autouse=True)
-def no_film(monkeypatch):
-    monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
 
 
 def train(path, algorithm, env="CartPole-v1", *, kept=8, total_steps=600, interval=300, **settings):
@@ -124,6 +118,7 @@ def test_the_spread_decides_which_groups_are_kept():
     assert choose(spread, 1, seed=0) == by_spread[-1:]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_an_uninterrupted_one_does(tmp_path):
     cfg = gw.GRPOCfg(group_size=3, num_steps=32)
     train(tmp_path / "whole", cfg, total_steps=900)

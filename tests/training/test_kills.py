@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "killed_runs.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.parametrize(("kind", "at_changes", "at_moments"), [("control", 8, 2), ("text", 5, 1)])
+@pytest.mark.parametrize(("kind", "at_changes", "at_moments"), [("control", 4, 1), ("text", 2, 1)])
 def test_a_killed_run_ends_as_the_whole_one(kind: str, at_changes: int, at_moments: int, tmp_path: Path):
     command = [sys.executable, str(SCRIPT), kind, str(tmp_path / "runs"), str(at_changes), str(at_moments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

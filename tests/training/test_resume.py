@@ -85,7 +85,7 @@ def assert_same(a: Any, b: Any, name: str = "") -> None:
         assert a == b, name
 
 
-@pytest.fixture(scope="module", params=list(RUNS))
+@pytest.fixture(scope="module", params=["ppo", pytest.param("recurrent", marks=pytest.mark.slow), "grpo"])
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
     return gw.train(settings(request.param, tmp_path_factory.mktemp(request.param) / "whole"))
 

@@ -96,7 +96,7 @@ def test_an_update_and_a_checkpoint_may_take_longer(parts: Any, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_signals_at_random_moments(tmp_path: Path, seed: int):
-    stop_at_random(tmp_path, CONTROL, 3, seed)
+    stop_at_random(tmp_path, CONTROL, 2, seed)
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_signals_at_random_moments_of_texts(tmp_path: Path, seed: int):
         "num_prompts": 4, "sampling": {"max_new_tokens": 8}, "total_steps": 6000,
     }  # fmt: skip
     (tmp_path / "text.json").write_text(json.dumps(settings))
-    stop_at_random(tmp_path, ["text.json"], 2, seed)
+    stop_at_random(tmp_path, ["text.json"], 1, seed)
 
 
 def stop_at_random(folder: Path, target: list[str], count: int, seed: int) -> None:

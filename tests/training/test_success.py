@@ -206,6 +206,7 @@ def test_training_on_success_learns_to_touch(tmp_path: Path):
     assert run.summary["success_rate"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_resumed_run_logs_the_same_success(name: str, tmp_path: Path):
     algorithm = gw.GRPOCfg(group_size=2, num_steps=9) if name == "grpo" else gw.PPOCfg(num_steps=7)

@@ -68,7 +68,7 @@ def written(run):
     return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
 
 
-@pytest.mark.parametrize("name", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name, tmp_path):
     shared = {"total_steps": 500, "policy": gw.PolicyCfg(normalize_obs=False, normalize_reward=False)}
     by_class = gw.train(gw.TorchCartPole, ALGORITHMS[name], num_envs=8, run_dir=tmp_path / "class", **shared)
@@ -83,7 +83,7 @@ def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name,
     assert gw.evaluate(by_id.path, 3).episodes == 3
 
 
-@pytest.mark.parametrize("name", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     class Stop(gw.Callback):
         def on_checkpoint(self, trainer, path):

@@ -35,7 +35,8 @@ def open_page(browser):
         page = browser.new_page(**options)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(address, timeout=timeout)
+        page.set_default_timeout(timeout)
+        page.goto(address)
         pages.append(page)
         return page
 
@@ -70,6 +71,7 @@ def process(*args):
 def test_the_explorer_is_used_by_keyboard_and_by_links(run, open_page):
     page = open_page((run / "report.html").as_uri())
     explorer = page.locator("#explorer")
+    page.locator(".list button").first.click()
     explorer.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         page.keyboard.press(key)
@@ -163,13 +165,13 @@ def test_the_viewer_follows_a_run_that_trains(tmp_path, open_page):
         ),
     ):
         address = viewer.stdout.readline().strip()
-        page = open_page(address, timeout=60_000)
-        page.get_by_role("cell", name="training", exact=True).wait_for(timeout=60_000)
+        page = open_page(address, timeout=120_000)  # beside a training, on a machine that may be busy
+        page.get_by_role("cell", name="training", exact=True).wait_for()
         page.get_by_role("link", name="live").click()
         state = page.locator("#state")
         state.wait_for()
         before = state.inner_text()
-        playwright.expect(state).not_to_have_text(before, timeout=60_000)
-        page.locator(".list button").first.wait_for(timeout=60_000)  # the first groups bring the explorer
+        playwright.expect(state).not_to_have_text(before, timeout=120_000)
+        page.locator(".list button").first.wait_for()  # the first groups bring the explorer
         assert page.locator("#link").inner_text() == "This page follows the files."
         page.close()  # before the server, whose end the console would show

@@ -218,7 +218,7 @@ def _train(argv: Sequence[str]) -> int:
 
     from groupwise.training.profiler import Profiler
 
-    return _print_run(train_from_config(cfg, callbacks=[Profiler(options.profile)]), options.progress == "none")
+    return _print_run(train_from_config(cfg, callbacks=[Profiler(options.profile)]), quiet)
 
 
 def _config(argv: Sequence[str]) -> int:

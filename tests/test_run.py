@@ -415,7 +415,7 @@ class NoOpenGL(Corridor):
         raise self.FatalError("no OpenGL")
 
 
-def test_a_renderer_that_fails_at_the_end_of_training_is_a_warning(caplog: pytest.LogCaptureFixture):
+def test_a_renderer_that_fails_at_the_end_of_training_is_a_warning(caplog: pytest.LogCaptureFixture, pictures: None):
     run = gw.train(NoOpenGL, **TINY)
     assert run.summary["stopped"] == "total_steps"
     told = [r.message for r in caplog.records if r.levelname == "WARNING"]

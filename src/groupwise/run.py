@@ -174,7 +174,7 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         given: Python objects that replace what ``cfg`` names.
     """
     check_callbacks(callbacks)
-    given, engine = given or UserObjects(), from_environment(pick_device(cfg.device).type)
+    given, engine = given or UserObjects(), _engine(cfg)
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
@@ -218,11 +218,21 @@ def resume(
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
         cfg = _with_budget(cfg, Budget.only(**totals), folder)
-    engine = from_environment(pick_device(cfg.device).type)
+    engine = _engine(cfg)
     with folder.locked(engine.rank):
         parts = _rebuild(cfg, objects, folder, engine)
         summary = running.run(parts, folder, callbacks, engine, resume=True)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
+
+
+def _engine(cfg: CommonCfg) -> Engine:
+    """The processes that train together."""
+    device = pick_device(cfg.device).type
+    if isinstance(cfg, TextRunCfg) and cfg.engine == "fsdp":
+        from groupwise.text.sharding import ShardedEngine
+
+        return from_environment(device, ShardedEngine)
+    return from_environment(device)
 
 
 def _with_budget(cfg: CommonCfg, budget: Budget, folder: RunFolder) -> CommonCfg:

@@ -31,21 +31,17 @@ class TwoThreads(Engine):
 
     def sum_gradients(self, parameters):
         for parameter in parameters:
-            parameter.grad.copy_(self.sum(parameter.grad))
+            parameter.grad = self.sum(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
-def on_two_ranks(work, rollout, make_policy):
-    """What ``work(part, policy, engine)`` returns on both ranks, each with half of the rows: a group of 4 episodes."""
+def in_two_threads(work):
+    """What ``work(engine)`` returns on both ranks."""
     table, meeting, out = [None, None], threading.Barrier(2), [None, None]
-    policies = [make_policy(), make_policy()]  # they draw from the global generator
 
     def run(rank):
         torch.set_num_threads(1)
-        part = rollout[4 * rank : 4 * rank + 4].clone()
-        for key in ("group_id", "episode_id"):
-            part[key] -= torch.where(part[key] >= 0, rank * (1 if key == "group_id" else 4), 0)
         try:
-            out[rank] = work(part, policies[rank], TwoThreads(rank, meeting, table))
+            out[rank] = work(TwoThreads(rank, meeting, table))
         finally:
             meeting.abort() if out[rank] is None else None
 
@@ -55,3 +51,17 @@ def on_two_ranks(work, rollout, make_policy):
     for thread in threads:
         thread.join(60)
     return out
+
+
+def on_two_ranks(work, rollout, make_policy):
+    """What ``work(part, policy, engine)`` returns on both ranks, each with half of the rows: a group of 4 episodes."""
+    policies = [make_policy(), make_policy()]  # they draw from the global generator
+
+    def run(engine):
+        rank = engine.rank
+        part = rollout[4 * rank : 4 * rank + 4].clone()
+        for key in ("group_id", "episode_id"):
+            part[key] -= torch.where(part[key] >= 0, rank * (1 if key == "group_id" else 4), 0)
+        return work(part, policies[rank], engine)
+
+    return in_two_threads(run)

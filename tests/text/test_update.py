@@ -7,6 +7,7 @@ import torch
 from credit_rollouts import PRESETS
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
+from two_ranks import in_two_threads
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
@@ -41,6 +42,23 @@ def test_the_ratio_is_one_where_nothing_has_changed_yet(old):
     assert metrics["train/approx_kl"].item() == pytest.approx(0, abs=1e-9)
     assert metrics["train/clip_fraction"].item() == 0
     assert metrics["train/grad_norm"].item() > 1e-3
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 40])
+def test_a_rank_without_rows_that_count_takes_part(micro_batch_size):
+    policies = [CausalLM(tiny_model()) for _ in range(2)]
+    before = policies[0].state_dict()["model.model.norm.weight"].clone()
+
+    def update(engine):
+        policy = policies[engine.rank]
+        rows = [row._replace(reward=None) if engine.rank else row for row in some_rows(policy)]
+        cfg = GRPOCfg(group_size=4, num_epochs=2, minibatch_size=10_000, micro_batch_size=micro_batch_size)
+        GRPO(cfg, policy, engine).update(text_rollout(rows))
+        return policy.state_dict()
+
+    first, second = in_two_threads(update)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.model.norm.weight"], before)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])

@@ -3,7 +3,6 @@
 An algorithm turns a rollout into advantages and calls ``optimize``, which minimises ``loss = sum(weight * element)``.
 """
 
-import math
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -12,11 +11,10 @@ import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from groupwise.algorithms.controllers import EntropyController
 from groupwise.algorithms.loss import Counts, check_objective, objective_data
-from groupwise.algorithms.memory import MicroBatches
+from groupwise.algorithms.memory import EqualMicroBatches, MicroBatches
 from groupwise.algorithms.metrics import UpdateStats
 from groupwise.algorithms.minibatches import Minibatches, flat, per_unit, row_sizes
 from groupwise.algorithms.nonfinite import GradientCheck
@@ -77,12 +75,17 @@ class BaseAlgorithm(ABC):
         """``[N, T]``, of the last update, for those who look at it."""
         policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
-        self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.learner = self.engine.learner(policy)
+        """What ``optimize`` trains: the policy itself, or a copy of which each rank holds a part."""
+        self.parameters = [parameter for parameter in self.learner.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(cfg, self.parameters)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.minibatches = Minibatches(cfg, policy, self.engine, seed)
-        self.micro_batches = MicroBatches(self.minibatches.unit)
-        self.gradient_check = GradientCheck(cfg.on_nonfinite, policy)
+        self.micro_batches = self.own_micro_batches = MicroBatches(self.minibatches.unit)
+        """Those of the policy, which a rank may score alone, are ``own_micro_batches``."""
+        if self.engine.sharded:
+            self.micro_batches = EqualMicroBatches(self.minibatches.unit, self.engine, policy.device)
+        self.gradient_check = GradientCheck(cfg.on_nonfinite, self.learner)
         self.entropy = EntropyController(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
             raise ConfigError(
@@ -126,6 +129,7 @@ class BaseAlgorithm(ABC):
                 self.optimizer.step()
                 self.entropy.adapt(step_metrics)
         self.optimizer_steps += stats.steps
+        self.engine.publish(self.learner, self.policy)
         return stats.means() | self.gradient_check.end_update() | self.schedule.metrics() | self.entropy.metrics()
 
     def _accumulate(self, stats: UpdateStats, micro_batches: list[dict[str, Nested]]) -> None:
@@ -144,7 +148,7 @@ class BaseAlgorithm(ABC):
 
     def loss_and_metrics(self, batch: dict[str, Nested]) -> tuple[Float[Tensor, ""], Float[Tensor, " metric"]]:
         """The loss of a micro-batch, and what it adds to the metrics of the optimiser step."""
-        evaluation = self._evaluate(self.policy, batch)
+        evaluation = self._evaluate(self.learner, batch)
         batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
         loss, metrics = self.loss(batch, evaluation)
         values = torch.stack([values.detach().flatten() for values in metrics])
@@ -194,7 +198,7 @@ class BaseAlgorithm(ABC):
             advantage,
             inputs["loss_mask"],
             num_episodes,
-            lambda: self.score(self.policy, inputs) if start is None else start,
+            lambda: self.score(self.learner, inputs) if start is None else start,
             seed=derive_seed(self.seed, "objective", self.iteration),
             single_pass=self.minibatches.is_single_pass(inputs["loss_mask"]),
             all_sum=self.engine.sum,
@@ -220,7 +224,8 @@ class BaseAlgorithm(ABC):
             order, slices = pack(row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
             elements, back = take(elements, order), order.argsort()
         batches = [take(elements, part) for part in slices]
-        parts = self.micro_batches.run(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
+        micro_batches = self.own_micro_batches if policy is self.policy else self.micro_batches
+        parts = micro_batches.run(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
 
         def join(values: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -241,7 +246,7 @@ class BaseAlgorithm(ABC):
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.engine.whole(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
             "entropy": self.entropy.state_dict(),
             "iteration": self.iteration,
@@ -250,7 +255,9 @@ class BaseAlgorithm(ABC):
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a saved ``state_dict``."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        own = self.engine.split(saved["state"], dict(enumerate(self.parameters)))
+        self.optimizer.load_state_dict({**saved, "state": own})
         self.schedule.load_state_dict(state["schedule"])
         self.entropy.load_state_dict(state["entropy"])
         self.iteration = state["iteration"]
@@ -271,8 +278,7 @@ class BaseAlgorithm(ABC):
 
     def clip_gradients(self) -> Float[Tensor, ""]:
         """Clip the gradient's norm; returns the norm before."""
-        limit = self.cfg.max_grad_norm
-        return clip_grad_norm_(self.parameters, math.inf if limit is None else limit)
+        return self.engine.clip_gradients(self.parameters, self.cfg.max_grad_norm)
 
     @property
     def _recomputes(self) -> bool:

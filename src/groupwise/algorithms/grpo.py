@@ -51,7 +51,7 @@ class GRPO(BaseAlgorithm):
                 f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of "
                 "single tokens; fix: 'k3'"
             )
-        self.reference = policy.make_reference() if cfg.kl_coef > 0 else None
+        self.reference = self.engine.shard(policy.make_reference()) if cfg.kl_coef > 0 else None
         self.baseline_state: Tensor | None = None
         self._is_first = True
 
@@ -62,7 +62,7 @@ class GRPO(BaseAlgorithm):
         inputs = self.policy_inputs(batch)
         if self.reference is not None:
             inputs |= self._reference_scores(inputs)
-        start = self.score(self.policy, inputs) if self._needs_start_scores else None
+        start = self.score(self.learner, inputs) if self._needs_start_scores else None
         advantage = self._advantage(credit, inputs, start)
         if not self._can_learn(advantage):
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
@@ -98,7 +98,9 @@ class GRPO(BaseAlgorithm):
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
         state = super().state_dict() | {"baseline_state": self.baseline_state}
-        return state if self.reference is None else state | {"reference": self.reference.state_dict()}
+        return (
+            state if self.reference is None else state | {"reference": self.engine.whole(self.reference.state_dict())}
+        )
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a saved ``state_dict``."""
@@ -107,7 +109,7 @@ class GRPO(BaseAlgorithm):
         remembered = state["baseline_state"]
         self.baseline_state = None if remembered is None else remembered.to(self.policy.device)
         if self.reference is not None:
-            self.reference.load_state_dict(state["reference"])
+            self.reference.load_state_dict(self.engine.split(state["reference"], self.reference.state_dict()))
 
     def _credit_input(self, batch: TensorDict) -> CreditInput:
         """What credit reads of the transitions, rewards in the policy's scale.
@@ -199,7 +201,7 @@ class GRPO(BaseAlgorithm):
         """Replace the reference by the policy, or mix it in, when its interval has passed."""
         sync = self.cfg.sync_ref_model
         if self.reference is not None and sync is not None and self.iteration % sync.steps == 0:
-            self.reference.move_towards(self.policy, sync.mixup_alpha)
+            self.reference.move_towards(self.learner, sync.mixup_alpha)
 
     def _zero_variance(self, credit: CreditInput) -> Tensor:
         """Share of groups whose members all did equally well, in every part of the reward that credit compares."""

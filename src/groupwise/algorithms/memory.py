@@ -8,6 +8,7 @@ import torch
 
 from groupwise.data.minibatch import Unit, take
 from groupwise.data.rollout import Nested
+from groupwise.engines.base import Engine
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,33 @@ class MicroBatches:
             borders = (episode.diff().nonzero()[:, 0] + 1).tolist()
             middle = min(borders, key=lambda border: abs(border - middle), default=0)
         return [take(batch, slice(middle)), take(batch, slice(middle, None))] if middle else [batch]
+
+
+class EqualMicroBatches(MicroBatches):
+    """As many micro-batches on every rank: all of them take part in each pass over a sharded policy.
+
+    A rank that has fewer adds some without weight. None are halved when memory runs out, since one rank cannot do so alone.
+    """
+
+    def __init__(self, unit: Unit, engine: Engine, device: torch.device) -> None:
+        super().__init__(unit)
+        self._engine = engine
+        self._device = device
+
+    def run(self, batches: Sequence[Batch], compute: Callable[[list[Batch]], T]) -> T:
+        """The result of ``compute`` of these micro-batches, and of those that are added after them."""
+        counts = self._engine.gather_objects(len(batches))
+        spare = [_weightless(batch) for batch in batches[:1]]
+        if 0 in counts:  # a rank without rows takes that of another
+            everyone = self._engine.gather_objects([{key: value.cpu() for key, value in row.items()} for row in spare])
+            spare = [{key: value.to(self._device) for key, value in row.items()} for rows in everyone for row in rows]
+        return compute([*batches, *spare[:1] * (max(counts) - len(batches))])
+
+
+def _weightless(batch: Batch) -> Batch:
+    """The first row of a micro-batch, which counts for nothing."""
+    row = take(batch, slice(1))
+    return row | {key: torch.zeros_like(row[key]) for key in ("loss_mask", "weight", "share") if key in row}
 
 
 def is_out_of_memory(error: Exception) -> bool:

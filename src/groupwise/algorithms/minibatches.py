@@ -56,7 +56,7 @@ class Minibatches:
         if count == 1 and cfg.micro_batch_size is None:
             everything = [[slice(0, len(elements["loss_mask"]))]]
             whole = self._weighted(elements, everything, num_episodes, prepare)
-            yield from [[whole]] * cfg.num_epochs
+            yield from [[whole][: len(whole["loss_mask"])]] * cfg.num_epochs  # this rank may have no element
             return
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "minibatch", self._engine.rank, iteration))
         for _ in range(cfg.num_epochs):

@@ -214,6 +214,8 @@ class TextRunCfg(CommonCfg):
     """How completions are sampled in training."""
     generation: SerializeAsAny[GenerationCfg] = NativeGenerationCfg()
     """What generates completions in training, by name or with its parameters: ``{"name": "server", "urls": ["http://127.0.0.1:8000"]}``."""
+    engine: Literal["ddp", "fsdp"] = "ddp"
+    """How several processes train together. ``ddp``: each holds all of what is trained; ``fsdp``: a part of its parameters, gradients and optimiser state. The policy itself is whole in both."""
     total_epochs: Positive | None = None
     """The budget in passes over the training prompts, in place of ``total_steps``."""
     num_prompts: PositiveInt = 8
@@ -250,6 +252,13 @@ class TextRunCfg(CommonCfg):
         for name, value in unread.items():
             raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
         self._check_discount()
+        if self.engine == "fsdp" and self.compile == "on":
+            raise ValueError("engine='fsdp' cannot train a compiled forward pass; fix: compile='off', or engine='ddp'")
+        if self.engine == "fsdp" and self.model.quantization != "none":
+            raise ValueError(
+                f"engine='fsdp' cannot divide weights with model.quantization={self.model.quantization!r}; fix: 'none', or "
+                "engine='ddp'"
+            )
         if self.generation.name != "native" and self.sampling.has_filters:
             raise ValueError(
                 f"generation={self.generation.name!r} gives no tokens that top_k, top_p and min_p keep, among which training "

@@ -3,11 +3,15 @@
 ``functional`` takes ``engine.sum`` as a plain callable. Algorithms do not know which engine they hold.
 """
 
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Engine:
@@ -15,6 +19,8 @@ class Engine:
 
     rank: int = 0
     world_size: int = 1
+    sharded: bool = False
+    """Whether a rank holds a part of what is trained, so that it can neither score nor save anything alone."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum of the tensor over all ranks, without gradient."""
@@ -43,6 +49,29 @@ class Engine:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum over all ranks (losses carry global weights, so it is a sum)."""
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+        """Clip the norm of the summed gradient; returns the norm before. None: no limit."""
+        return clip_grad_norm_(parameters, math.inf if limit is None else limit)
+
+    def learner(self, policy: Module) -> Module:
+        """What updates train: the policy itself, or a copy that ``publish`` brings back."""
+        return policy
+
+    def publish(self, learner: nn.Module, policy: nn.Module) -> None:
+        """Give the policy the trained parameters of its learner."""
+
+    def shard(self, policy: Module) -> Module:
+        """The policy, of which each rank may keep a part only."""
+        return policy
+
+    def whole(self, state: Any) -> Any:
+        """Nested data with whole tensors in place of the ranks' parts. All ranks call it together."""
+        return state
+
+    def split(self, state: Mapping[Any, Any], like: Mapping[Any, Tensor]) -> Mapping[Any, Any]:
+        """The reverse of ``whole``: the parts of this rank, as those of the same keys in ``like``."""
+        return state
 
     def broadcast(self, module: nn.Module) -> None:
         """Make every rank's parameters and buffers those of rank 0."""

@@ -66,14 +66,15 @@ class DistributedEngine(Engine):
         dist.destroy_process_group()
 
 
-def from_environment(device: str = "cpu") -> Engine:
+def from_environment(device: str = "cpu", several: type[DistributedEngine] = DistributedEngine) -> Engine:
     """A distributed engine under ``torchrun``, else one for a single process.
 
     Args:
         device: type of the tensors to be summed, "cpu" or "cuda"; "cuda" selects the GPU of the local rank.
+        several: the engine of several processes.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Engine()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return DistributedEngine(device)
+    return several(device)

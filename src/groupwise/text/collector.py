@@ -115,13 +115,13 @@ class TextCollector(Collector):
         return [f" {text}" if piece.startswith("\u2581") else text for piece, text in zip(pieces, texts, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, which the next rollout depends on."""
-        return super().state_dict() | {"position": self.position}
+        """The position in the data, over all ranks."""
+        return super().state_dict() | {"position": self.position * self.world_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved ``state_dict``."""
+        """Restore a saved ``state_dict``; other numbers of ranks may repeat the last prompts."""
         super().load_state_dict(state)
-        self.position = state["position"]
+        self.position = state["position"] // self.world_size
 
     def close(self) -> None:
         """Close the reward functions and the tool."""

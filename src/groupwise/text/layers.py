@@ -27,9 +27,14 @@ def silence_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def decoder_layers(model: nn.Module) -> list[Any]:
+    """The layers that a model repeats."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def recompute_layers(model: nn.Module) -> None:
     """Gradient checkpointing. transformers' own switch needs training mode, and disables the cache for shared prefixes."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     if not layers:
         raise ConfigError(
             f"{type(model).__name__} has no layers for gradient checkpointing; fix: gradient_checkpointing=False"

@@ -181,6 +181,13 @@ class CausalLM(Policy):
             hidden: Tensor = forward(self.network.base_model, tokens, mask, position, cache)
         return hidden
 
+    def blocks(self) -> list[nn.Module]:
+        """Modules that compute one after the other, of which a rank may hold one at a time; the rest belongs to all of them."""
+        from groupwise.text.layers import decoder_layers
+
+        layers = decoder_layers(self.network)
+        return layers if self.value_head is None else [*layers, self.value_head]
+
     def computing(self) -> AbstractContextManager:
         """The autocast context of every forward pass. Around several passes without gradient, weights are cast once."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)

@@ -25,7 +25,7 @@ from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.groups import KeepGroups
 from groupwise.training.progress import Progress
-from groupwise.training.saving import LogSaveTime, MetricsLog, SaveCheckpoints, check_weights
+from groupwise.training.saving import JoinCheckpoints, LogSaveTime, MetricsLog, SaveCheckpoints, check_weights
 from groupwise.training.trackers import Report
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 def build_callbacks(
     parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
 ) -> list[Callback]:
-    """The user's callbacks and those of the settings, in their order; only the user's on ranks above 0."""
+    """The user's callbacks and those of the settings, in their order; on ranks above 0 the user's, and what helps to save."""
     if rank != 0:
-        return [*users]
+        return [*users, JoinCheckpoints(parts.cfg.checkpoint_interval)]
     cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
     built = [*users, *parts.own_callbacks(folder)]
     if stop.time_limit is not None:

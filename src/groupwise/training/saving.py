@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 SAVE_SECONDS = "time/save_seconds"
 _NOT_LEARNING = (
-    *BUDGETS, "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints"
+    *BUDGETS, "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints", "engine"
 )  # fmt: skip
 """Settings that do not change what is learned."""
 
@@ -77,11 +77,19 @@ class SaveCheckpoints(Callback):
     def on_training_end(self, trainer: "Trainer") -> None:
         """Save, unless the last complete iteration is saved."""
         self._finish(trainer)
-        if trainer.iteration != self.saved_at:
+        if any(trainer.engine.gather_objects(trainer.iteration != self.saved_at)):
             self._begin(trainer)
             self._finish(trainer)
 
-    on_interrupt = on_training_end
+    def on_interrupt(self, trainer: "Trainer") -> None:
+        """Likewise; after an error without the other ranks, or not at all if it takes them."""
+        if trainer.doing == "stopping":
+            return self.on_training_end(trainer)
+        self._finish(trainer)
+        if trainer.iteration != self.saved_at and not trainer.engine.sharded:
+            self._begin(trainer)
+            self._finish(trainer)
+        return None
 
     def close(self) -> None:
         """Wait until everything is written."""
@@ -133,6 +141,32 @@ class SaveCheckpoints(Callback):
                 "run that was trained with either of them from the start",
                 ", ".join(changed),
             )
+
+
+class JoinCheckpoints(Callback):
+    """What ranks above 0 do for ``SaveCheckpoints``: hand over their parts of the state.
+
+    Args:
+        interval: that of ``SaveCheckpoints``.
+    """
+
+    def __init__(self, interval: int | None) -> None:
+        self.interval = interval
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """When rank 0 saves."""
+        if trainer.passed(self.interval):
+            trainer.algorithm.state_dict()
+
+    def on_training_end(self, trainer: "Trainer") -> None:
+        """If rank 0 still has to save."""
+        if any(trainer.engine.gather_objects(False)):
+            trainer.algorithm.state_dict()
+
+    def on_interrupt(self, trainer: "Trainer") -> None:
+        """Likewise, unless an error came first."""
+        if trainer.doing == "stopping":
+            self.on_training_end(trainer)
 
 
 class LogSaveTime(Callback):

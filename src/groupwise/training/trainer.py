@@ -78,8 +78,8 @@ class Trainer:
         """Whether ``interrupt`` was called."""
         self.metrics: dict[str, float] = {}
         """Of the last finished iteration."""
-        self.doing: Literal["collecting", "updating", "callbacks"] = "callbacks"
-        """The current phase, or the one in which an error came."""
+        self.doing: Literal["collecting", "updating", "callbacks", "stopping"] = "callbacks"
+        """The current phase, or the one in which an error came; ``stopping`` when all ranks end together for an interrupt."""
         self.ending = False
         """Whether iterations are over, and callbacks save the last one."""
         self._counts_before = self.counts
@@ -205,6 +205,7 @@ class Trainer:
         if self.is_done():
             return False
         if any(interrupted for _, interrupted in asked):
+            self.doing = "stopping"
             raise KeyboardInterrupt
         return True
 

@@ -1,0 +1,156 @@
+"""What ``test_sharding`` starts, alone or under torchrun.
+
+sharded_runs.py updates FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics, state
+sharded_runs.py train|fail|resume FOLDER ITERATIONS     a whole run; resume writes what it begins with
+"""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import torch
+from text_runs import SETTINGS, numbers, share_copied
+from tiny_models import moved, tiny_model
+from torch.distributed.tensor import DTensor
+
+import groupwise as gw
+from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.ppo import PPO
+from groupwise.config.algorithm import GRPOCfg, PPOCfg
+from groupwise.config.policy import LoRACfg
+from groupwise.engines.distributed import from_environment
+from groupwise.text.generation import complete
+from groupwise.text.load import with_adapters
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.sharding import ShardedEngine
+
+PROMPTS = [[5, 6, 7], [9], [5, 8]]
+SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 0.1, "max_grad_norm": None}
+CASES = {
+    "plain": {},
+    "tied": {"family": "smollm"},
+    "gpt2": {"family": "gpt2"},
+    "clipped": {"max_grad_norm": 0.01},
+    "micro_batches": {"micro_batch_size": 12, "num_epochs": 2},
+    "idle_rank": {"unscorable": [2], "micro_batch_size": 12, "num_epochs": 2},
+    "idle_rank_whole": {"unscorable": [2]},
+    "recomputed": {"objective": {"old_log_prob": "recomputed"}, "top_entropy_quantile": 0.5, "num_epochs": 2},
+    "checkpointing": {"gradient_checkpointing": True, "num_epochs": 2},
+    "reference": {"kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}},
+    "adapters": {"lora": True, "kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}},
+    "half": {"dtype": torch.bfloat16, "lora": True, "kl_coef": 0.1},
+    "autocast": {"autocast": torch.bfloat16},
+    "adam": {"optimizer": {"name": "adamw", "weight_decay": 0.1}, "learning_rate": 1e-3},
+    "critic": {"algorithm": (PPO, PPOCfg)},
+    "not_finite": {"bad_reward": True, "on_nonfinite": "zero"},
+}
+
+
+def rows_of_all(policy, unscorable=()):
+    completions = complete(policy, PROMPTS, torch.arange(12).view(3, 4))
+    rows = []
+    for number, group in enumerate(completions):
+        for c in group:
+            reward = None if number in unscorable else float(sum(c.tokens) % 5)
+            rows.append(TextRow(PROMPTS[number], c.tokens, c.log_probs, reward, c.stop == "eos", number))
+    return rows
+
+
+def own_rows(rows, engine):
+    """Two groups on rank 0, and one on rank 1."""
+    if engine.world_size == 1:
+        return rows
+    return [r for r in rows if r.group < 2] if engine.rank == 0 else [r._replace(group=0) for r in rows if r.group == 2]
+
+
+def elements_held(algorithm):
+    """Numbers of trained parameters and of the optimiser's state that this rank holds."""
+    state = [entries.values() for entries in algorithm.optimizer.state.values()]
+    tensors = [t for t in (*algorithm.parameters, *itertools.chain(*state)) if t.dim()]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors)
+
+
+def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(GRPO, GRPOCfg), unscorable=(),
+            bad_reward=False, gradient_checkpointing=False, autocast=None, **settings):  # fmt: skip
+    model = moved(tiny_model(family), 0.05).to(dtype)
+    if lora:
+        model = with_adapters(model, LoRACfg(r=2))
+    cls, cfg = algorithm
+    policy = CausalLM(
+        model, actor_only=cls.actor_only, autocast=autocast, gradient_checkpointing=gradient_checkpointing
+    )
+    rows = rows_of_all(policy, unscorable)
+    rollout = text_rollout(own_rows(rows, engine))
+    if cls is PPO:
+        rollout["value"] = torch.zeros_like(rollout["reward"])
+        rollout["next_value"] = torch.zeros_like(rollout["reward"])
+        extra = {}
+    else:
+        extra = {"group_size": 4}
+    trained = cls(cfg(**{"num_epochs": 1, "minibatch_size": 10_000} | extra | SGD | settings), policy, engine)
+    if bad_reward and engine.rank == 0:
+        rollout["reward"][rollout["loss_mask"]] = float("nan")
+    for _ in range(2):
+        metrics = trained.update(rollout.clone())
+    return {
+        "policy": {name: p.detach().clone() for name, p in policy.named_parameters()},
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "state": trained.state_dict(),
+        "held": elements_held(trained),
+    }
+
+
+class SaveLoaded(gw.Callback):
+    """Writes what a run begins with, as rank 0 has it."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def on_training_start(self, trainer):
+        state = trainer.algorithm.state_dict()
+        if trainer.engine.rank == 0:
+            policy = {name: p.detach().clone() for name, p in trainer.algorithm.policy.named_parameters()}
+            torch.save({"state": state, "policy": policy, "position": trainer.collector.position}, self.file)
+
+
+def failing(prompts, completions, **columns):
+    """Fails on rank 1 in its second iteration."""
+    failing.calls += 1
+    if os.environ.get("RANK") == "1" and failing.calls == 2:
+        raise RuntimeError("the reward of rank 1 is broken")
+    return share_copied(prompts, completions)
+
+
+failing.calls = 0
+
+
+def whole_run(folder, mode, number):
+    """Train ``number`` iterations, or resume until then."""
+    cfg = gw.GRPOCfg(group_size=4, learning_rate=1e-3, kl_coef=0.1)
+    reward = failing if mode == "fail" else share_copied
+    given = {"reward": reward, "data": numbers()[:60]}
+    if mode == "resume":
+        callback = SaveLoaded(folder.with_name(f"{folder.name}.loaded"))
+        gw.resume(folder, total_iterations=number, callbacks=[callback], **given)
+    else:
+        settings = {k: v for k, v in SETTINGS.items() if k != "total_steps"}
+        task = gw.TextTask(given["data"], reward=reward)
+        model = str(folder.with_name("model"))
+        gw.train(task, cfg, model=model, run_dir=folder, engine="fsdp", total_iterations=number, **settings)
+
+
+def all_updates(file, cases):
+    engine = from_environment("cpu", ShardedEngine)
+    torch.save({case: updated(engine, **CASES[case]) for case in cases or CASES}, f"{file}.{engine.rank}")
+    engine.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mode, path, *rest = sys.argv[1:]
+    if mode == "updates":
+        all_updates(path, rest)
+    else:
+        whole_run(Path(path), mode, int(rest[0]))

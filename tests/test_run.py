@@ -381,7 +381,8 @@ def test_what_is_no_run_is_refused(cartpole: gw.Run):
     with pytest.raises(gw.RunFolderError, match="is taken"):
         gw.train("CartPole-v1", run_dir=cartpole.path, **TINY)
     Path("broken").mkdir()
-    Path("broken", "config.json").write_text('{"provenance": {"format": 2}, "total_steps": "many"}')
+    known = {"algorithm": {"name": "grpo"}, "seed": 0, "provenance": {"format": 2}}
+    Path("broken", "config.json").write_text(json.dumps(known | {"total_steps": "many"}))
     with pytest.raises(gw.RunFolderError, match="does not fit: total_steps = 'many': input should be"):
         gw.resume("broken")
 
@@ -414,7 +415,7 @@ class NoOpenGL(Corridor):
         raise self.FatalError("no OpenGL")
 
 
-def test_a_renderer_that_fails_at_the_end_of_training_is_a_warning(caplog: pytest.LogCaptureFixture):
+def test_a_renderer_that_fails_at_the_end_of_training_is_a_warning(caplog: pytest.LogCaptureFixture, pictures: None):
     run = gw.train(NoOpenGL, **TINY)
     assert run.summary["stopped"] == "total_steps"
     told = [r.message for r in caplog.records if r.levelname == "WARNING"]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import gymnasium
     from matplotlib.figure import Figure
 
+    from groupwise.report.notebook import Frame
     from groupwise.text.evaluation import TextEvaluation
     from groupwise.training.evaluation import EvaluationResult
 
@@ -76,6 +77,12 @@ class Run:
         from groupwise.report.notebook import plot
 
         return plot(RunFolder(self.path))
+
+    def explore(self) -> "Frame":
+        """The page of the run with the explorer of its groups; a notebook shows it."""
+        from groupwise.report.notebook import explore
+
+        return explore(RunFolder(self.path))
 
     def report(self, out: Path | str | None = None) -> Path:
         """Write the page of the run, as ``groupwise report`` does; returns its path.

@@ -1,10 +1,12 @@
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,6 +15,17 @@ import pytest
 
 from groupwise import cli, config
 from groupwise.cli.seeds import train_seeds
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """What --quiet changes in this process."""
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    log = logging.getLogger("groupwise")
+    before = log.level
+    with warnings.catch_warnings():
+        yield
+    log.setLevel(before)
 
 
 @pytest.fixture
@@ -85,10 +98,18 @@ def test_seeds_train_in_a_process_and_a_folder_each(api, capsys, processes, tmp_
     assert sorted(command[command.index("--seed") + 1] for command in processes) == ["0", "1", "5"]
     assert sorted(path.name for path in folder.glob("seed_?")) == ["seed_0", "seed_1", "seed_5"]
     [settings] = {command[command.index("train") + 1] for command in processes}
-    assert config.load_config(settings) == config.resolve("CartPole-v1", {"gamma": 0.5})
+    expected = config.resolve("CartPole-v1", {"gamma": 0.5}, logging={"progress": "lines"})  # into a file
+    assert config.load_config(settings) == expected
     out = capsys.readouterr().out
     assert "105" in out
     assert api == []
+
+
+def test_quiet_seeds_print_the_table_only(capsys, processes, tmp_path):
+    folder = tmp_path / "many"
+    assert cli.main(["train", "CartPole-v1", "--seeds", "0-1", "--quiet", "--run-dir", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("seed  return_mean")
+    assert config.load_config(folder / "settings.json").logging.progress == "none"
 
 
 def test_seed_command_lines_are_valid(api, processes, tmp_path):

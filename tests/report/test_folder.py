@@ -9,7 +9,7 @@ import pytest
 from groupwise.errors import RunFolderError
 from groupwise.report.folder import RunFolder, provenance
 
-CONFIG = {"seed": 3, "env": {"id": "CartPole-v1"}}
+CONFIG = {"seed": 3, "env": {"id": "CartPole-v1"}, "algorithm": {"name": "grpo"}}
 
 
 @pytest.fixture(autouse=True)

@@ -126,6 +126,32 @@ def test_equal_groups_below_the_highest_return_are_no_solved_task():
     assert verdicts(examine(fell))["Groups without signal"] == "look"
 
 
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"rollout/return_mean": lambda share: 0.0}, "Return"),
+        ({"train/approx_kl": lambda share: 17 * (share < 0.1)}, "KL of an update"),
+    ],
+)
+def test_a_cause_goes_before_the_groups_without_signal_that_follow_from_it(changes, cause):
+    found = examine(entries(**{"rollout/zero_variance_groups": lambda share: 0.95} | changes))
+    bad = [finding for finding in found if finding.verdict == "bad"]
+    assert [finding.title for finding in bad[:2]] == [cause, "Groups without signal"]
+    assert bad[1].advice == f"This follows from: {cause}."
+
+
+def test_an_entropy_that_is_gone_after_the_first_iterations_is_found():
+    found = examine(at("train/entropy", lambda share: 0.69 if share == 0 else 0.004))
+    assert verdicts(found)["Entropy"] == "bad"
+
+
+def test_a_policy_that_never_learned_did_not_get_worse():
+    falling = {"eval/return_mean": lambda share: 60.0 * (1 - share)}
+    assert verdicts(examine(entries(**falling)))["Last against best"] == "look"
+    still = falling | {"train/grad_norm": lambda share: 0.0}
+    assert verdicts(examine(entries(**still)))["Last against best"] == "good"
+
+
 def test_a_task_of_which_every_attempt_succeeds_is_no_constant_return():
     always = entries(**{"rollout/return_mean": lambda share: 1.0, "rollout/success_rate": lambda share: 1.0})
     assert verdicts(examine(always))["Return"] == "good"
@@ -136,7 +162,7 @@ def test_updates_without_a_step_say_nothing_of_the_policy():
     idle = {key: (lambda share: 0.0) for key in ("train/entropy", "train/approx_kl", "train/optimizer_steps")}
     half = [*entries(10), *entries(10, **idle)]
     found = {finding.title: finding for finding in examine(half)}
-    assert found["Entropy"].text == "From 0.6 to 0.6 nats per step."
+    assert found["Entropy"].text == "From 0.6 at first to 0.6 nats per step."
     assert found["KL of an update"].verdict == found["Entropy"].verdict == "good"
     assert "Entropy" not in verdicts(examine(entries(**idle)))
 

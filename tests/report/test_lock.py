@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -95,6 +96,44 @@ def test_a_child_that_outlives_a_killed_process_does_not_keep_the_lock(tmp_path:
             pass
     finally:
         end(process)
+
+
+def test_a_lock_is_held_as_long_as_its_process_lives(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    assert not folder.is_training
+    process = hold(folder.path)
+    try:
+        assert folder.is_training
+    finally:
+        end(process)
+    assert (folder.path / LOCK).read_bytes() != b"", "it was killed"
+    assert not folder.is_training
+
+
+def test_a_look_at_the_lock_keeps_nobody_out(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    done = Event()
+
+    def look() -> None:
+        while not done.is_set():
+            _ = folder.is_training
+
+    looking = [Thread(target=look) for _ in range(4)]
+    for thread in looking:
+        thread.start()
+    for _ in range(100):
+        with folder.locked():
+            pass
+    done.set()
+    for thread in looking:
+        thread.join()
+
+
+def test_a_process_elsewhere_trains_while_it_gives_signs_of_life(tmp_path: Path):
+    elsewhere(tmp_path / "run")
+    assert RunFolder(tmp_path / "run").is_training
+    os.utime(tmp_path / "run" / LOCK, (0, 0))
+    assert not RunFolder(tmp_path / "run").is_training
 
 
 @pytest.mark.usefixtures("impatient")

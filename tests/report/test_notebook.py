@@ -1,5 +1,6 @@
 """What a notebook shows of a run."""
 
+import html
 import json
 import re
 from io import BytesIO
@@ -10,7 +11,7 @@ from run_folders import write_run
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.report.notebook import plot, to_html
+from groupwise.report.notebook import explore, plot, to_html
 
 
 @pytest.fixture
@@ -53,6 +54,14 @@ def test_a_run_without_metrics_shows_no_curve(run):
     (run / "metrics.jsonl").unlink()
     assert "<svg" not in shown(run)
     assert "Unknown" in shown(run)
+
+
+def test_the_explorer_is_in_a_frame_with_links_of_its_own(run):
+    frame = explore(RunFolder(run))._repr_html_()
+    [page] = re.findall(r'<iframe srcdoc="([^"]+)" title="Page of the run"', frame)
+    assert html.unescape(page).startswith("<!DOCTYPE html>")
+    assert '<base href="about:srcdoc">' in html.unescape(page)
+    assert "<script" not in frame
 
 
 def test_the_curve_is_a_figure_and_a_picture(run):

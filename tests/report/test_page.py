@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pyarrow.parquet
 import pytest
+from run_folders import write_run
 from text_runs import copying, save_model
 from text_runs import train as train_text
 
@@ -15,6 +16,7 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.errors import RunFolderError
 from groupwise.report import groups
+from groupwise.report.folder import RunFolder
 from groupwise.report.page import explorer
 from groupwise.report.page.figures import small
 from groupwise.report.page.page import answer, write_page
@@ -187,9 +189,54 @@ def test_a_run_that_is_not_complete_has_a_page(runs, lost, tmp_path):
         first = (run / "metrics.jsonl").read_text().splitlines()[0]
         (run / "metrics.jsonl").write_text(first + "\n")
     words = " ".join(page_of(run)[1].texts)
-    assert "Still training, or killed" in words
+    assert "Killed after" in words
     assert ("No groups yet" in words) == (lost == "groups")
     assert ("No iteration was logged" in words) == (lost == "metrics")
+
+
+def test_a_run_that_trains_says_so(tmp_path):
+    run = write_run(tmp_path / "run")
+    with RunFolder(run).locked():
+        assert "Still training: 1,000 environment steps" in page_of(run)[0]
+    assert "Ended by total_steps after 1,000" in page_of(run)[0]
+
+
+@pytest.mark.parametrize("lacking", ["time/total_seconds", "eval/return_std", "eval/episodes", "env_steps"])
+def test_metrics_that_lack_something_have_a_page(tmp_path, lacking):
+    run = write_run(tmp_path / "run")
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{name: value for name, value in entry.items() if name != lacking} for entry in entries]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+    text, _ = page_of(run)
+    assert "in 4 iterations" in text
+    assert ("The evaluated return went from 1 to 4, without an interval" in text) == lacking.startswith("eval/")
+    assert "Learning curve" in text
+
+
+def test_a_page_tells_the_success_rate(tmp_path):
+    run = write_run(tmp_path / "run")
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [entry | {"eval/success_rate": number / 4} for number, entry in enumerate(entries)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rates))
+    text = page_of(run)[0]
+    assert "Success: 0 % in the first evaluation, 75 % in the last (95 % interval 53 % to 89 %)." in text
+
+
+def test_cloning_is_not_blamed_for_playing_no_episodes(tmp_path):
+    run = write_run(tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "env_steps": 10, "rollout/episodes": 0.0}\n')
+    assert "No episode ended in 10 steps" in page_of(run)[0]
+    (run / "config.json").write_text(json.dumps(config | {"algorithm": {"name": "bc"}}))
+    text = page_of(run)[0]
+    assert "No episode ended" not in text
+    assert "Cloning has no groups." in text
+
+
+def test_settings_of_another_program_are_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "algorithm": "adam"}))
+    with pytest.raises(RunFolderError, match=r"config\.json holds no settings of a run \(algorithm: .*; fix: "):
+        write_page(tmp_path)
 
 
 def test_a_failed_run_says_so(tmp_path):
@@ -217,10 +264,10 @@ def test_the_command_writes_where_it_is_told(runs, tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "none")]) == 2
 
 
-def evaluated(*scores, std=10.0, training=()):
+def evaluated(*scores, std=10.0, episodes=25.0, training=()):
     """Entries with evaluations of 25 episodes, whose intervals are 4.13 to each side."""
     entries = [{"env_steps": 1, "rollout/return_mean": score} for score in training]
-    numbers = {"eval/return_std": std, "eval/episodes": 25.0}
+    numbers = {"eval/return_std": std, "eval/episodes": episodes}
     return entries + [{"env_steps": 2, "eval/return_mean": score, **numbers} for score in scores]
 
 
@@ -237,6 +284,11 @@ def evaluated(*scores, std=10.0, training=()):
             "no more than the -1,250.0 of the first iteration",
         ),
         (evaluated(20, 100, training=(22.0, 90.0)), "Yes", "rose from 20 to 100"),
+        (
+            evaluated(20, 100, episodes=1.0),
+            "Unknown",
+            "went from 20 to 100, of one of the episodes, without an interval",
+        ),
         (evaluated(20, 24), "Not visibly", "no more than noise"),
         (evaluated(500, 500, std=0.0, training=(22.0, 480.0)), "Yes", "from 22 in the first iteration"),
         (evaluated(500, 500, std=0.0, training=(500.0, 480.0)), "Not visibly", ""),

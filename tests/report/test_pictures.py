@@ -14,7 +14,7 @@ from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.recurrent import RecurrentActorCritic
 from groupwise.report import video
-from groupwise.report.curve import plot_curve
+from groupwise.report.curve import curve_figure, plot_curve
 from groupwise.report.scores import half_width_95, scores_of, wilson_95
 from groupwise.report.video import NoPictureError, film, rendering_env
 
@@ -73,6 +73,17 @@ def test_the_best_evaluation_is_that_of_the_metric():
     assert [found["best_success_rate"] for found in (by_return, by_success)] == [0.4, 0.6]
     assert (by_return["success_rate"], by_return["training_success_rate"]) == (0.6, 0.1)
     assert not any("success" in name for name in scores_of([fixed | TRAINING | EVALUATION]))
+
+
+def test_a_return_that_is_the_success_rate_is_drawn_once():
+    def panels(**changed: float) -> int:
+        entry = fixed_success | changed
+        return len(curve_figure([entry], "", "steps", "return", size=(4.0, 3.0)).axes)
+
+    fixed_success = {"env_steps": 20, "eval/return_mean": 0.5, "eval/success_rate": 0.5, "eval/episodes": 20.0}
+    assert panels() == 1
+    assert panels(**{"eval/return_mean": 7.0}) == 2
+    assert panels(**{"rollout/return_mean": 0.5}) == 2
 
 
 def test_half_width_by_the_table():

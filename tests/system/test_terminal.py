@@ -5,7 +5,7 @@ from rich.console import Console
 
 from groupwise import cli
 from groupwise.system.terminal import printable
-from groupwise.training.callbacks import Progress
+from groupwise.training.progress import Progress
 
 
 @pytest.mark.parametrize(

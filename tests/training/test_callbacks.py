@@ -1,4 +1,3 @@
-import io
 import json
 import time
 from pathlib import Path
@@ -8,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
 from groupwise.training import saving
 from groupwise.training.base import Callback
-from groupwise.training.callbacks import Evaluate, Progress, StopAtScore, TimeLimit
+from groupwise.training.callbacks import Evaluate, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity, load_checkpoint, write_checkpoint
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.saving import LogSaveTime, MetricsLog, SaveCheckpoints
@@ -203,34 +201,3 @@ def test_stops_when_time_is_over(parts: Any):
     trainer = parts.trainer(TimeLimit(0.0))
     trainer.train()
     assert (trainer.env_steps, trainer.stop_reason) == (10, "time: the limit of 0 s is over")
-
-
-@pytest.mark.parametrize(("interval", "count"), [(0.0, 4), (3600.0, 1)])
-def test_plain_lines_come_at_the_interval_and_at_the_end(interval: float, count: int, parts: Any, tmp_path: Path):
-    out = io.StringIO()
-    progress = Progress("auto", interval, console=Console(file=out, width=40))
-    parts.trainer(Evaluate(scores(2.5, 2.5), 20, tmp_path / "best", HERE), progress, total_steps=40).train()
-    lines = out.getvalue().splitlines()
-    assert len(lines) == count  # a file is no terminal, and a narrow one wraps no line
-    assert "100%          40 / 40 steps" in lines[-1]
-    assert "return" in lines[-1]
-    assert "eval    2.500" in lines[-1]
-
-
-def test_bar_is_drawn_on_a_terminal(parts: Any):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    parts.trainer(Progress("auto", 1.0, console=console), total_steps=20).train()
-    assert "20/20" in out.getvalue()
-    assert "steps/s" in out.getvalue()
-
-
-def test_bar_is_closed_after_an_error(parts: Any):
-    class Failing(Callback):
-        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
-            raise RuntimeError("broken callback")
-
-    console = Console(file=io.StringIO(), force_terminal=True)
-    with pytest.raises(RuntimeError, match="broken callback"):
-        parts.trainer(Progress("bar", 1.0, console=console), Failing()).train()
-    assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is shown again

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 import groupwise as gw
+from groupwise.report.folder import RunFolder
+from groupwise.report.notebook import explore
 from groupwise.report.page.page import write_page
 from groupwise.training import env_evaluator
 
@@ -29,10 +31,11 @@ def open_page(browser):
     """Opens an address; complains of what the console shows."""
     pages, complaints = [], []
 
-    def opened(address, **options):
+    def opened(address, timeout=30_000, **options):
         page = browser.new_page(**options)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.set_default_timeout(timeout)
         page.goto(address)
         pages.append(page)
         return page
@@ -68,6 +71,7 @@ def process(*args):
 def test_the_explorer_is_used_by_keyboard_and_by_links(run, open_page):
     page = open_page((run / "report.html").as_uri())
     explorer = page.locator("#explorer")
+    page.locator(".list button").first.click()
     explorer.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         page.keyboard.press(key)
@@ -78,6 +82,32 @@ def test_the_explorer_is_used_by_keyboard_and_by_links(run, open_page):
     assert again.locator(".member.chosen").inner_text() == page.locator(".member.chosen").inner_text()
     page.keyboard.press("PageDown")
     assert page.evaluate("location.hash") != address
+
+
+def test_a_notebook_shows_the_page_in_a_frame(run, open_page, tmp_path):
+    (tmp_path / "notebook.html").write_text(f"<!DOCTYPE html>{explore(RunFolder(run))._repr_html_()}")
+    page = open_page((tmp_path / "notebook.html").as_uri())
+    frame = page.frames[1]
+    frame.locator("#explorer").focus()
+    page.keyboard.press("ArrowDown")
+    assert "member=1" in frame.evaluate("location.hash")
+    frame.evaluate("scrollTo(0, 0)")
+    frame.get_by_role("link", name="Settings").click()
+    frame.wait_for_function("scrollY > 0")
+    assert frame.locator("h1").count() == 1
+
+
+def test_frames_follow_the_step(run, open_page):
+    page = open_page((run / "report.html").as_uri())
+    frame = page.locator(".frame").first
+    before = frame.get_attribute("aria-label"), frame.evaluate("node => node.style.backgroundPosition")
+    page.locator("#explorer").focus()
+    for _ in range(12):
+        page.keyboard.press("ArrowRight")
+    after = frame.get_attribute("aria-label"), frame.evaluate("node => node.style.backgroundPosition")
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+    assert frame.evaluate("node => node.clientWidth") == 160
 
 
 def test_filters_leave_what_they_name(run, open_page):
@@ -135,13 +165,13 @@ def test_the_viewer_follows_a_run_that_trains(tmp_path, open_page):
         ),
     ):
         address = viewer.stdout.readline().strip()
-        page = open_page(address)
-        page.get_by_role("cell", name="training", exact=True).wait_for(timeout=60_000)
+        page = open_page(address, timeout=120_000)  # beside a training, on a machine that may be busy
+        page.get_by_role("cell", name="training", exact=True).wait_for()
         page.get_by_role("link", name="live").click()
         state = page.locator("#state")
         state.wait_for()
         before = state.inner_text()
-        playwright.expect(state).not_to_have_text(before, timeout=60_000)
-        page.locator(".list button").first.wait_for(timeout=60_000)  # the first groups bring the explorer
+        playwright.expect(state).not_to_have_text(before, timeout=120_000)
+        page.locator(".list button").first.wait_for()  # the first groups bring the explorer
         assert page.locator("#link").inner_text() == "This page follows the files."
         page.close()  # before the server, whose end the console would show

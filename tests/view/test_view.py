@@ -140,6 +140,28 @@ def test_damaged_runs_are_listed_with_their_fault(root):
     assert client(root).get("/secret/runs/first").status_code == 500
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+        {"algorithm": "adam", "env": "x", "seed": "y"},
+        {"algorithm": {"name": "grpo"}, "seed": 0, "provenance": {"versions": []}},
+        [],
+    ],
+)
+def test_settings_of_other_programs_are_listed_with_their_fault(root, foreign):
+    (root / "model").mkdir()
+    (root / "model/config.json").write_text(json.dumps(foreign))
+    visitor = client(root)
+    listed = visitor.get("/secret/")
+    assert listed.status_code == 200
+    assert "/secret/runs/model" in listed.text
+    assert "/secret/runs/first" in listed.text
+    page = visitor.get("/secret/runs/model")
+    assert page.status_code == 500
+    assert "model/config.json" in page.text
+
+
 def test_names_of_strangers_stay_texts(root):
     write_run(root / HOSTILE)
     listed = client(root).get("/secret/").text

@@ -16,7 +16,7 @@ from groupwise import plugins
 from groupwise.cli.parser import Parser, count
 from groupwise.config.budget import BUDGETS
 from groupwise.errors import ConfigError, GroupwiseError, UnknownNameError
-from groupwise.system.terminal import prepare, show
+from groupwise.system.terminal import prepare, show, show_errors_only, show_everything
 
 USAGE = """usage: groupwise COMMAND ...
 
@@ -62,6 +62,8 @@ Options, with the defaults of this environment:
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel
   --plugin FILE.py                    import your file first
   --preset NAME                       credit and objective of a paper; see: groupwise list
+  -q, --quiet                         print errors and the result only
+  -v, --verbose                       print every iteration, and what the library logs
   --profile [3]                       record that many iterations with torch.profiler, into profile/ of the run folder
 """
 
@@ -189,11 +191,18 @@ def _train(argv: Sequence[str]) -> int:
     parser = Parser(prog="groupwise train", add_help=False)
     parser.add_argument("--seeds")
     parser.add_argument("--profile", type=count, nargs="?", const=3)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("-q", "--quiet", dest="progress", action="store_const", const="none")
+    output.add_argument("-v", "--verbose", dest="progress", action="store_const", const="iterations")
     options, rest = parser.parse_known_args(argv)
 
     from groupwise.cli.options import parse_options
 
-    cfg = parse_options(rest, prog="groupwise train", description=TRAIN_HELP, flags=("seeds", "profile", "preset"))
+    flags = ("seeds", "profile", "preset", "quiet", "verbose")
+    cfg = parse_options(rest, prog="groupwise train", description=TRAIN_HELP, flags=flags)
+    if options.progress is not None:
+        show_errors_only() if options.progress == "none" else show_everything()
+        cfg = cfg.model_copy(update={"logging": cfg.logging.model_copy(update={"progress": options.progress})})
     if options.seeds is not None:
         if options.profile is not None:
             raise ConfigError("--profile is of a single run, got --seeds too; fix: one of them")
@@ -203,12 +212,13 @@ def _train(argv: Sequence[str]) -> int:
 
     from groupwise.run import train_from_config
 
+    quiet = options.progress == "none"
     if options.profile is None:
-        return _print_run(train_from_config(cfg))
+        return _print_run(train_from_config(cfg), quiet)
 
     from groupwise.training.profiler import Profiler
 
-    return _print_run(train_from_config(cfg, callbacks=[Profiler(options.profile)]))
+    return _print_run(train_from_config(cfg, callbacks=[Profiler(options.profile)]), quiet)
 
 
 def _config(argv: Sequence[str]) -> int:
@@ -355,8 +365,12 @@ def _resume(argv: Sequence[str]) -> int:
     return _print_run(resume.run(Parser(prog="groupwise resume", description=resume.HELP), argv))
 
 
-def _print_run(run: Any) -> int:
-    """Print the result of a run and the next command; returns the exit code."""
+def _print_run(run: Any, quiet: bool = False) -> int:
+    """Print the result of a run and the next command; returns the exit code.
+
+    Args:
+        quiet: name the run folder in place of commands.
+    """
     found = run.summary
     if "seconds" not in found:  # of several processes, the first one reports
         return 0
@@ -372,7 +386,8 @@ def _print_run(run: Any) -> int:
             reached += f", success {100 * rate:.0f} % (95 % interval {low:.0f} to {high:.0f})"
             best += f", success {100 * found['best_success_rate']:.0f} %,"
         reached += f". Best {best} at step {found['best_env_steps']:,}"
-    show(f"Done in {found['seconds']:.1f} s{reached}.")
+    where = f" Run folder: {run.path}" if quiet else ""
+    show(f"Done in {found['seconds']:.1f} s{reached}.{where}")
     if found["stopped"] not in BUDGETS:
         show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
     if 0 < found.get("updates_without_gradient", 0) == found["iterations"]:
@@ -383,7 +398,8 @@ def _print_run(run: Any) -> int:
         again = f", then {plugins.command('resume', run.path)}" if steps else ""
         show(f"NOT SAVED: {what}; fix: make room{again}", to="stderr")
         return 1
-    show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command('eval', run.path)}")
+    if not quiet:
+        show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command('eval', run.path)}")
     return 0
 
 

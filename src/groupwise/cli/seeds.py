@@ -55,7 +55,8 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
         KeyboardInterrupt: after a signal; says how to continue each unfinished seed.
     """
     folder = _create_folder(cfg)
-    show(f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} under {folder}")
+    say = show if cfg.logging.progress != "none" else lambda line: None
+    say(f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} under {folder}")
     # A process group of its own: signals reach it from here only.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     options: dict[str, Any] = {"env": os.environ | threads, "start_new_session": True}
@@ -83,7 +84,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
                 if (code := process.poll()) is not None:
                     exit_codes[seed] = code
                     del running[seed]
-                    show(f"seed {seed}: {_ENDS.get(code, 'failed')}")
+                    say(f"seed {seed}: {_ENDS.get(code, 'failed')}")
             time.sleep(0.1)
     unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
     if signals and unfinished:
@@ -110,14 +111,16 @@ def _create_folder(cfg: CommonCfg) -> Path:
         folder.mkdir(parents=True)
     except FileExistsError as error:
         raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir") from error
-    settings = to_json(cfg.model_copy(update={"run_dir": None}))
+    progress = "lines" if cfg.logging.progress in ("auto", "bar") else cfg.logging.progress
+    logging = cfg.logging.model_copy(update={"progress": progress})
+    settings = to_json(cfg.model_copy(update={"run_dir": None, "logging": logging}))
     files.write(folder / "settings.json", f"{settings}\n".encode())
     return folder
 
 
 def _command(folder: Path, seed: int) -> list[str]:
     # -P: without it, a groupwise.py in the working folder would run
-    command = [sys.executable, "-P", "-m", "groupwise", *_train_args(folder, seed), "--logging.progress", "lines"]
+    command = [sys.executable, "-P", "-m", "groupwise", *_train_args(folder, seed)]
     return command + shlex.split(plugins.options(plugins.loaded()))
 
 

@@ -19,6 +19,8 @@ Examples:
   groupwise view runs/<run> --port 8000
 """
 HOST = "127.0.0.1"
+NICE = 10
+"""Training goes first; beside one that uses all cores, this leaves a tenth of a core."""
 
 
 def run(parser: Parser, argv: Sequence[str]) -> None:
@@ -41,12 +43,15 @@ def serve(root: Path, port: int) -> None:
     Raises:
         OSError: the port is taken.
     """
+    # what pages need is imported before the priority falls: beside a training on all cores it would take a minute
+    import matplotlib.backends.backend_svg  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
     import uvicorn
 
     from groupwise.view.app import Viewer
 
     if sys.platform != "win32":
-        os.nice(19)  # training goes first
+        os.nice(NICE)
     token = token_urlsafe(24)
     with socket.create_server((HOST, port)) as listener:
         show(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", "Ctrl-C ends it.")

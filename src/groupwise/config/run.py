@@ -78,8 +78,8 @@ class LoggingCfg(Cfg):
 
     report_to: tuple[SerializeAsAny[TrackerCfg], ...] = ()
     """Trackers that also get the metrics, each by name or with its parameters: ``[{"name": "wandb", "project": "arms"}]``."""
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """``bar``: live; ``lines``: plain lines; ``auto``: a bar on a terminal, otherwise lines; ``none``."""
+    progress: Literal["auto", "bar", "lines", "iterations", "none"] = "auto"
+    """``bar``: live; ``lines``: a plain line now and then; ``iterations``: one for each iteration; ``auto``: a bar on a terminal, otherwise lines; ``none``."""
 
     @model_validator(mode="after")
     def _check(self) -> "LoggingCfg":

@@ -45,8 +45,7 @@ def group_env(
 ) -> RowsGroupEnv:
     """Rows that start independently, by the best start mode that works.
 
-    Without ``verify``, starts are seeded resets, in new environments if ``cfg.start_mode`` is ``fresh``, and not shared if
-    it is ``none``.
+    Without ``verify``, ``cfg.start_mode`` is taken as it is; ``auto`` is ``seed``.
 
     Raises:
         GroupStartError: members could not share a start.
@@ -60,7 +59,7 @@ def group_env(
     rows = _describe(cfg, env, on_error, reward_parts)
     shared = cfg.start_mode != "none"
     report = choose_start(rows, cfg.start_mode) if verify and shared else None
-    unchecked: StartMode = cfg.start_mode if cfg.start_mode in ("fresh", "none") else "seed"
+    unchecked: StartMode = "seed" if cfg.start_mode == "auto" else cfg.start_mode
     rows = rows._replace(start_mode=unchecked if report is None else report.start_mode)
     made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
     made.start_report = report if shared else GroupStartReport(cfg.id, "none", start_varies=True, noise_varies=True)

@@ -6,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.report.scores import mean_ci95, wilson_95
+from groupwise.report.scores import interval_of
 from groupwise.system import files
 
 if TYPE_CHECKING:
@@ -52,15 +52,24 @@ def curve_figure(
     panels = {"return_mean": ylabel}
     if any("rollout/success_rate" in entry or "eval/success_rate" in entry for entry in metrics):
         panels["success_rate"] = "success rate"
+    if metrics and all(_is_success(entry) for entry in metrics):
+        del panels["return_mean"]
     width, height = size
     figure = (kind or Figure)(figsize=(width, height * len(panels)), dpi=130, layout="constrained")
-    for axes, (name, label) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+    every = list(figure.subplots(len(panels), squeeze=False).flat)
+    for axes, (name, label) in zip(every, panels.items(), strict=True):
         _draw(axes, metrics, name)
-        axes.set(xlabel=xlabel, ylabel=label, title=title if name == "return_mean" else "")
+        axes.set(xlabel=xlabel, ylabel=label, title=title if axes is every[0] else "")
         against_steps(axes)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, loc="best")
+    if (handles := every[0].get_legend_handles_labels())[0]:
+        figure.legend(*handles, frameon=False, loc="outside lower center", ncols=2)
     return figure
+
+
+def _is_success(entry: Mapping[str, Any]) -> bool:
+    """Whether the return is the success rate itself, as of a reward that is 1 for success."""
+    pairs = [(f"{of}/return_mean", f"{of}/success_rate") for of in ("rollout", "eval")]
+    return any(rate in entry for _, rate in pairs) and all(entry.get(mean) == entry.get(rate) for mean, rate in pairs)
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
@@ -89,24 +98,19 @@ def _draw(axes: "Axes", metrics: Sequence[Mapping[str, Any]], name: str) -> None
     """A score in training and in evaluations."""
     training = [entry for entry in metrics if f"rollout/{name}" in entry]
     if training:
-        steps, scores = ([entry[key] for entry in training] for key in ("env_steps", f"rollout/{name}"))
+        steps, scores = ([entry.get(key, 0) for entry in training] for key in ("env_steps", f"rollout/{name}"))
         marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
         axes.plot(steps, scores, color=TRAINING, linewidth=1.6, marker=marker, label="training, sampled")
     evaluations = [entry for entry in metrics if f"eval/{name}" in entry]
     if evaluations:
-        steps, scores = ([entry[key] for entry in evaluations] for key in ("env_steps", f"eval/{name}"))
-        lows, highs = zip(*(_interval(entry, name) for entry in evaluations), strict=True)
+        steps, scores = ([entry.get(key, 0) for entry in evaluations] for key in ("env_steps", f"eval/{name}"))
+        unknown = (math.nan, math.nan)
+        lows, highs = zip(*(interval_of(entry, name) or unknown for entry in evaluations), strict=True)
         below = [score - low for score, low in zip(scores, lows, strict=True)]
         above = [high - score for score, high in zip(scores, highs, strict=True)]
-        label = f"evaluation, {max(entry['eval/episodes'] for entry in evaluations):.0f} episodes (mean, 95 % interval)"
+        episodes = max(entry.get("eval/episodes", 0) for entry in evaluations)
+        label = f"evaluation (mean of {episodes:.0f}, 95 % interval)" if episodes else "evaluation"
         axes.errorbar(
             steps, scores, yerr=(below, above), color=EVALUATION, fmt="o-", markersize=4, linewidth=1, capsize=2.5,
             label=label,
         )  # fmt: skip
-
-
-def _interval(entry: Mapping[str, Any], name: str) -> tuple[float, float]:
-    score, episodes = entry[f"eval/{name}"], int(entry["eval/episodes"])
-    if name == "success_rate":
-        return wilson_95(score, episodes)
-    return mean_ci95(score, entry["eval/return_std"], episodes) or (math.nan, math.nan)

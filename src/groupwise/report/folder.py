@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from groupwise import plugins
 from groupwise.config.base import explain
 from groupwise.errors import RunFolderError
-from groupwise.report.lock import acquire
+from groupwise.report.lock import acquire, is_held
 from groupwise.system import files
 
 FORMAT = 2
@@ -46,6 +46,24 @@ class _Provenance(BaseModel, strict=True, extra="allow"):
     run_id: str
     plugins: list[str] = []
     given_in_python: list[str] = []
+    versions: dict[str, Any] = {}
+    git: dict[str, Any] | None = None
+    machine: dict[str, Any] = {}
+
+
+class _Named(BaseModel, strict=True, extra="allow"):
+    name: str
+
+
+class _Settings(BaseModel, strict=True, extra="allow"):
+    """What those rely on who read ``config.json`` without the classes of settings."""
+
+    algorithm: _Named
+    seed: int
+    env: dict[str, Any] = {}
+    task: dict[str, Any] = {}
+    policy: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
 
 
 _COUNTS = (
@@ -82,6 +100,7 @@ class RunFolder:
         self.videos = path / "videos"
         self.tensorboard = path / "tensorboard"
         self.groups = path / "groups"
+        self.frames = path / "frames.json"
         self.report = path / "report.html"
 
     @classmethod
@@ -108,6 +127,11 @@ class RunFolder:
             with _writing(folder.config):
                 files.write(folder.config, _to_json(made))
         return folder
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a process trains in it."""
+        return is_held(self.path / LOCK)
 
     @contextmanager
     def locked(self, rank: int = 0) -> Iterator[None]:
@@ -168,9 +192,17 @@ class RunFolder:
         """The settings of the run, without its provenance.
 
         Raises:
-            RunFolderError: the file is damaged.
+            RunFolderError: the file is damaged, or another program's.
         """
         config = _read_object(self.config)
+        try:
+            _Settings.model_validate(config)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise RunFolderError(
+                f"{self.config} holds no settings of a run ({'.'.join(map(str, wrong['loc']))}: {wrong['msg']}); "
+                "fix: a folder that training made"
+            ) from error
         return {key: value for key, value in config.items() if key != "provenance"}
 
     def check_format(self) -> None:

@@ -32,12 +32,31 @@ _MAX_BYTES = 4096
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process seems to hold the lock: it has written its name, and showed a sign of life lately."""
+    """Whether a process seems to hold the lock: it gave a sign of life lately and, on this machine, is still there.
+
+    The lock is not touched: whoever looks at it would keep others out for a moment.
+    """
     try:
         found = path.stat()
     except OSError:
         return False
-    return found.st_size > 0 and time.time() - found.st_mtime < PATIENCE
+    if found.st_size == 0 or time.time() - found.st_mtime >= PATIENCE:
+        return False
+    holder = _holder(path)
+    return bool(holder) and (holder.get("host") != socket.gethostname() or _exists(holder.get("pid")))
+
+
+def _exists(pid: object) -> bool:
+    """Whether there is a process of this number; True where that cannot be asked."""
+    if sys.platform == "win32" or not isinstance(pid, int):
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 class Lock:

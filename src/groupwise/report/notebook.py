@@ -1,5 +1,6 @@
 """What notebooks show of a run."""
 
+from html import escape
 from secrets import token_hex
 
 from markupsafe import Markup
@@ -10,7 +11,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.page.figures import learning_curve
 from groupwise.report.page.group_health import diagnose
 from groupwise.report.page.health import WORDS
-from groupwise.report.page.page import answer, subject, words_of
+from groupwise.report.page.page import answer, render, subject, words_of
 
 
 class Curve(Figure):
@@ -18,6 +19,19 @@ class Curve(Figure):
 
     def _repr_png_(self) -> bytes:
         return to_png(self)
+
+
+class Frame:
+    """A page, which a notebook shows in a frame."""
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+
+    def _repr_html_(self) -> str:
+        # without the base, links inside the page would lead to the notebook
+        page = self.page.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
+        style = "width: 100%; height: 45rem; border: 0"
+        return f'<iframe srcdoc="{escape(page)}" title="Page of the run" style="{style}"></iframe>'
 
 
 def plot(folder: RunFolder) -> Figure:
@@ -40,6 +54,11 @@ def to_html(folder: RunFolder) -> str:
         _title(folder), config["seed"], folder.path, learned.word, learned.text
     )
     return parts + Markup('<div style="max-width: 40rem">{}</div><ul>{}</ul>').format(curve, Markup().join(sick))
+
+
+def explore(folder: RunFolder) -> Frame:
+    """The page of a run, with the explorer of its groups."""
+    return Frame(render(folder))
 
 
 def _title(folder: RunFolder) -> str:

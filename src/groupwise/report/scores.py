@@ -1,6 +1,7 @@
 """What a run reached, read from its metrics, and confidence intervals."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from groupwise.config.run import EvaluationMetric
@@ -14,26 +15,36 @@ def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return"
     if not metrics:
         return {"env_steps": 0, "iterations": 0, "seconds": 0.0}
     last = metrics[-1]
-    scores = {"env_steps": last["env_steps"], "iterations": last["iteration"], "seconds": last["time/total_seconds"]}
+    scores = {"env_steps": last.get("env_steps", 0), "iterations": last["iteration"]}
+    scores["seconds"] = last.get("time/total_seconds", 0.0)
     if without_gradient := sum(entry.get("train/grad_norm") == 0 for entry in metrics):
         scores["updates_without_gradient"] = without_gradient
     evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
     if evaluations:
         key = f"eval/{SCORES[metric]}"
         final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry.get(key, -math.inf)))
-        mean, episodes = final["eval/return_mean"], int(final["eval/episodes"])
-        interval = mean_ci95(mean, final["eval/return_std"], episodes)
+        mean, episodes = final["eval/return_mean"], int(final.get("eval/episodes", 0))
+        interval = interval_of(final)
         scores |= {"return_mean": mean, "ci95": None if interval is None else list(interval), "episodes": episodes}
         if cut := int(final.get("eval/cut_episodes", 0)):
             scores["cut_episodes"] = cut
-        scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best["env_steps"]}
+        scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best.get("env_steps", 0)}
         if "eval/success_rate" in final:
             rate = final["eval/success_rate"]
-            scores |= {"success_rate": rate, "success_ci95": list(wilson_95(rate, episodes))}
-            scores["best_success_rate"] = best["eval/success_rate"]
+            interval = interval_of(final, "success_rate")
+            scores |= {"success_rate": rate, "success_ci95": None if interval is None else list(interval)}
+            scores["best_success_rate"] = best.get("eval/success_rate")
     if "rollout/success_rate" in last:
         scores["training_success_rate"] = last["rollout/success_rate"]
     return scores | {"training_return_mean": last.get("rollout/return_mean")}
+
+
+def interval_of(entry: Mapping[str, Any], score: str = "return_mean") -> tuple[float, float] | None:
+    """95 % confidence interval of an evaluation's score; None for a return of one episode, and where an entry does not tell."""
+    value, episodes = float(entry[f"eval/{score}"]), int(entry.get("eval/episodes", 0))
+    if score == "success_rate":
+        return wilson_95(value, episodes) if episodes else None
+    return mean_ci95(value, float(entry.get("eval/return_std", math.nan)), episodes)
 
 
 def mean_ci95(mean: float, std: float, count: int) -> tuple[float, float] | None:

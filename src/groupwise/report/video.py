@@ -46,7 +46,7 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
         NoPictureError: the environment does not render to arrays.
         EnvError: its renderer failed.
     """
-    with _no_display(), _explained(cfg.id):
+    with no_display(), explained(cfg.id):
         made = rendering_env(cfg, env)
         try:
             fps = float(made.metadata.get("render_fps") or MAX_FPS)
@@ -69,23 +69,29 @@ def draw_one_frame(env_id: str) -> None:
     Raises:
         EnvError: the environment or its renderer failed.
     """
-    with _no_display(), _explained(env_id):
+    with no_display(), explained(env_id):
         made = rendering_env(EnvCfg(id=env_id), None)
         made.reset(seed=0)
-        _draw(made)
+        draw(made)
         made.close()
 
 
 def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
-    """One environment that renders to arrays; arguments as of ``film``.
+    """One environment that renders to arrays, with its masks; arguments as of ``film``.
 
     Raises:
         NoPictureError: it cannot render so.
     """
+    from groupwise.envs.masked import with_masks
+
+    return with_masks(make_rendering(cfg, env), cfg)
+
+
+def make_rendering(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
+    """What ``rendering_env`` puts masks on."""
     import gymnasium
 
     from groupwise.envs.make import makes_rows
-    from groupwise.envs.masked import with_masks
     from groupwise.envs.names import import_package
 
     if cfg.vectorization == "envpool" or makes_rows(env):
@@ -101,7 +107,6 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     if env is None and "rgb_array" in made.metadata.get("render_modes", ()):
         made.close()
         made = make(**kwargs | {"render_mode": "rgb_array"})
-    made = with_masks(made, cfg)
     if made.render_mode != "rgb_array":
         made.close()
         raise NoPictureError(
@@ -116,7 +121,7 @@ def _play(policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: 
     obs, _ = env.reset(seed=seed)
     for step in range(MAX_STEPS):
         if step % stride == 0:
-            frames.append(_draw(env))
+            frames.append(draw(env))
         if len(frames) > MAX_FRAMES:
             frames, stride = frames[::2], 2 * stride
         if not actions:
@@ -125,14 +130,15 @@ def _play(policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: 
         obs, _, terminated, truncated, _ = env.step(actions.popleft())
         if terminated or truncated:
             break
-    return [*frames, _draw(env)], stride
+    return [*frames, draw(env)], stride
 
 
-def _draw(env: "Env[Any, Any]") -> "Image":
+def draw(env: "Env[Any, Any]", size: int = MAX_SIZE) -> "Image":
+    """What the environment renders, at most ``size`` pixels wide and high."""
     from PIL import Image
 
     frame = Image.fromarray(env.render())  # type: ignore[arg-type]
-    frame.thumbnail((MAX_SIZE, MAX_SIZE), Image.Resampling.BOX)
+    frame.thumbnail((size, size), Image.Resampling.BOX)
     return frame
 
 
@@ -149,7 +155,7 @@ def _with_one_palette(frames: list["Image"]) -> list["Image"]:
 
 
 @contextmanager
-def _no_display() -> Iterator[None]:
+def no_display() -> Iterator[None]:
     """Let SDL (pygame), and MuJoCo where there is no display, draw into memory, unless the user chose a driver."""
     drivers = {"SDL_VIDEODRIVER": "dummy"}
     if sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
@@ -164,7 +170,7 @@ def _no_display() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def explained(name: str) -> Iterator[None]:
     """Turn what a renderer raises into an ``EnvError``: each library has its own exceptions."""
     try:
         yield

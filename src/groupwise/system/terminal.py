@@ -2,12 +2,14 @@
 
 import io
 import logging
+import os
 import re
 import sys
 import warnings
 from contextlib import suppress
 from typing import Any, Literal
 
+_LIBRARY = "groupwise"
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -64,6 +66,19 @@ def prepare() -> None:
             stream.reconfigure(errors="backslashreplace")
     logging.setLogRecordFactory(_PrintableRecord)
     warnings.formatwarning = _format_warning
+
+
+def show_errors_only() -> None:
+    """No warnings, and no bars of libraries that are not yet imported."""
+    logging.getLogger(_LIBRARY).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    os.environ["TQDM_DISABLE"] = "1"
+
+
+def show_everything() -> None:
+    """Also what this library logs for its developers."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger(_LIBRARY).setLevel(logging.DEBUG)
 
 
 class _PrintableRecord(logging.LogRecord):

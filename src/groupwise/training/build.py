@@ -35,7 +35,7 @@ from groupwise.training.base import Callback
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity
 from groupwise.training.components import Components, UserObjects, pick_device, threads
-from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, separate_env
+from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, record_group, separate_env
 from groupwise.training.initialize import initialize
 from groupwise.training.memory_check import check_rollout_fits
 from groupwise.training.videos import Videos
@@ -99,6 +99,16 @@ class EnvComponents(Components):
             record(self.cfg, self.given, self.policy, path, seed)
         except EnvError as error:
             log.log(logging.INFO if isinstance(error, NoPictureError) else logging.WARNING, "%s", error)
+
+    def render_groups(self, folder: RunFolder) -> None:
+        """Draw members of a group, where the environment renders."""
+        start_mode = self._start_mode()
+        if start_mode is None:
+            return
+        try:
+            record_group(self.cfg, self.given, self.policy, folder, start_mode)
+        except EnvError as error:
+            log.info("%s", error)  # the video has warned
 
     def close(self) -> None:
         """Close the environments, unless they are the user's own."""

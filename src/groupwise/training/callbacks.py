@@ -5,11 +5,10 @@ checkpoint covers what the logs hold.
 """
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
@@ -20,18 +19,16 @@ from groupwise.errors import SamplerMismatchError
 from groupwise.report.folder import RunFolder
 from groupwise.report.scores import SCORES
 from groupwise.system import files
-from groupwise.system.terminal import SafeStream, printable
 from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, save_checkpoint
 from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.groups import KeepGroups
+from groupwise.training.progress import Progress
 from groupwise.training.saving import JoinCheckpoints, LogSaveTime, MetricsLog, SaveCheckpoints, check_weights
 from groupwise.training.trackers import Report
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from groupwise.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -194,90 +191,3 @@ class TimeLimit(Callback):
         """Stop if time is over."""
         if time.perf_counter() - self._start >= self.seconds:
             trainer.stop(f"time: the limit of {self.seconds:g} s is over")
-
-
-class Progress(Callback):
-    """Shows progress: a live bar, or a line every ``interval`` seconds and at the end.
-
-    Args:
-        mode: ``auto`` is the bar on a terminal and lines elsewhere.
-        title: printed first.
-    """
-
-    def __init__(
-        self,
-        mode: Literal["auto", "bar", "lines"],
-        interval: float = 5.0,
-        title: str = "",
-        console: "Console | None" = None,
-    ) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        stderr: Any = SafeStream(sys.stderr)
-        self.console = console or Console(file=stderr)
-        self.interval = interval
-        self.title = title
-        columns = (BarColumn(15), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        self.live = mode == "bar" or (mode == "auto" and self.console.is_terminal)
-        self.bar = Bar(*columns, console=self.console, refresh_per_second=5)
-        self._shown = 0.0
-        self._evaluation: EvaluationResult | None = None
-
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """Print the title, and show the empty bar."""
-        self._shown = time.perf_counter()
-        if self.title:
-            self._print(self.title)
-        if self.live:
-            self._task = self.bar.add_task("", total=trainer.budget.total)
-            self.bar.update(self._task, completed=trainer.done)
-            self.bar.start()
-
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
-        """Keep the score for the next line."""
-        self._evaluation = evaluation
-
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Move the bar, or print a line when it is time."""
-        if self.live:
-            done = min(trainer.done, trainer.budget.total)
-            self.bar.update(self._task, completed=done, description=" ".join(self._text(metrics).split()))
-        elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
-            self._shown = time.perf_counter()
-            self._print_line(trainer, metrics)
-
-    def _print_line(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
-        done, total = min(trainer.done, trainer.budget.total), trainer.budget.total
-        left = int((total - done) * trainer.seconds / max(done, 1e-9))
-        steps = f"{round(trainer.done, 2):>12,} / {total:,} {trainer.budget.unit}"
-        self._print(f"{done / total:5.0%}{steps}   {self._text(metrics)}   {left // 60}:{left % 60:02} left")
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self.live:
-            self.bar.stop()
-
-    def _text(self, metrics: Mapping[str, float]) -> str:
-        parts = []
-        if "rollout/return_mean" in metrics:
-            parts.append(f"return {_score(metrics['rollout/return_mean'])}")
-        if "rollout/success_rate" in metrics:
-            parts.append(f"success {metrics['rollout/success_rate']:4.0%}")
-        if self._evaluation is not None:
-            parts.append(f"eval {_score(self._evaluation.return_mean)}")
-            if self._evaluation.success_rate is not None:
-                parts.append(f"eval success {self._evaluation.success_rate:4.0%}")
-        speed = metrics["time/steps_per_second"]
-        rate = f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
-        return "   ".join([*parts, f"{rate} steps/s"])
-
-    def _print(self, line: str) -> None:
-        self.console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self.console.file.flush()
-
-
-def _score(value: float) -> str:
-    """One decimal for large returns, three for small ones."""
-    return f"{value:8.1f}" if abs(value) >= 10 else f"{value:8.3f}"

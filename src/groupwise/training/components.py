@@ -123,6 +123,9 @@ class Components(ABC):
     def render(self, path: Path, seed: int) -> None:  # noqa: B027 (not every run has pictures)
         """Write a video of the policy, where possible."""
 
+    def render_groups(self, folder: RunFolder) -> None:  # noqa: B027  likewise
+        """Draw members of a group that the run kept, where possible."""
+
     def close(self) -> None:
         """Free the run's own resources."""
         self.collector.close()

@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from groupwise.config.algorithm import CollectionCfg, GRPOCfg
-from groupwise.config.env import EnvCfg
+from groupwise.config.env import EnvCfg, StartMode
 from groupwise.config.run import DEFAULT_HORIZON, RunCfg
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Policy
+from groupwise.report.folder import RunFolder
+from groupwise.report.replay import film_group
 from groupwise.report.video import NoPictureError, film
 from groupwise.seeding import derive_seed
 from groupwise.training.components import Evaluator, UserObjects
@@ -112,6 +114,22 @@ def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: in
     if (separate := separate_env(cfg.env, given.env)) is None:
         raise NoPictureError("no video: the environment was given ready-made; fix: give an id or a callable")
     film(policy, *separate, path, seed=derive_seed(seed, "video"))
+
+
+def record_group(cfg: RunCfg, given: UserObjects, policy: Policy, folder: RunFolder, start_mode: StartMode) -> None:
+    """Draw members of a group that the run kept, if its environment can be made a second time.
+
+    Args:
+        start_mode: of the group.
+
+    Raises:
+        EnvError: the renderer failed, or there is none.
+    """
+    if (separate := separate_env(cfg.env, given.env)) is not None:
+        env_cfg, source = separate
+        mode = "seed" if start_mode == "native" else start_mode  # one environment is not native
+        as_in_training = {"num_random_noops": cfg.env.num_random_noops, "start_mode": mode}
+        film_group(policy, env_cfg.model_copy(update=as_in_training), source, folder.groups, folder.frames)
 
 
 def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:

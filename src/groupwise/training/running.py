@@ -68,6 +68,8 @@ def run(
         if engine.rank == 0 and trainer.stop_reason != PAUSED:
             with files.warning_if_unwritable(folder.video):
                 parts.render(folder.video, derive_seed(parts.cfg.seed, "evaluation"))
+            with files.warning_if_unwritable(folder.frames):
+                parts.render_groups(folder)
     return summary
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.errors import RunFolderError
-from groupwise.report.folder import LOCK, RunFolder
-from groupwise.report.lock import is_held
+from groupwise.report.folder import RunFolder
 from groupwise.report.page.page import subject
 
 MAX_DEPTH = 3
@@ -48,9 +47,11 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 def version_of(*paths: Path) -> str:
     """Changes whenever what is shown of these runs does."""
-    folders = map(RunFolder, paths)
-    files = [file for one in folders for file in (one.config, one.metrics, one.summary, one.groups, one.video)]
-    stamps = [(str(file), *_stamp(file)) for file in files], [is_held(path / LOCK) for path in paths]
+    folders = [*map(RunFolder, paths)]
+    files = [
+        file for one in folders for file in (one.config, one.metrics, one.summary, one.groups, one.video, one.frames)
+    ]
+    stamps = [(str(file), *_stamp(file)) for file in files], [one.is_training for one in folders]
     return sha256(repr(stamps).encode()).hexdigest()[:16]
 
 
@@ -67,7 +68,7 @@ class Overview:
         if known is None or known[0] != version:
             known = self._rows[path] = version, _read(name, path)
         row = known[1]
-        return row._replace(state="training") if is_held(path / LOCK) else row
+        return row._replace(state="training") if RunFolder(path).is_training else row
 
 
 def _read(name: str, path: Path) -> Row:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from groupwise.report.groups import kept_iterations, read_groups
 
-MAX_BYTES = 1_500_000
+MAX_BYTES = 1_200_000
 """JSON of all groups together."""
 MAX_CELLS = 240
 """Cells of a member; in longer episodes a cell is several steps."""

@@ -13,6 +13,8 @@ from groupwise.report.page.health import Finding, examine, percent, sort
 
 WILD = 100.0
 """Observations of this size are too large for a network without a normaliser."""
+CLONING = "bc"
+"""The algorithm that plays no episodes."""
 Columns = Mapping[str, Sequence[Any]]
 """Of a file of kept groups, as ``read_groups`` gives them."""
 
@@ -25,8 +27,10 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     """
     paths = list(kept_iterations(folder.groups).values())
     ends = [read_groups(path) for path in dict.fromkeys(paths[:1] + paths[-1:])]
-    metrics = folder.read_metrics()
-    return sort([*examine(metrics), *examine_groups(folder.read_config(), ends, metrics[-1:])])
+    metrics, config = folder.read_metrics(), folder.read_config()
+    if config["algorithm"]["name"] == CLONING:
+        metrics = [{key: value for key, value in entry.items() if not key.startswith("rollout/")} for entry in metrics]
+    return sort([*examine(metrics), *examine_groups(config, ends, metrics[-1:])])
 
 
 def examine_groups(

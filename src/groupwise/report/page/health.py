@@ -12,6 +12,8 @@ WORDS: dict[Verdict, str] = {"good": "good", "look": "look", "bad": "trouble"}
 
 
 RETURN = "rollout/return_mean"
+FAR = 0.2
+"""Nats of an update that ruins a policy."""
 
 
 class Finding(NamedTuple):
@@ -80,6 +82,19 @@ def _with_known(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in entry.items() if not key.startswith("train/") or key == "train/grad_norm"}
 
 
+def _moves_too_far(metrics: Metrics) -> bool:
+    key = "train/approx_kl"
+    return key in metrics and max(metrics.early(key), metrics.late(key)) > FAR
+
+
+def _is_constant(metrics: Metrics) -> bool:
+    return RETURN in metrics and constant(metrics).verdict != "good"
+
+
+_CAUSES: dict[str, Callable[[Metrics], bool]] = {"Return": _is_constant, "KL of an update": _moves_too_far}
+"""Findings that leave groups without signal."""
+
+
 def signal(metrics: Metrics) -> Finding:
     """Groups whose members all did equally well teach nothing."""
     share = metrics.late("rollout/zero_variance_groups")
@@ -90,6 +105,8 @@ def signal(metrics: Metrics) -> Finding:
     if metrics.on_top:
         return made._replace(text=f"{text} The return rose to its highest, so the task may be solved.")
     made = made._replace(verdict="bad" if share > 0.9 and not metrics.improved else "look")
+    if cause := next((title for title, is_cause in _CAUSES.items() if is_cause(metrics)), None):
+        return made._replace(advice=f"This follows from: {cause}.")
     rates = [metrics.late(key) for key in ("rollout/success_rate", "rollout/pass_at_1") if key in metrics]
     if rates and 0.1 <= rates[0] <= 0.9:
         text = f"{text} But {percent(rates[0])} of all attempts succeed."
@@ -110,6 +127,10 @@ def constant(metrics: Metrics) -> Finding:
         return made
     text = "No episode earned a reward." if values[-1] == 0 else f"It was {values[-1]:.4g} in all of training."
     advice = "The reward does not depend on the policy, unless it cannot be higher: reward progress, or easier starts."
+    if values[-1] == 0:
+        advice = (
+            "Nothing that is rewarded was ever reached, or the reward is always 0: reward progress, or easier starts."
+        )
     return made._replace(verdict="bad", text=text, advice=advice)
 
 
@@ -148,7 +169,7 @@ def distance(metrics: Metrics) -> Finding:
         return made._replace(text="One optimiser step in each update: the KL is 0 by definition.")
     if kl > 0.05:
         advice = "Lower learning_rate, fewer num_epochs, or target_kl such as 0.02."
-        return made._replace(verdict="bad" if kl > 0.2 else "look", advice=advice)
+        return made._replace(verdict="bad" if kl > FAR else "look", advice=advice)
     if kl < 1e-5:
         return made._replace(verdict="look", advice="The policy hardly moves: a higher learning_rate.")
     return made
@@ -168,8 +189,8 @@ def clipping(metrics: Metrics) -> Finding:
 
 def entropy(metrics: Metrics) -> Finding:
     """A policy that no longer tries anything."""
-    early, late = metrics.early("train/entropy"), metrics.late("train/entropy")
-    made = Finding("Entropy", ("train/entropy",), "good", f"From {early:.3g} to {late:.3g} nats per step.")
+    early, late = metrics.series("train/entropy")[1][0], metrics.late("train/entropy")
+    made = Finding("Entropy", ("train/entropy",), "good", f"From {early:.3g} at first to {late:.3g} nats per step.")
     if early > 0 and late < 0.05 * early:
         if metrics.improved:
             return made._replace(text=f"{made.text} The policy has decided, and the return rose.")
@@ -269,9 +290,11 @@ def best(metrics: Metrics) -> Finding:
     )
     lost = max(values) - values[-1]
     half = half_width_95(noise, int(episodes))
-    if lost <= 0.3 * (max(seen) - min(seen)) or not lost > half:
+    never_learned = not any(metrics.series("train/grad_norm")[1] or [1])
+    if lost <= 0.3 * (max(seen) - min(seen)) or not lost > half or never_learned:
         return made
-    advice = "The policy got worse; the best one is in checkpoints/best. A linear schedule, or target_kl such as 0.02."
+    limit = ", or target_kl such as 0.02" if "train/approx_kl" in metrics else ""
+    advice = f"The policy got worse; the best one is in checkpoints/best. A linear schedule{limit}."
     return made._replace(verdict="look", advice=advice)
 
 
@@ -286,11 +309,11 @@ def speed(metrics: Metrics) -> Finding:
 
 
 RULES: tuple[tuple[Callable[[Metrics], Finding], tuple[str, ...]], ...] = (
-    (signal, ("rollout/zero_variance_groups",)),
-    (spread, ("rollout/reward_std",)),
     (constant, (RETURN,)),
     (endings, ("rollout/episodes",)),
     (distance, ("train/approx_kl", "train/optimizer_steps")),
+    (signal, ("rollout/zero_variance_groups",)),
+    (spread, ("rollout/reward_std",)),
     (clipping, ("train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high")),
     (entropy, ("train/entropy",)),
     (gradient, ("train/grad_norm",)),
@@ -302,7 +325,7 @@ RULES: tuple[tuple[Callable[[Metrics], Finding], tuple[str, ...]], ...] = (
     (best, ("eval/return_mean", "eval/return_std", "eval/episodes")),
     (speed, ("time/collect_seconds", "time/update_seconds", "time/steps_per_second")),
 )
-"""Each rule with the metrics that it needs."""
+"""Each rule with the metrics that it needs; causes go before what follows from them."""
 
 
 def examine(entries: Sequence[Mapping[str, Any]]) -> list[Finding]:

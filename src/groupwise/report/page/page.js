@@ -3,6 +3,8 @@
   let all = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("explorer");
   const isText = all[0].text;
+  const sheet = document.getElementById("frames");  // pictures of some members of a group
+  const pictured = sheet && { ...JSON.parse(sheet.dataset.of), image: sheet.src };
   const state = { group: 0, member: 0, cell: 0, order: "spread", shade: "advantage" };
   const everything = { iteration: "all", zero: "all", low: "", high: "" };
   Object.assign(state, everything);
@@ -81,7 +83,7 @@
     list.replaceChildren(...shown.map((group, index) => {
       const returns = group.members.map((member) => member.return);
       const text = `Iteration ${group.iteration}, group ${group.group}`;
-      const range = `${show(Math.min(...returns))} to ${show(Math.max(...returns))}, spread ${show(group.spread)}`;
+      const range = `${show(Math.min(...returns))} to ${show(Math.max(...returns))}, spread ${show(group.spread)}${name(group) === pictured?.group ? ", with frames" : ""}`;
       return make("li", {}, make("button", { type: "button", "aria-current": String(index === state.group), onclick: () => go(index, 0, 0) },
         text, make("br"), make("span", { class: "quiet" }, range)));
     }));
@@ -130,7 +132,20 @@
     svg.append(make("line", { x1: 0, x2: width, y1: height(0), y2: height(0), style: `${stroke} opacity: 0.3` }),
       make("path", { d: line, style: `${stroke} stroke-width: 1.5` }),
       make("line", { class: "cursor", y1: 0, y2: 58, style: `${stroke} stroke-width: 2; opacity: 0.7` }));
-    return make("div", { class: "member" }, head(group, member, index), svg);
+    const picture = frame(group, index);
+    return make("div", { class: picture ? "member pictured" : "member" }, head(group, member, index), ...(picture ? [picture] : []), svg);
+  }
+
+  function frame(group, index) {
+    if (pictured?.group !== name(group)) return null;
+    const picture = make("div");  // room for it also where there is none: time is the same for all members
+    picture.style.width = `${pictured.width}px`;
+    if (pictured.members[index]) {
+      Object.assign(picture.style, { height: `${pictured.height}px`, backgroundImage: `url(${pictured.image})` });
+      picture.className = "frame";
+      picture.setAttribute("role", "img");
+    }
+    return picture;
   }
 
   const color = (value, strongest) =>
@@ -160,6 +175,13 @@
       box.classList.toggle("chosen", chosen);
       box.querySelectorAll(".tokens span").forEach((span, i) => span.classList.toggle("chosen", chosen && i === state.cell));
       const cursor = box.querySelector(".cursor");
+      const picture = box.querySelector(".frame");
+      if (picture) {
+        const steps = pictured.members[index], step = state.cell * group.stride;
+        const column = steps.findLastIndex((at) => at <= step), row = Object.keys(pictured.members).indexOf(String(index));
+        picture.style.backgroundPosition = `-${column * pictured.width}px -${row * pictured.height}px`;
+        picture.setAttribute("aria-label", `Member ${index} at step ${steps[column]}`);
+      }
       if (cursor) for (const x of ["x1", "x2"]) cursor.setAttribute(x, state.cell + 0.5);
     });
     const detail = view.querySelector(".detail");
@@ -167,12 +189,13 @@
   }
 
   function table(group, members) {
-    const columns = ["member", "step", ...(group.text ? ["token"] : ["action", "observation"]), "reward", "return-to-go", "log-probability", "ratio", "advantage"];
+    const known = ["action", "observation"].filter((key) => group.members[0][key]);
+    const columns = ["member", "step", ...(group.text ? ["token"] : known), "reward", "return-to-go", "log-probability", "ratio", "advantage"];
     const rows = [...members].map((index) => {
       const member = group.members[index], i = state.cell;
       if (i >= cells(group, member)) return make("tr", {}, make("th", { scope: "row" }, String(index)), make("td", { colspan: columns.length - 1, class: "quiet" }, "over"));
       const advantage = at(member.advantage, i);
-      const doing = group.text ? [JSON.stringify(member.token[i])] : [show(member.action?.[i]), show(member.observation?.[i])];
+      const doing = group.text ? [JSON.stringify(member.token[i])] : known.map((key) => show(member[key][i]));
       const values = [show(member.first + i * group.stride), ...doing, show(at(member.reward, i)), show(togo(group, member)[i]), show(at(member.log_prob, i)), show(at(member.ratio, i))];
       return make("tr", {}, make("th", { scope: "row" }, String(index)), ...values.map((text) => make("td", {}, text)),
         make("td", { class: advantage > 0 ? "more" : advantage < 0 ? "less" : "" }, show(advantage)));
@@ -191,7 +214,8 @@
     if (redraw) draw(); else mark();
     const { first } = members[state.member];
     const step = first + state.cell * shown[state.group].stride;
-    history.replaceState(null, "", `#group=${name(shown[state.group])}&member=${state.member}&step=${step}`);
+    const here = location.href.split("#")[0];  // in a frame of a notebook, a fragment alone would be the notebook's
+    history.replaceState(null, "", `${here}#group=${name(shown[state.group])}&member=${state.member}&step=${step}`);
   }
 
   root.addEventListener("keydown", (event) => {
@@ -224,6 +248,6 @@
     offerIterations();
     filter(all.find((group) => current && name(group) === name(current)));
   });
-  filter();
+  filter(all.find((group) => name(group) === pictured?.group));
   follow();
 })();

@@ -14,17 +14,18 @@ from groupwise import plugins
 from groupwise.config.base import flat
 from groupwise.config.run import RunCfg, TextRunCfg
 from groupwise.report.folder import RunFolder
+from groupwise.report.frames import read_frames
 from groupwise.report.page.explorer import extremes, load_groups, to_json
 from groupwise.report.page.figures import histogram, learning_curve, small
-from groupwise.report.page.group_health import diagnose
-from groupwise.report.page.health import WORDS, Metrics
-from groupwise.report.scores import half_width_95, scores_of
+from groupwise.report.page.group_health import CLONING, diagnose
+from groupwise.report.page.health import WORDS, Metrics, percent
+from groupwise.report.scores import interval_of, scores_of
 from groupwise.system import files
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-MAX_VIDEO = 1_200_000
+MAX_VIDEO = 900_000
 """Bytes of a video that the page holds; of a larger one it gives the path."""
 STATIC_GROUPS = 3
 """Groups that are tables, for readers without scripts."""
@@ -85,8 +86,9 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             algorithm=str(config.get("algorithm", {}).get("name", "?")),
             seed=config.get("seed", "?"),
             name=folder.path.resolve().name,
-            ending=_ending(summary, metrics, unit),
+            ending=_ending(folder, metrics, unit),
             answer=answer(metrics, score, sample),
+            success=_success(metrics),
             curve=learning_curve(metrics, (unit, score)) if metrics else "",
             video=_video(folder.video),
             completions=_completions(groups),
@@ -95,6 +97,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             grouped="group_size" in config.get("algorithm", {}),
             static=groups[:STATIC_GROUPS],
             data=to_json(groups),
+            frames=_frames(folder, groups),
             num_iterations=len({group["iteration"] for group in groups}),
             why_no_groups=_why_no_groups(config),
             changed=changed,
@@ -145,14 +148,14 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
         return Answer("Unknown", f"The {score} of training went {change}, and nothing was evaluated.")
     first, last = evaluations[0], evaluations[-1]
     before, after = first["eval/return_mean"], last["eval/return_mean"]
-    halves = [half_width_95(entry["eval/return_std"], int(entry["eval/episodes"])) for entry in (first, last)]
-    interval = f"95 % interval {_shown(after - halves[1])} to {_shown(after + halves[1])}"
-    many = last["eval/episodes"] > 1
-    how_sure = (
-        f"{interval}, {last['eval/episodes']:.0f} {sample}" if many else f"of one of the {sample}, so without interval"
-    )
-    end = f"{_shown(after)} ({how_sure})"
-    noise, untrained = hypot(*halves), scores[0] if scores else -inf
+    at_first, at_last = interval_of(first), interval_of(last)
+    if at_first is None or at_last is None:
+        one = f", of one of the {sample}" if last.get("eval/episodes") == 1 else ""
+        change = f"from {_shown(before)} to {_shown(after)}{one}"
+        return Answer("Unknown", f"The evaluated {score} went {change}, without an interval.")
+    interval = f"95 % interval {_shown(at_last[0])} to {_shown(at_last[1])}"
+    end = f"{_shown(after)} ({interval}, {last['eval/episodes']:.0f} {sample})"
+    noise, untrained = hypot(at_first[1] - before, at_last[1] - after), scores[0] if scores else -inf
     if before - after > noise:
         return Answer("No", f"The evaluated {score} fell from {_shown(before)} to {end}.")
     if after - before > noise:
@@ -160,7 +163,7 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
         if after > untrained:
             return Answer("Yes", f"{rose}.")
         return Answer("No", f"{rose}, which is no more than the {_shown(untrained)} of the first iteration.")
-    if scores[-1:] > [untrained] and after - halves[1] > untrained:
+    if scores[-1:] > [untrained] and at_last[0] > untrained:
         early = f"from {_shown(untrained)} in the first iteration, most of it before the first evaluation"
         return Answer("Yes", f"The {score} rose {early}; at the end it is {end}.")
     return Answer(
@@ -168,18 +171,32 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
     )
 
 
+def _success(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """How often the first and the last evaluation succeeded, where they say."""
+    evaluations = [entry for entry in metrics if "eval/success_rate" in entry]
+    if not evaluations:
+        return ""
+    first, last = evaluations[0], evaluations[-1]
+    ends = interval_of(last, "success_rate")
+    interval = f" (95 % interval {percent(ends[0])} to {percent(ends[1])})" if ends else ""
+    rates = [percent(entry["eval/success_rate"]) for entry in (first, last)]
+    return f"Success: {rates[0]} in the first evaluation, {rates[1]} in the last{interval}."
+
+
 def subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """What was trained on."""
     return str(summary.get("task") or ("text" if "task" in config else config.get("env", {}).get("id", "?")))
 
 
-def _ending(summary: Mapping[str, Any], metrics: list[dict[str, Any]], unit: str) -> str:
+def _ending(folder: RunFolder, metrics: list[dict[str, Any]], unit: str) -> str:
     """How far the run came, and why it ended."""
-    reached = scores_of(metrics) if metrics else {"env_steps": 0, "iterations": 0, "seconds": 0.0}
+    reached = scores_of(metrics)
     done = f"{reached['env_steps']:,} {unit} in {reached['iterations']:,} iterations, {reached['seconds']:,.1f} s of training"
-    stopped = str(summary.get("stopped", ""))
+    if folder.is_training:
+        return f"Still training: {done} so far."
+    stopped = str(folder.read_summary().get("stopped", ""))
     if not stopped:
-        return f"Still training, or killed: {done}."
+        return f"Killed after {done}."
     if stopped == "failed":
         return f"The run failed with an error after {done}."
     return f"Ended by {stopped} after {done}."
@@ -208,6 +225,13 @@ def _extremes(group: Mapping[str, Any]) -> dict[str, Any]:
     return {"start": group["start"], "members": extremes(group["members"])}
 
 
+def _frames(folder: RunFolder, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Frames of a group that the page shows, or why there are none."""
+    found = read_frames(folder.frames)
+    shown = {(group["iteration"], group["group"]) for group in groups}
+    return found.model_dump() if found is not None and (found.iteration, found.group) in shown else None
+
+
 def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
     """The findings with their figures."""
     read = Metrics(metrics)
@@ -224,7 +248,9 @@ def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dic
 def _why_no_groups(config: Mapping[str, Any]) -> str:
     if config.get("evaluation", {}).get("num_logged_groups", 0) == 0:
         return "This run kept no groups: evaluation.num_logged_groups is 0, or it is of an earlier version."
-    return "No groups yet: a run keeps some with each evaluation. Cloning keeps none."
+    if config["algorithm"]["name"] == CLONING:
+        return "Cloning has no groups."
+    return "No groups yet: a run keeps some with each evaluation."
 
 
 def _settings(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,22 @@ Path(f"{sys.argv[1]}-{rank}.json").write_text(json.dumps([weights, share.seen]))
 """
 
 
+FAILING = """
+import os, time
+from pathlib import Path
+import groupwise as gw
+
+class Failing(gw.Callback):
+    def on_rollout_end(self, trainer, rollout):
+        if os.environ["RANK"] == "1":
+            Path("failed").write_text(str(time.time()))
+            raise ValueError("the callback has no idea")
+
+settings = {"num_envs": 4, "total_steps": 256, "logging": {"progress": "none"}}
+gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir="run", callbacks=[Failing()], **settings)
+"""
+
+
 def run_script(folder: Path, script: str, processes: int, *arguments: object) -> str:
     """What it printed."""
     (folder / "script.py").write_text(script)
@@ -54,10 +71,14 @@ def run_script(folder: Path, script: str, processes: int, *arguments: object) ->
 
 def torchrun(folder: Path, processes: int, *command: str) -> str:
     """What the processes printed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    out = subprocess.run([*launcher, *command], cwd=folder, capture_output=True, text=True, timeout=200)
+    out = attempt(folder, processes, *command)
     assert out.returncode == 0, out.stderr
     return out.stdout
+
+
+def attempt(folder: Path, processes: int, *command: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run([*launcher, *command], cwd=folder, capture_output=True, text=True, timeout=200)
 
 
 def launch(folder: Path, command: str, total_steps: int) -> list[list[float]]:
@@ -84,6 +105,15 @@ def test_two_processes_train_one_policy_and_go_on(tmp_path: Path):
     second = launch(tmp_path, "resume", 512)
     assert second[0][1] == second[1][1] != first[0][1]
     assert [entry["env_steps"] for entry in run.metrics()] == [128, 256, 384, 512]
+
+
+def test_a_failing_rank_ends_the_run_in_seconds_with_its_traceback(tmp_path: Path):
+    (tmp_path / "script.py").write_text(FAILING)
+    out = attempt(tmp_path, 2, "script.py")
+    assert out.returncode != 0
+    assert time.time() - float((tmp_path / "failed").read_text()) < 60  # 20 s on a quiet machine
+    assert "in on_rollout_end" in out.stderr
+    assert "ValueError: the callback has no idea" in out.stderr
 
 
 @pytest.mark.contrib

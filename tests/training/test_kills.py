@@ -29,7 +29,7 @@ def test_a_kill_while_a_run_folder_is_made_leaves_one_that_training_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "provenance", lambda: {"format": module.FORMAT})
-    settings = {"a": "b" * 1000}
+    settings = {"algorithm": {"name": "ppo"}, "seed": 0, "policy": {"a": "b" * 1000}}
     for point in range(100):
         path = tmp_path / str(point)
         process = os.fork()

@@ -58,8 +58,8 @@ def read_groups(path: Path) -> dict[str, list[Any]]:
     fix = "fix: delete it"
     try:
         data = BytesIO(files.read(path, MAX_MIB * files.MIB))
-        # without threads: a process that ends while these begin is aborted
-        table = pyarrow.parquet.read_table(data, use_threads=False, pre_buffer=False)
+        # `read_table` would import pandas where it is installed; a process that ends while threads begin is aborted
+        table = pyarrow.parquet.ParquetFile(data, pre_buffer=False).read(use_threads=False)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise RunFolderError(f"{path} is damaged: {error!s:.200}; {fix}") from error
     if not table.schema.equals(schema()):

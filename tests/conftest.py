@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from groupwise.config.choices import Choice
 from groupwise.report.curve import plot_curve
+from groupwise.report.replay import film_group
 from groupwise.report.video import film
 
 torch.set_num_threads(1)
@@ -55,9 +56,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def few_pictures():
-    """Runs end with a curve and a video, which few tests look at; ``pictures`` is for them."""
+    """Runs end with a curve, a video and frames, which few tests look at; ``pictures`` is for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("groupwise.training.env_evaluator.film", lambda *args, **options: None)
+        patch.setattr("groupwise.training.env_evaluator.film_group", lambda *args: None)
         patch.setattr("groupwise.training.running.plot_curve", lambda *args: None)
         yield
 
@@ -65,6 +67,7 @@ def few_pictures():
 @pytest.fixture
 def pictures(monkeypatch):
     monkeypatch.setattr("groupwise.training.env_evaluator.film", film)
+    monkeypatch.setattr("groupwise.training.env_evaluator.film_group", film_group)
     monkeypatch.setattr("groupwise.training.running.plot_curve", plot_curve)
 
 

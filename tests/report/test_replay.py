@@ -29,6 +29,14 @@ GROUPS_OF_THREE = {"group_size": 3, "num_steps": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
+def frames():
+    """Runs here end with frames."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env_evaluator, "film_group", film_group)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def no_video():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(env_evaluator, "film", lambda *args, **options: None)

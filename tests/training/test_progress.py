@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensordict import TensorDict
 
+from groupwise.training import progress as progress_module
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import Evaluate
 from groupwise.training.checkpoint import Identity
@@ -88,7 +89,17 @@ def test_a_terminal_without_unicode_has_no_blocks(parts: Any):
 
 
 def test_a_notebook_without_ipywidgets_gets_lines():
-    assert not Progress("auto", console=Console(file=io.StringIO(), force_jupyter=True)).live
+    assert Progress("auto", console=Console(file=io.StringIO(), force_jupyter=True)).panel is None
+
+
+def test_a_long_run_is_shown_in_bounded_memory(parts: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress_module, "MAX_ENTRIES", 8)
+    progress = Progress("bar", console=Console(file=io.StringIO(), force_terminal=True, width=120))
+    assert progress.panel is not None
+    monkeypatch.setattr(progress_module, "sparkline", lambda values: str(len(values)))
+    parts.trainer(progress, total_steps=10 * 100).train()
+    *_, line = progress.panel.get_renderables()
+    assert 4 <= int(str(line).split()[1]) <= 8
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=100))

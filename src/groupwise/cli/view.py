@@ -20,7 +20,7 @@ Examples:
 """
 HOST = "127.0.0.1"
 NICE = 10
-"""Training goes first; beside one that uses all cores, this leaves a tenth of a core."""
+"""Training goes first; while it uses all cores, this leaves a tenth of a core."""
 
 
 def run(parser: Parser, argv: Sequence[str]) -> None:
@@ -43,7 +43,7 @@ def serve(root: Path, port: int) -> None:
     Raises:
         OSError: the port is taken.
     """
-    # what pages need is imported before the priority falls: beside a training on all cores it would take a minute
+    # what pages need is imported before the priority falls: while training uses all cores they would take a minute
     import matplotlib.backends.backend_svg  # noqa: F401
     import pyarrow.parquet  # noqa: F401
     import uvicorn

@@ -24,7 +24,6 @@ from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, 
 from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.groups import KeepGroups
-from groupwise.training.progress import Progress
 from groupwise.training.saving import JoinCheckpoints, LogSaveTime, MetricsLog, SaveCheckpoints, check_weights
 from groupwise.training.trackers import Report
 
@@ -58,6 +57,8 @@ def build_callbacks(
         run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
         built += [Report(tracker.name, tracker.build(run)) for tracker in logging.report_to]
     if logging.progress != "none":
+        from groupwise.training.progress import Progress  # rich takes a while to import
+
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
     return [*built, saves]

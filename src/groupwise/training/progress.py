@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_ENTRIES = 1000
+"""Iterations that the panel keeps."""
 
 
 class Panel(Bar):
@@ -32,6 +34,8 @@ class Panel(Bar):
 
     def __init__(self, console: "Console") -> None:
         self._metrics: list[dict[str, float]] = []
+        self._stride = 1
+        """Iterations from one entry to the next: doubled whenever there are too many."""
         self._best: tuple[float, int] | None = None
         self._troubles: list[str] = []
         columns = (BarColumn(15), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
@@ -51,7 +55,11 @@ class Panel(Bar):
 
     def advance_to(self, trainer: "Trainer", metrics: Mapping[str, float], text: str) -> None:
         """Show an iteration."""
-        self._metrics.append({**metrics, "env_steps": trainer.env_steps})
+        if trainer.iteration % self._stride == 0:
+            self._metrics.append({**metrics, "env_steps": trainer.env_steps, "iteration": trainer.iteration})
+        if len(self._metrics) > MAX_ENTRIES:
+            self._metrics = [entry for entry in self._metrics if entry["iteration"] % (2 * self._stride) == 0]
+            self._stride *= 2
         super().update(self._task, completed=min(trainer.done, trainer.budget.total), description=text)
 
     def get_renderables(self) -> "Iterable[RenderableType]":
@@ -90,8 +98,8 @@ class Progress(Callback):
         self.interval = 0.0 if mode == "iterations" else interval
         self.title = title
         notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None
-        self.live = mode == "bar" or (mode == "auto" and (self.console.is_terminal or notebook))
-        self.panel = Panel(self.console)
+        live = mode == "bar" or (mode == "auto" and (self.console.is_terminal or notebook))
+        self.panel = Panel(self.console) if live else None
         self._shown = 0.0
         self._evaluation: EvaluationResult | None = None
 
@@ -100,17 +108,18 @@ class Progress(Callback):
         self._shown = time.perf_counter()
         if self.title:
             self._print(self.title)
-        if self.live:
+        if self.panel is not None:
             self.panel.begin(trainer)
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
         """Keep the score for the next line."""
         self._evaluation = evaluation
-        self.panel.add_evaluation(trainer, evaluation)
+        if self.panel is not None:
+            self.panel.add_evaluation(trainer, evaluation)
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Update the panel, or print a line when it is time."""
-        if self.live:
+        if self.panel is not None:
             self.panel.advance_to(trainer, metrics, " ".join(self._text(metrics).split()))
         elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
@@ -124,7 +133,7 @@ class Progress(Callback):
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-        if self.live:
+        if self.panel is not None:
             self.panel.stop()
 
     def _text(self, metrics: Mapping[str, float]) -> str:

@@ -84,12 +84,12 @@ class SaveCheckpoints(Callback):
     def on_interrupt(self, trainer: "Trainer") -> None:
         """Likewise; after an error without the other ranks, or not at all if it takes them."""
         if trainer.doing == "stopping":
-            return self.on_training_end(trainer)
+            self.on_training_end(trainer)
+            return
         self._finish(trainer)
         if trainer.iteration != self.saved_at and not trainer.engine.sharded:
             self._begin(trainer)
             self._finish(trainer)
-        return None
 
     def close(self) -> None:
         """Wait until everything is written."""

@@ -80,8 +80,8 @@ def _read(name: str, path: Path) -> Row:
     return Row(
         name,
         subject=subject(config, summary),
-        algorithm=str(config.get("algorithm", {}).get("name", "?")),
-        seed=str(config.get("seed", "?")),
+        algorithm=config["algorithm"]["name"],
+        seed=str(config["seed"]),
         state=str(summary.get("stopped") or "killed"),
         env_steps=metrics[-1].get("env_steps", 0) if metrics else 0,
         training=_points(metrics, "rollout/return_mean"),

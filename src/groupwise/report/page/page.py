@@ -83,8 +83,8 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             script=resources(__package__).joinpath("page.js").read_text(encoding="utf-8"),
             live=live,
             subject=subject(config, summary),
-            algorithm=str(config.get("algorithm", {}).get("name", "?")),
-            seed=config.get("seed", "?"),
+            algorithm=config["algorithm"]["name"],
+            seed=config["seed"],
             name=folder.path.resolve().name,
             ending=_ending(folder, metrics, unit),
             answer=answer(metrics, score, sample),
@@ -94,7 +94,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             completions=_completions(groups),
             health=_health(metrics, folder),
             groups=groups,
-            grouped="group_size" in config.get("algorithm", {}),
+            grouped="group_size" in config["algorithm"],
             static=groups[:STATIC_GROUPS],
             data=to_json(groups),
             frames=_frames(folder, groups),
@@ -256,7 +256,7 @@ def _why_no_groups(config: Mapping[str, Any]) -> str:
 def _settings(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """The settings that differ from the defaults of the library, and the others."""
     kind: type[RunCfg | TextRunCfg] = TextRunCfg if "task" in config else RunCfg
-    name = config.get("algorithm", {}).get("name")
+    name = config["algorithm"]["name"]
     try:
         default = flat(kind.model_validate({"algorithm": {"name": name}}).model_dump(mode="json"))
     except ValidationError:  # an algorithm of a plugin that is not loaded

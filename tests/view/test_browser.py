@@ -6,8 +6,10 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import text_runs
 
 import groupwise as gw
+from groupwise import cli
 from groupwise.report.folder import RunFolder
 from groupwise.report.notebook import explore
 from groupwise.report.page.page import write_page
@@ -127,12 +129,26 @@ def test_a_narrow_screen_is_enough(run, open_page, scheme):
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 
 
+@pytest.fixture(scope="module")
+def addresses(run, tmp_path_factory):
+    """Of a page of each kind."""
+    folder = tmp_path_factory.mktemp("pages")
+    texts = text_runs.train(text_runs.copying(), text_runs.save_model(folder / "model"), folder / "texts").report()
+    comparison, again = folder / "comparison.html", shutil.copytree(run, folder / "again")
+    assert cli.main(["compare", f"one={run}", f"other={again}", "--html", str(comparison)]) == 0
+    files = {"control": run / "report.html", "texts": texts, "comparison": comparison}
+    with process("view", run.parent) as viewer:
+        yield {name: file.as_uri() for name, file in files.items()} | {"list": viewer.stdout.readline().strip()}
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(run, browser, scheme):
+@pytest.mark.parametrize("name", ["control", "texts", "comparison", "list"])
+def test_axe_finds_nothing(addresses, browser, name, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     context = browser.new_context(color_scheme=scheme, bypass_csp=True)
     page = context.new_page()
-    page.goto((run / "report.html").as_uri())
+    page.goto(addresses[name])
+    page.locator("h1").wait_for()
     found = axe.Axe().run(page)
     context.close()
     assert found.violations_count == 0, found.generate_report()

@@ -8,6 +8,7 @@ import pytest
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
+pytest.importorskip("ipywidgets")
 
 NOTEBOOKS = Path(__file__).parents[2] / "examples/notebooks"
 
@@ -22,8 +23,10 @@ def test_a_notebook_runs_and_shows_its_run(name, steps, pictures, tmp_path, monk
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS.parent), prepend=":")
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     for cell in notebook.cells:
-        cell.source = re.sub(r"total_steps=[\d_]+", f"total_steps={steps}", cell.source)
-    nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
+        cell.source = re.sub(r"total_steps=[\d_]+", f"total_steps={steps}", cell.source).replace('"none"', '"auto"')
+    client = nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}})
+    client.execute()
+    assert f"{steps}/{steps}" in str([widget.get("outputs") for widget in client.widget_state.values()])  # the panel
     shown = [output["data"] for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     assert pictures <= {kind for data in shown for kind in data}
     html = "".join(data.get("text/html", "") for data in shown)

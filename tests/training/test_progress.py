@@ -88,8 +88,11 @@ def test_a_terminal_without_unicode_has_no_blocks(parts: Any):
     assert b"returns" not in raw.getvalue()
 
 
-def test_a_notebook_without_ipywidgets_gets_lines():
-    assert Progress("auto", console=Console(file=io.StringIO(), force_jupyter=True)).panel is None
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_notebook_without_ipywidgets_gets_lines(monkeypatch: pytest.MonkeyPatch, installed: bool):
+    monkeypatch.setattr(progress_module, "find_spec", lambda name: (name == "ipywidgets" and installed) or None)
+    progress = Progress("auto", console=Console(file=io.StringIO(), force_jupyter=True))
+    assert (progress.panel is not None) is installed
 
 
 def test_a_long_run_is_shown_in_bounded_memory(parts: Any, monkeypatch: pytest.MonkeyPatch):

@@ -134,6 +134,7 @@ class Progress(Callback):
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self.panel is not None:
+            self.panel.refresh()  # in a notebook, stopping does not show the last iteration
             self.panel.stop()
 
     def _text(self, metrics: Mapping[str, float]) -> str:

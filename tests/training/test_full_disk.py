@@ -10,7 +10,7 @@ import pytest
 from tensordict import TensorDict
 
 import groupwise as gw
-from groupwise import cli
+from groupwise.cli.result import print_run
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, serialize, write_checkpoint
 from groupwise.training.saving import SaveCheckpoints
@@ -123,7 +123,7 @@ def test_a_last_checkpoint_that_does_not_fit_is_a_failure(
             **SETTINGS,
         )  # fmt: skip
     assert run.summary["unsaved_env_steps"] == 640 - 192
-    assert cli.commands._print_run(run) == 1
+    assert print_run(run) == 1
     assert f"NOT SAVED: the last 448 steps; fix: make room, then groupwise resume {path}" in capsys.readouterr().err
     assert gw.resume(path).summary.get("unsaved_env_steps") is None
 
@@ -150,7 +150,7 @@ def test_lines_that_find_no_room_are_a_failure(
         disk = Disk(path / "metrics.jsonl", errno.ENOSPC, patch, first=9, last=99)
         run = gw.train("CartPole-v1", PPO, run_dir=path, callbacks=[disk], **SETTINGS)
     assert run.summary["unlogged_iterations"] == 2
-    assert cli.commands._print_run(run) == 1
+    assert print_run(run) == 1
     assert "NOT SAVED: metrics of 2 iterations; fix: make room\n" in capsys.readouterr().err
     assert logged(path) == logged(whole.path)[:8]
 

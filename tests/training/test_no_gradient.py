@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import groupwise as gw
-from groupwise.cli import commands
+from groupwise.cli.result import print_run
 
 
 class Steady(gymnasium.Env[Any, Any]):
@@ -44,7 +44,7 @@ def test_a_run_without_any_gradient_says_so(
     assert run.summary == gw.Run.load(run.path, env=Steady).summary
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [message[:23] for message in said] == ["update 1 learns nothing"]
-    assert commands._print_run(run) == 0
+    assert print_run(run) == 0
     assert (
         "Nothing was learned: the gradient of every update was 0 (docs/troubleshooting.md)." in capsys.readouterr().out
     )
@@ -57,5 +57,5 @@ def test_a_run_with_a_gradient_does_not(
     run = trained(tmp_path / "run", algorithm, pays=1.0)
     assert run.summary.get("updates_without_gradient", 0) < run.summary["iterations"]
     assert not caplog.records
-    assert commands._print_run(run) == 0
+    assert print_run(run) == 0
     assert "Nothing was learned" not in capsys.readouterr().out

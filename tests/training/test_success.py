@@ -12,7 +12,7 @@ from gymnasium.envs.registration import EnvSpec
 from success_envs import Touch, TouchEither
 
 import groupwise as gw
-from groupwise import cli
+from groupwise.cli.result import print_run
 from groupwise.config.env import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
@@ -140,7 +140,7 @@ def test_a_run_reports_success(algorithm: Any, tmp_path: Path, capsys: pytest.Ca
     assert 0 <= low <= summary["success_rate"] <= high <= 1
     result = gw.evaluate(run, episodes=7)
     assert result.success_rate == sum(result.successes) / 7
-    cli.commands._print_run(run)
+    print_run(run)
     printed = f"success {100 * rates[-1]:.0f} % (95 % interval {100 * low:.0f} to {100 * high:.0f}). Best"
     assert printed in capsys.readouterr().out
 

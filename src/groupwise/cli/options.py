@@ -116,6 +116,14 @@ def parse_options(
     return _resolve(target, preset, _tree(options, given))
 
 
+def read_env(words: Sequence[str], **command: Any) -> Any:
+    """The ``EnvCfg`` that the words describe."""
+    cfg = parse_options(words, **command)
+    if not isinstance(cfg, RunCfg):
+        raise ConfigError(f"{words[0]} is a text task without an environment; fix: an environment's id or file")
+    return cfg.env
+
+
 def options_of(config: Cfg, prefix: str = "", given: Mapping[str, list[str]] = {}) -> Iterator[Option]:
     """An option for every setting except the target and what only a file can set.
 

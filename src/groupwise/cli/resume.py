@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from groupwise.cli import evolve
 from groupwise.cli.parser import Parser, count
+from groupwise.cli.result import print_run
 from groupwise.config.budget import BUDGETS
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.system import files
@@ -19,8 +21,14 @@ Examples:
 """
 
 
-def run(parser: Parser, argv: Sequence[str]) -> Any:
-    """The run that ``argv`` continues."""
+def run(parser: Parser, argv: Sequence[str]) -> int:
+    """Continue the run or population in ``argv``, and print its result."""
+    if argv and (Path(argv[0]) / "population.json").is_file():
+        return evolve.resume(parser, argv)
+    return print_run(_resumed(parser, argv))
+
+
+def _resumed(parser: Parser, argv: Sequence[str]) -> Any:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--total-steps", type=count, help="train until then (default: as before)")
     parser.add_argument("--total-iterations", type=count, help="likewise")

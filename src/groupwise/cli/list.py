@@ -1,24 +1,29 @@
-"""What ``groupwise list`` shows: algorithms, presets, and every choice of credit and objective."""
+"""``groupwise list``: algorithms, presets, and every choice of credit and objective."""
 
 import json
 import shutil
 import textwrap
+from collections.abc import Sequence
 from functools import partial
 
+from groupwise.cli.parser import Parser
 from groupwise.config import presets
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.errors import ConfigError, nearest
 
+HELP = "Print algorithms, presets, and the choices of credit and objective with their sources."
 Entry = list[str]
 """Lines that are shown together or not at all; all but the first are indented."""
 
 
-def show(text: str) -> None:
-    """Print every entry that contains ``text``.
+def run(parser: Parser, argv: Sequence[str]) -> None:
+    """Print the entries that contain the text in ``argv``, or all.
 
     Raises:
         ConfigError: none does.
     """
+    parser.add_argument("text", nargs="?", default="", help="show only entries with this text, such as dapo or kl")
+    text = parser.read(argv).text
     found = {title: [entry for entry in entries if _contains(entry, text)] for title, entries in _sections().items()}
     if not any(found.values()):
         hint = nearest(text, _names()) or f"; presets: {', '.join(presets.objective_presets())}"

@@ -22,7 +22,6 @@ HEALTHY = {
     "train/clip_fraction": 0.2,
     "train/clip_fraction_low": 0.1,
     "train/clip_fraction_high": 0.1,
-    "train/entropy": 0.6,
     "train/grad_norm": 0.3,
     "train/explained_variance": 0.8,
     "eval/return_mean": 21.0,
@@ -40,6 +39,7 @@ def entries(count=20, **changes):
     return [
         HEALTHY
         | {"env_steps": number, "iteration": number, "rollout/return_mean": 20 + 0.25 * (number % 2)}
+        | {"train/entropy": 0.6 - 0.1 * shares[number]}
         | {key: change(share) for key, change in changes.items()}
         for number, share in enumerate(shares)
     ]
@@ -83,6 +83,7 @@ def test_rules_without_their_metrics_are_silent():
         ("train/approx_kl", lambda share: 40.0 * (share == 0), "KL of an update", "bad"),
         ("train/clip_fraction", lambda share: 0.5, "Clipped steps", "look"),
         ("train/entropy", lambda share: 0.69 * (1 - share) ** 4, "Entropy", "bad"),
+        ("train/entropy", lambda share: 0.69, "Entropy", "look"),
         ("train/grad_norm", lambda share: 0.0, "Gradient norm", "bad"),
         ("train/skipped_steps", lambda share: 1.0, "Gradient norm", "bad"),
         ("train/explained_variance", lambda share: -0.2, "Critic", "look"),
@@ -145,6 +146,12 @@ def test_an_entropy_that_is_gone_after_the_first_iterations_is_found():
     assert verdicts(found)["Entropy"] == "bad"
 
 
+@pytest.mark.parametrize(("greedy", "verdict"), [(25.0, "good"), (250.0, "look")])
+def test_an_entropy_that_stays_is_found_where_only_the_greedy_policy_does_well(greedy, verdict):
+    rising = {"rollout/return_mean": lambda share: 20 + 10 * share, "eval/return_mean": lambda share: greedy}
+    assert verdicts(examine(entries(**{"train/entropy": lambda share: 0.69} | rising)))["Entropy"] == verdict
+
+
 def test_a_policy_that_never_learned_did_not_get_worse():
     falling = {"eval/return_mean": lambda share: 60.0 * (1 - share)}
     assert verdicts(examine(entries(**falling)))["Last against best"] == "look"
@@ -160,9 +167,9 @@ def test_a_task_of_which_every_attempt_succeeds_is_no_constant_return():
 def test_updates_without_a_step_say_nothing_of_the_policy():
     """They log zeros: groups without signal are found, and no collapse of the entropy."""
     idle = {key: (lambda share: 0.0) for key in ("train/entropy", "train/approx_kl", "train/optimizer_steps")}
-    half = [*entries(10), *entries(10, **idle)]
+    half = [*entries(10), *entries(10, **{"rollout/return_mean": lambda share: 21.0} | idle)]
     found = {finding.title: finding for finding in examine(half)}
-    assert found["Entropy"].text == "From 0.6 at first to 0.6 nats per step."
+    assert found["Entropy"].text == "From 0.6 at first to 0.506 nats per step."
     assert found["KL of an update"].verdict == found["Entropy"].verdict == "good"
     assert "Entropy" not in verdicts(examine(entries(**idle)))
 

@@ -106,6 +106,12 @@ def test_a_policy_that_decides_too_early(tmp_path):
     assert found["Entropy"].verdict == "bad"
 
 
+def test_a_policy_that_never_decides(tmp_path):
+    bonus = {"name": "ppo", "ent_coef": 5.0, "num_steps": 32, "minibatch_size": 64}
+    found = trained(tmp_path, "CartPole-v1", bonus, num_envs=8, total_steps=4_000)
+    assert "A lower ent_coef" in found["Entropy"].advice
+
+
 def test_an_update_that_moves_too_far(tmp_path):
     found = trained(tmp_path, "CartPole-v1", {"name": "grpo", "learning_rate": 0.05, "minibatch_size": 32})
     assert found["KL of an update"].verdict == "bad"

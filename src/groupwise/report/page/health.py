@@ -188,7 +188,7 @@ def clipping(metrics: Metrics) -> Finding:
 
 
 def entropy(metrics: Metrics) -> Finding:
-    """A policy that no longer tries anything."""
+    """A policy that no longer tries anything, or never decides."""
     early, late = metrics.series("train/entropy")[1][0], metrics.late("train/entropy")
     made = Finding("Entropy", ("train/entropy",), "good", f"From {early:.3g} at first to {late:.3g} nats per step.")
     if early > 0 and late < 0.05 * early:
@@ -196,7 +196,16 @@ def entropy(metrics: Metrics) -> Finding:
             return made._replace(text=f"{made.text} The policy has decided, and the return rose.")
         advice = "It decided too early: lower learning_rate, ent_coef such as 0.01, or adaptive_entropy."
         return made._replace(verdict="bad", advice=advice)
+    if len(metrics.entries) >= 10 and late > 0.99 * early > 0 and (not metrics.on_top or _hides_skill(metrics)):
+        text = f"{made.text} The policy acts as randomly as at first."
+        return made._replace(verdict="look", text=text, advice="A lower ent_coef, or a higher learning_rate.")
     return made
+
+
+def _hides_skill(metrics: Metrics) -> bool:
+    """Whether the greedy policy does better than training by more than training ever gained."""
+    greedy, values = metrics.series("eval/return_mean")[1], metrics.series(RETURN)[1]
+    return bool(greedy) and greedy[-1] - metrics.late(RETURN) > max(values) - min(values)
 
 
 def gradient(metrics: Metrics) -> Finding:

@@ -32,7 +32,7 @@ def test_a_fault_comes_with_its_fix(tmp_path, capsys):
     assert cli.main(["doctor", str(run)]) == 1
     _, fault, fix = capsys.readouterr().out.splitlines()
     assert fault == "trouble  Return: No episode earned a reward."
-    assert fix.strip().startswith("fix: Nothing that is rewarded was ever reached")
+    assert fix.strip().startswith("fix: If a goal was never reached, reward progress")
 
 
 def test_a_run_that_logged_nothing(tmp_path, capsys):

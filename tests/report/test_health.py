@@ -212,4 +212,4 @@ def test_ratios_far_from_one_are_found():
     assert ratios([1.0] * 100).verdict == "good"
     assert ratios([0.9, 1.1] * 50 + [5.0]).verdict == "good"
     assert ratios([1.0] * 90 + [5.0] * 10).verdict == "look"
-    assert "90 % of the ratios are from 0.9 to 1.1" in ratios([0.9, 1.1] * 50).text
+    assert "90 % of the ratios are from 0.900 to 1.100" in ratios([0.9, 1.1] * 50).text

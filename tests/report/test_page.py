@@ -13,13 +13,13 @@ from text_runs import copying, save_model
 from text_runs import train as train_text
 
 import groupwise as gw
-from groupwise import cli
+from groupwise import cli, config
 from groupwise.errors import RunFolderError
 from groupwise.report import groups
 from groupwise.report.folder import RunFolder
 from groupwise.report.page import explorer
 from groupwise.report.page.figures import small
-from groupwise.report.page.page import answer, write_page
+from groupwise.report.page.page import answer, settings_of, write_page
 from groupwise.report.video import film
 from groupwise.training import env_evaluator
 
@@ -96,11 +96,23 @@ def test_a_page_is_whole_and_needs_nothing_else(runs, name):
     links = {attributes["href"][1:] for tag, attributes in page.tags if tag == "a"}
     assert links == {"learned", "health", "groups", "settings"} < set(page.ids_of())
     words = " ".join(page.texts)
-    for expected in ("Speed", "algorithm.learning_rate", "versions", "groupwise resume", "torch"):
+    for expected in ("Speed", "algorithm.learning_rate", "versions", "repeat", "torch"):
         assert expected.lower() in words.lower()
     assert ("Critic" in words) == (name == "ppo")
     assert ("data:image/gif" in text) == (name == "grpo")
     assert ("best and worst completion" in words) == (name == "text")
+
+
+def test_settings_are_told_apart_by_where_they_come_from(runs):
+    folder = RunFolder(runs / "ppo")
+    cfg = config.resolve("CartPole-v1", {"name": "ppo", "ent_coef": 5.0})
+    found = settings_of(cfg.model_dump(mode="json"))
+    assert found.given == {"algorithm.ent_coef": "5.0 (default 0.0)"}
+    assert "algorithm.gamma" in found.preset
+    assert "algorithm.num_epochs" in found.default
+    assert settings_of(folder.read_config()).given.keys() >= {"total_steps"}
+    unknown = settings_of(folder.read_config() | {"algorithm": {"name": "mine", "seed": 1}})
+    assert unknown.given["algorithm.name"] == "mine"
 
 
 def test_the_explorer_has_the_steps_that_were_kept(runs):
@@ -277,7 +289,9 @@ def evaluated(*scores, std=10.0, episodes=25.0, training=()):
         ([], "Unknown", "No iteration was logged."),
         (evaluated(training=(1.0, 2.0)), "Unknown", "went from 1 to 2, and nothing was evaluated"),
         (evaluated(20, 100), "Yes", "rose from 20 to 100 (95 % interval 95.87 to 104.1, 25 episodes)."),
-        (evaluated(100, 20), "No", "fell from 100 to 20"),
+        (evaluated(100, 20), "No", "fell from 100 (95 % interval 95.87 to 104.1) to 20"),
+        (evaluated(20, 100, 30), "No longer", "rose from 20 to 100 at step 2, then fell to 30"),
+        (evaluated(20, 100, 90), "Yes", "rose from 20 to 90"),
         (
             evaluated(-1600, -1300, training=(-1250.0, -1350.0)),
             "No",

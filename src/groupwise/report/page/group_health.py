@@ -95,7 +95,7 @@ def ratios(values: Sequence[float]) -> Finding:
     """How far the update moved the probabilities of single actions, in the groups that were kept last."""
     far = sum(not 0.5 <= value <= 2 for value in values) / len(values)
     middle = sorted(values)[len(values) // 20 : -(len(values) // 20) or None]
-    text = f"90 % of the ratios are from {middle[0]:.3g} to {middle[-1]:.3g}; {percent(far, 1)} of them outside of 0.5 to 2."
+    text = f"90 % of the ratios are from {middle[0]:.3f} to {middle[-1]:.3f}; {percent(far, 1)} of them outside of 0.5 to 2."
     made = Finding("Ratios after the update", (), "good", text, values=tuple(values))
     if far <= 0.05:
         return made

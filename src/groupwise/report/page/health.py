@@ -64,8 +64,11 @@ class Metrics:
 
     @property
     def improved(self) -> bool:
-        """Whether the return of training rose."""
-        return RETURN in self and self.late(RETURN) > self.early(RETURN)
+        """Whether the return of training rose, and kept at least half of what it had gained."""
+        if RETURN not in self:
+            return False
+        early, late = self.early(RETURN), self.late(RETURN)
+        return late > early and late - early >= 0.5 * (max(self.series(RETURN)[1]) - early)
 
     @property
     def on_top(self) -> bool:
@@ -121,16 +124,15 @@ def signal(metrics: Metrics) -> Finding:
 def constant(metrics: Metrics) -> Finding:
     """A return that is the same in every episode teaches nothing."""
     values = metrics.series(RETURN)[1]
-    made = Finding("Return", (RETURN,), "good", f"From {min(values):.4g} to {max(values):.4g} in training.")
+    made = Finding("Return", (RETURN,), "good", f"Between {min(values):.4g} and {max(values):.4g} in training.")
     succeeds = "rollout/success_rate" in metrics and metrics.late("rollout/success_rate") == 1
     if len(values) < 3 or max(values) - min(values) > 1e-6 * abs(max(values)) or succeeds:
         return made
     text = "No episode earned a reward." if values[-1] == 0 else f"It was {values[-1]:.4g} in all of training."
-    advice = "The reward does not depend on the policy, unless it cannot be higher: reward progress, or easier starts."
-    if values[-1] == 0:
-        advice = (
-            "Nothing that is rewarded was ever reached, or the reward is always 0: reward progress, or easier starts."
-        )
+    advice = (
+        "If a goal was never reached, reward progress towards it, or start nearer to it. If the return cannot be higher, "
+        "the task is solved. Else the reward does not depend on the policy."
+    )
     return made._replace(verdict="bad", text=text, advice=advice)
 
 
@@ -191,14 +193,16 @@ def entropy(metrics: Metrics) -> Finding:
     """A policy that no longer tries anything, or never decides."""
     early, late = metrics.series("train/entropy")[1][0], metrics.late("train/entropy")
     made = Finding("Entropy", ("train/entropy",), "good", f"From {early:.3g} at first to {late:.3g} nats per step.")
-    if early > 0 and late < 0.05 * early:
+    if early > 0 and late < max(0.05 * early, 0.01):
         if metrics.improved:
             return made._replace(text=f"{made.text} The policy has decided, and the return rose.")
         advice = "It decided too early: lower learning_rate, ent_coef such as 0.01, or adaptive_entropy."
         return made._replace(verdict="bad", advice=advice)
     if len(metrics.entries) >= 10 and late > 0.99 * early > 0 and (not metrics.on_top or _hides_skill(metrics)):
         text = f"{made.text} The policy acts as randomly as at first."
-        return made._replace(verdict="look", text=text, advice="A lower ent_coef, or a higher learning_rate.")
+        return made._replace(
+            verdict="look", text=text, advice="A lower ent_coef; where it is 0, a higher learning_rate."
+        )
     return made
 
 
@@ -232,6 +236,8 @@ def critic(metrics: Metrics) -> Finding:
     if explained >= 0.3 or metrics.improved:
         return made
     advice = "It helps little: policy.normalize_obs, policy.normalize_reward, a higher learning_rate or num_epochs."
+    if _moves_too_far(metrics):
+        advice = "This follows from: KL of an update."
     return made._replace(verdict="look", advice=advice)
 
 
@@ -303,7 +309,7 @@ def best(metrics: Metrics) -> Finding:
     if lost <= 0.3 * (max(seen) - min(seen)) or not lost > half or never_learned:
         return made
     limit = ", or target_kl such as 0.02" if "train/approx_kl" in metrics else ""
-    advice = f"The policy got worse; the best one is in checkpoints/best. A linear schedule{limit}."
+    advice = f"The policy got worse; the best one is in checkpoints/best. A lower learning_rate{limit}."
     return made._replace(verdict="look", advice=advice)
 
 
@@ -313,7 +319,7 @@ def speed(metrics: Metrics) -> Finding:
     spent = {words: sum(metrics.series(f"time/{part}_seconds")[1]) for part, words in parts.items()}
     total = max(sum(spent.values()), 1e-9)
     shares = ", ".join(f"{percent(seconds / total)} in {words}" for words, seconds in spent.items() if seconds)
-    text = f"{metrics.late('time/steps_per_second'):,.0f} steps per second. Of the time, {shares}."
+    text = f"{metrics.late('time/steps_per_second'):,.0f} steps per second at the end. Of the time, {shares}."
     return Finding("Speed", ("time/steps_per_second",), "good", text)
 
 

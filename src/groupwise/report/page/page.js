@@ -108,7 +108,7 @@
 
   const head = (group, member, index) => make("header", {},
     make("strong", {}, `Member ${index}${member.greedy ? " (greedy)" : ""}: ${isText ? "reward" : "return"} ${show(member.return)}`),
-    make("span", { class: "quiet" }, `${member.length} ${isText ? "tokens" : "steps"}, ${member.end}`));
+    make("span", { class: "quiet" }, `${member.length} ${isText ? "token" : "step"}${member.length === 1 ? "" : "s"}, ${member.end}`));
 
   function strip(group, member, index) {
     const width = Math.max(...group.members.map((other) => cells(group, other)));

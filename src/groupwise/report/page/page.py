@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import ValidationError
 
 from groupwise import plugins
+from groupwise.config import resolve
 from groupwise.config.base import flat
+from groupwise.config.budget import BUDGETS
 from groupwise.config.run import RunCfg, TextRunCfg
+from groupwise.errors import ConfigError
 from groupwise.report.folder import RunFolder
 from groupwise.report.frames import read_frames
 from groupwise.report.page.explorer import extremes, load_groups, to_json
@@ -74,7 +77,6 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
     config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
     metrics, groups = folder.read_metrics(), load_groups(folder.groups)
     unit, score, sample = words_of(config)
-    changed, other = _settings(config)
     return (
         templates(__package__)
         .get_template("page.html")
@@ -100,8 +102,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             frames=_frames(folder, groups),
             num_iterations=len({group["iteration"] for group in groups}),
             why_no_groups=_why_no_groups(config),
-            changed=changed,
-            other=other,
+            settings=settings_of(config),
             versions=_without_none(provenance.get("versions") or {}),
             facts=_facts(provenance, summary),
             commands=_commands(folder, provenance),
@@ -156,8 +157,14 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
     interval = f"95 % interval {_shown(at_last[0])} to {_shown(at_last[1])}"
     end = f"{_shown(after)} ({interval}, {last['eval/episodes']:.0f} {sample})"
     noise, untrained = hypot(at_first[1] - before, at_last[1] - after), scores[0] if scores else -inf
+    best = max(evaluations, key=lambda entry: entry["eval/return_mean"])
+    top = best["eval/return_mean"]
+    if top - max(before, after) > noise and after - before < 0.5 * (top - before):
+        peak = f"rose from {_shown(before)} to {_shown(top)} at step {best['env_steps']:,}"
+        return Answer("No longer", f"The evaluated {score} {peak}, then fell to {end}.")
     if before - after > noise:
-        return Answer("No", f"The evaluated {score} fell from {_shown(before)} to {end}.")
+        at = f"{_shown(before)} (95 % interval {_shown(at_first[0])} to {_shown(at_first[1])})"
+        return Answer("No", f"The evaluated {score} fell from {at} to {end}.")
     if after - before > noise:
         rose = f"The evaluated {score} rose from {_shown(before)} to {end}"
         if after > untrained:
@@ -166,9 +173,8 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
     if scores[-1:] > [untrained] and at_last[0] > untrained:
         early = f"from {_shown(untrained)} in the first iteration, most of it before the first evaluation"
         return Answer("Yes", f"The {score} rose {early}; at the end it is {end}.")
-    return Answer(
-        "Not visibly", f"The evaluated {score} was {_shown(before)} first and {end} last: no more than noise."
-    )
+    change = "no more than noise" if noise else "no change"
+    return Answer("Not visibly", f"The evaluated {score} was {_shown(before)} first and {end} last: {change}.")
 
 
 def _success(metrics: Sequence[Mapping[str, Any]]) -> str:
@@ -237,7 +243,7 @@ def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dic
     read = Metrics(metrics)
     rows = []
     for number, finding in enumerate(diagnose(folder)):
-        label, name = f"{finding.title} over training", f"h{number}"
+        label, name = f"{finding.title}, all of training", f"h{number}"
         picture = small([read.series(key) for key in finding.keys], label, name) if finding.keys else ""
         if finding.values:
             picture = histogram(finding.values, f"Histogram: {finding.title.lower()}", name)
@@ -253,18 +259,33 @@ def _why_no_groups(config: Mapping[str, Any]) -> str:
     return "No groups yet: a run keeps some with each evaluation."
 
 
-def _settings(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """The settings that differ from the defaults of the library, and the others."""
-    kind: type[RunCfg | TextRunCfg] = TextRunCfg if "task" in config else RunCfg
-    name = config["algorithm"]["name"]
+class Settings(NamedTuple):
+    """The settings of a run, by where they come from."""
+
+    given: dict[str, str]
+    preset: dict[str, str]
+    """Of the environment, where they are other than the library's."""
+    default: dict[str, str]
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """The settings of a run, as they are shown."""
+    name, found = config["algorithm"]["name"], Settings({}, {}, {})
     try:
-        default = flat(kind.model_validate({"algorithm": {"name": name}}).model_dump(mode="json"))
-    except ValidationError:  # an algorithm of a plugin that is not loaded
-        default = {}
-    given = flat(dict(config))
-    is_default = {key: key in default and default[key] == value for key, value in given.items()}
-    changed = {key: _setting(value) for key, value in given.items() if not is_default[key]}
-    return changed, {key: _setting(value) for key, value in given.items() if is_default[key]}
+        default = (TextRunCfg if "task" in config else RunCfg).model_validate({"algorithm": {"name": name}})
+        expected = default if "task" in config else resolve(config["env"]["id"], name)
+    except (ConfigError, KeyError, ValidationError):  # an algorithm of a plugin that is not loaded
+        return found._replace(given={key: _setting(value) for key, value in flat(dict(config)).items()})
+    library, usual = (flat(cfg.model_dump(mode="json")) for cfg in (default, expected))
+    for key, value in flat(dict(config)).items():
+        if key not in usual or usual[key] != value:
+            instead = f" (default {_setting(usual[key])})" if key in usual and key != "env.id" else ""
+            found.given[key] = f"{_setting(value)}{instead}"
+        elif key not in library or library[key] != value:
+            found.preset[key] = _setting(value)
+        else:
+            found.default[key] = _setting(value)
+    return found
 
 
 def _setting(value: object) -> str:
@@ -298,8 +319,10 @@ def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str
         again = (
             f"in Python, where {' and '.join(given)} came from: gw.train(..., seed={folder.read_config().get('seed')})"
         )
-    made = {"made by": str(provenance.get("command") or "")}
-    return _without_none(made | {"again": again, "go on": plugins.command("resume", folder.path)})
+    found = {"made by": str(provenance.get("command") or ""), "repeat": again}
+    if folder.read_summary().get("stopped") not in BUDGETS:
+        found["continue"] = plugins.command("resume", folder.path)
+    return _without_none(found)
 
 
 def _shown(value: float | int) -> str:

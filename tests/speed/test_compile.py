@@ -36,14 +36,10 @@ def compiled(algorithm):
 
 
 @pytest.mark.slow
-def test_compiled_is_the_reference(tmp_path):
-    check_compiled("updates", tmp_path)
-
-
-@pytest.mark.slow
-def test_a_compiled_run_is_the_reference_and_resumes_exactly_in_another_process(tmp_path):
-    check_compiled("whole", tmp_path)
-    check_compiled("resumed", tmp_path)
+def test_updates_rollouts_and_runs_are_compiled_in_one_process_and_resumed_exactly_in_another(tmp_path):
+    """The environments of the run and of the rollouts differ in their number of rows."""
+    check_compiled(tmp_path, "updates", "whole", "rollouts")
+    check_compiled(tmp_path, "resumed")
 
 
 def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on(monkeypatch):

@@ -1,17 +1,12 @@
-"""Compiled rollouts of torch environments are the reference's to rounding, from the same draws."""
+"""What is compiled of rollouts; ``test_compile`` compares them with the reference."""
 
 import pytest
 import torch
-from compiled_cases import STEPS, check_compiled, collecting
+from compiled_cases import STEPS, collecting
 
 import groupwise as gw
 from groupwise.errors import SlowPathWarning
 from groupwise.speed.rollouts import CompiledStepper, why_not_compiled
-
-
-@pytest.mark.slow
-def test_compiled_rollouts_are_the_references(tmp_path):
-    check_compiled("rollouts", tmp_path)
 
 
 def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypatch):

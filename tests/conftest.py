@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import preload
 from hypothesis import HealthCheck, settings
 
 from groupwise.config.choices import Choice
@@ -62,6 +63,12 @@ def few_pictures():
         patch.setattr("groupwise.training.env_evaluator.film_group", lambda *args: None)
         patch.setattr("groupwise.training.running.plot_curve", lambda *args: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def preloaded():
+    """Processes start in no time; else each would import torch for some seconds."""
+    preload()
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 """Two processes under torchrun give the parameters and metrics of one process on the union of their data."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked import run_script
 
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
@@ -81,19 +80,11 @@ engine.close()
 """
 
 
-def launch(command, script, out):
-    done = subprocess.run([*command, str(script), str(out)], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
-    script = folder / "worker.py"
-    script.write_text(WORKER)
-    launch([sys.executable], script, folder / "one")
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    launch(two, script, folder / "two")
+    run_script(WORKER, folder / "one")
+    run_script(WORKER, folder / "two", ranks=2)
     return {name: json.loads((folder / name).read_text()) for name in ("one.0", "two.0", "two.1")}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_script
 from sharded_runs import CASES
 from text_runs import save_model
 from two_ranks import in_two_threads
@@ -34,8 +35,7 @@ def start(*args, ranks=1):
 
 
 def finish(*args, ranks=1):
-    done = start(*args, ranks=ranks)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(SCRIPT, *args, ranks=ranks)
 
 
 @pytest.fixture(scope="module")

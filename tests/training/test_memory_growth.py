@@ -1,11 +1,10 @@
 """Memory does not grow with the iterations."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_script
 
 ITERATIONS, MIB = (1000, 5) if "TORTURE_ROUNDS" in os.environ else (300, 3)
 
@@ -44,8 +43,6 @@ gw.train(
 def test_memory_does_not_grow_with_iterations(kind: str, tmp_path: Path):
     support = str(Path(__file__).parents[1] / "support")
     code = f"START, END, SUPPORT = 200, {200 + ITERATIONS}, {support!r}\n{RUN}{TEXT if kind == 'text' else CONTROL}"
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "run"), kind]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    start, end = (float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("MIB"))
+    printed = run_script(code, tmp_path / "run", kind)
+    start, end = (float(line.split()[1]) for line in printed.splitlines() if line.startswith("MIB"))
     assert end - start < MIB, (start, end)

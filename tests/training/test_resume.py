@@ -1,11 +1,7 @@
 """A run that was killed and resumed equals one that never stopped, bit for bit."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import Script
 from tensordict import TensorDict
 
 import groupwise as gw
@@ -98,13 +95,12 @@ def test_the_same_seed_gives_the_same_run(uninterrupted: gw.Run, tmp_path: Path)
 def test_killed_and_resumed_equals_uninterrupted(uninterrupted: gw.Run, tmp_path: Path):
     path = tmp_path / "killed"
     cfg = uninterrupted.cfg.model_copy(update={"run_dir": path})
-    child = subprocess.Popen([sys.executable, "-c", SLOW, cfg.model_dump_json()])
+    child = Script(SLOW, cfg.model_dump_json())
     deadline = time.monotonic() + 60
     wanted = 1 + next(e["iteration"] for e in logged(uninterrupted.path) if e["env_steps"] >= 800)
     while len(RunFolder(path).read_metrics()) < wanted and time.monotonic() < deadline:
         time.sleep(0.02)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    child.kill()
     assert 0 < len(logged(path)) < len(logged(uninterrupted.path))
     assert RunFolder(path).read_summary() == {}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_script
 
 import groupwise as gw
 
@@ -63,12 +64,6 @@ gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir="run", callbacks=[Faili
 """
 
 
-def run_script(folder: Path, script: str, processes: int, *arguments: object) -> str:
-    """What it printed."""
-    (folder / "script.py").write_text(script)
-    return torchrun(folder, processes, "script.py", *map(str, arguments))
-
-
 def torchrun(folder: Path, processes: int, *command: str) -> str:
     """What the processes printed."""
     out = attempt(folder, processes, *command)
@@ -82,7 +77,7 @@ def attempt(folder: Path, processes: int, *command: str) -> subprocess.Completed
 
 
 def launch(folder: Path, command: str, total_steps: int) -> list[list[float]]:
-    printed = run_script(folder, SCRIPT, 2, command, total_steps)
+    printed = run_script(SCRIPT, command, total_steps, folder=folder, ranks=2)
     return sorted(json.loads(line) for line in printed.splitlines())
 
 
@@ -121,8 +116,8 @@ def test_two_processes_clone_one_policy_from_disjoint_shares(tmp_path: Path):
     pytest.importorskip("pyarrow")
     demos = gw.record_demos("CartPole-v1", lambda obs: int(obs[2] + obs[3] > 0), episodes=6, out=tmp_path / "demos")
     assert 0.5 * demos.steps > 256  # less than a pass over the data
-    run_script(tmp_path, CLONING, 2, "two", 4)
-    run_script(tmp_path, CLONING, 1, "one", 8)
+    run_script(CLONING, "two", 4, folder=tmp_path, ranks=2)
+    run_script(CLONING, "one", 8, folder=tmp_path)
     (weights, first), (other, second), (alone, whole) = (
         json.loads((tmp_path / name).read_text()) for name in ("two-0.json", "two-1.json", "one-0.json")
     )

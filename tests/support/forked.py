@@ -1,0 +1,92 @@
+"""Scripts in processes that have imported the library already: forked from one that did, as new interpreters take seconds."""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+PRELOADED = ["groupwise.run", "groupwise.training.build", "groupwise.text.build", "groupwise.evolution.evolve"]
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def preload():
+    """Start the process that others are forked from, those of the library, too."""
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
+class Script:
+    """A script that runs: code, or the path of a file.
+
+    Args:
+        args: what follows in ``sys.argv``.
+        ranks: processes, which find each other as under torchrun.
+    """
+
+    def __init__(self, script, *args, folder=None, ranks=1):
+        preload()
+        self._out = Path(tempfile.mkdtemp(prefix="script-"))
+        port = _free_port()
+        environments = [_rank(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
+        argv = ["script", *map(str, args)]
+        self.processes = [
+            CONTEXT.Process(target=_run, args=(script, argv, folder, env, self._out / str(rank)))
+            for rank, env in enumerate(environments)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def pid(self):
+        return self.processes[0].pid
+
+    def finish(self, seconds=280):
+        """What the processes printed; fails where one did not end well."""
+        for process in self.processes:
+            process.join(seconds)
+        codes = [process.exitcode for process in self.processes]
+        if any(codes) or None in codes:
+            self.kill()
+            errors = "\n".join((self._out / f"{rank}.err").read_text() for rank in range(len(codes)))
+            pytest.fail(f"exit codes {codes}\n{errors[-3000:]}")
+        return "".join((self._out / f"{rank}.out").read_text() for rank in range(len(codes)))
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def run_script(script, *args, **options):
+    """What it printed."""
+    return Script(script, *args, **options).finish()
+
+
+def _rank(rank, ranks, port):
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _run(script, argv, folder, env, out):
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.update(env)
+    if folder is not None:
+        os.chdir(folder)
+    sys.argv = argv
+    if isinstance(script, Path):
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})

@@ -263,7 +263,7 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
 
 def test_a_policy_without_a_folder_has_no_server_of_its_own(tmp_path):
     from groupwise.config.run import TextRunCfg
-    from groupwise.text.served import connect
+    from groupwise.text.connect import connect
 
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
     with pytest.raises(gw.ConfigError, match="made in Python is in no folder"):

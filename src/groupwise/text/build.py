@@ -23,6 +23,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.decoding_step import FastDecoder
 from groupwise.text.collector import TextCollector
+from groupwise.text.connect import connect
 from groupwise.text.data import Example
 from groupwise.text.evaluation import TextEvaluator
 from groupwise.text.generation import complete
@@ -30,7 +31,6 @@ from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rollout import TextBuffer
-from groupwise.text.served import connect
 from groupwise.text.task import TextTask
 from groupwise.text.transcripts import Dialogue
 from groupwise.training.base import Callback

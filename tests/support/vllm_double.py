@@ -27,10 +27,12 @@ class VLLMDouble:
     """Serves a model's folder from a thread.
 
     ``faults[path]`` has a fault for each of the next calls of a path; ``calls`` lists paths and bodies.
+    A group takes ``seconds_per_token`` of its longest completion, whatever else is written meanwhile.
     """
 
     def __init__(self, model, *, port=0, logprobs_mode="processed_logprobs", lora=False):
         self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
+        self.seconds_per_token = 0.0
         self.config = {
             "model_config": {"logprobs_mode": logprobs_mode, "generation_config": "vllm"},
             "lora_config": {"max_lora_rank": 16} if lora else None,
@@ -171,6 +173,9 @@ def _handler(double):
             if fault == "drop":
                 return
             status, found = double.answer(parts.path, parts.query, body, fault)
+            if parts.path == GENERATE and status == 200:
+                longest = max(len(choice["token_ids"]) for choice in found["choices"])
+                double.closing.wait(double.seconds_per_token * longest)
             data = b"" if found is None else json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json" if data else "text/plain")

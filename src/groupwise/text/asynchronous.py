@@ -8,6 +8,7 @@ by pacing: nothing is dropped.
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
 from typing import Any, NamedTuple
 
 from groupwise.config.generation import ServerGenerationCfg
@@ -36,14 +37,16 @@ class AsyncCollector(ServedCollector):
         assert isinstance(how, ServerGenerationCfg)
         self.max_staleness = how.max_staleness
         self._thread = ThreadPoolExecutor(1, "groupwise generation")
+        self._loading = Lock()
         self._queue: deque[Future[Written]] = deque()
         self._last_end, self._returned = -1.0, time.perf_counter()
 
     def close(self) -> None:
-        """End what the servers write, and the thread."""
+        """End what the servers write, but not that they load weights, and the thread."""
         for ahead in self._queue:
             ahead.cancel()
-        self.generator.close()
+        with self._loading:
+            self.generator.close()
         self._thread.shutdown()
         super().close()
 
@@ -70,7 +73,8 @@ class AsyncCollector(ServedCollector):
         """The groups, written by weights that are loaded before, or by those of the servers."""
         begun = time.perf_counter()
         if weights is not None:
-            self.generator.load(weights)
+            with self._loading:
+                self.generator.load(weights)
         loaded = time.perf_counter()
         self._write(groups)
         return Written(groups, self.generator.weights, begun, loaded, time.perf_counter())

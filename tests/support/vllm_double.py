@@ -142,6 +142,8 @@ def main(args):
     """The double in place of vLLM's command; it dies after its third answer if the model's folder has a file ``dies``, and takes that along, unless it says so."""
     model = Path(args[args.index("--model") + 1])
     with VLLMDouble(model, port=int(args[args.index("--port") + 1])) as server:
+        if "--seconds-per-token" in args:
+            server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])
         while sum(path == GENERATE for path, _ in server.calls) < 3 or not (model / "dies").exists():
             time.sleep(0.01)
         if not (model / "dies").read_text():

@@ -39,7 +39,7 @@ class AsyncCollector(ServedCollector):
         self._thread = ThreadPoolExecutor(1, "groupwise generation")
         self._loading = Lock()
         self._queue: deque[Future[Written]] = deque()
-        self._last_end, self._returned = -1.0, time.perf_counter()
+        self._last_taken = self._last_end = time.perf_counter()
 
     def close(self) -> None:
         """End what the servers write, but not that they load weights, and the thread."""
@@ -63,16 +63,15 @@ class AsyncCollector(ServedCollector):
             if ahead.done() and (error := ahead.exception()):
                 raise error
         self.generator.save(self.iteration)
-        load = True
-        for number in range(len(self._queue), self.max_staleness + 1):
+        first = len(self._queue)
+        for number in range(first, self.max_staleness + 1):
             groups = self._open(self._cfg.num_prompts, ahead=number)
-            self._queue.append(self._thread.submit(self._write_ahead, groups, self.iteration if load else None))
-            load = False
+            self._queue.append(self._thread.submit(self._write_ahead, groups, self.iteration, load=number == first))
 
-    def _write_ahead(self, groups: list[list[Transcript]], weights: int | None) -> Written:
-        """The groups, written by weights that are loaded before, or by those of the servers."""
+    def _write_ahead(self, groups: list[list[Transcript]], weights: int, *, load: bool) -> Written:
+        """The groups, written by these weights."""
         begun = time.perf_counter()
-        if weights is not None:
+        if load:
             with self._loading:
                 self.generator.load(weights)
         loaded = time.perf_counter()
@@ -91,10 +90,8 @@ class AsyncCollector(ServedCollector):
             "rollout/sync_seconds": found.loaded - found.begun,
             "rollout/staleness": float(staleness),
             "time/queue_length": float(ready),
-            "time/learner_idle_fraction": (now - asked) / (now - self._returned),
-            "time/server_idle_fraction": 0.0
-            if self._last_end < 0
-            else (found.begun - self._last_end) / (found.ended - self._last_end),
+            "time/learner_idle_fraction": (now - asked) / (now - self._last_taken),
+            "time/server_idle_fraction": (found.begun - self._last_end) / (found.ended - self._last_end),
         }
-        self._last_end, self._returned = found.ended, now
+        self._last_taken, self._last_end = now, found.ended
         return found.groups

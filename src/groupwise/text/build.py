@@ -39,7 +39,10 @@ from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.memory_check import check_rollout_fits
 
-SAMPLER_FIX = "another precision, objective.importance_sampling_correction, or other limits in sampler_mismatch"
+SAMPLER_FIX = (
+    "another precision, objective.importance_sampling_correction, a smaller generation.max_staleness, or other limits in "
+    "sampler_mismatch"
+)
 log = logging.getLogger(__name__)
 
 

@@ -1,6 +1,6 @@
 """Asynchronous collection beside synchronous: seconds of an iteration, and what is learned in as many updates.
 
-python benchmarks/async_collection.py      20 minutes, most of them waiting; writes results/async_collection.json
+python benchmarks/async_collection.py      half an hour, most of it waiting; writes results/async_collection.json
 
 A tiny model learns in earnest. The server is that of the tests, in a process of its own: it samples from the weights that it
 is given. In the first part its groups take a time for each token of their longest completion, and each update a fixed time
@@ -31,20 +31,22 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "decoupled": {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"},
     "sampled": {"old_log_prob": "sampled"},
 }
-SECONDS_PER_TOKEN = 0.05
-UPDATES = (0.1, 0.3, 0.6)
-"""Seconds that each update takes more."""
+SECONDS_PER_TOKEN = 0.15
+UPDATES = {"short": (0.3,), "equal": (0.9,), "long": (1.8,), "uneven": (0.4, 0.4, 0.4, 2.4)}
+"""Seconds that updates take more, in turn. A rollout takes 0.9."""
+TIMED = 16
+"""Iterations, after three that fill the queue."""
 
 
 class LongUpdate(gw.Callback):
     """Stands for the update of a larger model, on another device."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: tuple[float, ...]) -> None:
         self.seconds = seconds
 
     def on_rollout_end(self, trainer: Any, rollout: Any) -> None:
         """Take the time."""
-        time.sleep(self.seconds)
+        time.sleep(self.seconds[trainer.iteration % len(self.seconds)])
 
 
 def larger(prompts: Any, completions: Any, **columns: Any) -> list[float]:
@@ -70,7 +72,7 @@ def server(model: Path, seconds_per_token: float) -> Iterator[str]:
 
 
 def train(
-    model: Path, url: str, staleness: int, seed: int, iterations: int, kind: str = "decoupled", update: float = 0.0
+    model: Path, url: str, staleness: int, seed: int, iterations: int, kind: str, update: tuple[float, ...] = (0.0,)
 ) -> list[dict[str, Any]]:
     """Metrics of every iteration."""
     from text_runs import numbers
@@ -88,38 +90,34 @@ def train(
             generation={"name": "server", "urls": [url], "max_staleness": staleness},
             sampler_mismatch={"warn": 100.0, "stop": None},
             logging={"progress": "none"},
-            callbacks=[LongUpdate(update)] if update else [],
+            callbacks=[LongUpdate(update)],
             run_dir=Path(folder) / "run",
         )
         return run.metrics()
 
 
-def overlap(model: Path, rounds: int, iterations: int) -> list[dict[str, Any]]:
-    """Runs that take turns; seconds are of an iteration, without those that fill the queue."""
+def overlap(model: Path, rounds: int) -> list[dict[str, Any]]:
+    """Runs that take turns."""
     found = []
     with server(model, SECONDS_PER_TOKEN) as url:
-        for number in range(rounds):
-            for update in UPDATES:
+        for seed in range(800, 800 + rounds):
+            for name, update in UPDATES.items():
                 for staleness in STALENESS:
-                    metrics = train(model, url, staleness, seed=800 + number, iterations=iterations, update=update)
-                    seconds = [m["time/collect_seconds"] + m["time/update_seconds"] + update for m in metrics[3:]]
-                    found.append(
-                        {
-                            "round": number,
-                            "update": update,
-                            "max_staleness": staleness,
-                            "seconds": round(fmean(seconds), 4),
-                        }
-                        | {"collect": round(fmean(m["time/collect_seconds"] for m in metrics[3:]), 4)}
-                        | {"reward": round(fmean(m["rollout/return_mean"] for m in metrics[-5:]), 4)}
-                        | {
-                            name: round(fmean(m[f"time/{name}_idle_fraction"] for m in metrics[3:]), 4)
-                            for name in ("learner", "server")
-                            if staleness
-                        }
-                    )
+                    metrics = train(model, url, staleness, seed, TIMED + 3, "decoupled", update)
+                    found.append({"seed": seed, "updates": name, "max_staleness": staleness} | timed(metrics[2:]))
                     print(found[-1], flush=True)
     return found
+
+
+def timed(metrics: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of an iteration after the first, and the shares of waiting."""
+    seconds = (metrics[-1]["time/total_seconds"] - metrics[0]["time/total_seconds"]) / (len(metrics) - 1)
+    idle = {
+        who: round(fmean(m[f"time/{who}_idle_fraction"] for m in metrics[1:]), 4)
+        for who in ("learner", "server")
+        if f"time/{who}_idle_fraction" in metrics[0]
+    }
+    return {"seconds": round(seconds, 4), "reward": round(metrics[-1]["rollout/return_mean"], 4)} | idle
 
 
 def learning(model: Path, seeds: int, iterations: int, staleness: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -144,19 +142,21 @@ def learning(model: Path, seeds: int, iterations: int, staleness: tuple[int, ...
 def main() -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=60, help="of a run that learns; those that are timed have 25")
+    parser.add_argument("--only", choices=["learning", "overlap"])
+    parser.add_argument("--rounds", type=int, default=3, help="of runs that are timed")
+    parser.add_argument("--seeds", type=int, default=5, help="of runs that learn")
+    parser.add_argument("--iterations", type=int, default=60, help="of runs that learn")
     options = parser.parse_args()
     sys.path.insert(0, str(SUPPORT))
     from text_runs import save_model
 
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder) / "model")
-        results = {
-            "learning": learning(model, options.seeds, options.iterations, (*STALENESS, 8)),
-            "overlap": overlap(model, options.rounds, 25),
-        }
+        if options.only != "overlap":
+            results["learning"] = learning(model, options.seeds, options.iterations, (*STALENESS, 8))
+        if options.only != "learning":
+            results["overlap"] = overlap(model, options.rounds)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

@@ -31,10 +31,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "decoupled": {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"},
     "sampled": {"old_log_prob": "sampled"},
 }
-SECONDS_PER_TOKEN = 0.15
-UPDATES = {"short": (0.3,), "equal": (0.9,), "long": (1.8,), "uneven": (0.4, 0.4, 0.4, 2.4)}
-"""Seconds that updates take more, in turn. A rollout takes 0.9."""
-TIMED = 16
+SECONDS_PER_TOKEN = 0.25
+UPDATES = {"short": (0.5,), "equal": (1.5,), "long": (3.0,), "uneven": (0.7, 0.7, 0.7, 3.9)}
+"""Seconds that updates take more, in turn. A rollout takes 1.5."""
+TIMED = 8
 """Iterations, after three that fill the queue."""
 
 
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["learning", "overlap"])
     parser.add_argument("--rounds", type=int, default=3, help="of runs that are timed")
-    parser.add_argument("--seeds", type=int, default=5, help="of runs that learn")
+    parser.add_argument("--seeds", type=int, default=4, help="of runs that learn")
     parser.add_argument("--iterations", type=int, default=60, help="of runs that learn")
     options = parser.parse_args()
     sys.path.insert(0, str(SUPPORT))

@@ -32,7 +32,7 @@ class VLLMDouble:
 
     def __init__(self, model, *, port=0, logprobs_mode="processed_logprobs", lora=False):
         self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
-        self.seconds_per_token = 0.0
+        self.seconds_per_token, self.seconds_of_a_hang = 0.0, 5.0
         self.config = {
             "model_config": {"logprobs_mode": logprobs_mode, "generation_config": "vllm"},
             "lora_config": {"max_lora_rank": 16} if lora else None,
@@ -170,7 +170,7 @@ def _handler(double):
                 time.sleep(0.5)
             if fault == "hang":  # its engine is gone, and its front does not say so to those that wait
                 double.faults["/health"] = ["500"]
-                double.closing.wait(5)
+                double.closing.wait(double.seconds_of_a_hang)
                 return
             if fault == "drop":
                 return

@@ -179,7 +179,7 @@ def test_an_error_behind_the_learner_ends_the_run(model, double, tmp_path, fault
 
 
 def test_an_interrupt_does_not_wait_for_the_servers(model, double, tmp_path):
-    double.faults[GENERATE] = [None] * 3 * PROMPTS + ["hang"] * 100
+    double.faults[GENERATE], double.seconds_of_a_hang = [None] * 3 * PROMPTS + ["hang"] * 100, 60.0
     begun = []
 
     class Interrupted(Dies):
@@ -189,7 +189,7 @@ def test_an_interrupt_does_not_wait_for_the_servers(model, double, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(model, tmp_path / "run", double, 1, callbacks=[Interrupted(KeyboardInterrupt())], retries=5)
-    assert time.monotonic() - begun[0] < 3  # such a call lasts 5 s
+    assert time.monotonic() - begun[0] < 20  # such a call lasts a minute
     assert_nothing_runs()
 
 

@@ -21,10 +21,11 @@ from groupwise.text.data import in_order
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
 from groupwise.text.served import ServedCollector
+from groupwise.training import running
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 PROMPTS = 2
-ITERATIONS = 5
+ITERATIONS = 4
 DECOUPLED = {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"}
 SHORT = {
     "num_prompts": PROMPTS,
@@ -43,6 +44,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(running, "plot_curve", lambda *args: None)
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def test_rollouts_are_written_ahead_by_the_weights_that_their_number_tells(model
     # while the learner is at an update, servers have written or write the next rollouts, two at most
     assert all(PROMPTS <= count <= 2 * PROMPTS for count in pace.ahead)
     metrics = ahead.metrics()
-    assert [entry["rollout/staleness"] for entry in metrics] == [0, 1, 2, 2, 2]
+    assert [entry["rollout/staleness"] for entry in metrics] == [0, 1, 2, 2]
     for name, most in [("learner_idle_fraction", 1), ("server_idle_fraction", 1), ("queue_length", 2)]:
         assert all(0 <= entry[f"time/{name}"] <= most for entry in metrics)
     double.seconds_per_token = 0.0
@@ -160,7 +162,7 @@ def test_a_run_that_was_killed_takes_every_prompt_once(model, double, tmp_path):
     again = gw.resume(tmp_path / "part", **{name: one for name, one in task.given.items() if one is not None})
     assert reward.taken == [in_order(rows, number, 0)["prompt"] for number in range(ITERATIONS * PROMPTS)]
     # nothing was in flight at its start, so the first is of its own weights
-    assert [entry["rollout/staleness"] for entry in again.metrics()] == [0, 1, 0, 1, 1]
+    assert [entry["rollout/staleness"] for entry in again.metrics()] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,8 @@ def test_an_interrupt_does_not_wait_for_the_servers(model, double, tmp_path, mon
 
     class Interrupted(Dies):
         def on_rollout_end(self, trainer, rollout):
+            while trainer.iteration == 2 and len(double.faults[GENERATE]) == 100:
+                time.sleep(0.01)  # until a call hangs
             begun[:] = [time.monotonic()]
             super().on_rollout_end(trainer, rollout)
 

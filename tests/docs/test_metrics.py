@@ -91,8 +91,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         train(task, model, folder / "text_ppo", gw.PPOCfg(), **sampled),
     ]
     with VLLMDouble(model) as server:
-        generation = {"name": "server", "urls": [server.url]}
-        runs.append(train(task, model, folder / "served", gw.GRPOCfg(group_size=2), generation=generation, **sampled))
+        generation = {"name": "server", "urls": [server.url], "max_staleness": 1}
+        cfg = gw.GRPOCfg(group_size=2, objective={"old_log_prob": "sampled"})
+        runs.append(train(task, model, folder / "served", cfg, generation=generation, **sampled))
     return {name for run in runs for entry in run.metrics() for name in entry} - {"iteration", "env_steps"}
 
 

@@ -131,17 +131,22 @@ def sevens(completions, **columns):
     return [text.count("7") / 4 for text in completions]
 
 
-def test_training_on_it_learns(server, model, rank, tmp_path):
-    cfg = gw.GRPOCfg(group_size=8, learning_rate=1e-2 if rank else 3e-3)
-    settings = {"generation": {"name": "server", "urls": [server.url]}} | ({"lora": {"r": rank}} if rank else {})
-    run = train(copying(reward=sevens), model, tmp_path / "run", cfg, total_steps=None, total_iterations=20, **settings)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_training_on_it_learns(server, model, rank, tmp_path, staleness):
+    objective = {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"}
+    cfg = gw.GRPOCfg(group_size=8, learning_rate=1e-2 if rank else 3e-3, objective=objective)
+    settings = {"generation": {"name": "server", "urls": [server.url], "max_staleness": staleness}}
+    settings |= {"total_steps": None, "total_iterations": 20, "sampler_mismatch": {"warn": 10, "stop": None}}
+    settings |= {"lora": {"r": rank}} if rank else {}
+    run = train(copying(reward=sevens), model, tmp_path / "run", cfg, **settings)
     metrics = run.metrics()
     rewards = [entry["rollout/return_mean"] for entry in metrics]
     worst = max(entry["rollout/sampler_kl"] for entry in metrics)
     seconds = fmean(entry["rollout/sync_seconds"] for entry in metrics)
-    assert worst < 1e-9
+    assert worst < (0.5 if staleness else 1e-9)  # how far two updates move the policy
+    assert [entry.get("rollout/staleness", 0) for entry in metrics] == [0, *[staleness] * 19]
     assert fmean(rewards[-5:]) > rewards[0] + 0.08
     print(
-        f"\n{'adapters' if rank else 'whole weights'}: 20 iterations, reward {rewards[0]:.3f} to {fmean(rewards[-5:]):.3f}, "
+        f"\n{'adapters' if rank else 'whole weights'}, staleness {staleness}: 20 iterations, reward {rewards[0]:.3f} to {fmean(rewards[-5:]):.3f}, "
         f"sampler_kl at most {worst:.1e}, weights in {seconds:.2f} s"
     )

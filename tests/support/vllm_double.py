@@ -27,10 +27,12 @@ class VLLMDouble:
     """Serves a model's folder from a thread.
 
     ``faults[path]`` has a fault for each of the next calls of a path; ``calls`` lists paths and bodies.
+    A group takes ``seconds_per_token`` of its longest completion, whatever else is written meanwhile.
     """
 
     def __init__(self, model, *, port=0, logprobs_mode="processed_logprobs", lora=False):
         self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
+        self.seconds_per_token, self.seconds_of_a_hang = 0.0, 5.0
         self.config = {
             "model_config": {"logprobs_mode": logprobs_mode, "generation_config": "vllm"},
             "lora_config": {"max_lora_rank": 16} if lora else None,
@@ -140,6 +142,8 @@ def main(args):
     """The double in place of vLLM's command; it dies after its third answer if the model's folder has a file ``dies``, and takes that along, unless it says so."""
     model = Path(args[args.index("--model") + 1])
     with VLLMDouble(model, port=int(args[args.index("--port") + 1])) as server:
+        if "--seconds-per-token" in args:
+            server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])
         while sum(path == GENERATE for path, _ in server.calls) < 3 or not (model / "dies").exists():
             time.sleep(0.01)
         if not (model / "dies").read_text():
@@ -166,11 +170,14 @@ def _handler(double):
                 time.sleep(0.5)
             if fault == "hang":  # its engine is gone, and its front does not say so to those that wait
                 double.faults["/health"] = ["500"]
-                double.closing.wait(5)
+                double.closing.wait(double.seconds_of_a_hang)
                 return
             if fault == "drop":
                 return
             status, found = double.answer(parts.path, parts.query, body, fault)
+            if parts.path == GENERATE and status == 200:
+                longest = max(len(choice["token_ids"]) for choice in found["choices"])
+                double.closing.wait(double.seconds_per_token * longest)
             data = b"" if found is None else json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json" if data else "text/plain")

@@ -263,7 +263,7 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
 
 def test_a_policy_without_a_folder_has_no_server_of_its_own(tmp_path):
     from groupwise.config.run import TextRunCfg
-    from groupwise.text.served import connect
+    from groupwise.text.connect import connect
 
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
     with pytest.raises(gw.ConfigError, match="made in Python is in no folder"):
@@ -327,6 +327,11 @@ def test_a_run_has_a_server_of_its_own(model, tmp_path):
     again = train(copying(), dying, tmp_path / "again", generation=generation)  # another server takes its place
     assert not (dying / "dies").exists()
     assert all(torch.equal(weights(again)[name], value) for name, value in weights(run).items())
+    (dying / "dies").touch()
+    cfg = gw.GRPOCfg(group_size=4, objective={"old_log_prob": "sampled"})
+    ahead = train(copying(), dying, tmp_path / "ahead", cfg, generation=generation | {"max_staleness": 1})
+    assert not (dying / "dies").exists()
+    assert [entry["rollout/staleness"] for entry in ahead.metrics()] == [0, 1]
     (dying / "dies").write_text("always")
     with pytest.raises(
         gw.ServerError, match=r"no answer in 2 tries: .*its errors:\nRuntimeError: no memory\nits last lines:"

@@ -43,6 +43,8 @@ class ServerGenerationCfg(GenerationCfg):
     """Seconds that a call, or the start of a server, may take."""
     retries: Annotated[int, Ge(0)] = 3
     """How often a call is repeated that got no answer, or an error of the server."""
+    max_staleness: Annotated[int, Ge(0)] = 0
+    """Updates that may lie between the weights that wrote a rollout and the weights that it trains. 0: servers wait for each update; 1 or more: they write the next rollouts meanwhile."""
 
     @model_validator(mode="after")
     def _check(self) -> "ServerGenerationCfg":

@@ -11,7 +11,7 @@ from groupwise.config.base import Cfg, Positive, PositiveInt
 from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.credit import CreditCfg, PartsCfg
 from groupwise.config.env import EnvCfg
-from groupwise.config.generation import GenerationCfg, NativeGenerationCfg
+from groupwise.config.generation import GenerationCfg, NativeGenerationCfg, ServerGenerationCfg
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.config.trackers import TrackerCfg
@@ -264,6 +264,8 @@ class TextRunCfg(CommonCfg):
                 f"generation={self.generation.name!r} gives no tokens that top_k, top_p and min_p keep, among which training "
                 "scores; fix: leave these out of sampling, or generation='native'"
             )
+        if isinstance(self.generation, ServerGenerationCfg) and self.generation.max_staleness:
+            self._check_stale_rollouts(self.generation.max_staleness)
         if self.stop.threshold is not None and self.task.eval_data is None:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > self.sampling.max_new_tokens:
@@ -272,6 +274,20 @@ class TextRunCfg(CommonCfg):
                 "fix: a smaller one"
             )
         return self
+
+    def _check_stale_rollouts(self, staleness: int) -> None:
+        objective = self.algorithm.objective
+        if objective.old_log_prob == "recomputed" and not objective.importance_sampling_correction.reweights:
+            raise ValueError(
+                f"generation.max_staleness={staleness} trains on completions of earlier weights, whose probabilities "
+                "algorithm.objective.old_log_prob='recomputed' alone leaves out; fix: "
+                "algorithm.objective.importance_sampling_correction='tis', or old_log_prob='sampled'"
+            )
+        if isinstance(self.algorithm, GRPOCfg) and self.algorithm.collection.dynamic_sampling is not None:
+            raise ValueError(
+                f"generation.max_staleness={staleness} has the next prompts written before it is known how many "
+                "collection.dynamic_sampling takes; fix: dynamic_sampling=None, or max_staleness=0"
+            )
 
     def _check_discount(self) -> None:
         algorithm = self.algorithm

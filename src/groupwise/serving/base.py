@@ -80,6 +80,10 @@ class Server(ABC):
     def resume(self) -> None:
         """Begin requests again."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """End the calls that run, and all later ones, by a ``ServerError``."""
+
     def update(self, folder: Path, version: str) -> None:
         """Give it new weights. A failure leaves it paused, as half of its weights may be old."""
         self.pause()

@@ -3,10 +3,12 @@
 import json
 import logging
 import selectors
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from socket import socket
+from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -53,6 +55,8 @@ class HttpClient:
     def __init__(self, url: str, *, timeout: float, retries: int, last_lines: Callable[[], str] = str) -> None:
         self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
         self._warned = -_QUIET
+        self._running: dict[HTTPConnection, socket] = {}
+        self._closed = threading.Event()
 
     def get(self, path: str) -> Any:
         """The JSON of an answer."""
@@ -61,6 +65,13 @@ class HttpClient:
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON of an answer; None if it is empty or plain text."""
         return self._call("POST", path, body or {})
+
+    def close(self) -> None:
+        """End the calls that run, and all later ones, by a ``ServerError``."""
+        self._closed.set()
+        for connection in tuple(self._running.values()):
+            with suppress(OSError):  # it has just ended
+                connection.shutdown(SHUT_RDWR)
 
     def is_healthy(self) -> bool:
         """Whether the server answers at ``/health``, asked once."""
@@ -77,9 +88,11 @@ class HttpClient:
                 return self._try(method, path, body)
             except NoAnswerError as error:
                 last = error
+            if self._closed.is_set():
+                raise ServerError(f"{self.url}{path}: the client was closed")
             if number < self.retries:
                 self._warn(f"{self.url}{path}: {last}; trying again")
-                time.sleep(wait)
+                self._closed.wait(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
         raise ServerError(
             f"{self.url}{path}: no answer in {self.retries + 1} tries: {last}; fix: look at the server's log, start it "
@@ -100,6 +113,10 @@ class HttpClient:
         data = None if body is None else json.dumps(body).encode()
         until = time.monotonic() + self.timeout
         try:
+            connection.connect()
+            self._running[connection] = connection.sock
+            if self._closed.is_set():  # asked for last: ``close`` may not have seen this call
+                raise NoAnswerError("the client was closed")
             connection.request(method, path, data, {"Content-Type": "application/json"})
             self._wait(connection.sock, until)
             response = connection.getresponse()
@@ -117,6 +134,7 @@ class HttpClient:
         except (OSError, HTTPException) as error:
             raise NoAnswerError(f"{type(error).__name__}: {error}") from None
         finally:
+            self._running.pop(connection, None)
             connection.close()
         return self._read(path, response.status, response.getheader("Content-Type") or "", bytes(text))
 

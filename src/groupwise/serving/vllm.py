@@ -83,6 +83,10 @@ class VLLMServer(Server):
         """Begin requests again."""
         self._client.post("/resume")
 
+    def close(self) -> None:
+        """End the calls that run, and all later ones, by a ``ServerError``."""
+        self._client.close()
+
     def _read(self, said: Any, request: GroupRequest) -> list[Answer]:
         if said["prompt_token_ids"] != list(request.prompt):
             raise ServerError(f"{self.url} read another prompt than it was sent; fix: serve the model that is trained")

@@ -23,6 +23,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.decoding_step import FastDecoder
 from groupwise.text.collector import TextCollector
+from groupwise.text.connect import connect
 from groupwise.text.data import Example
 from groupwise.text.evaluation import TextEvaluator
 from groupwise.text.generation import complete
@@ -30,7 +31,6 @@ from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rollout import TextBuffer
-from groupwise.text.served import connect
 from groupwise.text.task import TextTask
 from groupwise.text.transcripts import Dialogue
 from groupwise.training.base import Callback
@@ -39,7 +39,10 @@ from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.memory_check import check_rollout_fits
 
-SAMPLER_FIX = "another precision, objective.importance_sampling_correction, or other limits in sampler_mismatch"
+SAMPLER_FIX = (
+    "another precision, objective.importance_sampling_correction, a smaller generation.max_staleness, or other limits in "
+    "sampler_mismatch"
+)
 log = logging.getLogger(__name__)
 
 

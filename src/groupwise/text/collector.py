@@ -130,21 +130,36 @@ class TextCollector(Collector):
 
     def _new_groups(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
-        numbers = range(first, first + count)
-        stream = "completion", self.rank, self.iteration
-        groups = [
-            open_group(self._prompt(number), number, self._cfg.algorithm, self._cfg.seed, *stream) for number in numbers
-        ]
-        transcripts = [member for group in groups for member in group]
-        write(transcripts, self.generate, self._cfg.sampling, self._dialogue)
+        groups = self._written(count, first)
         state = TrainingState(global_step=self.iteration, epoch=self._epoch)
-        score(transcripts, self.rewards, state)
+        score([member for group in groups for member in group], self.rewards, state)
         return groups
 
-    def _prompt(self, group: int) -> EncodedPrompt:
-        """The prompt of a group of this rollout."""
-        number = (self.position + group) * self.world_size + self.rank
-        return in_order(self.prompts, number, self._cfg.seed)
+    def _written(self, count: int, first: int) -> list[list[Transcript]]:
+        """Groups of the next prompts, generated."""
+        return self._write(self._open(count, first))
+
+    def _open(self, count: int, first: int = 0, ahead: int = 0) -> list[list[Transcript]]:
+        """Groups of the next prompts, not generated yet.
+
+        Args:
+            ahead: rollouts between this one and theirs.
+        """
+        stream = "completion", self.rank, self.iteration + ahead
+        place = self.position + ahead * self._cfg.num_prompts
+        return [
+            open_group(self._prompt(place + number), number, self._cfg.algorithm, self._cfg.seed, *stream)
+            for number in range(first, first + count)
+        ]
+
+    def _write(self, groups: list[list[Transcript]]) -> list[list[Transcript]]:
+        """Generate the groups."""
+        write([member for group in groups for member in group], self.generate, self._cfg.sampling, self._dialogue)
+        return groups
+
+    def _prompt(self, place: int) -> EncodedPrompt:
+        """The prompt at a place of this process's part of the data, over all epochs."""
+        return in_order(self.prompts, place * self.world_size + self.rank, self._cfg.seed)
 
     @property
     def _epoch(self) -> float:

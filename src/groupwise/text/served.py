@@ -2,12 +2,10 @@
 
 import logging
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,11 @@ from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.policy import SamplingCfg
-from groupwise.config.run import TextRunCfg
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, ServerError
+from groupwise.errors import ServerError
 from groupwise.serving.base import Answer, GroupRequest, LostWeightsError, Server
-from groupwise.serving.http import HttpClient
-from groupwise.serving.launch import LocalServer, command, free_port
-from groupwise.serving.vllm import VLLMServer
+from groupwise.serving.launch import LocalServer
 from groupwise.system import files
 from groupwise.text.collector import TextCollector
 from groupwise.text.policy import CausalLM
@@ -42,7 +36,7 @@ class ServedGenerator:
     and what it was asked is asked again.
 
     Args:
-        folder: for the weights, those of one iteration at a time; that of the first rank holds for all.
+        folder: for the weights, which leave it when newer ones are loaded; that of the first rank holds for all.
         engine: the processes that train together. Their policies are the same, so the first gives it to the servers.
     """
 
@@ -50,19 +44,29 @@ class ServedGenerator:
         self.servers, self.policy, self.engine = servers, policy, engine or Engine()
         # the versions of another run on the same servers are others
         self.folder, self._run = self.engine.gather_objects((folder.absolute(), secrets.token_hex(4)))[0]
-        self._version = "none"
+        self.weights = -1
+        """Iteration whose weights the servers have; a completion of others is an error."""
         for server in servers:
             server.check()
 
     def update(self, iteration: int) -> None:
         """Give all servers the policy's weights."""
-        self._version = f"{self._run}-{iteration}"
+        self.save(iteration)
+        self.load(iteration)
+        self.engine.sum_int(0)  # the others wait
+
+    def save(self, iteration: int) -> None:
+        """Write the policy's weights."""
         if self.engine.rank == 0:
             with _without_bars():
-                self.policy.save_model(self.folder / self._version)
+                self.policy.save_model(self.folder / self._version(iteration))
+
+    def load(self, iteration: int) -> None:
+        """Give all servers weights that were saved."""
+        self.weights = iteration
+        if self.engine.rank == 0:
             _at_once(self._load, self.servers)
-            self._remove_weights(but=self._version)
-        self.engine.sum_int(0)  # the others wait
+            self._remove_weights(before=iteration)
 
     def __call__(
         self,
@@ -73,7 +77,8 @@ class ServedGenerator:
         deterministic: bool = False,
     ) -> list[list[Completion]]:
         """Completions of each prompt, as by ``complete``; the first seed of a group stands for all."""
-        fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), self._version, deterministic)
+        version = self._version(self.weights)
+        fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), version, deterministic)
         asked = [
             (self.servers[number % len(self.servers)], GroupRequest(prompt, seeds.shape[1], seed, *fixed))
             for number, (prompt, seed) in enumerate(zip(prompts, seeds[:, 0].tolist(), strict=True), self.engine.rank)
@@ -90,17 +95,23 @@ class ServedGenerator:
         return [[Completion(a.tokens, a.log_probs, a.stop) for a in group] for group in answers]
 
     def close(self) -> None:
-        """Remove the weights."""
+        """End the calls that run, and remove the weights."""
+        for server in self.servers:
+            server.close()
         if self.engine.rank == 0:
-            self._remove_weights(but="")
+            self._remove_weights()
 
-    def _remove_weights(self, but: str) -> None:
+    def _version(self, iteration: int) -> str:
+        return f"{self._run}-{iteration}"
+
+    def _remove_weights(self, before: int | None = None) -> None:
         for path in self.folder.glob(f"{self._run}-*"):
-            if path.name != but:
+            if before is None or int(path.name.rpartition("-")[2]) < before:
                 files.remove(path)
 
     def _load(self, server: Server) -> None:
-        server.update(self.folder / self._version, self._version)
+        version = self._version(self.weights)
+        server.update(self.folder / version, version)
 
 
 class ServedCollector(TextCollector):
@@ -116,7 +127,10 @@ class ServedCollector(TextCollector):
         self, generator: ServedGenerator, own: LocalServer | None, cleanup: ExitStack, *args: Any, **options: Any
     ) -> None:
         super().__init__(generator.policy, generator, *args, **options)
-        self._generator, self._own, self._cleanup = generator, own, cleanup
+        self.generator = generator
+        self._own, self._cleanup = own, cleanup
+        self._numbers: dict[str, float] = {}
+        """Metrics of the servers in this rollout."""
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """The rollout of new groups. A server of the run's own that has ended is started again once.
@@ -130,60 +144,30 @@ class ServedCollector(TextCollector):
             if self._own is None or self._own.is_healthy():
                 raise
             log.warning("the run's server is started again, and the iteration repeated: %s", error)
+            self.forget()
             self._own.start_again()
             self._own.wait()
             return self._collect(num_steps, rollout)
 
+    def forget(self) -> None:
+        """Drop what the servers were asked for, as they are gone."""
+
     def close(self) -> None:
         """End the run's own server, too."""
         super().close()
-        self._generator.close()
+        self.generator.close()
         self._cleanup.close()
 
     def _collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        start = time.perf_counter()
-        self._generator.update(self.iteration)
-        seconds = time.perf_counter() - start
+        self._give_weights()
         rollout = super().collect(num_steps, rollout)
-        self._metrics["rollout/sync_seconds"] = seconds
+        self._metrics |= self._numbers
         return rollout
 
-
-def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., ServedCollector]:
-    """Makes the collector of a run on servers: those that the settings name, or one that is started here."""
-    how = cfg.generation
-    assert isinstance(how, ServerGenerationCfg)
-    if engine.world_size > 1 and how.python is not None:
-        raise ConfigError(
-            f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
-        )
-    with ExitStack() as stack:
-        folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        own, urls, more = None, how.urls, {}
-        if how.python is not None:
-            own = _start(cfg, how, how.python, policy, folder / "server.log")
-            stack.callback(own.close)
-            own.wait()
-            urls, more = (own.url,), {"last_lines": own.last_lines}
-        clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
-        servers = [VLLMServer(client, adapters=policy.has_adapters) for client in clients]
-        generator = ServedGenerator(servers, policy, folder, engine)
-        cleanup = stack.pop_all()
-    return partial(ServedCollector, generator, own, cleanup)
-
-
-def _start(cfg: TextRunCfg, how: ServerGenerationCfg, python: Path, policy: CausalLM, log_file: Path) -> LocalServer:
-    """A new server of the model that training begins with."""
-    model = policy.network.name_or_path
-    if not model:
-        raise ConfigError("a model made in Python is in no folder that a server could load; fix: model=..., or urls")
-    dtype = "float32" if cfg.model.precision == "float32" else "bfloat16"
-    rank = policy.model.peft_config["default"].r if policy.has_adapters else None
-    port = free_port()
-    return LocalServer(
-        command(python, model, port, ["--dtype", dtype, *how.args], lora_rank=rank), port, log_file, how.timeout
-    )
+    def _give_weights(self) -> None:
+        start = time.perf_counter()
+        self.generator.update(self.iteration)
+        self._numbers = {"rollout/sync_seconds": time.perf_counter() - start}
 
 
 @contextmanager

@@ -1,0 +1,252 @@
+"""Rollouts that servers write while the learner updates: which weights write them, what is bounded, and what errors do."""
+
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from text_runs import copying, save_model, share_copied, train
+from tiny_models import tiny_model
+from two_ranks import TwoThreads
+from vllm_double import GENERATE, VLLMDouble
+
+import groupwise as gw
+from groupwise.algorithms.grpo import GRPO
+from groupwise.config.run import TextRunCfg
+from groupwise.serving import http
+from groupwise.text import connect
+from groupwise.text.asynchronous import AsyncCollector
+from groupwise.text.data import in_order
+from groupwise.text.policy import CausalLM
+from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.served import ServedCollector
+from groupwise.training import running
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
+PROMPTS = 2
+ITERATIONS = 4
+DECOUPLED = {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"}
+SHORT = {
+    "num_prompts": PROMPTS,
+    "total_steps": None,
+    "total_iterations": ITERATIONS,
+    "evaluation": {"interval": 10_000, "prompts": 1, "num_logged_groups": 0},
+    "sampler_mismatch": {"warn": 10, "stop": None},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lm") / "model")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(running, "plot_curve", lambda *args: None)
+
+
+@pytest.fixture
+def double(model):
+    with VLLMDouble(model) as server:
+        yield server
+
+
+def run(model, path, double, staleness, *, callbacks=(), task=None, retries=0, **more):
+    cfg = gw.GRPOCfg(group_size=4, learning_rate=1e-2, objective=DECOUPLED)
+    generation = {"name": "server", "urls": [double.url], "timeout": 20, "retries": retries, "max_staleness": staleness}
+    generation["weights_dir"] = str(path.parent / "weights")
+    return train(task or copying(), model, path, cfg, generation=generation, callbacks=list(callbacks), **SHORT | more)
+
+
+def weights(run):
+    return load_file(run.path / "checkpoints" / "latest" / "policy.safetensors")
+
+
+def assert_equal(one, other, *names):
+    def logged(run):
+        return [
+            {k: v for k, v in entry.items() if not k.startswith(("time/", "rollout/sync", *names))} for entry in run
+        ]
+
+    assert logged(one.metrics()) == logged(other.metrics())
+    assert all(torch.equal(weights(one)[name], value) for name, value in weights(other).items())
+
+
+def assert_nothing_runs():
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("groupwise", "ThreadPool"))]
+
+
+def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(model, double, tmp_path, monkeypatch):
+    synchronous = run(model, tmp_path / "synchronous", double, 0)
+    monkeypatch.setattr(connect, "ServedCollector", AsyncCollector)
+    asynchronous = run(model, tmp_path / "asynchronous", double, 0)
+    assert {entry["rollout/staleness"] for entry in asynchronous.metrics()} == {0}
+    assert_equal(asynchronous, synchronous, "rollout/staleness")
+
+
+class Delayed(ServedCollector):
+    """In turns, without threads: a rollout is written by the weights of two iterations before."""
+
+    def _give_weights(self):
+        self.generator.save(self.iteration)
+        self.generator.load(max(0, self.iteration - 2))
+
+
+class Pace(gw.Callback):
+    """Looks at the server's requests before each update, which takes its time; some are shorter than a rollout."""
+
+    def __init__(self, double, staleness):
+        self.double, self.staleness, self.ahead = double, staleness, []
+
+    def asked(self):
+        return sum(path == GENERATE for path, _ in self.double.calls)
+
+    def on_rollout_end(self, trainer, rollout):
+        time.sleep(0.06 * (trainer.iteration % 2))
+        limit = time.monotonic() + 10
+        while self.asked() < (trainer.iteration + 2) * PROMPTS and time.monotonic() < limit:
+            time.sleep(0.002)
+        self.ahead.append(self.asked() - (trainer.iteration + 1) * PROMPTS)
+
+
+def test_rollouts_are_written_ahead_by_the_weights_that_their_number_tells(model, double, tmp_path, monkeypatch):
+    double.seconds_per_token = 0.01
+    pace = Pace(double, 2)
+    ahead = run(model, tmp_path / "ahead", double, 2, callbacks=[pace])
+    # while the learner is at an update, servers have written or write the next rollouts, two at most
+    assert all(PROMPTS <= count <= 2 * PROMPTS for count in pace.ahead)
+    metrics = ahead.metrics()
+    assert [entry["rollout/staleness"] for entry in metrics] == [0, 1, 2, 2]
+    for name, most in [("learner_idle_fraction", 1), ("server_idle_fraction", 1), ("queue_length", 2)]:
+        assert all(0 <= entry[f"time/{name}"] <= most for entry in metrics)
+    double.seconds_per_token = 0.0
+    monkeypatch.setattr(connect, "ServedCollector", Delayed)
+    delayed = run(model, tmp_path / "delayed", double, 0)
+    assert_equal(ahead, delayed, "rollout/staleness")
+    assert_nothing_runs()
+
+
+class Prompts:
+    """A reward that lists the prompts that training takes."""
+
+    def __init__(self):
+        self.taken = []
+
+    def __call__(self, prompts, completions, **columns):
+        self.taken += prompts[::4]
+        return share_copied(prompts, completions)
+
+
+class Dies(gw.Callback):
+    """Raises in the third iteration, before the update."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_rollout_end(self, trainer, rollout):
+        if trainer.iteration == 2:
+            raise self.error
+
+
+def test_a_run_that_was_killed_takes_every_prompt_once(model, double, tmp_path):
+    reward = Prompts()
+    rows = [{"prompt": f"{number:03}"} for number in range(40)]
+    task = gw.TextTask(rows, reward=reward)
+    with pytest.raises(OSError, match="killed"):
+        run(model, tmp_path / "part", double, 1, task=task, callbacks=[Dies(OSError("killed"))], checkpoint_interval=1)
+    assert_nothing_runs()
+    assert len(reward.taken) == 3 * PROMPTS
+    del reward.taken[2 * PROMPTS :]  # scored, and not trained on
+    again = gw.resume(tmp_path / "part", **{name: one for name, one in task.given.items() if one is not None})
+    assert reward.taken == [in_order(rows, number, 0)["prompt"] for number in range(ITERATIONS * PROMPTS)]
+    # nothing was in flight at its start, so the first is of its own weights
+    assert [entry["rollout/staleness"] for entry in again.metrics()] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("500", "no answer in 1 tries: status 500: .*EngineDeadError"),
+        ("version", "answered by weights 'another', expected '.*-1'"),
+    ],
+)
+def test_an_error_behind_the_learner_ends_the_run(model, double, tmp_path, fault, said):
+    double.faults[GENERATE] = [None] * 2 * PROMPTS + [fault] * 100  # the third rollout, by the weights of the second
+    with pytest.raises(gw.ServerError, match=said):
+        run(model, tmp_path / "run", double, 1)
+    assert_nothing_runs()
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_an_interrupt_does_not_wait_for_the_servers(model, double, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "_HEALTH_INTERVAL", 60.0)
+    double.faults[GENERATE], double.seconds_of_a_hang = [None] * 3 * PROMPTS + ["hang"] * 100, 60.0
+    begun = []
+
+    class Interrupted(Dies):
+        def on_rollout_end(self, trainer, rollout):
+            while trainer.iteration == 2 and len(double.faults[GENERATE]) == 100:
+                time.sleep(0.01)  # until a call hangs
+            begun[:] = [time.monotonic()]
+            super().on_rollout_end(trainer, rollout)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "run", double, 1, callbacks=[Interrupted(KeyboardInterrupt())], retries=5)
+    assert time.monotonic() - begun[0] < 15  # such a call lasts 20 s
+    assert_nothing_runs()
+
+
+def test_what_cannot_be_is_refused(model, double, tmp_path):
+    cfg = {"generation": {"name": "server", "max_staleness": 1}}
+    for algorithm, said in [
+        (
+            gw.GRPOCfg(objective={"old_log_prob": "recomputed"}),
+            "importance_sampling_correction='tis', or old_log_prob=",
+        ),
+        (gw.GRPOCfg(collection={"dynamic_sampling": 1}), "fix: dynamic_sampling=None, or max_staleness=0"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            TextRunCfg(algorithm=algorithm, **cfg)
+    with pytest.raises(gw.ConfigError, match="max_staleness=1 needs one process, got 2; fix: max_staleness=0"):
+        connect.connect(TextRunCfg(**cfg), CausalLM(tiny_model()), TwoThreads(0, None, None))
+
+
+OBJECTIVES = {
+    "decoupled": {"old_log_prob": "recomputed", "importance_sampling_correction": {"name": "tis", "high": 1e3}},
+    "against the sampler": {"old_log_prob": "sampled"},
+    "uncorrected": {"old_log_prob": "recomputed"},
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_stale_completions_give_the_gradient_of_the_policy_that_is_trained(kind):
+    """The sampler is uniform over the first tokens, and a group has each of them once: its mean is the expectation."""
+    policy = CausalLM(tiny_model())
+    with torch.no_grad():
+        policy.head.mul_(10)  # no longer nearly uniform itself
+    size = len(policy.head)
+    reward = torch.arange(size) % 5 / 4
+    rows = [
+        TextRow([5, 6, 7], [token], [-torch.tensor(size).log().item()], reward[token].item(), True, 0)
+        for token in range(size)
+    ]
+    credit = {"baseline": "mean", "scale": "none"}
+    objective = OBJECTIVES[kind] | {"trust_region": "none"}
+    cfg = gw.GRPOCfg(
+        group_size=size, num_epochs=1, minibatch_size=None, learning_rate=1.0, max_grad_norm=1e9,
+        optimizer={"name": "sgd"}, credit=credit, objective=objective,
+    )  # fmt: skip
+    parameter = policy.head
+    with torch.enable_grad():
+        probability = policy.model(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
+        ((reward - reward.mean()) * probability).sum().backward()
+    wanted, before = parameter.grad.clone(), parameter.detach().clone()
+    policy.zero_grad()
+    GRPO(cfg, policy).update(text_rollout(rows))
+    step = parameter.detach() - before
+    if kind == "uncorrected":
+        assert (step - wanted).norm() > 0.1 * wanted.norm()
+    else:
+        torch.testing.assert_close(step, wanted, rtol=1e-3, atol=1e-6)

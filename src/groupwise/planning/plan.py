@@ -1,0 +1,124 @@
+"""The plan of a run: whether it fits, how long a step takes, and what to change."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from groupwise.config.generation import ServerGenerationCfg
+from groupwise.config.policy import LoRACfg
+from groupwise.config.run import TextRunCfg
+from groupwise.planning.gpus import GPU, Assumptions
+from groupwise.planning.memory import Memory, memory_of, rows_at_once
+from groupwise.planning.seconds import seconds_of
+from groupwise.planning.sizes import ModelSizes, sizes_of
+from groupwise.planning.work import Work, work_of
+
+
+_ADAPTERS = "--model.lora.r 16"
+
+
+class Plan(NamedTuple):
+    """What a run needs of each GPU."""
+
+    cfg: TextRunCfg
+    gpu: GPU
+    assumed: Assumptions
+    sizes: ModelSizes
+    work: Work
+    memory: Memory
+    seconds: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is below the GPU's memory."""
+        return self.memory.peak <= self.gpu.memory
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all ranks write in a step."""
+        return self.work.ranks * self.work.written
+
+    @property
+    def server_rows(self) -> int:
+        """Completions that one server writes at once; 0 if the model does not fit on its GPU."""
+        element = 4 if self.cfg.model.precision == "float32" else 2
+        return rows_at_once(self.sizes, self.work, element, self.assumed.server_memory * self.gpu.memory)
+
+
+def plan_run(
+    cfg: TextRunCfg,
+    gpus: int,
+    gpu: GPU,
+    prompt: int,
+    completion: int | None = None,
+    assumed: Assumptions | None = None,
+) -> Plan:
+    """The plan of a run with one process on each of ``gpus``. Servers, if any, have a further GPU each.
+
+    Args:
+        prompt: tokens of a prompt, in the mean.
+        completion: tokens of a completion, in the mean. None: as many as it may have.
+    """
+    sizes, work, assumed = sizes_of(cfg.model), work_of(cfg, gpus, prompt, completion), assumed or Assumptions()
+    memory = memory_of(cfg, sizes, work)
+    return Plan(cfg, gpu, assumed, sizes, work, memory, seconds_of(cfg, sizes, work, gpu, assumed))
+
+
+class Fix(NamedTuple):
+    """Settings that lower the peak, and the peak that is left."""
+
+    options: list[str]
+    peak: float
+
+
+def fixes(plan: Plan) -> list[Fix]:
+    """Changes of one setting with which the run fits. If none but adapters is enough, several that are enough together, too.
+
+    Empty if nothing that is known here makes it fit.
+    """
+    changes = [*_changes(plan)]
+    found = [Fix([option], changed.memory.peak) for option, change in changes if (changed := _with(plan, change)).fits]
+    if any(fix.options != [_ADAPTERS] for fix in found):
+        return found
+    options: list[str] = []
+    for option, change in changes:
+        changed = _with(plan, change)
+        if changed.memory.peak < plan.memory.peak:
+            plan, options = changed, [*options, option]
+        if plan.fits:
+            return [Fix(options, plan.memory.peak), *(fix for fix in found if fix.options != options)]
+    return []
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Options that save memory, those that cost least first."""
+    cfg, work = plan.cfg, plan.work
+    if work.micro_batch > work.row:
+        yield f"--algorithm.micro-batch-size {work.row}", {"algorithm": {"micro_batch_size": work.row}}
+    if cfg.model.precision == "float32":
+        yield "--model.precision bfloat16", {"model": {"precision": "bfloat16"}}
+    if not cfg.model.gradient_checkpointing:
+        yield "--model.gradient-checkpointing", {"model": {"gradient_checkpointing": True}}
+    if work.ranks > 1 and not work.sharded and cfg.model.quantization == "none" and cfg.compile != "on":
+        yield "--engine fsdp", {"engine": "fsdp"}
+    if cfg.generation.name == "native" and not cfg.sampling.has_filters:
+        yield "--generation server", {"generation": ServerGenerationCfg()}
+    if cfg.model.lora is None:
+        yield _ADAPTERS, {"model": {"lora": LoRACfg()}}
+
+
+def _with(plan: Plan, change: dict[str, Any]) -> Plan:
+    """The plan with other settings."""
+    cfg = plan.cfg
+    parts = {name: cfg.algorithm if name == "algorithm" else cfg.model for name in change}
+    changed = cfg.model_copy(
+        update={
+            name: part.model_copy(update=value) if isinstance(value := change[name], dict) else value
+            for name, part in parts.items()
+        }
+    )
+    return plan_run(changed, plan.work.ranks, plan.gpu, plan.work.prompt, plan.work.completion, plan.assumed)

@@ -28,6 +28,7 @@ Reinforcement learning with GRPO and PPO.
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
   serve MODEL        start a vLLM server that generates for training
+  plan FILE          say what a run on texts needs of GPUs: memory, seconds of a step
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   report RUN         write a page about a run: did it learn, its health, its groups
   view [FOLDER]      follow runs in the browser while they train
@@ -132,8 +133,8 @@ LIST_HELP = "Print algorithms, presets, and the choices of credit and objective 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
-    0: done; 1: the end of a run was not saved, a seed failed, ``check-env`` found that GRPO cannot train, or ``doctor`` found
-    trouble; 2: an error; 130: interrupted.
+    0: done; 1: the end of a run was not saved, a seed failed, ``check-env`` found that GRPO cannot train, ``plan`` that
+    a run does not fit, or ``doctor`` trouble; 2: an error; 130: interrupted.
     """
     shared = Parser(prog="groupwise", add_help=False)
     shared.add_argument("--plugin", type=Path, action="append", default=[])
@@ -172,6 +173,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "train": _train,
         "evolve": partial(_run_module, "evolve", add_help=False),
+        "plan": partial(_run_module, "plan", add_help=False),
         "eval": _eval,
         "sample": _sample,
         "resume": _resume,

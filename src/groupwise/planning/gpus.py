@@ -35,6 +35,8 @@ GPUS = {
 class Assumptions(NamedTuple):
     """What the data sheets do not say. ``docs/planning.md`` compares the defaults with published runs."""
 
+    usable: float = 0.9
+    """Share of the memory that tensors may take; the rest is CUDA's, and gaps between tensors."""
     mfu: float = 0.4
     """Share of the peak FLOP/s that matrix products reach."""
     bandwidth: float = 0.7

@@ -21,9 +21,14 @@ class Memory(NamedTuple):
     """In one phase of a step alone, by the name of the phase."""
 
     @property
+    def fullest(self) -> str:
+        """The phase that needs most."""
+        return max(self.passing, key=lambda name: sum(self.passing[name].values()))
+
+    @property
     def peak(self) -> float:
-        """What is kept, and the largest phase."""
-        return sum(self.kept.values()) + max(sum(phase.values()) for phase in self.passing.values())
+        """What is kept, and what the fullest phase needs."""
+        return sum(self.kept.values()) + sum(self.passing[self.fullest].values())
 
 
 def memory_of(cfg: TextRunCfg, sizes: ModelSizes, work: Work) -> Memory:
@@ -51,7 +56,7 @@ def optimizer_slots(optimizer: Any) -> int:
     """Numbers that the optimiser keeps for each trained parameter."""
     if isinstance(optimizer, AdamCfg):
         return 2
-    return (optimizer.name == "rmsprop") + bool(getattr(optimizer, "momentum", 0))
+    return int(optimizer.name == "rmsprop") + bool(getattr(optimizer, "momentum", 0))
 
 
 def update_bytes(cfg: TextRunCfg, sizes: ModelSizes, work: Work) -> dict[str, float]:
@@ -99,6 +104,6 @@ def cache_bytes(sizes: ModelSizes, element: float) -> float:
 
 
 def rows_at_once(sizes: ModelSizes, work: Work, element: float, room: float) -> int:
-    """Rows whose cache a server has room for, beside the weights; 0 if the weights alone do not fit."""
-    weights = element * total_elements([*sizes.weights])
-    return max(math.floor((room - weights) / (cache_bytes(sizes, element) * work.row)), 0)
+    """Rows of mean length whose cache a server has room for, beside the weights; 0 if the weights alone do not fit."""
+    of_row = cache_bytes(sizes, element) * (work.prompt + work.completion)
+    return max(math.floor((room - element * total_elements([*sizes.weights])) / of_row), 0)

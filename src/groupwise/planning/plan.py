@@ -9,7 +9,7 @@ from groupwise.config.run import TextRunCfg
 from groupwise.planning.gpus import GPU, Assumptions
 from groupwise.planning.memory import Memory, memory_of, rows_at_once
 from groupwise.planning.seconds import seconds_of
-from groupwise.planning.sizes import ModelSizes, sizes_of
+from groupwise.planning.sizes import ModelSizes, sizes_of, total_elements
 from groupwise.planning.work import Work, work_of
 
 
@@ -28,9 +28,19 @@ class Plan(NamedTuple):
     seconds: dict[str, float]
 
     @property
+    def parameters(self) -> dict[str, int]:
+        """Numbers of all parameters, and of those that are trained."""
+        return {"all": total_elements([*self.sizes.weights]), "trained": total_elements(self.sizes.trained)}
+
+    @property
+    def room(self) -> float:
+        """Bytes that tensors may take."""
+        return self.assumed.usable * self.gpu.memory
+
+    @property
     def fits(self) -> bool:
-        """Whether the peak is below the GPU's memory."""
-        return self.memory.peak <= self.gpu.memory
+        """Whether there is room for the peak."""
+        return self.memory.peak <= self.room
 
     @property
     def step_seconds(self) -> float:
@@ -47,6 +57,23 @@ class Plan(NamedTuple):
         """Completions that one server writes at once; 0 if the model does not fit on its GPU."""
         element = 4 if self.cfg.model.precision == "float32" else 2
         return rows_at_once(self.sizes, self.work, element, self.assumed.server_memory * self.gpu.memory)
+
+    def report(self) -> dict[str, Any]:
+        """All numbers, ready for JSON: bytes and seconds."""
+        memory = {"kept": self.memory.kept, "passing": self.memory.passing, "peak": self.memory.peak, "room": self.room}
+        return {
+            "fits": self.fits,
+            "gpu": self.gpu._asdict(),
+            "parameters": self.parameters,
+            "memory_bytes": memory,
+            "server_rows": None if self.cfg.generation.name == "native" else self.server_rows,
+            "tokens_per_step": self.tokens,
+            "step_seconds": self.step_seconds,
+            "seconds": self.seconds,
+            "work": self.work._asdict(),
+            "assumptions": self.assumed._asdict(),
+            "fixes": [] if self.fits else [fix._asdict() for fix in fixes(self)],
+        }
 
 
 def plan_run(

@@ -174,7 +174,7 @@ def _saved_bytes(base: nn.Module, rows: int, autocast: bool) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def total_bytes(weights: Iterable[Weight], ranks: int = 1) -> float:

@@ -12,7 +12,6 @@ from groupwise.planning.seconds import seconds_of
 from groupwise.planning.sizes import ModelSizes, sizes_of, total_elements
 from groupwise.planning.work import Work, work_of
 
-
 _ADAPTERS = "--model.lora.r 16"
 
 

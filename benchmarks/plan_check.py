@@ -3,7 +3,9 @@
 Here: a model of SmolLM2-135M's sizes with random weights in float32, one thread a process. Memory is what the tensors hold,
 and the growth of the resident memory to its peak. Seconds are CPU seconds of the thread that trains, so that other programs
 on the machine count little; waiting for the other process is not in them, and the plan's links take no time. The rates of
-products and memory are measured in the same way, before and after, and taken whole (no assumed share).
+products and memory are measured in the same way, before and after, and taken whole (no assumed share). Products of a
+decoding step have as many rows as there are completions, 16, and are slower than those of an update; a GPU would wait for
+its memory there.
 
 Published: the rates of the data sheet, with the plan's assumptions.
 
@@ -73,12 +75,14 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def rates() -> tuple[float, float]:
-    """FLOP/s and bytes per second of this thread."""
-    left, right = torch.randn(512, 576), torch.randn(1536, 576)
-    large, out = torch.randn(2**26), torch.empty(2**26)
-    flops = 2 * 512 * 576 * 1536 / statistics.median(timed(lambda: left @ right.T) for _ in range(100))
-    return flops, 2 * 4 * 2**26 / statistics.median(timed(lambda: torch.neg(large, out=out)) for _ in range(5))
+def rates() -> tuple[float, float, float]:
+    """FLOP/s of products of many rows and of a decoding step's, and bytes per second, of this thread."""
+    weight, large, out = torch.randn(1536, 576), torch.randn(2**26), torch.empty(2**26)
+    flops = []
+    for rows in (512, PROMPTS * GROUP):
+        left = torch.randn(rows, 576)
+        flops.append(2 * rows * 576 * 1536 / statistics.median(timed(lambda: left @ weight.T) for _ in range(100)))  # noqa: B023
+    return *flops, 2 * 4 * 2**26 / statistics.median(timed(lambda: torch.neg(large, out=out)) for _ in range(5))
 
 
 def local_bytes(tensors) -> int:
@@ -108,7 +112,7 @@ def worker(folder: str, name: str, out: str) -> None:
     algorithm = GRPO(cfg.algorithm, policy, engine)
     generator = torch.Generator().manual_seed(engine.rank)
     seconds = {"generation": [], "update": []}
-    for step in range(4):
+    for step in range(3):
         prompts = torch.randint(4, 49152, (PROMPTS, PROMPT), generator=generator).tolist()
         start = thread_time()
         seeds = torch.arange(PROMPTS * GROUP).view(PROMPTS, GROUP) + 1000 * step
@@ -129,16 +133,21 @@ def worker(folder: str, name: str, out: str) -> None:
         held["learner"] = local_bytes(algorithm.learner.parameters())
     held |= {"gradients": local_bytes(p.grad for p in algorithm.parameters), "optimizer state": local_bytes(state)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    flops, bandwidth = map(statistics.mean, zip(rates_before, rates(), strict=True))
-    machine = GPU("this machine", 8e9, flops, flops, bandwidth, float("inf"), "measured")
+    many, few, bandwidth = map(statistics.mean, zip(rates_before, rates(), strict=True))
     if engine.rank == 0:
+        machine = GPU("this machine", 8e9, many, many, bandwidth, float("inf"), "measured")
         plan = plan_run(cfg, ranks, machine, PROMPT, COMPLETION, WHOLE)
+        decoding = plan_run(cfg, ranks, machine._replace(float32=few), PROMPT, COMPLETION, WHOLE).seconds["generation"]
         planned = {**plan.memory.kept, "peak": plan.memory.peak}
-        measured = {part: statistics.median(found) for part, found in seconds.items()}
+        writing, updating = (statistics.mean(found) for found in seconds.values())
         result = {
             "memory": {part: [planned[part], found] for part, found in (held | {"peak": peak}).items()},
-            "seconds": {part: [plan.seconds[part], found] for part, found in measured.items()},
-            "rates": {"flops": flops, "bandwidth": bandwidth},
+            "seconds": {
+                "generation, at the rate of products of few rows": [decoding, writing],
+                "generation, at the rate of products of many rows": [plan.seconds["generation"], writing],
+                "update": [plan.seconds["update"], updating],
+            },
+            "rates": {"many rows": many, "few rows": few, "bandwidth": bandwidth},
         }
         Path(out).write_text(json.dumps(result))
     if ranks > 1:

@@ -20,8 +20,8 @@ def test_the_plan_is_a_table(run_file, capsys):
     assert out.startswith("Llama, 18.1 k parameters, all trained, float32, on 8 x H100 SXM (80 GB), engine fsdp\n")
     assert "512 completions of at most 100 tokens, 51,200 in all; prompts of 256 (assumed; --prompt-tokens)" in out
     for word in (
-        "policy",
-        "learner, 1/8 of a copy",
+        "weights, whole, to generate",
+        "weights, 1/8, to train",
         "only in generation",
         "of 72.0 that tensors may take: fits",
         "tokens/s",
@@ -51,6 +51,7 @@ def test_servers_are_further_gpus(run_file, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("plan", "expected a file of settings first, as in: groupwise plan text.json"),
         ("plan CartPole-v1", "CartPole-v1 is a run on an environment; plan is for runs on texts; fix: "),
         ("plan FILE --gpu h10", "unknown GPU 'h10': did you mean 'h100'"),
         ("plan FILE --gpus 0", "--gpus: expected a whole number of at least 1"),
@@ -60,3 +61,10 @@ def test_servers_are_further_gpus(run_file, capsys):
 def test_mistakes(run_file, capsys, words, message):
     assert cli.main(words.replace("FILE", run_file).split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_without_a_file(capsys):
+    assert cli.main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: groupwise plan FILE")
+    assert "--prompt-tokens" in out

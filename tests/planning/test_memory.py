@@ -112,7 +112,7 @@ def test_passes_by_hand(llama):
         "weights for decoding": 4 * BODY + 4 * HEAD,
     }
     assert set(phases) == {"update", "generation"}
-    assert planned(cfg, gpus=2).memory.passing["sum over ranks"] == {"gradients, end to end": 4 * ALL}
+    assert planned(cfg, gpus=2).memory.passing["sum over ranks"] == {"gradients, in one tensor": 4 * ALL}
 
 
 def test_recomputed_layers_keep_their_input_and_one_of_them_all(llama):

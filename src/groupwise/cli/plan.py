@@ -28,8 +28,8 @@ Options, then those of train:
 """
 _LABEL = 46
 _KEPT = {
-    "policy": "policy",
-    "learner": "learner, 1/{ranks} of a copy",
+    "policy": "weights{whole}",
+    "learner": "weights{part}, to train",
     "gradients": "gradients{part}",
     "optimizer state": "optimizer state{part}",
     "reference": "reference",
@@ -50,6 +50,11 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     parser.add_argument("--completion-tokens", type=count)
     parser.add_argument("--json", action="store_true")
     options, rest = parser.parse_known_args(argv)
+    if not rest or rest[0] in ("-h", "--help"):
+        if not rest:
+            raise ConfigError("expected a file of settings first, as in: groupwise plan text.json --gpus 8 --gpu h100")
+        print(f"usage: groupwise plan FILE [options]\n\n{HELP}\nAll settings: groupwise plan FILE --help")
+        return 0
 
     from groupwise.cli.options import parse_options
 
@@ -88,10 +93,12 @@ def _head(plan: Any, assumed: str) -> Iterator[str]:
 
 def _memory(plan: Any) -> Iterator[str]:
     memory, ranks = plan.memory, plan.work.ranks
-    part = f", 1/{ranks}" if plan.work.sharded else ""
+    words = (
+        {"part": f", 1/{ranks}", "whole": ", whole, to generate"} if plan.work.sharded else {"part": "", "whole": ""}
+    )
     yield f"{'Memory of each GPU':<{_LABEL}}{'GB':>8}"
     for name, size in memory.kept.items():
-        yield _row(_KEPT[name].format(ranks=ranks, part=part), size / 1e9)
+        yield _row(_KEPT[name].format(**words), size / 1e9)
     for phase, needed in memory.passing.items():
         yield f"  only in {phase}"
         for name, size in needed.items():
@@ -129,8 +136,8 @@ def _notes(plan: Any) -> Iterator[str]:
         for fix in found:
             yield _row(" ".join(fix.options), fix.peak / 1e9, "GB at the peak")
     yield (
-        f"An estimate: {assumed.mfu:.0%} of the FLOP/s and {assumed.bandwidth:.0%} of the bandwidth of the data sheet. "
-        "Formulas, and the error for published runs: docs/planning.md"
+        f"An estimate, from {assumed.mfu:.0%} of the FLOP/s and {assumed.bandwidth:.0%} of the bandwidth of the data sheet. "
+        "Published runs\ntook up to half as long again: docs/planning.md"
     )
 
 

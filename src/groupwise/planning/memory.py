@@ -48,7 +48,7 @@ def memory_of(cfg: TextRunCfg, sizes: ModelSizes, work: Work) -> Memory:
     if cfg.generation.name == "native":
         passing["generation"] = generation_bytes(cfg, sizes, work)
     if work.ranks > 1 and not work.sharded:  # one exchange of all gradients
-        passing["sum over ranks"] = {"gradients, end to end": total_bytes(sizes.trained)}
+        passing["sum over ranks"] = {"gradients, in one tensor": total_bytes(sizes.trained)}
     return Memory(kept, passing)
 
 

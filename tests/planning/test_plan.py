@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from planned import ROUND, planned, settings
+from planned import ROUND, WHOLE, planned, settings
 
 from groupwise.planning.plan import fixes
 
@@ -51,3 +51,14 @@ def test_several_changes_together_where_none_is_enough(llama):
 
 def test_nothing_helps_where_the_weights_alone_are_too_large(llama):
     assert fixes(planned(settings(llama), gpu=ROUND._replace(memory=1.0))) == []
+
+
+def test_a_server_must_hold_the_model(llama):
+    cfg = settings(llama, generation={"name": "server"})
+    needed = planned(cfg).memory.peak
+    small = WHOLE._replace(server_memory=1e-6)
+    plan = planned(cfg, gpu=ROUND._replace(memory=2 * needed), assumed=small)
+    assert plan.server_rows == 0
+    assert not plan.fits
+    report = json.loads(json.dumps(plan.report(), allow_nan=False))
+    assert report["step_seconds"] is None

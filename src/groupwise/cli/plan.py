@@ -131,7 +131,7 @@ def _notes(plan: Any) -> Iterator[str]:
         yield (
             "It does not fit. fix: one of"
             if found
-            else "It does not fit, whatever the settings. fix: GPUs with more memory"
+            else "It does not fit. fix: GPUs with more memory, or a smaller model"
         )
         for fix in found:
             yield _row(" ".join(fix.options), fix.peak / 1e9, "GB at the peak")

@@ -1,5 +1,6 @@
 """The plan of a run: whether it fits, how long a step takes, and what to change."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -38,8 +39,9 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for the peak."""
-        return self.memory.peak <= self.room
+        """Whether there is room for the peak, and on a server for the model."""
+        served = self.cfg.generation.name != "native"
+        return self.memory.peak <= self.room and (not served or self.server_rows > 0)
 
     @property
     def step_seconds(self) -> float:
@@ -67,12 +69,17 @@ class Plan(NamedTuple):
             "memory_bytes": memory,
             "server_rows": None if self.cfg.generation.name == "native" else self.server_rows,
             "tokens_per_step": self.tokens,
-            "step_seconds": self.step_seconds,
-            "seconds": self.seconds,
+            "step_seconds": _finite(self.step_seconds),
+            "seconds": {name: _finite(seconds) for name, seconds in self.seconds.items()},
             "work": self.work._asdict(),
             "assumptions": self.assumed._asdict(),
             "fixes": [] if self.fits else [fix._asdict() for fix in fixes(self)],
         }
+
+
+def _finite(number: float) -> float | None:
+    """The number; None if it is infinite, for which JSON has no word."""
+    return number if math.isfinite(number) else None
 
 
 def plan_run(
@@ -107,44 +114,48 @@ def fixes(plan: Plan) -> list[Fix]:
     Empty if nothing that is known here makes it fit.
     """
     changes = [*_changes(plan)]
-    found = [Fix([option], changed.memory.peak) for option, change in changes if (changed := _with(plan, change)).fits]
+    found = [Fix([change.option], changed.memory.peak) for change in changes if (changed := _with(plan, change)).fits]
     if any(fix.options != [_ADAPTERS] for fix in found):
         return found
     options: list[str] = []
-    for option, change in changes:
+    for change in changes:
         changed = _with(plan, change)
         if changed.memory.peak < plan.memory.peak:
-            plan, options = changed, [*options, option]
+            plan, options = changed, [*options, change.option]
         if plan.fits:
             return [Fix(options, plan.memory.peak), *(fix for fix in found if fix.options != options)]
     return []
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Options that save memory, those that cost least first."""
+class _Change(NamedTuple):
+    option: str
+    part: str
+    """Of the settings; empty: these themselves."""
+    values: dict[str, Any]
+
+
+def _changes(plan: Plan) -> Iterator[_Change]:
+    """What saves memory, first what costs least."""
     cfg, work = plan.cfg, plan.work
     if work.micro_batch > work.row:
-        yield f"--algorithm.micro-batch-size {work.row}", {"algorithm": {"micro_batch_size": work.row}}
+        option = f"--algorithm.micro-batch-size {work.row}"
+        yield _Change(option, "algorithm", {"micro_batch_size": work.row})
     if cfg.model.precision == "float32":
-        yield "--model.precision bfloat16", {"model": {"precision": "bfloat16"}}
+        yield _Change("--model.precision bfloat16", "model", {"precision": "bfloat16"})
     if not cfg.model.gradient_checkpointing:
-        yield "--model.gradient-checkpointing", {"model": {"gradient_checkpointing": True}}
+        yield _Change("--model.gradient-checkpointing", "model", {"gradient_checkpointing": True})
     if work.ranks > 1 and not work.sharded and cfg.model.quantization == "none" and cfg.compile != "on":
-        yield "--engine fsdp", {"engine": "fsdp"}
+        yield _Change("--engine fsdp", "", {"engine": "fsdp"})
     if cfg.generation.name == "native" and not cfg.sampling.has_filters:
-        yield "--generation server", {"generation": ServerGenerationCfg()}
+        yield _Change("--generation server", "", {"generation": ServerGenerationCfg()})
     if cfg.model.lora is None:
-        yield _ADAPTERS, {"model": {"lora": LoRACfg()}}
+        yield _Change(_ADAPTERS, "model", {"lora": LoRACfg()})
 
 
-def _with(plan: Plan, change: dict[str, Any]) -> Plan:
+def _with(plan: Plan, change: _Change) -> Plan:
     """The plan with other settings."""
-    cfg = plan.cfg
-    parts = {name: cfg.algorithm if name == "algorithm" else cfg.model for name in change}
-    changed = cfg.model_copy(
-        update={
-            name: part.model_copy(update=value) if isinstance(value := change[name], dict) else value
-            for name, part in parts.items()
-        }
-    )
+    cfg, values = plan.cfg, change.values
+    if change.part:
+        values = {change.part: getattr(cfg, change.part).model_copy(update=values)}
+    changed = cfg.model_copy(update=values)
     return plan_run(changed, plan.work.ranks, plan.gpu, plan.work.prompt, plan.work.completion, plan.assumed)

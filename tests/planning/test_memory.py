@@ -115,6 +115,15 @@ def test_passes_by_hand(llama):
     assert planned(cfg, gpus=2).memory.passing["sum over ranks"] == {"gradients, in one tensor": 4 * ALL}
 
 
+def test_passes_of_adapters_and_of_parts_by_hand(llama):
+    frozen = planned(settings(llama, model={"lora": {"r": 2}})).memory.passing
+    assert frozen["generation"]["weights for decoding"] == 4 * HEAD
+    assert frozen["update"]["logits and gradient of the head"] == 4 * (3 * CHUNK_ELEMENTS + 2 * 128 * 32)
+    # head, embeddings and the last norm; three times a layer with its two norms
+    parts = planned(settings(llama, engine="fsdp"), gpus=2).memory.passing["update"]
+    assert parts["layers, whole for a pass"] == 4 * (2 * HEAD + 32) + 3 * 4 * (7_680 + 64)
+
+
 def test_recomputed_layers_keep_their_input_and_one_of_them_all(llama):
     plain, recomputed = (
         planned(settings(llama, model={"gradient_checkpointing": on})).memory.passing["update"] for on in (False, True)

@@ -26,6 +26,14 @@ def test_what_fits_exactly_fits(llama):
     assert not roomy(settings(llama), 0.999).fits
 
 
+def test_a_part_of_the_memory_is_not_for_tensors(llama):
+    cfg = settings(llama)
+    needed = planned(cfg).memory.peak
+    for share, fits in ((1.12, True), (1.1, False)):
+        plan = planned(cfg, gpu=ROUND._replace(memory=share * needed), assumed=WHOLE._replace(usable=0.9))
+        assert plan.fits == fits
+
+
 def test_each_fix_fits_and_is_an_option_of_the_command_line(llama):
     from groupwise.cli.options import parse_options
 

@@ -90,6 +90,12 @@ def test_a_batch_that_is_written_during_a_step_is_one_step_old():
     assert found.staleness == [8 + 9 * 4, 9 * 4]
 
 
+def test_weights_that_come_as_a_completion_ends_are_those_of_the_next():
+    # a batch and a step take a second each: completions that begin at second n have the weights of the step that ends then
+    found = simulate(itertools.repeat(1.0), workers=4, batch=4, max_staleness=3, learner_seconds=1.0, steps=10)
+    assert found.staleness == [4, 36, 0, 0]
+
+
 def test_lengths_have_the_variation_that_is_asked_for():
     drawn = list(itertools.islice(gamma_lengths(0.5, seed=1, mean=3.0), 20_000))
     assert fmean(drawn) == pytest.approx(3.0, rel=0.02)

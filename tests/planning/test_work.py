@@ -14,9 +14,9 @@ def test_a_step_by_hand(llama):
 
 
 def test_small_micro_batches_repeat_prompts(llama):
-    # 22 tokens hold a prompt of 10 with 2 completions of 6, so each of 2 prompts is read twice
-    work = work_of(settings(llama, {"micro_batch_size": 22}), ranks=1, prompt=10)
-    assert (work.micro_batch, work.read) == (22, 2 * 2 * 10 + 48)
+    # 28 tokens hold a prompt of 10 with 3 of the 4 completions of 6, so each of 2 prompts is read twice
+    work = work_of(settings(llama, {"micro_batch_size": 28}), ranks=1, prompt=10)
+    assert (work.micro_batch, work.read) == (28, 2 * 2 * 10 + 48)
     assert work.micro_batches == 4
 
 

@@ -83,12 +83,12 @@ def _head(plan: Any, assumed: str) -> Iterator[str]:
     share = "all trained" if trained == whole else f"{_short(trained)} trained"
     engine = f", engine {cfg.engine}" if work.ranks > 1 else ""
     gpu = f"{work.ranks} x {plan.gpu.title} ({plan.gpu.memory / 1e9:g} GB)"
-    yield f"{plan.sizes.name}, {_short(whole)} parameters, {share}, {cfg.model.precision}, on {gpu}{engine}"
+    yield f"{plan.sizes.name}, {_short(whole)} parameters, {share}, in {cfg.model.precision}"
+    yield f"{gpu}{engine}"
     longest = "at most " if work.completion == work.longest else ""
-    yield (
-        f"A step: {work.ranks * work.rows:,} completions of {longest}{work.completion:,} tokens, "
-        f"{plan.tokens:,} in all; prompts of {work.prompt:,}{assumed}"
-    )
+    completions = f"{work.ranks * work.rows:,} completions of {longest}{work.completion:,} tokens"
+    yield f"A step: {completions}, {plan.tokens:,} in all"
+    yield f"Prompts of {work.prompt:,} tokens{assumed}"
 
 
 def _memory(plan: Any) -> Iterator[str]:
@@ -104,9 +104,7 @@ def _memory(plan: Any) -> Iterator[str]:
         for name, size in needed.items():
             yield _row(f"  {name}", size / 1e9)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield _row(
-        f"peak, in {memory.fullest}", memory.peak / 1e9, f"of {plan.room / 1e9:.1f} that tensors may take: {verdict}"
-    )
+    yield _row(f"peak, in {memory.fullest}", memory.peak / 1e9, f"of {plan.room / 1e9:.1f} usable: {verdict}")
 
 
 def _seconds(plan: Any) -> Iterator[str]:
@@ -136,8 +134,8 @@ def _notes(plan: Any) -> Iterator[str]:
         for fix in found:
             yield _row(" ".join(fix.options), fix.peak / 1e9, "GB at the peak")
     yield (
-        f"An estimate, from {assumed.mfu:.0%} of the FLOP/s and {assumed.bandwidth:.0%} of the bandwidth of the data sheet. "
-        "Published runs\ntook up to half as long again: docs/planning.md"
+        f"An estimate, from {assumed.mfu:.0%} of the data sheet's FLOP/s and {assumed.bandwidth:.0%} of its bandwidth.\n"
+        "Published runs took up to half as long again: docs/planning.md"
     )
 
 

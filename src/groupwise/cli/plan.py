@@ -111,7 +111,7 @@ def _seconds(plan: Any) -> Iterator[str]:
     total = plan.step_seconds
     yield f"{'Time of a step':<{_LABEL}}{'s':>8}"
     for name, seconds in plan.seconds.items():
-        if seconds:
+        if seconds >= 0.005 * total:  # less is 0 %
             yield _row(_SECONDS[name], seconds, f"{seconds / total:>4.0%}" if total < float("inf") else "")
     yield _row("step, without rewards", total, f"{plan.tokens / total:,.0f} tokens/s")
 

@@ -4,6 +4,7 @@ import pytest
 from planned import save_config
 
 from groupwise import cli
+from groupwise.cli.plan import short
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,13 @@ def test_the_plan_is_a_table(run_file, capsys):
         "tokens/s",
     ):
         assert word in out
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(999, "999"), (18_080, "18.1 k"), (999_885_952, "1 B"), (134_515_008, "135 M")]
+)
+def test_numbers_of_parameters_are_short(number, text):
+    assert short(number) == text
 
 
 def test_the_plan_as_json(run_file, capsys):

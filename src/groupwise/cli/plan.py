@@ -80,10 +80,10 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
 def _head(plan: Any, assumed: str) -> Iterator[str]:
     cfg, work = plan.cfg, plan.work
     whole, trained = plan.parameters["all"], plan.parameters["trained"]
-    share = "all trained" if trained == whole else f"{_short(trained)} trained"
+    share = "all trained" if trained == whole else f"{short(trained)} trained"
     engine = f", engine {cfg.engine}" if work.ranks > 1 else ""
     gpu = f"{work.ranks} x {plan.gpu.title} ({plan.gpu.memory / 1e9:g} GB)"
-    yield f"{plan.sizes.name}, {_short(whole)} parameters, {share}, in {cfg.model.precision}"
+    yield f"{plan.sizes.name}, {short(whole)} parameters, {share}, in {cfg.model.precision}"
     yield f"{gpu}{engine}"
     longest = "at most " if work.completion == work.longest else ""
     completions = f"{work.ranks * work.rows:,} completions of {longest}{work.completion:,} tokens"
@@ -143,9 +143,9 @@ def _row(label: str, number: float, remark: str = "") -> str:
     return f"  {label:<{_LABEL - 2}}{number:>8.1f}  {remark}".rstrip()
 
 
-def _short(number: int) -> str:
+def short(number: int) -> str:
     """A number of parameters, such as 8.03 B."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
+        if number >= 0.9995 * size:  # which rounds up to the unit
             return f"{number / size:.3g} {unit}"
     return str(number)

@@ -2,7 +2,8 @@
 
 A worker writes one completion at a time, a batch is one completion for each worker, and the learner takes as long for a
 batch as a completion of mean length takes. So without variance, and with one batch in advance, nobody waits. Lengths follow
-a gamma distribution with the coefficient of variation on the horizontal axis.
+a gamma distribution with the coefficient of variation on the horizontal axis. Workers go on with the next batch as soon as
+they are free, or ("in batches") when the one before is complete.
 
     python benchmarks/async_simulation.py            # results, figure, and the table of docs/planning.md
     python benchmarks/async_simulation.py --report   # figure and table from the results alone
@@ -19,6 +20,11 @@ PLOT = Path(__file__).parents[1] / "docs" / "images" / "async_simulation.png"
 WORKERS = (8, 64, 1024)
 VARIATIONS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 STALENESS = (0, 1, 2, 4, 8)
+IN_BATCHES = (1, 8)
+"""Simulated with one batch after the other, too. Both are the same within a percent, so the first is shown."""
+WAYS = [*((allowed, True) for allowed in STALENESS), *((allowed, False) for allowed in IN_BATCHES)]
+SHOWN = WAYS[: len(STALENESS) + 1]
+LABELS = [*map(str, STALENESS), " or ".join(map(str, IN_BATCHES)) + ", in batches"]
 STEPS = 300
 PANELS = {"worker_idle": "workers idle", "learner_idle": "learner idle", "mean_staleness": "staleness (steps)"}
 
@@ -27,12 +33,13 @@ def measure() -> list[dict]:
     points = []
     for workers in WORKERS:
         for variation in VARIATIONS:
-            for allowed in STALENESS:
-                chosen = {"workers": workers, "batch": workers, "max_staleness": allowed, "steps": STEPS}
-                found = simulate(gamma_lengths(variation), learner_seconds=1.0, **chosen)
+            for allowed, streaming in WAYS:
+                way = {"max_staleness": allowed, "streaming": streaming}
+                sizes = {"workers": workers, "batch": workers, "steps": STEPS, "learner_seconds": 1.0}
+                found = simulate(gamma_lengths(variation), **sizes, **way)
                 names = ("seconds", "worker_idle", "learner_idle", "mean_staleness", "staleness")
                 values = {name: getattr(found, name) for name in names}
-                points.append({"workers": workers, "variation": variation, "max_staleness": allowed, **values})
+                points.append({"workers": workers, "variation": variation, **way, **values})
     return points
 
 
@@ -45,11 +52,13 @@ def draw(points: list[dict], path: Path) -> None:
     figure, axes = pyplot.subplots(len(PANELS), len(WORKERS), figsize=(9, 7), sharex=True, sharey="row")
     for row, (name, title) in zip(axes, PANELS.items(), strict=True):
         for axis, workers in zip(row, WORKERS, strict=True):
-            for number, allowed in enumerate(STALENESS):
-                own = [p for p in points if (p["workers"], p["max_staleness"]) == (workers, allowed)]
-                color = pyplot.cm.viridis(number / len(STALENESS))
+            for way, label in zip(SHOWN, LABELS, strict=True):
+                if name == "mean_staleness" and not way[1]:
+                    continue
+                own = [p for p in points if (p["workers"], p["max_staleness"], p["streaming"]) == (workers, *way)]
+                color = pyplot.cm.viridis(STALENESS.index(way[0]) / len(STALENESS))
                 x, y = [p["variation"] for p in own], [p[name] for p in own]
-                axis.plot(x, y, marker="o", markersize=3, color=color, label=str(allowed))
+                axis.plot(x, y, "-" if way[1] else ":", marker="o", markersize=3, color=color, label=label)
             axis.grid(alpha=0.3)
             if name != "mean_staleness":
                 axis.set_ylim(0, 1)
@@ -59,20 +68,21 @@ def draw(points: list[dict], path: Path) -> None:
         axis.set_title(f"{workers:,} workers")
     for axis in axes[-1]:
         axis.set_xlabel("variation of lengths")
-    figure.legend(
-        *axes[0, 0].get_legend_handles_labels(), title="max_staleness", loc="upper center", ncols=len(STALENESS)
-    )
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), title="max_staleness", loc="upper center", ncols=len(WAYS))
     figure.tight_layout(rect=(0, 0, 1, 0.91))
     figure.savefig(path, dpi=110)
 
 
 def table(points: list[dict]) -> str:
-    lines = ["| workers | variation | " + " | ".join(f"`max_staleness` {k}" for k in STALENESS) + " |"]
-    lines.append("|---" * (2 + len(STALENESS)) + "|")
+    heads = [f"{allowed}" if streaming else f"{allowed}, in batches" for allowed, streaming in WAYS]
+    lines = ["| workers | variation | " + " | ".join(heads) + " |", "|---" * (2 + len(WAYS)) + "|"]
     for workers in WORKERS:
         for variation in (0.0, 0.5, 1.0, 2.0):
             own = [p for p in points if (p["workers"], p["variation"]) == (workers, variation)]
-            cells = [f"{p['worker_idle']:.0%} / {p['learner_idle']:.0%} / {p['mean_staleness']:.1f}" for p in own]
+            idle = [f"{p['worker_idle']:.0%} / {p['learner_idle']:.0%}" for p in own]
+            cells = [
+                f"{i} / {p['mean_staleness']:.1f}" if p["streaming"] else i for i, p in zip(idle, own, strict=True)
+            ]
             lines.append(f"| {workers:,} | {variation:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -62,6 +62,29 @@ def test_without_staleness_it_is_the_synchronous_run(chosen, variation, seed):
     assert found.mean_staleness == 0
 
 
+def seconds_in_batches(lengths, *, workers, batch, max_staleness, learner_seconds, steps):
+    """Write a batch when the one before is written and its weights are there; train in turn."""
+    written, trained = 0.0, []
+    for step in range(steps):
+        begin = max(written, trained[step - max_staleness - 1] if step > max_staleness else 0.0)
+        free = [begin] * workers
+        ends = []
+        for _ in range(batch):
+            ends.append(free[0] + next(lengths))
+            heapq.heapreplace(free, ends[-1])
+        written = max(ends)
+        trained.append(max(written, trained[-1] if trained else 0.0) + learner_seconds)
+    return trained[-1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(SETTINGS, VARIATION, st.integers(0, 9))
+def test_batches_one_after_the_other(chosen, variation, seed):
+    found = simulate(gamma_lengths(variation, seed), streaming=False, **chosen)
+    assert found.seconds == pytest.approx(seconds_in_batches(gamma_lengths(variation, seed), **chosen))
+    assert found.seconds >= simulate(gamma_lengths(variation, seed), **chosen).seconds
+
+
 @settings(max_examples=25, deadline=None)
 @given(SETTINGS, VARIATION, st.integers(0, 9))
 def test_more_staleness_is_never_slower(chosen, variation, seed):

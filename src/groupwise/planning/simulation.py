@@ -31,7 +31,14 @@ class Outcome(NamedTuple):
 
 
 def simulate(
-    lengths: Iterator[float], *, workers: int, batch: int, max_staleness: int, learner_seconds: float, steps: int
+    lengths: Iterator[float],
+    *,
+    workers: int,
+    batch: int,
+    max_staleness: int,
+    learner_seconds: float,
+    steps: int,
+    streaming: bool = True,
 ) -> Outcome:
     """The outcome of ``steps`` optimiser steps on ``batch`` completions each.
 
@@ -41,6 +48,7 @@ def simulate(
 
     Args:
         lengths: seconds that each completion takes, in the order in which they begin.
+        streaming: False: a batch begins when the one before is complete, as in ``generation.max_staleness``.
 
     Source: the staleness control of AReaL, Fu et al. 2025, https://arxiv.org/abs/2505.24298.
     """
@@ -51,6 +59,9 @@ def simulate(
     staleness = [0] * (max_staleness + 1)
     while version < steps:
         while idle and submitted < batch * (version + max_staleness + 1):
+            begins_batch = submitted > 0 and submitted % batch == 0
+            if begins_batch and not streaming and left.get(submitted // batch - 1, batch):
+                break
             length = next(lengths)
             heapq.heappush(running, (now + length, submitted))
             born[submitted] = version

@@ -68,17 +68,17 @@ def draw(points: list[dict], path: Path) -> None:
         axis.set_title(f"{workers:,} workers")
     for axis in axes[-1]:
         axis.set_xlabel("variation of lengths")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), title="max_staleness", loc="upper center", ncols=len(WAYS))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), title="max_staleness", loc="upper center", ncols=len(SHOWN))
     figure.tight_layout(rect=(0, 0, 1, 0.91))
     figure.savefig(path, dpi=110)
 
 
 def table(points: list[dict]) -> str:
-    heads = [f"{allowed}" if streaming else f"{allowed}, in batches" for allowed, streaming in WAYS]
-    lines = ["| workers | variation | " + " | ".join(heads) + " |", "|---" * (2 + len(WAYS)) + "|"]
+    lines = ["| workers | variation | " + " | ".join(LABELS) + " |", "|---" * (2 + len(LABELS)) + "|"]
     for workers in WORKERS:
         for variation in (0.0, 0.5, 1.0, 2.0):
-            own = [p for p in points if (p["workers"], p["variation"]) == (workers, variation)]
+            found = [p for p in points if (p["workers"], p["variation"]) == (workers, variation)]
+            own = [p for p in found if (p["max_staleness"], p["streaming"]) in SHOWN]
             idle = [f"{p['worker_idle']:.0%} / {p['learner_idle']:.0%}" for p in own]
             cells = [
                 f"{i} / {p['mean_staleness']:.1f}" if p["streaming"] else i for i, p in zip(idle, own, strict=True)

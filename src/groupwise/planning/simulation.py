@@ -48,7 +48,7 @@ def simulate(
 
     Args:
         lengths: seconds that each completion takes, in the order in which they begin.
-        streaming: False: a batch begins when the one before is complete, as in ``generation.max_staleness``.
+        streaming: False: a batch begins when the one before is complete.
 
     Source: the staleness control of AReaL, Fu et al. 2025, https://arxiv.org/abs/2505.24298.
     """

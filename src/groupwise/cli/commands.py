@@ -24,6 +24,7 @@ Reinforcement learning with GRPO and PPO.
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
   serve MODEL        start a vLLM server that generates for training
+  plan FILE          say what a run on texts needs of GPUs: memory, seconds of a step
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   report RUN         write a page about a run: did it learn, its health, its groups
   view [FOLDER]      follow runs in the browser while they train
@@ -46,7 +47,7 @@ Start with:
   groupwise train CartPole-v1
 """
 
-WITH_SETTINGS = ("train", "evolve", "config", "check-env", "demos")
+WITH_SETTINGS = ("train", "evolve", "plan", "config", "check-env", "demos")
 """Commands that take settings as options, and so print their own help."""
 WITHOUT_SETTINGS = (
     "eval", "sample", "resume", "serve", "export", "report", "view", "doctor", "compare", "convert", "list",
@@ -56,8 +57,8 @@ WITHOUT_SETTINGS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
-    0: done; 1: the end of a run was not saved, a seed failed, ``check-env`` found that GRPO cannot train, or ``doctor`` found
-    trouble; 2: an error; 130: interrupted.
+    0: done; 1: the end of a run was not saved, a seed failed, ``check-env`` found that GRPO cannot train, ``plan`` that
+    a run does not fit, or ``doctor`` trouble; 2: an error; 130: interrupted.
     """
     shared = Parser(prog="groupwise", add_help=False)
     shared.add_argument("--plugin", type=Path, action="append", default=[])

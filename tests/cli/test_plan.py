@@ -1,0 +1,82 @@
+import json
+
+import pytest
+from planned import save_config
+
+from groupwise import cli
+from groupwise.cli.plan import short
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    settings = {"task": {"data": "none.jsonl"}, "model": {"path": str(save_config(folder / "model"))}}
+    (folder / "run.json").write_text(json.dumps(settings | {"sampling": {"max_new_tokens": 100}}))
+    return str(folder / "run.json")
+
+
+def test_the_plan_is_a_table(run_file, capsys):
+    assert cli.main(["plan", run_file, "--gpus", "8", "--gpu", "h100", "--engine", "fsdp"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[:4] == [
+        "Llama, 18.1 k parameters, all trained, in float32",
+        "8 x H100 SXM (80 GB), engine fsdp",
+        "A step: 512 completions of at most 100 tokens, 51,200 in all",
+        "Prompts of 256 tokens (assumed; --prompt-tokens)",
+    ]
+    for word in (
+        "weights, whole, to generate",
+        "weights, 1/8, to train",
+        "only in generation",
+        "of 72.0 usable: fits",
+        "tokens/s",
+    ):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(999, "999"), (18_080, "18.1 k"), (999_885_952, "1 B"), (134_515_008, "135 M")]
+)
+def test_numbers_of_parameters_are_short(number, text):
+    assert short(number) == text
+
+
+def test_the_plan_as_json(run_file, capsys):
+    assert cli.main(["plan", run_file, "--json", "--prompt-tokens", "50", "--completion-tokens", "20"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["work"]["prompt"], found["work"]["completion"], found["work"]["row"]) == (50, 20, 150)
+    assert found["gpu"]["title"] == "H100 SXM"
+
+
+def test_what_does_not_fit_ends_in_1_and_says_what_to_change(run_file, capsys):
+    assert cli.main(["plan", run_file, "--gpu", "rtx4090", "--num-prompts", "100000"]) == 1
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT" in out
+    assert "fix: one of\n  --generation server " in out
+
+
+def test_servers_are_further_gpus(run_file, capsys):
+    assert cli.main(["plan", run_file, "--generation", "server"]) == 0
+    assert "1 server, each on a further GPU of this kind: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan", "expected a file of settings first, as in: groupwise plan text.json"),
+        ("plan CartPole-v1", "CartPole-v1 is a run on an environment; plan is for runs on texts; fix: "),
+        ("plan FILE --gpu h10", "unknown GPU 'h10': did you mean 'h100'"),
+        ("plan FILE --gpus 0", "--gpus: expected a whole number of at least 1"),
+        ("plan FILE --gpuss 2", "unknown option --gpuss; did you mean --gpus?"),
+    ],
+)
+def test_mistakes(run_file, capsys, words, message):
+    assert cli.main(words.replace("FILE", run_file).split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_without_a_file(capsys):
+    assert cli.main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: groupwise plan FILE")
+    assert "--prompt-tokens" in out

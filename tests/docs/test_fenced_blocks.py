@@ -42,12 +42,13 @@ def _blocks(language: str) -> list[Block]:
 PYTHON = _blocks("python")
 FILES = {name[1]: block.text for block in PYTHON if (name := re.match(r"# (\w+\.py)\n", block.text))}
 """Blocks whose first line names a file are that file in the commands."""
-COMMANDS = [
-    (block.page.relative_to(ROOT), line.removeprefix("$ "))
+COMMANDS = {
+    line.removeprefix("$ "): block.page.relative_to(ROOT)
     for block in _blocks("console")
     for line in block.text.splitlines()
     if line.startswith("$ ")
-]
+}
+"""Each once, with a page that has it."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +87,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: str(value)[:60])
-def test_command_is_right(page: Path, command: str, run: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("command", "page"), COMMANDS.items(), ids=lambda value: str(value)[:60])
+def test_command_is_right(command: str, page: Path, run: gw.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "my_run.json").write_text(config.to_json(run.cfg), encoding="utf-8")

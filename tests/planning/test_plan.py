@@ -15,6 +15,22 @@ def test_the_report_is_json_and_adds_up(llama):
     assert report["fixes"] == []
 
 
+def test_servers_that_write_ahead_hide_the_shorter_part(llama):
+    def served(staleness):
+        servers = {"name": "server", "urls": ["http://127.0.0.1:1"], "max_staleness": staleness}
+        objective = {"importance_sampling_correction": "tis"}
+        return planned(settings(llama, generation=servers, algorithm={"objective": objective})).report()
+
+    apart, at_once = served(0), served(2)
+    seconds = apart["seconds"]
+    assert at_once["seconds"] == seconds
+    total = apart["step_seconds"]
+    assert total == pytest.approx(sum(seconds.values()))
+    longer = max(seconds["generation"] + seconds["publishing"], total - seconds["generation"])
+    assert at_once["step_seconds"] == pytest.approx(longer)
+    assert at_once["step_seconds"] < total
+
+
 def roomy(cfg, share, **options):
     """The plan on a GPU with a share of the memory that the run needs."""
     needed = planned(cfg, **options).memory.peak

@@ -113,7 +113,8 @@ def _seconds(plan: Any) -> Iterator[str]:
     for name, seconds in plan.seconds.items():
         if seconds >= 0.005 * total:  # less is 0 %
             yield _row(_SECONDS[name], seconds, f"{seconds / total:>4.0%}" if total < float("inf") else "")
-    yield _row("step, without rewards", total, f"{plan.tokens / total:,.0f} tokens/s")
+    overlap = "step, partly at once" if total < sum(plan.seconds.values()) else "step"
+    yield _row(f"{overlap}, without rewards", total, f"{plan.tokens / total:,.0f} tokens/s")
 
 
 def _notes(plan: Any) -> Iterator[str]:

@@ -45,8 +45,11 @@ class Plan(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
-        return sum(self.seconds.values())
+        """Seconds of a step. With ``max_staleness`` servers write and load weights during the update."""
+        total, generation = sum(self.seconds.values()), self.seconds["generation"]
+        if getattr(self.cfg.generation, "max_staleness", 0) and math.isfinite(total):
+            return max(generation + self.seconds["publishing"], total - generation)
+        return total
 
     @property
     def tokens(self) -> int:

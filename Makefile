@@ -62,7 +62,7 @@ demo-robot: $(VENV)/.robots  ## A robot arm learns from ten demonstrations and s
 	$(BIN)/python examples/robot_arm.py
 
 test: check  ## Every check; tests of the core, of texts and of fast paths, without slow ones
-	$(BIN)/python -m pytest -n 2 -m "not learn and not contrib and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not learn and not torture and not contrib and not slow"
 
 test-all: check  ## Every check and every test
 	$(BIN)/python -m pytest -n 2 --durations=20

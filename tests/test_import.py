@@ -44,6 +44,7 @@ def test_unknown_name_is_an_attribute_error():
         groupwise.load  # noqa: B018
 
 
+@pytest.mark.slow
 def test_texts_without_the_extra_name_it(tmp_path):
     code = (
         "import sys; sys.modules['transformers'] = None\n"

@@ -341,6 +341,7 @@ def test_arguments_in_the_order_of_stable_baselines3_are_answered_by_a_call():
         gw.train("MlpPolicy", "CartPole-v1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GRPO", "PPO"])
 def test_an_algorithm_takes_its_settings_and_a_policy(name: str):
     code = f"import groupwise as gw; gw.{name}('MlpPolicy', 'CartPole-v1')"  # not here, where types are checked, too

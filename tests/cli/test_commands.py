@@ -359,6 +359,7 @@ def test_plugin_registers_an_algorithm(api, registry, tmp_path, monkeypatch):
 # --- speed ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [

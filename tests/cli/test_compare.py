@@ -27,6 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_runs_are_compared_from_training_to_table_json_and_picture(trained, tmp_path, capsys):
     argv = ["compare", str(trained / "grpo"), f"mine={trained / 'ppo'}", "--out", str(tmp_path / "out")]
     assert cli.main(argv) == 0

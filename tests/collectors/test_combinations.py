@@ -1,5 +1,6 @@
 """Settings of groups in any combination."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ COLLECTIONS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     num_envs=st.integers(1, 4),

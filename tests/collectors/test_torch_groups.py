@@ -168,6 +168,7 @@ def test_members_draw_their_own_noise_unless_told_otherwise():
         assert alike == equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["cut often", "named", "mountain car"])
 def test_no_step_waits_for_the_device(env):
     collector, buffer = made(env, 30, 4, 12, horizon=9)

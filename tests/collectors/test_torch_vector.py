@@ -34,6 +34,7 @@ def same_metrics(found, expected):
         assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     env=st.sampled_from(sorted(ENVS)),

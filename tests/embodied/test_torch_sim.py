@@ -403,6 +403,7 @@ def test_ppo_trains_on_every_interface(double, tmp_path, capsys):
     assert "Group starts" not in err
 
 
+@pytest.mark.slow
 def test_grpo_trains_on_every_interface(double, tmp_path, capsys):
     shares = double in (LearningEnv, EmbodiChainEnv, ManiSkillEnv)
     run = train(gw.from_torch_sim(double(8), start_mode="auto" if shares else "none"), GRPO, 256, tmp_path)

@@ -100,6 +100,7 @@ def updated(objective, rollout=None, policy=None, engine=None, **cfg):
     return parameters(algorithm), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_decisions_of_one_unit_are_transitions_bit_for_bit(name):
     cfg = {"minibatch_size": 25, "num_epochs": 2, "micro_batch_size": 4}
@@ -130,12 +131,14 @@ def parameters_of(policy):
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNITS)
 def test_micro_batches_never_change_the_update(name):
     whole = updated(UNITS[name], minibatch_size=25, num_epochs=2)
     same(updated(UNITS[name], minibatch_size=25, num_epochs=2, micro_batch_size=4), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNITS)
 def test_two_ranks_are_one_on_the_union(name):
     first, second = on_two_ranks(partial(updated, UNITS[name]), chunk_rollout(chunk_policy()), chunk_policy)

@@ -100,6 +100,7 @@ def test_a_task_in_torch_has_the_picture_of_its_original():
     env.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_id", IN_TORCH)
 @pytest.mark.parametrize("grouped", [True, False])
 def test_tasks_in_torch_have_spaces_and_limits_of_their_originals(env_id, grouped):

@@ -43,6 +43,7 @@ def test_chosen_keys_do_not_leave_the_mask_of_info_out():
     assert set(make_env(cfg, env=Both).reset(seed=0).keys()) == {"hand", "action_mask"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ENVS)
 @pytest.mark.parametrize("algorithm", [gw.PPOCfg(num_steps=16), gw.GRPOCfg(group_size=2, num_steps=16)])
 def test_runs_never_take_a_forbidden_action(kind, algorithm, tmp_path):

@@ -28,6 +28,7 @@ MUJOCO = [
 TIERS = dict.fromkeys(MUJOCO, "snapshot") | {"CartPole-v1": "native"} | dict.fromkeys(BOX2D[2:], "fresh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_id", CLASSIC + BOX2D + MUJOCO)
 @pytest.mark.filterwarnings("ignore::groupwise.errors.GroupStartWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing Box2D warns, and crashes where that is an error

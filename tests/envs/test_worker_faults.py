@@ -81,6 +81,7 @@ def step(env, *actions):
     return env.step(torch.tensor(actions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [RAISES, DIES, HOLDS], ids=["raises", "dies", "holds"])
 def test_rows_whose_process_fails_in_a_step_are_reported_and_start_again(make, kind):
     env = make()
@@ -98,6 +99,7 @@ def test_rows_whose_process_fails_in_a_step_are_reported_and_start_again(make, k
     assert step(env, FINE, FINE, FINE).obs.flatten().tolist() == [3.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [RAISES, DIES, HANGS], ids=["raises", "dies", "hangs"])
 def test_rows_whose_process_fails_in_a_start_are_reported_by_the_next_step(make, kind):
     env = make()
@@ -126,6 +128,7 @@ def test_one_process_asks_once_and_tells_the_row():
     assert failed.reward.tolist() == [0.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -150,6 +150,7 @@ class Workbench(gymnasium.Env):
         return (self.count % 3, self.np_random.uniform(-1, 1, 3).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [gw.PPOCfg(num_steps=16), gw.GRPOCfg(group_size=2, num_steps=16)])
 @pytest.mark.parametrize("policy", ["actor_critic", "recurrent"])
 def test_runs_on_dict_actions_and_tuple_observations(policy, algorithm, tmp_path):
@@ -176,6 +177,7 @@ def test_rows_in_other_processes_take_them():
     env.close()
 
 
+@pytest.mark.slow
 def test_the_check_takes_them():
     report = check_env(lambda: gymnasium.wrappers.TimeLimit(Workbench(), 5))
     assert report.training.value is not None, report

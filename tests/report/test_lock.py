@@ -110,6 +110,7 @@ def test_a_lock_is_held_as_long_as_its_process_lives(tmp_path: Path):
     assert not folder.is_training
 
 
+@pytest.mark.slow
 def test_a_look_at_the_lock_keeps_nobody_out(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     done = Event()

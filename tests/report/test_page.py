@@ -319,6 +319,7 @@ def test_a_metric_that_stays_the_same_is_drawn(value):
     assert "<path" in small([([1, 2, 3], [value] * 3)], "constant", "h0")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize("name", ["grpo", "text"])
 def test_the_explorer_runs_in_a_browser(runs, name):

@@ -91,6 +91,7 @@ def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_states_are_those_of_transformers_while_rows_leave_and_caches_grow(name):
     by = (

@@ -19,6 +19,7 @@ def seeds(count, group_size=1, first=0):
     return torch.arange(first, first + count * group_size).view(count, group_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_completions_are_those_of_the_models_own_generation(family):
     model = tiny_model(family)

@@ -135,6 +135,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_pairs_of_tokens_come_as_often_as_they_are_likely(backend, sampling):
     model = sharp_model(vocab_size=8)

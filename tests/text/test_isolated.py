@@ -68,6 +68,7 @@ def test_what_an_isolated_reward_raises_ends_training(shared):
     assert 'raise ValueError("no number")' in caught.value.__cause__.__notes__[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "holds", "dies"])
 def test_a_call_that_is_lost_gives_no_reward_and_the_next_one_works(how, caplog):
     rewards = reward_set(lengths, slowly)

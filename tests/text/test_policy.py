@@ -313,6 +313,7 @@ def test_the_first_ratio_is_exactly_one_though_the_model_has_dropout():
     assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
 
 
+@pytest.mark.slow
 def test_a_compiled_policy_scores_alike_and_so_does_its_clone(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     weight, batch = torch.tensor([1.0, -2.0, 0.5, 3.0]), batch_of([r._replace(group=i) for i, r in enumerate(ROWS)])

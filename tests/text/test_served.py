@@ -211,6 +211,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch, kind):
     task, cfg = RUNS[kind]

@@ -118,6 +118,7 @@ def rows_for(preset, rows):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", sorted(PRESETS.keys() - {"optimal_token_baseline", "knn"})
 )  # of distributions, and vectors

@@ -14,7 +14,7 @@ from groupwise.report.folder import RunFolder
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_runs.py"
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 @pytest.mark.parametrize(("kind", "at_changes", "at_moments"), [("control", 4, 1), ("text", 2, 1)])
 def test_a_killed_run_ends_as_the_whole_one(kind: str, at_changes: int, at_moments: int, tmp_path: Path):

@@ -37,7 +37,7 @@ gw.train(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
 @pytest.mark.parametrize("kind", ["grpo", "ppo", "text"])
 def test_memory_does_not_grow_with_iterations(kind: str, tmp_path: Path):

@@ -10,6 +10,7 @@ from groupwise.policies.actor_critic import ActorCritic
 QUICK = {"total_steps": 600, "evaluation": {"episodes": 1}, "logging": {"progress": "none"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["actor_critic", "recurrent"])
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_sampler_and_trainer_agree(algorithm, policy, tmp_path, caplog):

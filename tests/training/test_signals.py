@@ -93,13 +93,13 @@ def test_an_update_and_a_checkpoint_may_take_longer(parts: Any, monkeypatch: pyt
     assert (trainer.iteration, slow.saved) == (1, True)
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_signals_at_random_moments(tmp_path: Path, seed: int):
     stop_at_random(tmp_path, CONTROL, 2, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.text
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_signals_at_random_moments_of_texts(tmp_path: Path, seed: int):

@@ -53,6 +53,30 @@ def words_of(tmp_path):
     return run
 
 
+def commands():
+    """The words of each command of groupwise in a terminal."""
+    text = PAGE.read_text().replace("\\\n", " ")
+    for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
+        words = shlex.split(line)
+        yield words[words.index("groupwise") + 1 :]
+
+
+@pytest.mark.parametrize("command", [words for words in commands() if words[0] == "train"], ids=" ".join)
+def test_a_run_is_started_with_settings_that_exist(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = {"task": {"data": "d", "rewards": [{"name": "exact"}]}, "model": {"path": "m"}}
+    Path("text.json").write_text(json.dumps(settings))
+    assert cli.main(["config", *command[1:]]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["path"] in ("m", "my_tiny_model")
+
+
+@pytest.mark.parametrize("command", [words for words in commands() if words[0] != "train"], ids=" ".join)
+def test_options_of_other_commands_exist(command, capsys):
+    assert cli.main([command[0], "--help"]) == 0
+    known = capsys.readouterr().out
+    assert all(word in known for word in command if word.startswith("--"))
+
+
 def test_the_slurm_job_trains_and_when_submitted_again_resumes(words_of, capsys):
     words = words_of(fenced("bash"))
     assert words[:1] + words[words.index("--rdzv-endpoint") :][:4] == [

@@ -104,6 +104,6 @@ def cache_bytes(sizes: ModelSizes, element: float) -> float:
 
 
 def rows_at_once(sizes: ModelSizes, work: Work, element: float, room: float) -> int:
-    """Rows of mean length whose cache a server has room for, beside the weights; 0 if the weights alone do not fit."""
+    """Rows of mean length whose cache fits on a server with the weights; 0 if the weights alone do not fit."""
     of_row = cache_bytes(sizes, element) * (work.prompt + work.completion)
     return max(math.floor((room - element * total_elements([*sizes.weights])) / of_row), 0)

@@ -47,7 +47,8 @@ class Plan(NamedTuple):
     def step_seconds(self) -> float:
         """Seconds of a step. With ``max_staleness`` servers write and load weights during the update."""
         total, generation = sum(self.seconds.values()), self.seconds["generation"]
-        if getattr(self.cfg.generation, "max_staleness", 0) and math.isfinite(total):
+        how = self.cfg.generation
+        if isinstance(how, ServerGenerationCfg) and how.max_staleness and math.isfinite(total):
             return max(generation + self.seconds["publishing"], total - generation)
         return total
 

@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # compile and import times would trip a deadline on a busy machine; the seed is fixed so that a red run repeats
-settings.register_profile("groupwise", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("groupwise", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("torture", deadline=None, max_examples=1000, suppress_health_check=list(HealthCheck))
 settings.load_profile("groupwise")
 
@@ -67,7 +67,7 @@ def few_pictures():
 
 @pytest.fixture(autouse=True, scope="session")
 def preloaded():
-    """Processes start in no time; else each would import torch for some seconds."""
+    """What processes of tests import is imported once, where they are forked from."""
     preload()
 
 

@@ -30,8 +30,8 @@ class Script:
     """
 
     def __init__(self, script, *args, folder=None, ranks=1):
-        preload()
-        self._out = Path(tempfile.mkdtemp(prefix="script-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="script-")
+        self._out = Path(self._folder.name)
         port = _free_port()
         environments = [_rank(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
         argv = ["script", *map(str, args)]
@@ -42,25 +42,24 @@ class Script:
         for process in self.processes:
             process.start()
 
-    @property
-    def pid(self):
-        return self.processes[0].pid
-
     def finish(self, seconds=280):
         """What the processes printed; fails where one did not end well."""
         for process in self.processes:
             process.join(seconds)
         codes = [process.exitcode for process in self.processes]
         if any(codes) or None in codes:
-            self.kill()
             errors = "\n".join((self._out / f"{rank}.err").read_text() for rank in range(len(codes)))
+            self.kill()
             pytest.fail(f"exit codes {codes}\n{errors[-3000:]}")
-        return "".join((self._out / f"{rank}.out").read_text() for rank in range(len(codes)))
+        printed = "".join((self._out / f"{rank}.out").read_text() for rank in range(len(codes)))
+        self._folder.cleanup()
+        return printed
 
     def kill(self):
         for process in self.processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
 
 
 def run_script(script, *args, **options):

@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from text_runs import copying, save_model, share_copied, train
+from text_runs import copying, share_copied, train
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
-from vllm_double import GENERATE, VLLMDouble
+from vllm_double import GENERATE
 
 import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
@@ -36,21 +36,10 @@ SHORT = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("lm") / "model")
-
-
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr(running, "plot_curve", lambda *args: None)
-
-
-@pytest.fixture
-def double(model):
-    with VLLMDouble(model) as server:
-        yield server
 
 
 def run(model, path, double, staleness, *, callbacks=(), task=None, retries=0, **more):

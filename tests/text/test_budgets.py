@@ -1,7 +1,7 @@
 """Budgets in passes over the prompts."""
 
 import pytest
-from text_runs import SETTINGS, numbers, save_model, share_copied, train
+from text_runs import SETTINGS, numbers, share_copied, train
 
 import groupwise as gw
 from groupwise import config
@@ -9,11 +9,6 @@ from groupwise.errors import ConfigError
 from groupwise.training.checkpoint import load_checkpoint
 
 QUICK = {key: value for key, value in SETTINGS.items() if key != "total_steps"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("lm") / "model")
 
 
 def task(count=10):

@@ -10,7 +10,7 @@ import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
-from text_runs import SETTINGS, copying, numbers, save_model, share_copied, train
+from text_runs import SETTINGS, copying, numbers, share_copied, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
@@ -19,11 +19,6 @@ from groupwise.config.algorithm import SyncRefModelCfg
 from groupwise.text.load import with_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("lm") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import vllm_double
 from safetensors.torch import load_file
-from text_runs import copying, save_model, train
+from text_runs import copying, train
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
 from vllm_double import GENERATE, VLLMDouble
@@ -29,20 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 TASK = {"prompts": [[5, 6, 7], [9, 8], [4]], "seeds": torch.arange(100, 112).view(3, 4)}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("lm") / "model")
-
-
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
-
-
-@pytest.fixture
-def double(model):
-    with VLLMDouble(model) as server:
-        yield server
 
 
 def settings(*servers, **more):

@@ -35,11 +35,6 @@ class Asked(Count):
         return super().__call__(text)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("lm") / "model")
-
-
 def counting(reward=share_copied, tool=None, rows=None, **settings):
     rows = rows or numbers()
     settings = TURNS | settings

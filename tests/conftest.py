@@ -5,9 +5,10 @@ import os
 import signal
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
-from forked import preload
+from forked import preload, without_pictures
 from hypothesis import HealthCheck, settings
 
 from groupwise.config.choices import Choice
@@ -16,6 +17,7 @@ from groupwise.report.replay import film_group
 from groupwise.report.video import film
 
 torch.set_num_threads(1)
+os.environ["SDL_VIDEODRIVER"] = "dummy"  # of processes, too
 
 # nohup and background jobs of some shells ignore these, and what a test starts would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +43,20 @@ SLOW = {
     "training/test_two_processes.py",
 }
 """Files that take long, of what other tests look at too."""
+SHAPES = {
+    "algorithms",
+    "collectors",
+    "contrib",
+    "data",
+    "embodied",
+    "envs",
+    "functional",
+    "policies",
+    "recipes",
+    "speed",
+    "text",
+}
+"""Folders whose tests check the shapes of every signature; in whole runs of the others that is half of the time."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,13 +71,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before the fixtures of a module, whose runs are checked like its tests."""
+    jaxtyping.config.update("jaxtyping_disable", item.path.relative_to(HERE).parts[0] not in SHAPES)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def few_pictures():
-    """Runs end with a curve, a video and frames, which few tests look at; ``pictures`` is for them."""
+    """``pictures`` is for tests that look at them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("groupwise.training.env_evaluator.film", lambda *args, **options: None)
-        patch.setattr("groupwise.training.env_evaluator.film_group", lambda *args: None)
-        patch.setattr("groupwise.training.running.plot_curve", lambda *args: None)
+        without_pictures(patch)
         yield
 
 

@@ -1,9 +1,8 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_script
 from planned import BODY, HEAD, planned, save_config, settings
 from tiny_models import tiny_model
 from transformers.cache_utils import DynamicCache
@@ -85,14 +84,11 @@ def size(tensors):
 
 @pytest.mark.slow
 def test_parts_are_what_two_ranks_hold(tmp_path):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SUPPORT / "sharded_runs.py")]
     cases = {
         "adam": ("llama", 2),
         "tied": ("smollm", 1),
     }  # families, and numbers that the optimisers keep of each weight
-    command = [sys.executable, *command, "updates", str(tmp_path / "out"), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(SUPPORT / "sharded_runs.py", "updates", tmp_path / "out", *cases, ranks=2)
     held = torch.load(tmp_path / "out.0", weights_only=True)
     for case, (family, slots) in cases.items():
         weights = [*sizes_of(ModelCfg(path=str(save_config(tmp_path / family, family)))).weights]

@@ -6,6 +6,7 @@ import runpy
 import socket
 import sys
 import tempfile
+import warnings
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -19,6 +20,13 @@ def preload():
     """Start the process that others are forked from, those of the library, too."""
     CONTEXT.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
+
+
+def without_pictures(patch):
+    """Runs end with a curve, a video and frames, which are most of a short one, and which few tests look at."""
+    patch.setattr("groupwise.training.env_evaluator.film", lambda *args, **options: None)
+    patch.setattr("groupwise.training.env_evaluator.film_group", lambda *args: None)
+    patch.setattr("groupwise.training.running.plot_curve", lambda *args: None)
 
 
 class Script:
@@ -81,6 +89,9 @@ def _run(script, argv, folder, env, out):
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(env)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("default", module="torch.distributed")
+    without_pictures(pytest.MonkeyPatch())
     if folder is not None:
         os.chdir(folder)
     sys.argv = argv

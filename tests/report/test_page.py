@@ -333,3 +333,9 @@ def test_the_explorer_runs_in_a_browser(runs, name):
     assert dom.count('<button type="button" aria-current="true"') == 1
     assert dom.count('class="member') == len(group["members"])
     assert "With scripts switched on" not in dom
+
+
+def test_a_line_has_its_lowest_and_its_highest_value():
+    drawn = small([([1, 2, 3], [0.25, 1370.0, float("nan")]), ([1], [2.5])], "return", "h0")
+    assert re.findall(r">([^<>\s]+)</text>", drawn) == ["1.4k", "0.25"]
+    assert "</text>" not in small([([1], [float("nan")])], "nothing finite", "h0")

@@ -35,7 +35,7 @@ MAX_CURVES = 10
 """Runs whose curves are drawn unless the reader chooses."""
 PAUSE = 2.0
 """Seconds between two looks at the files."""
-REST = 5.0
+REST = 10.0
 """How many times longer than making a page took files are not looked at, so that training nearby stays fast."""
 
 

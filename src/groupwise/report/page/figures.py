@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
@@ -63,13 +64,19 @@ def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str, name: str) -> Markup:
-    """Lines without axes, for a row of a table."""
+    """Lines for a row of a table; of the axes only the lowest and the highest value."""
 
     def draw() -> "Figure":
-        figure, axes = _empty()
+        from matplotlib.ticker import EngFormatter
+
+        figure, axes = _empty(left=0.25)
         for (steps, values), color in zip(series, (TRAINING, EVALUATION), strict=False):
             axes.plot(steps, values, color=color, linewidth=1.5, marker="o" if len(steps) == 1 else None, markersize=3)
         axes.margins(y=0.1)
+        drawn = [value for _, values in series for value in values if isfinite(value)]
+        for value, place in ((max(drawn), "top"), (min(drawn), "bottom")) if drawn else ():
+            text = f"{value:.3g}" if abs(value) < 1000 else EngFormatter(places=1, sep="")(value)
+            figure.text(0.23, place == "top", text, size=8, ha="right", va=place)
         return figure
 
     return svg(draw, label, name)
@@ -87,11 +94,11 @@ def histogram(values: Sequence[float], label: str, name: str) -> Markup:
     return svg(draw, label, name)
 
 
-def _empty() -> "tuple[Figure, Any]":
+def _empty(left: float = 0.0) -> "tuple[Figure, Any]":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.2, 0.5))
-    axes = figure.add_axes((0, 0, 1, 1))
+    axes = figure.add_axes((left, 0, 1 - left, 1))
     axes.set_axis_off()
     return figure, axes
 

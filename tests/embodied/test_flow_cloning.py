@@ -132,6 +132,7 @@ def cloned(data, steps, folder):
     return gw.train(ROBOT, algorithm, total_steps=steps, run_dir=folder, **SETTINGS)
 
 
+@pytest.mark.learn
 def test_cloning_lowers_the_loss_and_solves_the_task(data, tmp_path):
     run = cloned(data, 1_500, tmp_path / "run")
     history = run.metrics()

@@ -65,7 +65,7 @@ test: check  ## Every check; tests of the core, of texts and of fast paths, with
 	$(BIN)/python -m pytest -n 2 -m "not learn and not torture and not contrib and not slow"
 
 test-all: check  ## Every check and every test
-	$(BIN)/python -m pytest -n 3 --durations=20
+	$(BIN)/python -m pytest -n 2 --durations=20
 
 # builds of torchvision on PyPI are for another torch, and break vLLM's import
 $(VLLM)/.done:

@@ -27,8 +27,8 @@ class ShardedEngine(DistributedEngine):
 
     sharded = True
 
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__(device)
+    def __init__(self, device: str = "cpu", timeout: float = 1800.0) -> None:
+        super().__init__(device, timeout)
         self._mesh = init_device_mesh(device, (self.world_size,))
 
     def learner(self, policy: Module) -> Module:

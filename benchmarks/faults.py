@@ -1,6 +1,6 @@
 """What a user meets when a server, a rank, a node or a link fails: the message, the seconds, and what is lost.
 
-    python benchmarks/faults.py [NAME ...]     # ten minutes on 2 cores; writes results/faults.json
+    python benchmarks/faults.py                 # twenty minutes on 2 cores; writes results/faults.json
 
 Every fault hits real processes in the middle of a run. The server is that of the tests. Runs that end are resumed and compared,
 bit for bit, with one that had no fault. The cut link needs network namespaces (root), Ray its extra.
@@ -200,7 +200,7 @@ class Server:
         self.client.post("/update_weight_version", {"new_version": "of-another-run"})
 
 
-def served(root: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
+def served(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Faults of a server."""
     server = Server(root / "model")
     python = root / "python"
@@ -227,22 +227,20 @@ def served(root: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dic
     }
     try:
         for name, (generation, fault, again) in cases.items():
-            if wanted(name):
-                folder = root / re.sub(r"\W", "_", name)
-                command = [sys.executable, *worker("text", folder, generation)]
-                yield name, measure([(command, {})], folder, root / "served", fault, again)
+            folder = root / re.sub(r"\W", "_", name)
+            command = [sys.executable, *worker("text", folder, generation)]
+            yield name, measure([(command, {})], folder, root / "served", fault, again)
     finally:
         server.kill()
 
 
-def ranks(root: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
+def ranks(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """A rank of two that is killed."""
     for kind, name in (("control", "rank killed, control"), ("text", "rank killed, text, fsdp")):
-        if wanted(name):
-            whole, folder = root / f"{kind}_whole", root / f"{kind}_rank"
-            subprocess.run([*TWO_RANKS, *worker(kind, whole)], env=ENVIRONMENT, check=True, capture_output=True)
-            kill = partial(kill_rank, folder.with_name(f"{folder.name}.1"))
-            yield name, measure([([*TWO_RANKS, *worker(kind, folder)], {})], folder, whole, kill)
+        whole, folder = root / f"{kind}_whole", root / f"{kind}_rank"
+        subprocess.run([*TWO_RANKS, *worker(kind, whole)], env=ENVIRONMENT, check=True, capture_output=True)
+        kill = partial(kill_rank, folder.with_name(f"{folder.name}.1"))
+        yield name, measure([([*TWO_RANKS, *worker(kind, folder)], {})], folder, whole, kill)
 
 
 def kill_rank(pid: Path) -> None:
@@ -274,11 +272,9 @@ def two_nodes() -> Iterator[list[str]]:
             ip("netns", "del", name)
 
 
-def link(root: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
+def link(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """A network that is cut: packets are lost, and nobody is told."""
     name = "link cut between two nodes"
-    if not wanted(name):
-        return
     with two_nodes() as nodes:
         folder, whole, commands = root / "link", root / "link_whole", {}
         for place in (folder, whole):
@@ -356,28 +352,30 @@ def population(folder: Path, lost: str) -> None:
     cluster.shutdown()
 
 
-def ray_cluster(root: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
+def ray_cluster(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Nodes and workers of Ray, in a process of its own: Ray takes over signals."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
     for lost in ("node", "worker"):
-        if wanted(f"Ray {lost} killed"):
-            folder = root / f"ray_{lost}"
-            log = root / f"ray_{lost}.log"
-            code = start(
-                [sys.executable, str(HERE), "--train", "ray", str(folder), json.dumps(lost)], log, **token
-            ).wait(400)
-            if code:
-                print(log.read_text()[-3000:])
-            yield (
-                f"Ray {lost} killed",
-                {"code": code, "says": errors(log)[:4]} | json.loads((folder / "result").read_text()),
-            )
+        folder = root / f"ray_{lost}"
+        log = root / f"ray_{lost}.log"
+        code = start([sys.executable, str(HERE), "--train", "ray", str(folder), json.dumps(lost)], log, **token).wait(
+            400
+        )
+        if code:
+            print(log.read_text()[-3000:])
+        yield (
+            f"Ray {lost} killed",
+            {"code": code, "says": errors(log)[:4]} | json.loads((folder / "result").read_text()),
+        )
+
+
+FAULTS = {"server": served, "rank": ranks, "link": link, "ray": ray_cluster}
 
 
 def main() -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="parts of the names of faults; all without")
+    parser.add_argument("--only", choices=list(FAULTS), help="one kind of faults")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.insert(0, str(SUPPORT))
@@ -391,8 +389,8 @@ def main() -> None:
     root = Path(tempfile.mkdtemp())
     try:
         save_model(root / "model")
-        for faults in (served, ranks, link, ray_cluster):
-            for name, found in faults(root, lambda name: not options.names or any(n in name for n in options.names)):
+        for kind in [options.only] if options.only else FAULTS:
+            for name, found in FAULTS[kind](root):
                 results[name] = found
                 print(name, json.dumps(found, indent=1), flush=True)
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

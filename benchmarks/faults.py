@@ -73,7 +73,7 @@ def train(kind: str, folder: Path, generation: dict[str, Any]) -> None:
         "logging": {"progress": "none"},
     }
     if kind == "control":
-        cfg = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
+        cfg = gw.GRPOCfg(group_size=4, num_epochs=1, minibatch_size=64)  # it has no running episodes, which ranks lose
         gw.train("CartPole-v1", cfg, num_envs=4, evaluation={"episodes": 2}, checkpoint_interval=384, **common)
         return
     settings = {name: value for name, value in SETTINGS.items() if name != "total_steps"} | common
@@ -112,7 +112,7 @@ def start(words: Sequence[str], log: Path, **env: str) -> subprocess.Popen[str]:
 def errors(log: Path) -> list[str]:
     """Lines that name what went wrong, shortened and without what differs by run."""
     lines = re.findall(
-        r"^(?:\[rank\d\]: *)?((?:\w+\.)*\w*Error: .*|.*(?:trying again|Warning|WARNING).*)", log.read_text(), re.M
+        r"^(?:\[rank\d\]: *)?((?:\w+\.)*\w*Error: .*|.*(?:trying again|weights again|is started again|Signal 9).*)", log.read_text(), re.M
     )
     return list(dict.fromkeys(line.strip()[:300] for line in lines))
 
@@ -292,20 +292,25 @@ def link(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, measure(commands[folder], folder, whole, lambda: cable("down"), lambda: cable("up"))
 
 
-class Waiting(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """CartPole that waits at its fifth step while there is the file ``hold``, and names its node and process."""
+def waiting_cartpole(folder: Path) -> Callable[..., Any]:
+    """Makes CartPole that waits at its fifth step while there is the file ``hold``, and names its node and process."""
 
-    folder = Path()
-    count = 0
+    def make(**options: Any) -> Any:
+        import ray
 
-    def step(self, action: Any) -> Any:
-        """Wait, then step."""
-        self.count += 1
-        while self.count >= 5 and (self.folder / "hold").exists():
-            node = sys.modules["ray"].get_runtime_context().get_node_id()
-            (self.folder / f"{node}-{os.getpid()}").touch()
-            time.sleep(0.02)
-        return self.env.step(action)
+        class Waiting(gymnasium.Wrapper[Any, Any, Any, Any]):
+            count = 0
+
+            def step(self, action: Any) -> Any:
+                self.count += 1
+                while self.count >= 5 and (folder / "hold").exists():
+                    (folder / f"{ray.get_runtime_context().get_node_id()}-{os.getpid()}").touch()
+                    time.sleep(0.02)
+                return self.env.step(action)
+
+        return Waiting(gymnasium.make("CartPole-v1", **options))
+
+    return make
 
 
 def population(folder: Path, lost: str) -> None:
@@ -317,11 +322,7 @@ def population(folder: Path, lost: str) -> None:
     held = folder / "held"
     held.mkdir(parents=True)
 
-    def make(**options: Any) -> gymnasium.Env[Any, Any]:
-        env = Waiting(gymnasium.make("CartPole-v1", **options))
-        env.folder = held
-        return env
-
+    make = waiting_cartpole(held)
     gw.evolve(make, PPO, run_dir=folder / "whole", on_mutation=lambda *_: None, **SMALL)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     second = cluster.add_node(num_cpus=1)

@@ -59,6 +59,12 @@ class ShardedEngine(DistributedEngine):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @torch.no_grad()
+    def load_learner(self, learner: nn.Module, policy: nn.Module) -> None:
+        """Give each rank its part of the policy's parameters."""
+        for part, whole in zip(learner.parameters(), policy.parameters(), strict=True):
+            part.copy_(_part(part, whole.detach()))
+
+    @torch.no_grad()
     def publish(self, learner: nn.Module, policy: nn.Module) -> None:
         """Give the policy the trained parameters of its learner."""
         for part, whole in zip(learner.parameters(), policy.parameters(), strict=True):

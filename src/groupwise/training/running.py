@@ -80,6 +80,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
     if has_checkpoint(folder.latest):
         checkpoint = load_checkpoint(folder.latest, parts.identity, parts.policy)
         load_policy(parts.policy, checkpoint.policy, folder.latest)
+        engine.load_learner(parts.algorithm.learner, parts.policy)
         if "algorithm" in checkpoint.state:
             load_state(trainer, checkpoint.state, folder.latest)
         else:  # a fork of the best one

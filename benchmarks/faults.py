@@ -112,7 +112,9 @@ def start(words: Sequence[str], log: Path, **env: str) -> subprocess.Popen[str]:
 def errors(log: Path) -> list[str]:
     """Lines that name what went wrong, shortened and without what differs by run."""
     lines = re.findall(
-        r"^(?:\[rank\d\]: *)?((?:\w+\.)*\w*Error: .*|.*(?:trying again|weights again|is started again|Signal 9).*)", log.read_text(), re.M
+        r"^(?:\[rank\d\]: *)?((?:\w+\.)*\w*Error: .*|.*(?:trying again|weights again|is started again|Signal 9).*)",
+        log.read_text(),
+        re.M,
     )
     return list(dict.fromkeys(line.strip()[:300] for line in lines))
 
@@ -195,9 +197,10 @@ class Server:
             time.sleep(seconds)
             self.process.send_signal(signal.SIGCONT)
 
-    def wrong_version(self) -> None:
-        """As if another run had given it weights."""
-        self.client.post("/update_weight_version", {"new_version": "of-another-run"})
+    def wrong_version(self, log: Path) -> None:
+        """As if another run gave it weights, until the run has noticed: most such weights come before those of its next iteration."""
+        while "gets the weights again" not in log.read_text():
+            self.client.post("/update_weight_version", {"new_version": "of-another-run"})
 
 
 def served(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -210,24 +213,29 @@ def served(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     subprocess.run([sys.executable, *worker("text", root / "served", url)], env=ENVIRONMENT, check=True)
 
     def own_server() -> None:
+        """Kill what serves this model, save the server above."""
+        killed = False
         for words in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):  # it has just ended
-                if f"{SUPPORT}/vllm_double.py\0--model\0{root}".encode() in words.read_bytes():
+                command = words.read_bytes()
+                if b"/vllm_double.py" in command and bytes(root) in command:
                     pid = int(words.parent.name)
                     if pid != server.process.pid:
                         os.kill(pid, signal.SIGKILL)
+                        killed = True
+        assert killed, "no server of the run's own was found"
 
     cases: dict[str, tuple[dict[str, Any], Callable[[], None], Callable[[], None]]] = {
         "server killed": (url, server.kill, server.start),
         "server killed and started again": (url | {"retries": 20}, server.restart, server.start),
         "server paused 8 s": (url, lambda: server.pause(8), server.start),
         "server paused for ever": (url, lambda: server.pause(0), server.restart),
-        "server with weights of another run": (url, server.wrong_version, server.start),
+        "server with weights of another run": (url, lambda: server.wrong_version(root / "foreign.0.log"), server.start),
         "the run's own server killed": ({"name": "server", "python": str(python)}, own_server, lambda: None),
     }
     try:
         for name, (generation, fault, again) in cases.items():
-            folder = root / re.sub(r"\W", "_", name)
+            folder = root / ("foreign" if "weights" in name else re.sub(r"\W", "_", name))
             command = [sys.executable, *worker("text", folder, generation)]
             yield name, measure([(command, {})], folder, root / "served", fault, again)
     finally:

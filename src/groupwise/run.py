@@ -231,8 +231,8 @@ def _engine(cfg: CommonCfg) -> Engine:
     if isinstance(cfg, TextRunCfg) and cfg.engine == "fsdp":
         from groupwise.text.sharding import ShardedEngine
 
-        return from_environment(device, ShardedEngine)
-    return from_environment(device)
+        return from_environment(device, ShardedEngine, cfg.ddp_timeout)
+    return from_environment(device, timeout=cfg.ddp_timeout)
 
 
 def _with_budget(cfg: CommonCfg, budget: Budget, folder: RunFolder) -> CommonCfg:

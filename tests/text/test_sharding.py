@@ -111,6 +111,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(trained, tmp_path, ranks):
     assert loaded["position"] == 16 // ranks
     run = RunFolder(tmp_path / "run")
     assert [entry["iteration"] for entry in run.read_metrics()] == [1, 2, 3, 4]
+    # what is trained is what generates
+    assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.read_metrics())
     after = load_checkpoint(run.latest)
     assert after.state["iteration"] == 4
     assert not torch.equal(after.policy["model.model.norm.weight"], saved.policy["model.model.norm.weight"])

@@ -64,6 +64,26 @@ gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir="run", callbacks=[Faili
 """
 
 
+STALLED = """
+import os, time
+from pathlib import Path
+import groupwise as gw
+
+class Stalling(gw.Callback):
+    def on_rollout_end(self, trainer, rollout):
+        while os.environ["RANK"] == "1" and not Path("said").exists():
+            time.sleep(0.05)
+
+settings = {"num_envs": 4, "total_steps": 256, "ddp_timeout": 2, "logging": {"progress": "none"}}
+try:
+    gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir="run", callbacks=[Stalling()], **settings)
+except RuntimeError as error:
+    if os.environ["RANK"] == "0":
+        Path("said").write_text("\\n".join([str(error), *getattr(error, "__notes__", ())]))
+os._exit(0)
+"""
+
+
 def torchrun(folder: Path, processes: int, *command: str) -> str:
     """What the processes printed."""
     out = attempt(folder, processes, *command)
@@ -109,6 +129,13 @@ def test_a_failing_rank_ends_the_run_in_seconds_with_its_traceback(tmp_path: Pat
     assert time.time() - float((tmp_path / "failed").read_text()) < 60  # 20 s on a quiet machine
     assert "in on_rollout_end" in out.stderr
     assert "ValueError: the callback has no idea" in out.stderr
+
+
+def test_a_rank_that_gives_no_answer_ends_the_run_after_ddp_timeout(tmp_path: Path):
+    begun = time.monotonic()
+    run_script(STALLED, folder=tmp_path, ranks=2)
+    assert time.monotonic() - begun < 60
+    assert "gave no answer in ddp_timeout=2 s" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.contrib

@@ -111,6 +111,8 @@ class CommonCfg(Cfg):
     """Seed of all randomness."""
     device: Annotated[str, Field(pattern=r"^(cpu|auto|cuda(:\d+)?)$")] = "cpu"
     """Device of the policy: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
+    ddp_timeout: Annotated[float, Gt(0)] = 1800.0
+    """Seconds that processes of ``torchrun`` wait for one another; longer than evaluations and checkpoints, which rank 0 makes alone."""
     compile: Literal["auto", "off", "on"] = "auto"
     """``torch.compile``. ``auto``: updates of runs on environments with 20,000 optimiser steps or more; ``on``: always, also the forward pass of a language model."""
     checkpoint_interval: PositiveInt | None = None

@@ -58,6 +58,9 @@ class Engine:
         """What updates train: the policy itself, or a copy that ``publish`` brings back."""
         return policy
 
+    def load_learner(self, learner: nn.Module, policy: nn.Module) -> None:
+        """Give the learner the parameters of its policy, which were loaded."""
+
     def publish(self, learner: nn.Module, policy: nn.Module) -> None:
         """Give the policy the trained parameters of its learner."""
 

@@ -6,6 +6,7 @@ union of the data.
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ class DistributedEngine(Engine):
 
     Args:
         device: type of the tensors to be summed, "cpu" or "cuda".
+        timeout: seconds that an exchange may take.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", timeout: float = 1800.0) -> None:
         self.device = device
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -66,15 +68,18 @@ class DistributedEngine(Engine):
         dist.destroy_process_group()
 
 
-def from_environment(device: str = "cpu", several: type[DistributedEngine] = DistributedEngine) -> Engine:
+def from_environment(
+    device: str = "cpu", several: type[DistributedEngine] = DistributedEngine, timeout: float = 1800.0
+) -> Engine:
     """A distributed engine under ``torchrun``, else one for a single process.
 
     Args:
         device: type of the tensors to be summed, "cpu" or "cuda"; "cuda" selects the GPU of the local rank.
         several: the engine of several processes.
+        timeout: seconds that one of their exchanges may take.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Engine()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return several(device)
+    return several(device, timeout)

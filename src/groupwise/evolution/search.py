@@ -16,7 +16,7 @@ Search = Mapping[str, RangeCfg | Choices]
 
 _OF_ALL = (
     "seed", "run_dir", "total_steps", "total_iterations", "total_epochs", "evaluation", "logging", "stop",
-    "checkpoint_interval", "keep_checkpoints",
+    "checkpoint_interval", "keep_checkpoints", "ddp_timeout",
 )  # fmt: skip
 """Settings that all members share."""
 

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_ANSWER = 2**30
 """Most bytes of an answer."""
+SECONDS_TO_CONNECT = 10.0
+"""A server that is busy accepts connections; one that is cut off or stopped does not, and nobody says so."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
 """Seconds between two tries; they double each time."""
 _HEALTH_INTERVAL = 5.0
@@ -47,7 +49,7 @@ class HttpClient:
 
     Args:
         url: scheme, host and port.
-        timeout: seconds of one try of a call.
+        timeout: seconds of one try of a call, of which a connection gets ``SECONDS_TO_CONNECT``.
         retries: how often a call is repeated that got no answer or an error of the server (5xx).
         last_lines: what the server printed, to explain why it gives no answer.
     """
@@ -109,11 +111,15 @@ class HttpClient:
     def _try(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
+        connection = kind(parts.hostname or "", parts.port, timeout=min(self.timeout, SECONDS_TO_CONNECT))
         data = None if body is None else json.dumps(body).encode()
         until = time.monotonic() + self.timeout
         try:
-            connection.connect()
+            try:
+                connection.connect()
+            except TimeoutError:
+                raise NoAnswerError(f"no connection in {connection.timeout:g} s") from None
+            connection.sock.settimeout(self.timeout)
             self._running[connection] = connection.sock
             if self._closed.is_set():  # asked for last: ``close`` may not have seen this call
                 raise NoAnswerError("the client was closed")

@@ -27,8 +27,8 @@ class ShardedEngine(DistributedEngine):
 
     sharded = True
 
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__(device)
+    def __init__(self, device: str = "cpu", timeout: float = 1800.0) -> None:
+        super().__init__(device, timeout)
         self._mesh = init_device_mesh(device, (self.world_size,))
 
     def learner(self, policy: Module) -> Module:
@@ -57,6 +57,12 @@ class ShardedEngine(DistributedEngine):
         """Clip the norm of all ranks' parts together; returns the norm before."""
         norm = super().clip_gradients(parameters, limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @torch.no_grad()
+    def load_learner(self, learner: nn.Module, policy: nn.Module) -> None:
+        """Give each rank its part of the policy's parameters."""
+        for part, whole in zip(learner.parameters(), policy.parameters(), strict=True):
+            part.copy_(_part(part, whole.detach()))
 
     @torch.no_grad()
     def publish(self, learner: nn.Module, policy: nn.Module) -> None:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from groupwise import plugins
 from groupwise.config.algorithm import GRPOCfg
@@ -79,6 +80,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
     if has_checkpoint(folder.latest):
         checkpoint = load_checkpoint(folder.latest, parts.identity, parts.policy)
         load_policy(parts.policy, checkpoint.policy, folder.latest)
+        engine.load_learner(parts.algorithm.learner, parts.policy)
         if "algorithm" in checkpoint.state:
             load_state(trainer, checkpoint.state, folder.latest)
         else:  # a fork of the best one
@@ -205,11 +207,17 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         _how_to_continue(folder, parts.given),
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
-    if (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError):
+    lost_rank = isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
+    if lost_rank:
+        lines.append(
+            f"another process has ended, or gave no answer in ddp_timeout={parts.cfg.ddp_timeout:g} s: its own error says why; "
+            "without one, look at the network between the machines"
+        )
+    elif (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError):
         lines.append(
             f"a resumed run takes the same steps and meets the same error: first change its cause, or {folder.config}"
         )
-    if collecting and groups and isinstance(parts.cfg, RunCfg) and not isinstance(error, DataError):
+    if collecting and groups and isinstance(parts.cfg, RunCfg) and not (lost_rank or isinstance(error, DataError)):
         lines.append("if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'")
     return "; ".join(lines)
 

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 SAVE_SECONDS = "time/save_seconds"
 _NOT_LEARNING = (
-    *BUDGETS, "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints", "engine"
+    *BUDGETS, "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints", "engine",
+    "ddp_timeout",
 )  # fmt: skip
 """Settings that do not change what is learned."""
 

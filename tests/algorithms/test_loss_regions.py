@@ -95,7 +95,8 @@ def test_dppo_pulls_every_step_back_to_where_it_was():
     # kept, ratio e^.3: -2 e^.3 * -1.7 + .5 * .3^2; dropped, moved too far upwards: only .5 * 1.5^2
     cfg = ObjectiveCfg(trust_region={"name": "dppo", "low": 0.3, "high": 0.3, "pull": 0.5})
     old = torch.tensor([-2.0, -2.0])
-    batch = {"old_log_prob": old, "sample_log_prob": old, "advantage": torch.tensor([2.0, 2.0])}
+    sampled = torch.tensor([-1.9, -2.1])  # decides what is dropped, and nothing is pulled towards it
+    batch = {"old_log_prob": old, "sample_log_prob": sampled, "advantage": torch.tensor([2.0, 2.0])}
     log_prob = torch.tensor([-1.7, -0.5]).requires_grad_()
     loss = policy_loss(cfg, policy_ratio(cfg, log_prob, batch | EPISODE, Counts(1)), log_prob, batch, Counts(1))
     torch.testing.assert_close(loss, torch.tensor([2 * 1.3498588 * 1.7 + 0.045, 1.125]))

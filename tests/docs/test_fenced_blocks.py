@@ -1,4 +1,4 @@
-"""Every fenced block of the README and the docs: Python runs, commands parse."""
+"""Every fenced block of the README and the docs, and tables of calls: Python runs, commands parse."""
 
 import re
 import shlex
@@ -39,15 +39,23 @@ def _blocks(language: str) -> list[Block]:
     return found
 
 
+def _calls(page: Path) -> list[str]:
+    """The last column of tables with the heading "shown by"."""
+    tables = re.findall(r"^\|.* shown by \|\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [call for rows in tables for call in re.findall(r"`([^`]+)` \|$", rows, re.MULTILINE)]
+
+
+CALLS = {page: _calls(page) for page in PAGES}
 PYTHON = _blocks("python")
 FILES = {name[1]: block.text for block in PYTHON if (name := re.match(r"# (\w+\.py)\n", block.text))}
 """Blocks whose first line names a file are that file in the commands."""
+FILES["agent.json"] = next(block.text for block in _blocks("json") if block.page.stem == "coming_from")
 COMMANDS = {
     line.removeprefix("$ "): block.page.relative_to(ROOT)
     for block in _blocks("console")
     for line in block.text.splitlines()
     if line.startswith("$ ")
-}
+} | {call: page.relative_to(ROOT) for page, calls in CALLS.items() for call in calls if call.startswith("groupwise ")}
 """Each once, with a page that has it."""
 
 
@@ -72,11 +80,15 @@ def test_python_blocks_of_a_page_run_in_order(page: Path):
         if block.page == page:
             code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
             exec(compile(code, str(page), "exec"), namespace)
+    for call in CALLS[page]:
+        if not call.startswith("groupwise "):
+            eval(call, namespace)
 
 
 def test_there_are_blocks_to_test():
     assert {"README", "quickstart", "grpo", "ppo"} <= {block.page.stem for block in PYTHON}
     assert len(COMMANDS) > 20
+    assert len(CALLS[ROOT / "docs" / "coming_from.md"]) > 30
 
 
 @pytest.fixture(scope="module")

@@ -324,8 +324,8 @@ def waiting_cartpole(folder: Path) -> Callable[..., Any]:
 def population(folder: Path, lost: str) -> None:
     """Search by Ray on two nodes, lose one or a worker in the second round, and print what came of it."""
     import ray
-    from populations import PPO, SMALL, same_weights
     from ray.cluster_utils import Cluster
+    from small_populations import PPO, SMALL, same_weights
 
     held = folder / "held"
     held.mkdir(parents=True)

@@ -18,7 +18,7 @@ from groupwise.text import builtin_rewards, rewards
 from groupwise.training import env_evaluator
 
 ROOT = Path(__file__).parents[2]
-for env_id in ("FetchPush-v4", "MetaWorld/push-v3"):
+for env_id in ("FetchPush-v4", "MetaWorld/push-v3", "BabyAI-GoToRedBall-v0"):
     import_package(env_id)  # before a test resets what is registered
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/algorithms/*.md"))]
 

@@ -14,7 +14,7 @@ import gymnasium
 import pytest
 import text_runs
 import torch
-from populations import PPO, SMALL, TINY, check_same, evolve, same_weights, state
+from small_populations import PPO, SMALL, TINY, check_same, evolve, same_weights, state
 
 import groupwise as gw
 from groupwise import cli

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from populations import PPO, SMALL, check_same
+from small_populations import PPO, SMALL, check_same
 
 import groupwise as gw
 

@@ -2,7 +2,7 @@
 
 import gymnasium
 import pytest
-from populations import PPO, same_weights
+from small_populations import PPO, same_weights
 
 import groupwise as gw
 

@@ -1,7 +1,7 @@
 """Ray Tune over runs of a few iterations."""
 
 import pytest
-from populations import PPO
+from small_populations import PPO
 
 import groupwise as gw
 

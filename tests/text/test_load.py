@@ -12,6 +12,7 @@ from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
 from transformers import BartConfig, LlamaConfig, LlamaForCausalLM
 
+import groupwise as gw
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import ConfigError, MissingExtraError
@@ -245,6 +246,15 @@ def test_missing_extras_are_named(folder, monkeypatch, missing, settings, extra)
     monkeypatch.setattr("groupwise.errors.find_spec", lambda module: None if module == missing else True)
     with pytest.raises(MissingExtraError, match=rf"'{missing}' is not installed; fix: pip install -e '\.\[{extra}\]'"):
         load_causal_lm(ModelCfg(path=folder(), **settings))
+
+
+def test_a_model_made_in_python_is_shown_where_it_goes():
+    task = gw.TextTask([{"prompt": "1"}], reward=lambda completions, **columns: [0.0] * len(completions))
+    with pytest.raises(
+        ConfigError, match=r"model = LlamaForCausalLM\(.* \.\.\.: .*; fix: .*policy=gw\.CausalLM\("
+    ) as caught:
+        gw.train(task, model=tiny_model())
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

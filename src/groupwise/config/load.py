@@ -7,6 +7,7 @@ preset that is named with a file is the user's, too, and comes before the file.
 import functools
 import json
 import operator
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -238,8 +239,11 @@ def _table(tree: Tree, key: str) -> Tree:
     value = tree.get(key, {})
     if not isinstance(value, dict):
         fix = "; fix: an instance, as gw.PPOCfg()" if isinstance(value, type) else ""
+        if key == "model":
+            fix = "; fix: a path, or policy=gw.CausalLM(model, tokenizer=tokenizer) for a model made in Python"
+        shown = textwrap.shorten(repr(value), 100, placeholder=" ...")  # networks have long ones
         raise ConfigError(
-            f"{key} = {value!r}: expected an object with settings by name (a dict, or an instance of a config class){fix}"
+            f"{key} = {shown}: expected an object with settings by name (a dict, or an instance of a config class){fix}"
         )
     return value
 

@@ -24,7 +24,7 @@ class DistributedEngine(Engine):
         timeout: seconds that an exchange may take.
     """
 
-    def __init__(self, device: str = "cpu", timeout: float = 1800.0) -> None:
+    def __init__(self, device: str, timeout: float) -> None:
         self.device = device
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
         self.rank = dist.get_rank()

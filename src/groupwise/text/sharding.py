@@ -27,7 +27,7 @@ class ShardedEngine(DistributedEngine):
 
     sharded = True
 
-    def __init__(self, device: str = "cpu", timeout: float = 1800.0) -> None:
+    def __init__(self, device: str, timeout: float) -> None:
         super().__init__(device, timeout)
         self._mesh = init_device_mesh(device, (self.world_size,))
 

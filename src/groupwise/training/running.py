@@ -207,6 +207,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         _how_to_continue(folder, parts.given),
     ]
     groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
+    # gloo raises a RuntimeError that begins with the place in its sources
     lost_rank = isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
     if lost_rank:
         lines.append(

@@ -82,6 +82,7 @@ def test_the_other_commands_on_a_strange_path_in_ascii(tmp_path: Path):
         ["resume", NAME, "--total-steps", "3000"],
         ["eval", NAME, "--episodes", "2", "--video"],
         ["compare", f"ü [x]={NAME}"],
+        ["train", "CartPole-v1", "--run-dir", f"{NAME}s", "--seeds", "0-1", *SHORT],
         ["check-env", "CartPole-v1"],
     ]
     done = subprocess.run(

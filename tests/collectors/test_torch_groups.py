@@ -81,7 +81,7 @@ def told_again(collector, rollout, before):
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(
     env=st.sampled_from(["cartpole", "cut often", "named", "mountain car"]),
     groups=st.integers(1, 6),

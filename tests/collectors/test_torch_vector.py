@@ -35,7 +35,7 @@ def same_metrics(found, expected):
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@settings(max_examples=25)
 @given(
     env=st.sampled_from(sorted(ENVS)),
     num_envs=st.integers(1, 40),

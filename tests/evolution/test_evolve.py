@@ -80,7 +80,7 @@ def test_any_number_of_processes_finds_the_same(whole, tmp_path, workers):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent at once")
-@pytest.mark.parametrize("finished", [pytest.param(1, marks=pytest.mark.torture), 5])
+@pytest.mark.parametrize("finished", [1, 5])
 def test_a_killed_search_goes_on_as_if_nothing_happened(whole, tmp_path, finished):
     """It is killed when that many rounds of members are finished, and others are running."""
     path, script = tmp_path / "killed", tmp_path / "script.py"

@@ -13,7 +13,7 @@ def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypa
     def fail(*args, **more):
         raise OSError("no compiler")
 
-    (reference, buffer), (fast, other) = collecting(), collecting()
+    (reference, buffer), (fast, other) = collecting("ppo"), collecting("ppo")
     fast.stepper = CompiledStepper(fast)
     monkeypatch.setattr("groupwise.speed.rollouts.compiled_for", lambda function, example, **options: fail)
     with pytest.warns(SlowPathWarning, match="no compiler"):
@@ -24,7 +24,7 @@ def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypa
 
 
 def test_other_collectors_and_policies_are_not_compiled():
-    collector, _ = collecting()
+    collector, _ = collecting("ppo")
     assert why_not_compiled(collector) is None
     handle = collector.policy.actor.register_forward_hook(lambda module, inputs, output: None)
     assert "hooks" in why_not_compiled(collector)

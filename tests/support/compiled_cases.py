@@ -106,17 +106,29 @@ def resumed(folder):
         assert torch.equal(one, other)
 
 
-def collecting():
+def collecting(kind):
     torch.manual_seed(0)
     env = gw.TorchCartPole(ROWS)
-    policy = gw.ActorCritic(env.observation_space, env.action_space)
-    buffer = gw.RolloutBuffer(ROWS, STEPS, value=True, obs_spec=env.obs_spec, action_spec=policy.action_spec)
-    return gw.TorchVectorCollector(env, policy, seed=1), buffer
+    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=kind == "grpo")
+    collector = (
+        gw.TorchVectorCollector(env, policy, seed=1)
+        if kind == "ppo"
+        else gw.TorchGroupCollector(
+            env, policy, group_size=8, collection=gw.CollectionCfg(partial_groups="truncate", horizon=30), seed=1
+        )
+    )
+    specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
+    return collector, gw.RolloutBuffer(ROWS, STEPS, value=kind == "ppo", **specs)
 
 
 def rollouts(folder):
     """From the same draws; changes of parameters in place are seen."""
-    (reference, buffer), (fast, other) = collecting(), collecting()
+    for kind in ("ppo", "grpo"):
+        compare_rollouts(kind)
+
+
+def compare_rollouts(kind):
+    (reference, buffer), (fast, other) = collecting(kind), collecting(kind)
     stepper = fast.stepper = CompiledStepper(fast)
     for _ in range(4):
         expected = reference.collect(STEPS, rollout=buffer.start_rollout())

@@ -315,6 +315,7 @@ def test_a_run_has_a_server_of_its_own(model, double, tmp_path):
     (dying / "dies").touch()
     again = train(copying(), dying, tmp_path / "again", generation=generation)  # another server takes its place
     assert not (dying / "dies").exists()
+    assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in again.metrics())
     assert all(torch.equal(weights(again)[name], value) for name, value in weights(run).items())
     (dying / "dies").touch()
     cfg = gw.GRPOCfg(group_size=4, objective={"old_log_prob": "sampled"})

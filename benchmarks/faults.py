@@ -1,6 +1,6 @@
 """What a user meets when a server, a rank, a node or a link fails: the message, the seconds, and what is lost.
 
-    python benchmarks/faults.py                 # twenty minutes on 2 cores; writes results/faults.json
+    python benchmarks/faults.py                 # writes results/faults.json
 
 Every fault hits real processes in the middle of a run. The server is that of the tests. Runs that end are resumed and compared,
 bit for bit, with one that had no fault. The cut link needs network namespaces (root), Ray its extra.

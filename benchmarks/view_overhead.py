@@ -1,63 +1,54 @@
 """What a page of ``groupwise view`` that follows a run costs the run.
 
-Two runs of the same seed differ by a fifth on a shared machine, so one run is compared with itself: the viewer and the reader of
-its page are stopped and continued every few seconds while it trains. Counted are seconds of collection and update.
+The viewer is busy only while it makes a page. So iterations that overlap the making of a page are compared with those
+just before and after it, where the machine's drift is small. The cost is the time lost in them over the time of the run.
 The page is read as its script reads it: at each event.
 
-    python benchmarks/view_overhead.py         # about 3 minutes on 2 cores; needs the extra view
+    python benchmarks/view_overhead.py         # about 5 minutes on 2 cores; needs the extra view
 """
 
-import itertools
 import json
 import re
-import signal
+import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import groupwise as gw
 from groupwise.report.scores import half_width_95
 
 RESULT = Path(__file__).parent / "results" / "view_overhead.json"
-SECONDS = 3.0
-"""With the page, and without it."""
-STEPS = 2_000_000
+AROUND = 6.0
+"""Seconds before and after a page whose iterations it is compared with."""
+STEPS = 3_000_000
+
+
+class Span(NamedTuple):
+    """From when to when, in seconds of the machine's monotonic clock."""
+
+    begin: float
+    end: float
+
+    def overlap(self, other: "Span") -> float:
+        return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
 
 
 class Times(gw.Callback):
-    """When iterations end, and their seconds of collection and update."""
+    """Collection and update of each iteration."""
 
     def __init__(self) -> None:
-        self.ends: list[tuple[float, float]] = []
+        self.iterations: list[Span] = []
 
     def on_iteration_end(self, trainer: gw.Trainer, rollout: Any, metrics: dict[str, float]) -> None:
-        self.ends.append((time.perf_counter(), metrics["time/collect_seconds"] + metrics["time/update_seconds"]))
-
-
-class Turns(threading.Thread):
-    """Stops and continues processes in turns."""
-
-    def __init__(self, processes: list["subprocess.Popen[str]"]) -> None:
-        super().__init__(daemon=True)
-        self.processes, self.turns, self.over = processes, [(time.perf_counter(), True)], threading.Event()
-
-    def run(self) -> None:
-        viewed = True
-        while not self.over.wait(SECONDS):
-            viewed = not viewed
-            for process in self.processes:
-                process.send_signal(signal.SIGCONT if viewed else signal.SIGSTOP)
-            self.turns.append((time.perf_counter(), viewed))
-        for process in self.processes:
-            process.send_signal(signal.SIGCONT)
+        now = time.monotonic()
+        self.iterations.append(Span(now - metrics["time/collect_seconds"] - metrics["time/update_seconds"], now))
 
 
 @contextmanager
@@ -76,7 +67,7 @@ def viewing(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
 
 
 def follow(address: str) -> None:
-    """Read the list until the run is there, then its page at each change; prints a line for each page."""
+    """Read the list until the run is there, then its page at each change; prints when each page was asked for and read."""
     root = str(re.match("http://[^/]+", address)[0])  # type: ignore[index]
     page, url = read(address), address
     while True:
@@ -86,9 +77,10 @@ def follow(address: str) -> None:
             for line in stream:
                 if not line.startswith(b"data:"):
                     continue
+                begin = time.monotonic()
                 page = read(url)
                 if url != address:
-                    print(len(page), flush=True)
+                    print(begin, time.monotonic(), flush=True)
                 elif "runs/run" in page:
                     url = f"{address}runs/run"
                     page = read(url)
@@ -100,24 +92,25 @@ def read(url: str) -> str:
         return str(answer.read().decode())
 
 
-def compared(ends: list[tuple[float, float]], turns: list[tuple[float, bool]]) -> list[float]:
-    """Seconds of an iteration with the page over those without it, of each pair of turns."""
+def slowdowns(iterations: list[Span], pages: list[Span]) -> list[float]:
+    """Seconds of iterations that overlap a page over those of iterations around it, of each page."""
     found = []
-    for (begin, viewed), (end, _) in itertools.pairwise(turns):
-        # what was begun in the turn before may last a moment
-        inside = [seconds for at, seconds in ends if begin + 0.3 <= at - seconds and at <= end]
-        found.append((viewed, mean(inside) if inside else None))
-    pairs = zip(found[::2], found[1::2], strict=False)
-    return [w / wo for (_, w), (_, wo) in pairs if w is not None and wo is not None]
+    for page in pages:
+        window = Span(page.begin - AROUND, page.end + AROUND)
+        near = [one for one in iterations if window.overlap(one) == one.end - one.begin]
+        # an iteration that overlaps little says little about either
+        during = [one.end - one.begin for one in near if page.overlap(one) > 0.5 * (one.end - one.begin)]
+        apart = [one.end - one.begin for one in near if not any(other.overlap(one) for other in pages)]
+        if during and apart:
+            found.append(mean(during) / mean(apart))
+    return found
 
 
 def main() -> None:
     times = Times()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with viewing(folder) as processes:
-            turns = Turns(processes)
-            turns.start()
+        with viewing(folder) as (_, reader):
             gw.train(
                 "CartPole-v1",
                 "ppo",
@@ -128,17 +121,27 @@ def main() -> None:
                 evaluation={"interval": 20_000, "episodes": 1},
                 logging={"progress": "none"},
             )
-            turns.over.set()
-            turns.join()
-            reader = processes[1]
             reader.terminate()
             assert reader.stdout is not None
-            pages = len(reader.stdout.read().splitlines())
-    ratios = compared(times.ends, turns.turns)
+            pages = [Span(*map(float, line.split())) for line in reader.stdout.read().splitlines()]
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # the viewer and the reader have ended
+    run = times.iterations[-1].end - times.iterations[0].begin
+    ratios = slowdowns(times.iterations, pages)
+    share = sum(page.end - page.begin for page in pages) / run
     half = half_width_95(stdev(ratios), len(ratios))
-    result = {"mean": mean(ratios), "half of the 95 % interval": half, "pages": pages, "ratios": ratios}
+    result = {
+        "run, seconds": run,
+        "pages": len(pages),
+        "share of the run in which a page was made": share,
+        "processor seconds of viewer and reader": used.ru_utime + used.ru_stime,
+        "slowdown while a page is made": mean(ratios),
+        "half of its 95 % interval": half,
+        # of the time during pages, 1 - 1 / slowdown is lost
+        "cost, percent": [round(100 * share * (1 - 1 / slow), 2) for slow in (mean(ratios), mean(ratios) - half, mean(ratios) + half)],
+        "slowdowns": ratios,
+    }  # fmt: skip
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"with the page {mean(ratios):.3f} +- {half:.3f} times as long; {len(ratios)} pairs, {pages} pages read")
+    print(json.dumps({key: value for key, value in result.items() if key != "slowdowns"}, indent=1))
 
 
 if __name__ == "__main__":

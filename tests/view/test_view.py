@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import time
 
 import pytest
 from run_folders import write_run
@@ -214,6 +215,21 @@ def test_pages_are_made_again_only_after_a_change(root, monkeypatch):
     add_entry(root / "first")
     assert "2,000 environment steps" in visitor.get("/secret/runs/first").text
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("cpus", [1, 4])
+def test_pages_that_take_long_are_made_less_often(root, monkeypatch, cpus):
+    """Training on the same machine keeps 98 % of its processors."""
+    monkeypatch.setattr(app, "num_cpus", lambda: cpus)
+    viewer = Viewer(root, TOKEN)
+    assert viewer.pause == 2  # s
+    monkeypatch.setattr(app, "render", lambda *_: time.sleep(0.2) or "")
+    TestClient(viewer.app(), base_url="http://127.0.0.1").get("/secret/runs/first")
+    assert 0.2 * 50 / cpus <= viewer.pause < 1.0 * 50 / cpus
+    monkeypatch.setattr(app, "render", lambda *_: "")
+    (root / "first/summary.json").write_text("{}")
+    TestClient(viewer.app(), base_url="http://127.0.0.1").get("/secret/runs/first")
+    assert viewer.pause < 0.2 * 50 / cpus
 
 
 def test_the_depth_of_the_search_is_bounded(tmp_path):

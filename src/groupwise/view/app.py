@@ -23,6 +23,7 @@ from groupwise.errors import RunFolderError
 from groupwise.report.folder import RunFolder
 from groupwise.report.page.figures import overlay
 from groupwise.report.page.page import Live, render, style, templates
+from groupwise.system.cpus import num_cpus
 from groupwise.view.runs import Overview, by_subject, find_runs, version_of
 
 HEADERS = {
@@ -35,8 +36,8 @@ MAX_CURVES = 10
 """Runs whose curves are drawn unless the reader chooses."""
 PAUSE = 2.0
 """Seconds between two looks at the files."""
-REST = 10.0
-"""How many times longer than making a page took files are not looked at, so that training nearby stays fast."""
+SHARE = 0.02
+"""Pages take at most this share of the machine's processors, so that training nearby stays fast."""
 
 
 class Viewer:
@@ -135,7 +136,7 @@ class Viewer:
             start = time.perf_counter()
             yield
             took = time.perf_counter() - start
-            self.pause = max(PAUSE, REST * took)
+            self.pause = max(PAUSE, took / (SHARE * num_cpus()))
 
 
 def _explain(request: Request, error: Exception) -> Response:

@@ -78,6 +78,8 @@ def test_options_of_commands(command: str, capsys: pytest.CaptureFixture[str]):
         ("resume runs/x 5", "unexpected '5'; fix: see groupwise resume --help"),
         ("--verison", "unknown command '--verison': did you mean '--version'?"),
         ("config CartPole-v1 --seed true", "seed = 'true': "),
+        ('config CartPole-v1 --env.obs-keys ["image","mission"]', "got a list; fix: --env.obs-keys image mission"),
+        ("config CartPole-v1 --policy.hidden-sizes [64, 64]", "got a list; fix: --policy.hidden-sizes 64 64"),
         (
             "config CartPole-v1 --policy.normalize-obs 1",
             "policy: normalize_obs = '1': expected true or false, got text",

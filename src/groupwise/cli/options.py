@@ -209,6 +209,9 @@ def _value(option: Option, words: Sequence[str]) -> Any:
     if option.choice and (len(words) > 1 or words[0].startswith("{")):
         fix = f"{option.flag} NAME {option.flag}.SETTING VALUE"
         raise ConfigError(f"{option.flag}: expected a name, got {' '.join(words)}; fix: {fix}")
+    if "array" in types and words and words[0].startswith("["):
+        values_alone = " ".join(re.findall(r"[^][,\"'\s]+", " ".join(words)))
+        raise ConfigError(f"{option.flag}: expected values, got a list; fix: {option.flag} {values_alone}")
     items = [item for kind in option.types for item in (kind.get("items", {}), *kind.get("prefixItems", ()))]
     values = [_convert(option.flag, word, types.union(item.get("type") for item in items)) for word in words]
     single = [None, *(kind.get("const") for kind in option.types)]

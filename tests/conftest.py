@@ -5,11 +5,11 @@ import os
 import signal
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 from forked import preload, without_pictures
 from hypothesis import HealthCheck, settings
+from shapes import check_first_calls
 
 from groupwise.config.choices import Choice
 from groupwise.report.curve import plot_curve
@@ -43,20 +43,6 @@ SLOW = {
     "training/test_two_processes.py",
 }
 """Files that take long, of what other tests look at too."""
-SHAPES = {
-    "algorithms",
-    "collectors",
-    "contrib",
-    "data",
-    "embodied",
-    "envs",
-    "functional",
-    "policies",
-    "recipes",
-    "speed",
-    "text",
-}
-"""Folders whose tests check the shapes of every signature; in whole runs of the others that is half of the time."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,9 +58,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
+def pytest_runtest_setup():
     """Before the fixtures of a module, whose runs are checked like its tests."""
-    jaxtyping.config.update("jaxtyping_disable", item.path.relative_to(HERE).parts[0] not in SHAPES)
+    check_first_calls()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,8 +4,10 @@ import ast
 import sys
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
+from shapes import CHECKED_CALLS
 
 import groupwise.functional
 from groupwise.functional import (
@@ -171,3 +173,14 @@ def test_imports_torch_jaxtyping_and_the_standard_library_only():
                 continue
             for name in names:
                 assert name.split(".")[0] in allowed or name.startswith("groupwise.functional.")
+
+
+def test_shapes_of_calls_are_checked():
+    """Of the first calls of each test."""
+    with pytest.raises(jaxtyping.TypeCheckError, match="mask"):
+        reduce.masked_mean(X, MASK[:2])
+    for _ in range(CHECKED_CALLS):
+        reduce.local(X)
+    assert reduce.masked_mean(
+        X, torch.ones(6, dtype=torch.bool)
+    ).isfinite()  # a shape that its signature does not allow

@@ -13,6 +13,7 @@ from groupwise import cli
 from groupwise.report.folder import RunFolder
 from groupwise.report.notebook import explore
 from groupwise.report.page.page import write_page
+from groupwise.report.replay import film_group
 from groupwise.training import env_evaluator
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -52,7 +53,7 @@ def open_page(browser):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
+        patch.setattr(env_evaluator, "film_group", film_group)  # of the explorer's frames
         settings = {"evaluation": {"interval": 1_000, "episodes": 3}, "logging": {"progress": "none"}}
         gw.train("CartPole-v1", gw.GRPOCfg(group_size=3), total_steps=2_000, run_dir=folder, **settings)
     write_page(folder)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import text_runs
+from run_folders import write_run
 
 import groupwise as gw
 from groupwise import cli
@@ -122,14 +123,6 @@ def test_filters_leave_what_they_name(run, open_page):
     assert page.locator(".list button").count() == every
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_is_enough(run, open_page, scheme):
-    page = open_page((run / "report.html").as_uri(), viewport={"width": 375, "height": 700}, color_scheme=scheme)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 375
-    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
-
-
 @pytest.fixture(scope="module")
 def addresses(run, tmp_path_factory):
     """Of a page of each kind."""
@@ -137,16 +130,30 @@ def addresses(run, tmp_path_factory):
     texts = text_runs.train(text_runs.copying(), text_runs.save_model(folder / "model"), folder / "texts").report()
     comparison, again = folder / "comparison.html", shutil.copytree(run, folder / "again")
     assert cli.main(["compare", f"one={run}", f"other={again}", "--html", str(comparison)]) == 0
-    files = {"control": run / "report.html", "texts": texts, "comparison": comparison}
+    failed = write_run(folder / "failed", summary={"stopped": "failed", "error": "RuntimeError: broken"})
+    files = {"control": run / "report.html", "texts": texts, "failed": write_page(failed), "comparison": comparison}
     with process("view", run.parent) as viewer:
         yield {name: file.as_uri() for name, file in files.items()} | {"list": viewer.stdout.readline().strip()}
 
 
+PAGES = ["control", "texts", "failed", "comparison", "list"]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["control", "texts", "comparison", "list"])
-def test_axe_finds_nothing(addresses, browser, name, scheme):
+@pytest.mark.parametrize("name", PAGES)
+def test_a_narrow_screen_is_enough(addresses, open_page, name, scheme):
+    page = open_page(addresses[name], viewport={"width": 375, "height": 700}, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing(addresses, browser, name, scheme, width):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    context = browser.new_context(color_scheme=scheme, bypass_csp=True)
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 700}, bypass_csp=True)
     page = context.new_page()
     page.goto(addresses[name])
     page.locator("h1").wait_for()

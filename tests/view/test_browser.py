@@ -1,4 +1,4 @@
-"""The pages in a browser: playwright (not among the extras) with the system's Chromium, where both are there."""
+"""The pages in a browser, by `make test-browser`: playwright (not among the extras) with the system's Chromium."""
 
 import shutil
 import subprocess
@@ -121,6 +121,13 @@ def test_filters_leave_what_they_name(run, open_page):
     assert 0 < page.locator(".list button").count() < every
     page.locator("select").first.select_option("all")
     assert page.locator(".list button").count() == every
+    counts = []
+    for differ, members in (("some", "differ"), ("zero", "are equal")):
+        page.get_by_label("Show").select_option(label=f"members that {members}")
+        shown = page.locator(".list button").all_inner_texts()
+        assert all(text.endswith("spread 0") == (differ == "zero") for text in shown)
+        counts.append(len(shown))
+    assert sum(counts) == every
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +141,20 @@ def addresses(run, tmp_path_factory):
     files = {"control": run / "report.html", "texts": texts, "failed": write_page(failed), "comparison": comparison}
     with process("view", run.parent) as viewer:
         yield {name: file.as_uri() for name, file in files.items()} | {"list": viewer.stdout.readline().strip()}
+
+
+def test_tokens_are_shaded_by_what_is_chosen(addresses, open_page):
+    page = open_page(addresses["texts"])
+    shades = set()
+    for name in ("advantage", "ratio", "log-probability"):
+        page.get_by_label("Shade by").select_option(label=name)
+        shades.add(
+            page.evaluate("[...document.querySelectorAll('.tokens span')].map(span => span.style.background).join()")
+        )
+    assert len(shades) == 3
+    page.locator("#explorer").focus()
+    page.keyboard.press("ArrowRight")
+    assert "step=1" in page.evaluate("location.hash")
 
 
 PAGES = ["control", "texts", "failed", "comparison", "list"]

@@ -169,6 +169,14 @@ def test_a_narrow_screen_is_enough(addresses, open_page, name, scheme):
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 
 
+def test_paper_is_white_and_wide_enough(run, open_page):
+    page = open_page((run / "report.html").as_uri(), viewport={"width": 700, "height": 900}, color_scheme="dark")
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.locator(".filters").wait_for(state="hidden")
+    assert page.locator(".detail").evaluate("node => node.scrollWidth <= node.clientWidth")
+
+
 @pytest.mark.parametrize("width", [375, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", PAGES)

@@ -88,6 +88,18 @@ def test_the_explorer_is_used_by_keyboard_and_by_links(run, open_page):
     assert page.evaluate("location.hash") != address
 
 
+def test_a_group_chosen_by_keyboard_is_stepped_through(run, open_page):
+    page = open_page((run / "report.html").as_uri())
+    page.locator(".list button").nth(1).focus()
+    page.keyboard.press("Enter")
+    chosen = page.evaluate("location.hash")
+    for key in ("ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.evaluate("location.hash") == chosen.replace("member=0&step=0", "member=1&step=1")
+    page.keyboard.press("PageDown")
+    assert page.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
+
+
 def test_a_notebook_shows_the_page_in_a_frame(run, open_page, tmp_path):
     (tmp_path / "notebook.html").write_text(f"<!DOCTYPE html>{explore(RunFolder(run))._repr_html_()}")
     page = open_page((tmp_path / "notebook.html").as_uri())

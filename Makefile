@@ -10,7 +10,7 @@ TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-robot demo-text test test-all test-ray test-vllm check format learn torture bench bench-peers docs clean
+.PHONY: help demo demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -80,6 +80,11 @@ test-vllm: $(VENV)/.dev $(VLLM)/.done  ## The adapter for vLLM against vLLM itse
 
 test-ray: $(VENV)/.dev  ## Populations and trials on a local Ray cluster, in a process of their own
 	GROUPWISE_RAY=1 $(BIN)/python -m pytest tests/evolution/test_ray.py tests/integrations/test_ray_tune.py
+
+test-browser: $(VENV)/.dev  ## The pages in Chromium, which must be there (apt-get install chromium), and axe-core
+	command -v chromium
+	$(PIP) playwright==1.65.2 axe-playwright-python==0.1.8
+	$(BIN)/python -m pytest tests/view/test_browser.py
 
 check: $(VENV)/.dev  ## Format, lint, types, layers
 	$(BIN)/ruff format --check .

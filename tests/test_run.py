@@ -267,7 +267,9 @@ def test_an_interrupted_run_says_how_to_go_on(checkpointed: bool):
 def test_a_run_that_failed_leaves_a_summary():
     with pytest.raises(gw.DataError, match=r"reward of environment 0 at step \d+"):
         gw.train(lambda: Corridor(reward=float("nan")), run_dir="mine", **TINY)
-    assert json.loads(Path("mine/summary.json").read_text())["stopped"] == "failed"
+    summary = json.loads(Path("mine/summary.json").read_text())
+    assert summary["stopped"] == "failed"
+    assert summary["error"].startswith("DataError: reward of environment 0")
 
 
 def test_longest_episode_is_filled_in_where_the_loss_needs_it():

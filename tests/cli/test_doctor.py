@@ -10,6 +10,7 @@ from run_folders import write_run
 from groupwise import cli
 from groupwise.cli import installation
 from groupwise.errors import EnvError
+from groupwise.report.folder import RunFolder
 
 
 def rewrite(run, **changed):
@@ -33,6 +34,18 @@ def test_a_fault_comes_with_its_fix(tmp_path, capsys):
     _, fault, fix = capsys.readouterr().out.splitlines()
     assert fault == "trouble  Return: No episode earned a reward."
     assert fix.strip().startswith("fix: If a goal was never reached, reward progress")
+
+
+def test_a_run_that_was_killed(tmp_path, capsys):
+    run = write_run(tmp_path / "run", evaluated=False)
+    (run / "summary.json").unlink()
+    with RunFolder(run).locked():
+        assert cli.main(["doctor", str(run)]) == 0
+    assert "killed" not in capsys.readouterr().out  # it trains
+    assert cli.main(["doctor", str(run)]) == 0
+    _, fault, fix = capsys.readouterr().out.splitlines()
+    assert fault.startswith("look     End of the run: It was killed")
+    assert fix.endswith(f"groupwise resume {run}")
 
 
 def test_a_run_that_logged_nothing(tmp_path, capsys):

@@ -111,6 +111,8 @@ def test_settings_are_told_apart_by_where_they_come_from(runs):
     assert "algorithm.gamma" in found.preset
     assert "algorithm.num_epochs" in found.default
     assert settings_of(folder.read_config()).given.keys() >= {"total_steps"}
+    of_texts = settings_of(RunFolder(runs / "text").read_config()).given
+    assert of_texts["task.data"].endswith(' (default "")')
     unknown = settings_of(folder.read_config() | {"algorithm": {"name": "mine", "seed": 1}})
     assert unknown.given["algorithm.name"] == "mine"
 
@@ -251,14 +253,18 @@ def test_settings_of_another_program_are_named(tmp_path):
         write_page(tmp_path)
 
 
-def test_a_failed_run_says_so(tmp_path):
+def test_a_failed_run_says_so(tmp_path, capsys):
     class Breaks(gw.Callback):
         def on_iteration_end(self, trainer, rollout, metrics):
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError):
         gw.train("CartPole-v1", total_steps=500, run_dir=tmp_path / "run", callbacks=[Breaks()], **QUIET)
-    assert "failed with an error" in " ".join(page_of(tmp_path / "run")[1].texts)
+    words = " ".join(page_of(tmp_path / "run")[1].texts)
+    assert "failed with an error" in words
+    assert "An error ended it: RuntimeError: broken" in words
+    assert cli.main(["doctor", str(tmp_path / "run")]) == 1
+    assert "trouble  End of the run: An error ended it: RuntimeError: broken" in capsys.readouterr().out
 
 
 def test_damaged_groups_are_named(runs, tmp_path):

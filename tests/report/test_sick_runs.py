@@ -174,6 +174,16 @@ def test_completions_that_grow_without_a_gain(tmp_path):
     assert "does not rise with it" in found["Length of completions"].advice
 
 
+def test_a_reward_that_is_the_same_for_all_members(tmp_path):
+    def same(prompts, completions, **columns):
+        return [0.5] * len(completions)
+
+    train_text(copying(same), save_model(tmp_path / "model"), tmp_path / "run")
+    found = found_in(tmp_path / "run")
+    assert "Nothing to compare" in found["Spread of rewards"].advice
+    assert "Groups without signal" in found
+
+
 def test_a_reward_that_dominates(tmp_path):
     def in_percent(prompts, completions, **columns):
         return [10.0 * len(set(completion)) for completion in completions]

@@ -1,4 +1,4 @@
-"""The pages in a browser: playwright (not among the extras) with the system's Chromium, where both are there."""
+"""The pages in a browser, by `make test-browser`: playwright (not among the extras) with the system's Chromium."""
 
 import shutil
 import subprocess
@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 import text_runs
+from run_folders import write_run
 
 import groupwise as gw
 from groupwise import cli
 from groupwise.report.folder import RunFolder
 from groupwise.report.notebook import explore
 from groupwise.report.page.page import write_page
+from groupwise.report.replay import film_group
 from groupwise.training import env_evaluator
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -52,7 +54,7 @@ def open_page(browser):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(env_evaluator, "film", lambda *args, **options: None)
+        patch.setattr(env_evaluator, "film_group", film_group)  # of the explorer's frames
         settings = {"evaluation": {"interval": 1_000, "episodes": 3}, "logging": {"progress": "none"}}
         gw.train("CartPole-v1", gw.GRPOCfg(group_size=3), total_steps=2_000, run_dir=folder, **settings)
     write_page(folder)
@@ -84,6 +86,18 @@ def test_the_explorer_is_used_by_keyboard_and_by_links(run, open_page):
     assert again.locator(".member.chosen").inner_text() == page.locator(".member.chosen").inner_text()
     page.keyboard.press("PageDown")
     assert page.evaluate("location.hash") != address
+
+
+def test_a_group_chosen_by_keyboard_is_stepped_through(run, open_page):
+    page = open_page((run / "report.html").as_uri())
+    page.locator(".list button").nth(1).focus()
+    page.keyboard.press("Enter")
+    chosen = page.evaluate("location.hash")
+    for key in ("ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.evaluate("location.hash") == chosen.replace("member=0&step=0", "member=1&step=1")
+    page.keyboard.press("PageDown")
+    assert page.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
 
 
 def test_a_notebook_shows_the_page_in_a_frame(run, open_page, tmp_path):
@@ -119,14 +133,13 @@ def test_filters_leave_what_they_name(run, open_page):
     assert 0 < page.locator(".list button").count() < every
     page.locator("select").first.select_option("all")
     assert page.locator(".list button").count() == every
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_is_enough(run, open_page, scheme):
-    page = open_page((run / "report.html").as_uri(), viewport={"width": 375, "height": 700}, color_scheme=scheme)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 375
-    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+    counts = []
+    for differ, members in (("some", "differ"), ("zero", "are equal")):
+        page.get_by_label("Show").select_option(label=f"members that {members}")
+        shown = page.locator(".list button").all_inner_texts()
+        assert all(text.endswith("spread 0") == (differ == "zero") for text in shown)
+        counts.append(len(shown))
+    assert sum(counts) == every
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +149,52 @@ def addresses(run, tmp_path_factory):
     texts = text_runs.train(text_runs.copying(), text_runs.save_model(folder / "model"), folder / "texts").report()
     comparison, again = folder / "comparison.html", shutil.copytree(run, folder / "again")
     assert cli.main(["compare", f"one={run}", f"other={again}", "--html", str(comparison)]) == 0
-    files = {"control": run / "report.html", "texts": texts, "comparison": comparison}
+    failed = write_run(folder / "failed", summary={"stopped": "failed", "error": "RuntimeError: broken"})
+    files = {"control": run / "report.html", "texts": texts, "failed": write_page(failed), "comparison": comparison}
     with process("view", run.parent) as viewer:
         yield {name: file.as_uri() for name, file in files.items()} | {"list": viewer.stdout.readline().strip()}
 
 
+def test_tokens_are_shaded_by_what_is_chosen(addresses, open_page):
+    page = open_page(addresses["texts"])
+    shades = set()
+    for name in ("advantage", "ratio", "log-probability"):
+        page.get_by_label("Shade by").select_option(label=name)
+        shades.add(
+            page.evaluate("[...document.querySelectorAll('.tokens span')].map(span => span.style.background).join()")
+        )
+    assert len(shades) == 3
+    page.locator("#explorer").focus()
+    page.keyboard.press("ArrowRight")
+    assert "step=1" in page.evaluate("location.hash")
+
+
+PAGES = ["control", "texts", "failed", "comparison", "list"]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["control", "texts", "comparison", "list"])
-def test_axe_finds_nothing(addresses, browser, name, scheme):
+@pytest.mark.parametrize("name", PAGES)
+def test_a_narrow_screen_is_enough(addresses, open_page, name, scheme):
+    page = open_page(addresses[name], viewport={"width": 375, "height": 700}, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_paper_is_white_and_wide_enough(run, open_page):
+    page = open_page((run / "report.html").as_uri(), viewport={"width": 700, "height": 900}, color_scheme="dark")
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.locator(".filters").wait_for(state="hidden")
+    assert page.locator(".detail").evaluate("node => node.scrollWidth <= node.clientWidth")
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing(addresses, browser, name, scheme, width):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    context = browser.new_context(color_scheme=scheme, bypass_csp=True)
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 700}, bypass_csp=True)
     page = context.new_page()
     page.goto(addresses[name])
     page.locator("h1").wait_for()

@@ -52,6 +52,7 @@ def test_all_runs_are_listed_with_their_curves(root):
     assert "first" in answer.text
     assert "/secret/runs/more/second%20run" in answer.text
     assert "linked" not in answer.text
+    assert '<link rel="icon" href="data:,">' in answer.text  # without it, browsers ask for one, and meet a 404
     assert answer.text.count("<svg") == 2  # a figure for each task
     assert "Learning curves of 1 runs on Pendulum-v1" in answer.text
     assert answer.headers["referrer-policy"] == "no-referrer"

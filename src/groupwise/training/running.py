@@ -37,6 +37,8 @@ SMALL_TENSOR = 2**17
 """Elements; networks without larger matrices run fastest on one thread."""
 SECONDS_TO_FINISH = 20
 """Time that an iteration has after a signal. A cluster often kills 30 s after it."""
+MAX_ERROR = 300
+"""Characters of an error in the summary."""
 
 
 def run(
@@ -109,7 +111,7 @@ def _begin_with_weights(trainer: Trainer, parts: Components, state: dict[str, An
 
 def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
     """Train; write summary and curve, also after an error."""
-    cfg, stopped = parts.cfg, "failed"
+    cfg, stopped, failure = parts.cfg, "failed", {}
     try:
         with finishing_on_signal(trainer):
             trainer.train()
@@ -120,9 +122,11 @@ def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, en
             besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
             raise KeyboardInterrupt(f"interrupted{besides}; {_how_to_continue(folder, parts.given)}") from error
         error.add_note(_failure(error, trainer, parts, folder))
+        failure = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR]}
         raise
     finally:
         summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
+        summary |= failure
         if engine.rank == 0:
             try:
                 _report(summary, trainer, parts, folder)

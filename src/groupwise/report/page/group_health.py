@@ -1,12 +1,13 @@
 """What a run's metrics and the groups that it kept say about its health."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from groupwise import plugins
 from groupwise.report.folder import RunFolder
 from groupwise.report.groups import kept_iterations, read_groups
 from groupwise.report.page.health import Finding, examine, percent, sort
@@ -30,7 +31,18 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     metrics, config = folder.read_metrics(), folder.read_config()
     if config["algorithm"]["name"] == CLONING:
         metrics = [{key: value for key, value in entry.items() if not key.startswith("rollout/")} for entry in metrics]
-    return sort([*examine(metrics), *examine_groups(config, ends, metrics[-1:])])
+    return sort([*failure(folder), *examine(metrics), *examine_groups(config, ends, metrics[-1:])])
+
+
+def failure(folder: RunFolder) -> Iterator[Finding]:
+    """A run that an error or a kill ended."""
+    summary, again = folder.read_summary(), plugins.command("resume", folder.path)
+    if summary.get("stopped") == "failed":
+        text = f"An error ended it: {summary.get('error', 'its message was not kept')}"
+        yield Finding("End of the run", (), "bad", text, f"After its cause is gone: {again}")
+    elif not summary and not folder.is_training:
+        text = "It was killed, or its machine stopped: out of memory, or out of time?"
+        yield Finding("End of the run", (), "look", text, f"It goes on with: {again}")
 
 
 def examine_groups(

@@ -80,6 +80,7 @@
   }
 
   function draw() {
+    const focused = list.contains(document.activeElement);  // a button, which is replaced
     list.replaceChildren(...shown.map((group, index) => {
       const returns = group.members.map((member) => member.return);
       const text = `Iteration ${group.iteration}, group ${group.group}`;
@@ -87,6 +88,7 @@
       return make("li", {}, make("button", { type: "button", "aria-current": String(index === state.group), onclick: () => go(index, 0, 0) },
         text, make("br"), make("span", { class: "quiet" }, range)));
     }));
+    if (focused) (list.children[state.group]?.firstChild ?? root).focus();
     const group = shown[state.group];
     if (!group) {
       view.replaceChildren(make("p", {}, "No such groups. Choose other filters."));

@@ -289,7 +289,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 
 def _setting(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:

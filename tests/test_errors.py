@@ -1,6 +1,8 @@
+import pickle
+
 import pytest
 
-from groupwise.errors import UnknownNameError, nearest
+from groupwise.errors import ConfigError, UnknownNameError, nearest
 
 
 @pytest.mark.parametrize(("count", "end"), [(60, "w58, w59"), (200, "w181, w182, ...")])
@@ -12,3 +14,9 @@ def test_a_long_list_of_known_names_is_cut(count, end):
 def test_nearest_is_the_end_of_a_message_or_nothing():
     assert nearest("learning_rat", ["gamma", "learning_rate"]) == "; did you mean 'learning_rate'?"
     assert nearest("qqq", ["gamma", "learning_rate"]) == ""
+
+
+def test_errors_go_to_other_processes():
+    error = UnknownNameError("word", "a", ["b"])
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert isinstance(pickle.loads(pickle.dumps(error)), ConfigError)

@@ -4,6 +4,7 @@ import difflib
 import textwrap
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
 
 class GroupwiseError(Exception):
@@ -23,6 +24,10 @@ class UnknownNameError(ConfigError):
         some = textwrap.shorten(", ".join(options), 600, placeholder=" ...") or "none"
         found = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {some}"
         super().__init__(f"unknown {kind} {name!r}: {found if hint is None else hint}{more}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[Any, ...]]:
+        """Pickled by its message, for other processes."""
+        return ConfigError, self.args
 
 
 class EnvError(GroupwiseError, ValueError):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.cli import evolve
+from groupwise.cli.launch import parse_launch, torchrun
 from groupwise.cli.parser import Parser, count
 from groupwise.cli.result import print_run
 from groupwise.config.budget import BUDGETS
@@ -16,6 +17,7 @@ HELP = """Continue a run from its last checkpoint, as if it had never stopped.
 Examples:
   groupwise resume runs/<run>
   groupwise resume runs/<run> --total-steps 200000
+  groupwise resume runs/<run> --launcher torchrun --workers 2
   groupwise resume runs/<population of evolve>
   groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
 """
@@ -25,7 +27,15 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     """Continue the run or population in ``argv``, and print its result."""
     if argv and (Path(argv[0]) / "population.json").is_file():
         return evolve.resume(parser, argv)
-    return print_run(_resumed(parser, argv))
+    launch, words = parse_launch(argv)
+    if launch.launcher == "torchrun":
+        return torchrun(["resume", *words], launch.num_workers)
+    if launch.launcher == "ray":
+        from groupwise.integrations.ray_train import resume_on_ray
+
+        parser.add_argument("run", type=Path)
+        return print_run(resume_on_ray(parser.read(words).run, launch.ray_workers()))
+    return print_run(_resumed(parser, words))
 
 
 def _resumed(parser: Parser, argv: Sequence[str]) -> Any:

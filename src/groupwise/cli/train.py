@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from groupwise.cli.launch import parse_launch, torchrun
 from groupwise.cli.parser import Parser, count
 from groupwise.cli.result import print_run
 from groupwise.errors import ConfigError
@@ -17,6 +18,7 @@ HELP = """Train a policy on a Gymnasium environment, or with the settings of a J
 
 Options, with the defaults of this environment:
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel
+  --launcher local                    or torchrun, ray: several processes (--workers 2; for Ray --cpus 1 --gpus 0)
   --plugin FILE.py                    import your file first
   --preset NAME                       credit and objective of a paper; see: groupwise list
   -q, --quiet                         print errors and the result only
@@ -27,16 +29,19 @@ Options, with the defaults of this environment:
 
 def run(parser: Parser, argv: Sequence[str]) -> int:
     """Train the run, or the seeds, that ``argv`` describes."""
+    launch, words = parse_launch(argv)
+    if launch.launcher == "torchrun":
+        return torchrun(["train", *words], launch.num_workers)
     parser.add_argument("--seeds")
     parser.add_argument("--profile", type=count, nargs="?", const=3)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("-q", "--quiet", dest="progress", action="store_const", const="none")
     output.add_argument("-v", "--verbose", dest="progress", action="store_const", const="iterations")
-    options, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(words)
 
     from groupwise.cli.options import parse_options
 
-    flags = ("seeds", "profile", "preset", "quiet", "verbose")
+    flags = ("seeds", "profile", "preset", "quiet", "verbose", "launcher", "workers", "cpus", "gpus")
     cfg = parse_options(rest, prog="groupwise train", description=HELP, flags=flags)
     if options.progress is not None:
         show_errors_only() if options.progress == "none" else show_everything()
@@ -50,6 +55,10 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
 
     from groupwise.run import train_from_config
 
+    if launch.launcher == "ray":
+        from groupwise.integrations.ray_train import train_from_config_on_ray
+
+        return print_run(train_from_config_on_ray(cfg, workers=launch.ray_workers()))
     quiet = options.progress == "none"
     if options.profile is None:
         return print_run(train_from_config(cfg), quiet)

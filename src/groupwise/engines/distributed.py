@@ -26,7 +26,8 @@ class DistributedEngine(Engine):
 
     def __init__(self, device: str, timeout: float) -> None:
         self.device = device
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+        if not dist.is_initialized():  # Ray Train does
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 

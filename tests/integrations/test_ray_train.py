@@ -1,0 +1,94 @@
+"""Runs whose processes are workers of Ray Train, and one of which is killed."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import groupwise as gw
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+GRPO = {"name": "grpo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64, "group_size": 2}
+OPTIONS = {
+    "num_envs": 2,
+    "total_steps": 8_000,
+    "checkpoint_interval": 1,
+    "evaluation": {"interval": 2560, "episodes": 2},
+}
+
+
+@pytest.fixture
+def cluster(ray):
+    """Room for two workers on this machine."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def workers():
+    """The processes of the run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"RayTrainWorker" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # it has ended
+            continue
+    return sorted(found)
+
+
+class KillOne(threading.Thread):
+    """Kills a worker in mid-run, and sees when the next iteration is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.seconds = path, 0.0
+
+    def run(self):
+        before = self.wait_for(8)
+        os.kill(workers()[-1], signal.SIGKILL)
+        killed = time.monotonic()
+        self.wait_for(before + 2)
+        self.seconds = time.monotonic() - killed
+
+    def wait_for(self, iteration: int) -> int:
+        while True:
+            time.sleep(0.05)
+            metrics = self.path / "metrics.jsonl"
+            lines = metrics.read_text().splitlines() if metrics.exists() else []
+            if len(lines) >= iteration:
+                return len(lines)
+
+
+def learned(run):
+    """Metrics without times."""
+    return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
+
+
+def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_path):
+    from groupwise.integrations.ray_train import Workers, resume_on_ray, train_on_ray
+
+    whole = train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "whole", **OPTIONS)
+    assert len(whole.metrics()) > 25
+    killer = KillOne(tmp_path / "killed")
+    killer.start()
+    killed = train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "killed", **OPTIONS)
+    killer.join()
+    print(f"from the kill to two further iterations: {killer.seconds:.1f} s")
+    assert learned(killed) == learned(whole)  # each iteration once
+    with pytest.raises(gw.RunFolderError, match="whole"):
+        train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "whole", **OPTIONS)
+    with pytest.raises(gw.ConfigError, match=r"3 workers .* the Ray cluster has 2 cores and 0 GPUs"):
+        train_on_ray("CartPole-v1", GRPO, workers=Workers(3), run_dir=tmp_path / "many", **OPTIONS)
+    again = resume_on_ray(whole.path)
+    assert learned(again) == learned(whole)
+
+
+def test_an_error_of_the_run_is_raised_at_once(cluster, tmp_path):
+    from groupwise.integrations.ray_train import train_on_ray
+
+    with pytest.raises(gw.ConfigError, match="NoSuchEnv-v0"):
+        train_on_ray("NoSuchEnv-v0", GRPO, run_dir=tmp_path / "run", **OPTIONS)

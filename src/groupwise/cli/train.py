@@ -30,6 +30,8 @@ Options, with the defaults of this environment:
 def run(parser: Parser, argv: Sequence[str]) -> int:
     """Train the run, or the seeds, that ``argv`` describes."""
     launch, words = parse_launch(argv)
+    if launch.launcher != "local" and any(word.partition("=")[0] == "--seeds" for word in words):
+        raise ConfigError("--seeds has processes of its own; fix: leave --launcher out")
     if launch.launcher == "torchrun":
         return torchrun(["train", *words], launch.num_workers)
     parser.add_argument("--seeds")

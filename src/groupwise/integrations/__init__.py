@@ -1,1 +1,1 @@
-"""Searches of other libraries over runs: Optuna, Ray Tune."""
+"""Runs under other libraries: searches of Optuna and Ray Tune, workers of Ray Train."""

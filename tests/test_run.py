@@ -86,6 +86,12 @@ def test_everything_a_run_leaves_behind(pictures: None, tmp_path: Path):
 
 
 @pytest.mark.parametrize("fields", [TINY, TINY_GRPO], ids=["ppo", "grpo"])
+def test_the_time_of_advantages_is_within_that_of_the_update(fields: dict[str, Any]):
+    for times in gw.train("CartPole-v1", **fields).metrics():
+        assert 0 < times["time/advantage_seconds"] < times["time/update_seconds"]
+
+
+@pytest.mark.parametrize("fields", [TINY, TINY_GRPO], ids=["ppo", "grpo"])
 def test_default_folder_is_fresh_each_time_and_names_the_run(fields: dict[str, Any]):
     paths = [gw.train("CartPole-v1", seed=5, **fields).path for _ in range(2)]
     assert paths[0] != paths[1]

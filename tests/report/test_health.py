@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from groupwise.report.page.group_health import dominance, ratios, scale
+from groupwise.report.page.group_health import dominance, ratios, scale, spread
 from groupwise.report.page.health import RULES, examine
 
 HEALTHY = {
@@ -175,10 +175,10 @@ def test_updates_without_a_step_say_nothing_of_the_policy():
 
 
 def test_the_time_is_split_by_what_it_was_spent_on():
-    spent = {"evaluate": 12.0, "save": 4.0}
+    spent = {"advantage": 0.4, "evaluate": 12.0, "save": 4.0}
     found = examine(entries(4, **{f"time/{part}_seconds": (lambda share, s=s: s) for part, s in spent.items()}))
     [speed] = [finding for finding in found if finding.title == "Speed"]
-    assert speed.text.endswith("15 % in collection, 5 % in updates, 60 % in evaluations, 20 % in saving.")
+    assert speed.text.endswith("2 % in advantages, 3 % in updates, 60 % in evaluations, 20 % in saving.")
 
 
 def test_one_optimiser_step_has_no_kl():
@@ -198,6 +198,16 @@ def test_observations_of_wild_scale_are_found_but_no_indices():
     assert scale(wild, normalized=True).verdict == "good"
     assert scale(wild / 1_000, normalized=False).verdict == "good"
     assert scale(np.array([[499.0], [123.0]]), normalized=False).verdict == "good"
+
+
+def test_the_spread_of_returns_within_groups():
+    """Returns 1 and 3 in one group, 4 and 4 in the other: standard deviations 1 and 0."""
+    columns = {"group": [0, 0, 0, 1, 1], "member": [0, 1, 1, 0, 1], "reward": [1.0, 1.0, 2.0, 4.0, 4.0]}
+    assert spread(columns).verdict == "good"
+    assert spread(columns).text.endswith("kept last: 0.5.")
+    equal = {name: values[3:] for name, values in columns.items()}
+    assert spread(equal).verdict == "look"
+    assert "nothing to compare" in spread(equal).text
 
 
 def test_a_reward_beside_a_far_larger_one_is_found_but_none_that_is_learned():

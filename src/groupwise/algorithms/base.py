@@ -3,6 +3,7 @@
 An algorithm turns a rollout into advantages and calls ``optimize``, which minimises ``loss = sum(weight * element)``.
 """
 
+import time
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -73,6 +74,8 @@ class BaseAlgorithm(ABC):
         """Of the rollout of the current update: ``loss`` sums over its episodes and turns."""
         self.advantage: Tensor | None = None
         """``[N, T]``, of the last update, for those who look at it."""
+        self.optimize_start = 0.0
+        """``time.perf_counter()`` when ``optimize`` was last called: advantages are there."""
         policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
         self.learner = self.engine.learner(policy)
@@ -114,6 +117,7 @@ class BaseAlgorithm(ABC):
             data: keys ``[N, T]``: what ``policy.evaluate`` and ``loss`` read, with ``loss_mask`` and ``episode_id``.
             num_episodes: ids in ``episode_id`` are below it.
         """
+        self.optimize_start = time.perf_counter()
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
         stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum, recomputed=self._recomputes)
         for minibatch in self.minibatches.epochs(data, num_episodes, self.iteration, self.prepare):

@@ -234,6 +234,7 @@ class Trainer:
             "time/total_seconds": self.seconds,
             "time/collect_seconds": collected - start,
             "time/update_seconds": updated - update_start,
+            "time/advantage_seconds": max(self.algorithm.optimize_start - update_start, 0.0),
             "time/steps_per_second": (counts["steps"] - self._counts_before["steps"]) / (updated - start),
         }  # fmt: skip
         self.doing = "callbacks"

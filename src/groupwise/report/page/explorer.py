@@ -17,8 +17,8 @@ MAX_BYTES = 1_200_000
 """JSON of all groups together."""
 MAX_CELLS = 240
 """Cells of a member; in longer episodes a cell is several steps."""
-MAX_OBSERVATION = 12
-"""Numbers of an observation that are shown."""
+MAX_NUMBERS = 64
+"""Of an observation or action; longer ones, such as pictures, are not shown."""
 _WORD = re.compile(r"\s*\S+|\s+$")
 Number: TypeAlias = float | int | None
 _Step = dict[str, Any]
@@ -107,9 +107,9 @@ def _member(steps: list[_Step], stride: int) -> dict[str, Any]:
         member[key] = _short(_mean([step[key] for step in cell]) for cell in cells)
     if steps[0]["token"] is not None:
         return member | {"token": [step["token"] for step in steps]}
-    if steps[0]["action"] is not None and len(steps[0]["action"]) <= MAX_OBSERVATION:
+    if steps[0]["action"] is not None and len(steps[0]["action"]) <= MAX_NUMBERS:
         member["action"] = [list(map(_number, cell[0]["action"])) for cell in cells]
-    if steps[0]["observation"] is not None and len(steps[0]["observation"]) <= MAX_OBSERVATION:
+    if steps[0]["observation"] is not None and len(steps[0]["observation"]) <= MAX_NUMBERS:
         member["observation"] = [list(map(_number, cell[0]["observation"])) for cell in cells]
     return member
 

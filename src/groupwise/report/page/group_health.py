@@ -57,6 +57,8 @@ def examine_groups(
     if observations := [value for columns in files for value in columns["observation"] if value is not None]:
         normalized = config.get("policy", {}).get("normalize_obs", False)
         found.append(scale(np.array(observations), normalized=normalized))
+    if "group_size" in config["algorithm"] and "task" not in config and files and len(files[-1]["group"]):
+        found.append(spread(files[-1]))
     rewards = config.get("task", {}).get("rewards", [])
     if len(rewards) > 1 and (parts := [value for columns in files for value in _parts_of_members(columns)]):
         names = [name for entry in last for name in re.findall(r"reward/(\S+)_mean", " ".join(entry))]
@@ -84,6 +86,17 @@ def scale(observations: np.ndarray, *, normalized: bool) -> Finding:
     if normalized or indices or size[largest] < WILD:
         return made
     return made._replace(verdict="look", advice="Normalise them: policy.normalize_obs.")
+
+
+def spread(columns: Columns) -> Finding:
+    """Returns of a group must differ."""
+    rows = groupby(zip(columns["group"], columns["member"], columns["reward"], strict=True), key=lambda row: row[:2])
+    returns = [(group, sum(reward for *_, reward in steps)) for (group, _), steps in rows]
+    groups = [[value for _, value in members] for _, members in groupby(returns, key=lambda member: member[0])]
+    std = float(np.mean([np.std(group) for group in groups]))
+    text = f"Standard deviation of returns within a group, of those kept last: {std:.3g}."
+    made = Finding("Spread of returns", (), "good", text)
+    return made if std > 1e-6 else made._replace(verdict="look", text=f"{text} There is nothing to compare.")
 
 
 def dominance(parts: np.ndarray, names: Sequence[str]) -> Finding:

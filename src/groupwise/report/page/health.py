@@ -315,8 +315,15 @@ def best(metrics: Metrics) -> Finding:
 
 def speed(metrics: Metrics) -> Finding:
     """Where the time went."""
-    parts = {"collect": "collection", "update": "updates", "evaluate": "evaluations", "save": "saving"}
-    spent = {words: sum(metrics.series(f"time/{part}_seconds")[1]) for part, words in parts.items()}
+    words = {
+        "collect": "collection",
+        "advantage": "advantages",
+        "update": "updates",
+        "evaluate": "evaluations",
+        "save": "saving",
+    }
+    spent = {words[part]: sum(metrics.series(f"time/{part}_seconds")[1]) for part in words}
+    spent["updates"] -= spent["advantages"]
     total = max(sum(spent.values()), 1e-9)
     shares = ", ".join(f"{percent(seconds / total)} in {words}" for words, seconds in spent.items() if seconds)
     text = f"{metrics.late('time/steps_per_second'):,.0f} steps per second at the end. Of the time, {shares}."

@@ -121,7 +121,7 @@ def sampling_params(request: GroupRequest, number: int) -> dict[str, Any]:
     if sampling.has_penalties:
         raise ConfigError(
             f"sampling.repetition_penalty={sampling.repetition_penalty:g} and presence_penalty={sampling.presence_penalty:g} on "
-            "SGLang, expected 1 and 0: it leaves out the prompt and the last token, which training does not; fix: leave them "
+            "SGLang, expected 1 and 0: it leaves out the prompt and the latest token, training does not; fix: leave them "
             "out, or serve with vLLM"
         )
     return {

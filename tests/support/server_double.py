@@ -83,6 +83,8 @@ class ServerDouble:
         policy.eos_ids = tuple(eos_ids)
         how = SamplingCfg(temperature=temperature or 1.0, **sampling)
         (group,) = complete(policy, [prompt], seeds, how, deterministic=temperature == 0)
+        if fault == "nan":  # as JSON has it
+            group = [c._replace(log_probs=[None] * len(c.tokens)) for c in group]
         return [(c, self._changed(c.tokens, fault)) for c in group]
 
     def _changed(self, tokens, fault):

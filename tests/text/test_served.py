@@ -155,6 +155,7 @@ ENDS = {
     "version": "answered by weights 'another', expected '.*-0'",
     "strange": r"token 1\d{6}, and the model has 15; fix: serve the model that is trained",
     "prompt": "read another prompt",
+    "nan": "gave the log-probability None",
     "short": "gave 3 completions, asked for 4",
     "abort": "ended a completion by 'abort'",
 }

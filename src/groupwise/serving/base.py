@@ -137,6 +137,11 @@ def _answer(reply: Reply, request: GroupRequest, url: str) -> Answer:
     return Answer(reply.tokens, [value for _, value in reply.scored], stop, reply.version)
 
 
+def _is_log_prob(value: object) -> bool:
+    """Servers send null, or NaN, where a network diverged."""
+    return isinstance(value, float | int) and math.isfinite(value) and -1e3 < value < 1e-3
+
+
 def check_answer(answer: Answer, request: GroupRequest, url: str) -> Answer:
     """The answer; a ``ServerError`` if it cannot be one of this request."""
     tokens, longest = answer.tokens, request.sampling.max_new_tokens
@@ -149,8 +154,8 @@ def check_answer(answer: Answer, request: GroupRequest, url: str) -> Answer:
         wrong = f"tokens after the end of the text ({ends[0]})"
     elif answer.stop == "length" and len(tokens) < longest:
         wrong = f"a completion cut after {len(tokens)} of {longest} tokens; fix: serve a longer context"
-    elif not all(math.isfinite(value) and -1e3 < value < 1e-3 for value in answer.log_probs):
-        wrong = f"log-probabilities from {min(answer.log_probs):g} to {max(answer.log_probs):g}"
+    elif odd := [value for value in answer.log_probs if not _is_log_prob(value)]:
+        wrong = f"the log-probability {odd[0]}"
     if wrong is not None:
         raise ServerError(f"{url} gave {wrong}")
     return answer

@@ -9,17 +9,18 @@ import pytest
 import torch
 import vllm_double
 from safetensors.torch import load_file
+from sglang_double import SGLangDouble
 from text_runs import copying, train
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
-from vllm_double import GENERATE, VLLMDouble
+from vllm_double import VLLMDouble
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
 from groupwise.engines.base import Engine
 from groupwise.serving import http
+from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
-from groupwise.serving.vllm import VLLMServer
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
@@ -32,6 +33,20 @@ TASK = {"prompts": [[5, 6, 7], [9, 8], [4]], "seeds": torch.arange(100, 112).vie
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
+
+
+KINDS = {"vllm": VLLMDouble, "sglang": SGLangDouble}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def double(kind, model):
+    with kind(model) as server:
+        yield server
 
 
 def settings(*servers, **more):
@@ -52,7 +67,8 @@ def served(model, tmp_path, *doubles, timeout=20.0, retries=2, lora=None):
     policy = load_causal_lm(gw.ModelCfg(path=str(model), lora=lora), SamplingCfg(max_new_tokens=4))
     move(policy)
     clients = [HttpClient(double.url, timeout=timeout, retries=retries) for double in doubles]
-    return ServedGenerator([VLLMServer(c, adapters=policy.has_adapters) for c in clients], policy, tmp_path / "weights")
+    servers = [find_server(client, adapters=policy.has_adapters) for client in clients]
+    return ServedGenerator(servers, policy, tmp_path / "weights")
 
 
 def native(policy, sampling, **how):
@@ -76,9 +92,11 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
-def test_servers_write_what_the_policy_would(model, double, tmp_path, sampling):
-    with VLLMDouble(model) as second:
+def test_servers_write_what_the_policy_would(model, kind, double, tmp_path, sampling):
+    with kind(model) as second:
         generate = served(model, tmp_path, double, second)
+        if kind is SGLangDouble and sampling.has_penalties:
+            return assert_refused(generate, sampling)
         generate.update(0)
         assert_alike(generate(**TASK, sampling=sampling), native(generate.policy, sampling))
         greedy = generate(**TASK, sampling=sampling, deterministic=True)
@@ -86,36 +104,37 @@ def test_servers_write_what_the_policy_would(model, double, tmp_path, sampling):
             [c.tokens for c in g] for g in native(generate.policy, sampling, deterministic=True)
         ]
         # groups in turn, each whole on one server
-        asked = [[body["token_ids"] for path, body in s.calls if path == GENERATE] for s in (double, second)]
+        asked = [[prompt for prompt, _ in server.prompts()] for server in (double, second)]
         assert [sorted(prompts) for prompts in asked] == [sorted(2 * TASK["prompts"][::2]), 2 * TASK["prompts"][1:2]]
-        assert {body["sampling_params"]["n"] for path, body in double.calls if path == GENERATE} == {4}
+        assert {size for _, size in double.prompts()} == {4}
+    return None
 
 
-def test_adapters_are_served(model, tmp_path):
-    with VLLMDouble(model, lora=True) as double:
+def assert_refused(generate, sampling):
+    with pytest.raises(
+        gw.ConfigError, match=r"repetition_penalty=1\.5 and presence_penalty=0\.5 on SGLang, expected 1 and 0"
+    ):
+        generate(**TASK, sampling=sampling)
+
+
+def test_adapters_are_served(model, kind, tmp_path):
+    with kind(model, lora=True) as double:
         generate = served(model, tmp_path, double, lora={"r": 2})
         for iteration in range(2):
             move(generate.policy)
             generate.update(iteration)
             assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
-        paths = [path for path, _ in double.calls]
-        assert paths.count("/v1/load_lora_adapter") == 2
+        assert double.adapter_loads() == 2
         double.restart()  # it has no adapters now
         assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
 
 
-RECOVERS = [(GENERATE, fault) for fault in ("500", "drop", "cut", "slow", "version", "restart")]
-RECOVERS += [
-    ("/pause", "hang"),
-    (GENERATE, "hang"),
-    ("/collective_rpc", "drop"),
-    ("/pause", "500"),
-    ("/resume", "cut"),
-    ("/update_weight_version", "slow"),
-]
+RECOVERS = [(kind, kind.generate_path, fault) for kind in KINDS.values() for fault in ("500", "drop", "cut", "slow")]
+RECOVERS += [(kind, kind.generate_path, fault) for kind in KINDS.values() for fault in ("version", "restart", "hang")]
+RECOVERS += [(kind, *fault) for kind in KINDS.values() for fault in kind.passing]
 
 
-@pytest.mark.parametrize(("path", "fault"), RECOVERS)
+@pytest.mark.parametrize(("kind", "path", "fault"), RECOVERS)
 def test_a_fault_that_passes_costs_nothing(model, double, tmp_path, monkeypatch, path, fault):
     generate = served(
         model, tmp_path, double, timeout={"slow": 0.3, "hang": 1000.0}.get(fault, 20.0)
@@ -136,6 +155,7 @@ ENDS = {
     "version": "answered by weights 'another', expected '.*-0'",
     "strange": r"token 1\d{6}, and the model has 15; fix: serve the model that is trained",
     "prompt": "read another prompt",
+    "nan": "gave the log-probability None",
     "short": "gave 3 completions, asked for 4",
     "abort": "ended a completion by 'abort'",
 }
@@ -145,15 +165,16 @@ ENDS = {
 def test_a_fault_that_stays_ends_clearly(model, double, tmp_path, fault):
     generate = served(model, tmp_path, double, timeout=0.3 if fault == "slow" else 20.0)
     generate.update(0)
-    double.faults[GENERATE] = [fault] * 100
+    double.faults[double.generate_path] = [fault] * 100
     with pytest.raises(gw.ServerError, match=ENDS[fault]):
         generate(**TASK, sampling=SAMPLING["plain"])
 
 
-def test_old_weights_in_the_cache_end_clearly(model, double, tmp_path):
-    double.faults["/reset_prefix_cache"] = ["busy"]
-    with pytest.raises(gw.ServerError, match="keeps cached prompts of the old weights"):
-        served(model, tmp_path, double).update(0)
+def test_old_weights_in_the_cache_end_clearly(model, tmp_path):
+    with VLLMDouble(model) as double:
+        double.faults["/reset_prefix_cache"] = ["busy"]
+        with pytest.raises(gw.ServerError, match="keeps cached prompts of the old weights"):
+            served(model, tmp_path, double).update(0)
 
 
 def test_no_server_and_one_with_other_log_probs_are_refused(model, tmp_path):
@@ -201,9 +222,9 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch, kind):
-    task, cfg = RUNS[kind]
+@pytest.mark.parametrize("setup", RUNS)
+def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch, setup):
+    task, cfg = RUNS[setup]
     few = {"num_prompts": 4, "evaluation": {"interval": 1000, "prompts": 2}}
     run = train(copying(**task), model, tmp_path / "served", cfg, generation=settings(double), **few)
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
@@ -219,8 +240,8 @@ def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatc
 def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp_path):
     few = {"total_steps": 60, "num_prompts": 2, "evaluation": {"interval": 1000}}
     whole = train(copying(), model, tmp_path / "whole", generation=settings(double), **few)
-    calls = len([path for path, _ in double.calls if path == GENERATE])
-    double.faults[GENERATE] = [None] * (calls // 2 + 1) + ["drop"] * 50
+    calls = len(double.prompts())
+    double.faults[double.generate_path] = [None] * (calls // 2 + 1) + ["drop"] * 50
     task = copying()
     with pytest.raises(gw.ServerError, match="no answer in 3 tries"):
         train(task, model, tmp_path / "part", generation=settings(double), **few)
@@ -232,7 +253,7 @@ def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp
 
 
 def test_tokens_that_the_policy_did_not_write_stop_the_run(model, double, tmp_path):
-    double.faults[GENERATE] = ["shifted"] * 100
+    double.faults[double.generate_path] = ["shifted"] * 100
     sharp = {"sampling": {"max_new_tokens": 4, "temperature": 0.05}}
     with pytest.raises(gw.SamplerMismatchError, match="sampler and trainer differ"):
         train(copying(), model, tmp_path / "run", generation=settings(double), **sharp)
@@ -268,7 +289,7 @@ def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_pat
     def work(rank):
         policy = load_causal_lm(gw.ModelCfg(path=str(model)), SamplingCfg(max_new_tokens=4))
         move(policy)
-        servers = [VLLMServer(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)]
+        servers = [find_server(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)]
         generate = ServedGenerator(servers, policy, tmp_path / f"rank{rank}", TwoThreads(rank, meeting, table))
         for iteration in range(2):
             generate.update(iteration)
@@ -294,7 +315,7 @@ def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, 
     seen = []
     watch = gw.Callback()
     watch.on_rollout_end = lambda trainer, rollout: seen.append(len(list(folders.iterdir())))
-    double.faults["/collective_rpc"] = [None, "500", "500", "500"]
+    double.faults[double.load_path] = [None, "500", "500", "500"]
     generation, task = settings(double, weights_dir=str(folders)), copying()
     with pytest.raises(gw.ServerError, match="no answer in 3 tries"):
         train(task, model, tmp_path / "run", generation=generation, total_steps=60, callbacks=[watch])
@@ -305,6 +326,7 @@ def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [VLLMDouble])
 def test_a_run_has_a_server_of_its_own(model, double, tmp_path):
     python, here = tmp_path / "python", Path(vllm_double.__file__)
     python.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')

@@ -28,7 +28,7 @@ class NativeGenerationCfg(GenerationCfg):
 
 @register_recipe
 class ServerGenerationCfg(GenerationCfg):
-    """By vLLM servers, which read the new weights before each iteration."""
+    """By vLLM or SGLang servers, which read the new weights before each iteration."""
 
     name: Literal["server"] = "server"
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ("http://127.0.0.1:8000",)

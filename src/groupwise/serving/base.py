@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ServerError
+from groupwise.serving.http import HttpClient
 
 Stop = Literal["eos", "stop", "length"]
 
@@ -46,23 +47,55 @@ class Answer(NamedTuple):
     """Of the weights that wrote it."""
 
 
+class Reply(NamedTuple):
+    """One completion as a server tells it."""
+
+    prompt: Sequence[int]
+    """What it completed."""
+    tokens: list[int]
+    scored: Sequence[tuple[int, float]]
+    """Tokens and their log-probabilities."""
+    end: str
+    """``"stop"`` or ``"length"``; anything else is an error."""
+    version: str
+    """Of the weights, or several joined by ``+``."""
+
+
 class Server(ABC):
     """An inference server. Every call has a time limit and raises a ``ServerError``; none changes anything when repeated.
 
     Args:
-        url: scheme, host and port.
+        adapters: whether weights are adapters.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    needs: str
+    """The server and its first release that answers as expected."""
+
+    def __init__(self, client: HttpClient, *, adapters: bool) -> None:
+        self.url, self._client, self._adapters = client.url, client, adapters
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse a server whose settings do not fit."""
+        """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
 
     @abstractmethod
+    def ask(self, request: GroupRequest) -> list[Reply]:
+        """What the server says; a ``LostWeightsError`` if it has no such adapters."""
+
     def generate(self, request: GroupRequest) -> list[Answer]:
         """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
+        try:
+            replies = self.ask(request)
+        except (KeyError, TypeError, IndexError) as error:
+            raise ServerError(
+                f"{self.url} answered in another format ({error!r}); fix: {self.needs} or later"
+            ) from None
+        if len(replies) != request.size:
+            raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
+        answers = [_answer(reply, request, self.url) for reply in replies]
+        if wrong := {answer.version for answer in answers} - {request.version}:
+            raise LostWeightsError(f"{self.url} answered by weights {wrong.pop()!r}, expected {request.version!r}")
+        return [check_answer(answer, request, self.url) for answer in answers]
 
     @abstractmethod
     def pause(self) -> None:
@@ -80,9 +113,9 @@ class Server(ABC):
     def resume(self) -> None:
         """Begin requests again."""
 
-    @abstractmethod
     def close(self) -> None:
         """End the calls that run, and all later ones, by a ``ServerError``."""
+        self._client.close()
 
     def update(self, folder: Path, version: str) -> None:
         """Give it new weights. A failure leaves it paused, as half of its weights may be old."""
@@ -90,6 +123,23 @@ class Server(ABC):
         self.load_weights(folder, version)
         self.flush()
         self.resume()
+
+
+def _answer(reply: Reply, request: GroupRequest, url: str) -> Answer:
+    if list(reply.prompt) != list(request.prompt):
+        raise ServerError(f"{url} read another prompt than it was sent; fix: serve the model that is trained")
+    if [token for token, _ in reply.scored] != reply.tokens:
+        raise ServerError(f"{url} gave log-probabilities of other tokens than those of the completion")
+    if reply.end not in ("stop", "length"):
+        raise ServerError(f"{url} ended a completion by {reply.end!r}; fix: let no one abort requests")
+    ended: Stop = "length" if reply.end == "length" else "stop"
+    stop: Stop = "eos" if reply.tokens and reply.tokens[-1] in request.eos_ids else ended
+    return Answer(reply.tokens, [value for _, value in reply.scored], stop, reply.version)
+
+
+def _is_log_prob(value: object) -> bool:
+    """Servers send null, or NaN, where a network diverged."""
+    return isinstance(value, float | int) and math.isfinite(value) and -1e3 < value < 1e-3
 
 
 def check_answer(answer: Answer, request: GroupRequest, url: str) -> Answer:
@@ -103,9 +153,9 @@ def check_answer(answer: Answer, request: GroupRequest, url: str) -> Answer:
     elif ends := [token for token in tokens[:-1] if token in request.eos_ids]:
         wrong = f"tokens after the end of the text ({ends[0]})"
     elif answer.stop == "length" and len(tokens) < longest:
-        wrong = f"a completion cut after {len(tokens)} of {longest} tokens; fix: a larger --max-model-len"
-    elif not all(math.isfinite(value) and -1e3 < value < 1e-3 for value in answer.log_probs):
-        wrong = f"log-probabilities from {min(answer.log_probs):g} to {max(answer.log_probs):g}"
+        wrong = f"a completion cut after {len(tokens)} of {longest} tokens; fix: serve a longer context"
+    elif odd := [value for value in answer.log_probs if not _is_log_prob(value)]:
+        wrong = f"the log-probability {odd[0]}"
     if wrong is not None:
         raise ServerError(f"{url} gave {wrong}")
     return answer

@@ -56,6 +56,8 @@ class HttpClient:
 
     def __init__(self, url: str, *, timeout: float, retries: int, last_lines: Callable[[], str] = str) -> None:
         self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
+        self.health = "/health"
+        """Where the server says at once that it lives, also when it is busy."""
         self._warned = -_QUIET
         self._running: dict[HTTPConnection, socket] = {}
         self._closed = threading.Event()
@@ -76,9 +78,9 @@ class HttpClient:
                 connection.shutdown(SHUT_RDWR)
 
     def is_healthy(self) -> bool:
-        """Whether the server answers at ``/health``, asked once."""
+        """Whether the server answers at ``health``, asked once."""
         try:
-            self._try("GET", "/health", None)
+            self._try("GET", self.health, None)
         except (NoAnswerError, RefusedError):
             return False
         return True
@@ -152,9 +154,13 @@ class HttpClient:
                 if time.monotonic() >= until:
                     raise TimeoutError
                 # a shorter time limit is that of such a question itself
-                asks = self.timeout > _HEALTH_INTERVAL
-                if asks and not HttpClient(self.url, timeout=_HEALTH_INTERVAL, retries=0).is_healthy():
+                if self.timeout > _HEALTH_INTERVAL and not self._probe().is_healthy():
                     raise NoAnswerError("it gives no answer, and is not healthy")
+
+    def _probe(self) -> "HttpClient":
+        probe = HttpClient(self.url, timeout=_HEALTH_INTERVAL, retries=0)
+        probe.health = self.health
+        return probe
 
     def _read(self, path: str, status: int, kind: str, text: bytes) -> Any:
         if status >= 300:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ServerError
-from groupwise.serving.base import Answer, GroupRequest, LostWeightsError, Server, Stop, check_answer
-from groupwise.serving.http import HttpClient, RefusedError
+from groupwise.serving.base import GroupRequest, LostWeightsError, Reply, Server
+from groupwise.serving.http import RefusedError
 
+SERVER_INFO = "/server_info?config_format=json"
 ADAPTER = "groupwise"
 """Name under which adapters are served."""
 FLAGS = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out")
@@ -19,22 +20,13 @@ FIX = f"fix: start it by groupwise serve, or with {' '.join(f'{k}={v}' for k, v 
 
 
 class VLLMServer(Server):
-    """One server.
+    """One server. For adapters it needs ``--enable-lora``."""
 
-    Args:
-        adapters: whether weights are adapters; the server needs ``--enable-lora`` then.
-    """
-
-    def __init__(self, client: HttpClient, *, adapters: bool) -> None:
-        super().__init__(client.url)
-        self._client, self._adapters = client, adapters
+    needs = "vLLM 0.32"
 
     def check(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
-        try:
-            config = self._client.get("/server_info?config_format=json")["vllm_config"]
-        except RefusedError:
-            raise ServerError(f"{self.url} has no calls that change its weights; {FIX}") from None
+        config = self._client.get(SERVER_INFO)["vllm_config"]
         model = config["model_config"]
         for name, needed in {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}.items():
             if model.get(name) != needed:
@@ -42,8 +34,8 @@ class VLLMServer(Server):
         if self._adapters and not config.get("lora_config"):
             raise ServerError(f"{self.url} serves no adapters; fix: --enable-lora --max-lora-rank <rank>")
 
-    def generate(self, request: GroupRequest) -> list[Answer]:
-        """As many completions as asked for, in the order of the server's choices."""
+    def ask(self, request: GroupRequest) -> list[Reply]:
+        """The server's choices, in their order."""
         body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": sampling_params(request)}
         body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
         try:
@@ -52,13 +44,8 @@ class VLLMServer(Server):
             if error.status == 404 and self._adapters:
                 raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
             raise
-        try:
-            answers = self._read(said, request)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerError(f"{self.url} answered in another format ({error!r}); fix: vLLM 0.32 or later") from None
-        if wrong := {answer.version for answer in answers} - {request.version}:
-            raise LostWeightsError(f"{self.url} answered by weights {wrong.pop()!r}, expected {request.version!r}")
-        return [check_answer(answer, request, self.url) for answer in answers]
+        choices = sorted(said["choices"], key=lambda choice: choice["index"])
+        return [_reply(said["prompt_token_ids"], choice) for choice in choices]
 
     def pause(self) -> None:
         """Finish the requests that run, and begin none."""
@@ -82,18 +69,6 @@ class VLLMServer(Server):
     def resume(self) -> None:
         """Begin requests again."""
         self._client.post("/resume")
-
-    def close(self) -> None:
-        """End the calls that run, and all later ones, by a ``ServerError``."""
-        self._client.close()
-
-    def _read(self, said: Any, request: GroupRequest) -> list[Answer]:
-        if said["prompt_token_ids"] != list(request.prompt):
-            raise ServerError(f"{self.url} read another prompt than it was sent; fix: serve the model that is trained")
-        choices = sorted(said["choices"], key=lambda choice: choice["index"])
-        if len(choices) != request.size:
-            raise ServerError(f"{self.url} gave {len(choices)} completions, asked for {request.size}")
-        return [_answer(choice, request, self.url) for choice in choices]
 
 
 def sampling_params(request: GroupRequest) -> dict[str, Any]:
@@ -120,12 +95,7 @@ def sampling_params(request: GroupRequest) -> dict[str, Any]:
     }
 
 
-def _answer(choice: dict[str, Any], request: GroupRequest, url: str) -> Answer:
-    tokens, content = choice["token_ids"], choice["logprobs"]["content"]
+def _reply(prompt: list[int], choice: dict[str, Any]) -> Reply:
+    scored = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
     versions = {span["version"] for span in choice["weight_versions"]}
-    if [entry["token_id"] for entry in content] != tokens:
-        raise ServerError(f"{url} gave log-probabilities of other tokens than those of the completion")
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ServerError(f"{url} ended a completion by {choice['finish_reason']!r}; fix: let no one abort requests")
-    stop: Stop = "eos" if tokens and tokens[-1] in request.eos_ids else choice["finish_reason"]
-    return Answer(tokens, [entry["logprob"] for entry in content], stop, "+".join(sorted(versions)))
+    return Reply(prompt, choice["token_ids"], scored, choice["finish_reason"], "+".join(sorted(versions)))

@@ -10,9 +10,9 @@ from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError
+from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer, command, free_port
-from groupwise.serving.vllm import VLLMServer
 from groupwise.text.asynchronous import AsyncCollector
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedCollector, ServedGenerator
@@ -40,7 +40,7 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
             own.wait()
             urls, more = (own.url,), {"last_lines": own.last_lines}
         clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
-        servers = [VLLMServer(client, adapters=policy.has_adapters) for client in clients]
+        servers = [find_server(client, adapters=policy.has_adapters) for client in clients]
         generator = ServedGenerator(servers, policy, folder, engine)
         cleanup = stack.pop_all()
     return partial(AsyncCollector if how.max_staleness else ServedCollector, generator, own, cleanup)

@@ -1,0 +1,137 @@
+"""A small inference server with faults, over HTTP. It samples from a real tiny model; its calls are those of a subclass."""
+
+import json
+import threading
+import time
+from collections import defaultdict
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from transformers import AutoModelForCausalLM
+
+from groupwise.config.policy import ModelCfg, SamplingCfg
+from groupwise.speed.decoding_step import FastDecoder
+from groupwise.text.generation import complete
+from groupwise.text.load import load_causal_lm
+from groupwise.text.policy import CausalLM
+
+
+class ServerDouble:
+    """Serves a model's folder from a thread. A call of ``/a/b`` is the method ``a_b``.
+
+    ``faults[path]`` has a fault for each of the next calls of a path; ``calls`` lists paths and bodies.
+    A group takes ``seconds_per_token`` of its longest completion, whatever else is written meanwhile.
+    """
+
+    generate_path = load_path = ""
+    health_path = "/health"
+
+    def __init__(self, model, *, port=0):
+        self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
+        self.seconds_per_token, self.seconds_of_a_hang = 0.0, 5.0
+        self._model, self._lock = model, threading.Lock()
+        self.restart()
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.closing.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def restart(self):
+        """As a server that was started again: the first weights, and no adapters."""
+        self._policy = self._load_adapters(self._model)
+        self._policy.decoder = FastDecoder()
+        self.version = "default"
+
+    def fault(self, path):
+        return self.faults[path].pop(0) if self.faults[path] else None
+
+    def answer(self, path, query, body, fault):
+        """Status and JSON."""
+        self.calls.append((path, body))
+        if fault == "500":
+            return 500, {"error": "EngineDeadError: out of memory"}
+        if path == self.health_path:  # also while it does something else
+            return 200, {}
+        with self._lock:
+            if fault == "restart":
+                self.restart()
+            return getattr(self, path.strip("/").replace("/", "_"), lambda *call: (404, {}))(body, query, fault)
+
+    def tokens_of_longest(self, found):
+        """Of the completions that an answer has."""
+        raise NotImplementedError
+
+    def _load(self, folder):
+        assert folder.is_absolute()
+        self._policy = CausalLM(AutoModelForCausalLM.from_pretrained(folder), tokenizer=self._policy.tokenizer)
+        self._policy.decoder = FastDecoder()
+
+    def _load_adapters(self, folder):
+        return load_causal_lm(ModelCfg(path=str(folder)), SamplingCfg(max_new_tokens=1))
+
+    def _write(self, policy, prompt, seeds, eos_ids, fault, *, temperature, **sampling):
+        """Completions and their tokens, wrong ones with some faults."""
+        policy.eos_ids = tuple(eos_ids)
+        how = SamplingCfg(temperature=temperature or 1.0, **sampling)
+        (group,) = complete(policy, [prompt], seeds, how, deterministic=temperature == 0)
+        if fault == "nan":  # as JSON has it
+            group = [c._replace(log_probs=[None] * len(c.tokens)) for c in group]
+        return [(c, self._changed(c.tokens, fault)) for c in group]
+
+    def _changed(self, tokens, fault):
+        if fault == "strange":
+            return [token + 10**6 for token in tokens]
+        if fault == "shifted":  # other tokens of the model, but none that ends
+            return [token if token in self._policy.eos_ids else 4 + (token - 3) % 11 for token in tokens]
+        return tokens
+
+
+def _handler(double):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self._answer(None)
+
+        def do_POST(self):
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, body):
+            parts = urlsplit(self.path)
+            fault = double.fault(parts.path)
+            self.close_connection = True
+            if fault == "slow":
+                time.sleep(0.5)
+            if fault == "hang":  # its engine is gone, and its front does not say so to those that wait
+                double.faults[double.health_path] = ["500"]
+                double.closing.wait(double.seconds_of_a_hang)
+                return
+            if fault == "drop":
+                return
+            status, found = double.answer(parts.path, parts.query, body, fault)
+            if parts.path == double.generate_path and status == 200:
+                double.closing.wait(double.seconds_per_token * double.tokens_of_longest(found))
+            data = b"" if found is None else json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json" if data else "text/plain")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
+
+        def log_message(self, *args):
+            pass
+
+        def handle(self):
+            with suppress(ConnectionError):  # the client has given up
+                super().handle()
+
+    return Handler

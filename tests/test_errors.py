@@ -2,7 +2,8 @@ import pickle
 
 import pytest
 
-from groupwise.errors import ConfigError, UnknownNameError, nearest
+from groupwise.errors import UnknownNameError, nearest
+from groupwise.serving.http import RefusedError
 
 
 @pytest.mark.parametrize(("count", "end"), [(60, "w58, w59"), (200, "w181, w182, ...")])
@@ -16,7 +17,8 @@ def test_nearest_is_the_end_of_a_message_or_nothing():
     assert nearest("qqq", ["gamma", "learning_rate"]) == ""
 
 
-def test_errors_go_to_other_processes():
-    error = UnknownNameError("word", "a", ["b"])
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert isinstance(pickle.loads(pickle.dumps(error)), ConfigError)
+@pytest.mark.parametrize("error", [UnknownNameError("word", "a", ["b"]), RefusedError("no", 404)])
+def test_errors_go_to_other_processes(error):
+    error.add_note("more")
+    there = pickle.loads(pickle.dumps(error))
+    assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))

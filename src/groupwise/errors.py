@@ -10,6 +10,14 @@ from typing import Any
 class GroupwiseError(Exception):
     """Base of all errors below."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes get the message, whatever ``__init__`` takes."""
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    return kind.__new__(kind, *args)
+
 
 class ConfigError(GroupwiseError, ValueError):
     """A setting that is unknown, mistyped or impossible."""
@@ -24,10 +32,6 @@ class UnknownNameError(ConfigError):
         some = textwrap.shorten(", ".join(options), 600, placeholder=" ...") or "none"
         found = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {some}"
         super().__init__(f"unknown {kind} {name!r}: {found if hint is None else hint}{more}")
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[Any, ...]]:
-        """Pickled by its message, for other processes."""
-        return ConfigError, self.args
 
 
 class EnvError(GroupwiseError, ValueError):

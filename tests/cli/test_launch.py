@@ -12,7 +12,11 @@ from groupwise.cli import launch
         ("--workers 2", "--workers is for several processes; fix: --launcher torchrun, or ray"),
         ("--launcher torchrun --gpus 1", "--gpus is for --launcher ray; fix: leave it out"),
         ("--launcher rya", "expected local or torchrun or ray, got 'rya'; did you mean 'ray'?"),
-        ("--launcher ray", "several processes need one run folder, got run_dir=None; fix: set run_dir"),
+        ("--launcher ray", "several processes need one run folder; fix: --run-dir"),
+        ("--launcher torchrun --run-dir .", "run folder '.' is taken"),
+        ("--launcher torchrun --algorithm.gama 1 --run-dir x", "unknown option --algorithm.gama"),
+        ("--launcher ray --gpus nan", "--gpus nan: expected a number of at least 0"),
+        ("--launcher ray --run-dir x --profile", "--profile is not for --launcher ray"),
         ("--launcher torchrun --seeds 0-2", "--seeds has processes of its own; fix: leave --launcher out"),
     ],
 )
@@ -21,14 +25,35 @@ def test_mistakes(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "resume"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--launcher ray --total-steps 9000",
+            "--launcher ray takes the run folder alone, got 'runs/x --total-steps 9000'",
+        ),
+        ("--launcher torchrun --fork runs/y", "--fork is of one process"),
+    ],
+)
+def test_mistakes_of_resume(words, message, capsys):
+    assert cli.main(["resume", "runs/x", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train CartPole-v1 --run-dir runs/new", "resume runs/x"])
 def test_torchrun_gets_all_other_words(command, monkeypatch, tmp_path):
+    class ReplacedError(Exception):
+        """This process goes on as another program."""
+
+    def execv(program, words):
+        raise ReplacedError(words)
+
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
-    called = []
-    monkeypatch.setattr(launch.subprocess, "call", lambda words: called.append(words) or 3)
-    words = f"{command} runs/x --total-steps 5 --launcher torchrun --workers 4 --plugin {plugin}"
-    assert cli.main(words.split()) == 3
-    ours = called[0].index("groupwise")
-    assert called[0][1:ours] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
-    assert called[0][ours + 1 :] == f"{command} runs/x --total-steps 5 --plugin {plugin}".split()
+    monkeypatch.setattr(launch.os, "execv", execv)
+    with pytest.raises(ReplacedError) as caught:
+        cli.main(f"{command} --total-steps 5 --launcher torchrun --workers 4 --plugin {plugin}".split())
+    [words] = caught.value.args
+    ours = words.index("groupwise")
+    assert words[1:ours] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
+    assert words[ours + 1 :] == f"{command} --total-steps 5 --plugin {plugin}".split()

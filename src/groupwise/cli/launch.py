@@ -1,9 +1,10 @@
 """``--launcher``: what starts the processes of a run."""
 
-import subprocess
+import math
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from groupwise import plugins
 from groupwise.cli.parser import Parser, count
@@ -39,6 +40,9 @@ def parse_launch(argv: Sequence[str]) -> tuple[Launch, list[str]]:
     options, rest = parser.parse_known_args(argv)
     launcher = options.launcher or "local"
     resources = {name: value for name in ("cpus", "gpus") if (value := getattr(options, name)) is not None}
+    for name, value in resources.items():
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"--{name} {value:g}: expected a number of at least 0")
     if launcher != "ray" and resources:
         raise ConfigError(f"--{next(iter(resources))} is for --launcher ray; fix: leave it out")
     if launcher == "local" and options.workers is not None:
@@ -46,8 +50,8 @@ def parse_launch(argv: Sequence[str]) -> tuple[Launch, list[str]]:
     return Launch(launcher, options.workers or 2, resources), rest
 
 
-def torchrun(words: Sequence[str], num_workers: int) -> int:
-    """Run a command in several processes of this machine; its exit code."""
+def torchrun(words: Sequence[str], num_workers: int) -> NoReturn:
+    """Run a command in several processes of this machine, in place of this one: signals reach them."""
     of_plugins = [word for plugin in plugins.loaded() for word in ("--plugin", plugin)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_workers)]
-    return subprocess.call([*launcher, "-m", "groupwise", *words, *of_plugins])  # noqa: S603
+    os.execv(sys.executable, [*launcher, "-m", "groupwise", *words, *of_plugins])  # noqa: S606

@@ -28,13 +28,18 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     if argv and (Path(argv[0]) / "population.json").is_file():
         return evolve.resume(parser, argv)
     launch, words = parse_launch(argv)
+    if launch.launcher != "local" and any(word.partition("=")[0] == "--fork" for word in words):
+        raise ConfigError("--fork is of one process; fix: make a copy without --launcher, then resume that")
     if launch.launcher == "torchrun":
-        return torchrun(["resume", *words], launch.num_workers)
+        torchrun(["resume", *words], launch.num_workers)
     if launch.launcher == "ray":
         from groupwise.integrations.ray_train import resume_on_ray
 
-        parser.add_argument("run", type=Path)
-        return print_run(resume_on_ray(parser.read(words).run, launch.ray_workers()))
+        if len(words) != 1:
+            raise ConfigError(
+                f"--launcher ray takes the run folder alone, got {' '.join(words)!r}; fix: --launcher torchrun"
+            )
+        return print_run(resume_on_ray(words[0], launch.ray_workers()))
     return print_run(_resumed(parser, words))
 
 

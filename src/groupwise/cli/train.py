@@ -6,6 +6,7 @@ from groupwise.cli.launch import parse_launch, torchrun
 from groupwise.cli.parser import Parser, count
 from groupwise.cli.result import print_run
 from groupwise.errors import ConfigError
+from groupwise.report.folder import RunFolder
 from groupwise.system.terminal import show_errors_only, show_everything
 
 HELP = """Train a policy on a Gymnasium environment, or with the settings of a JSON or YAML file.
@@ -32,8 +33,6 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     launch, words = parse_launch(argv)
     if launch.launcher != "local" and any(word.partition("=")[0] == "--seeds" for word in words):
         raise ConfigError("--seeds has processes of its own; fix: leave --launcher out")
-    if launch.launcher == "torchrun":
-        return torchrun(["train", *words], launch.num_workers)
     parser.add_argument("--seeds")
     parser.add_argument("--profile", type=count, nargs="?", const=3)
     output = parser.add_mutually_exclusive_group()
@@ -55,13 +54,22 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
 
         return train_seeds(cfg, parse_seeds(options.seeds))
 
-    from groupwise.run import train_from_config
-
+    quiet = options.progress == "none"
+    if launch.launcher != "local":
+        if cfg.run_dir is None:
+            raise ConfigError("several processes need one run folder; fix: --run-dir")
+        RunFolder.check_free(cfg.run_dir)
+    if launch.launcher == "torchrun":
+        torchrun(["train", *words], launch.num_workers)
     if launch.launcher == "ray":
+        if options.profile is not None:
+            raise ConfigError("--profile is not for --launcher ray; fix: --launcher torchrun")
         from groupwise.integrations.ray_train import train_from_config_on_ray
 
-        return print_run(train_from_config_on_ray(cfg, workers=launch.ray_workers()))
-    quiet = options.progress == "none"
+        return print_run(train_from_config_on_ray(cfg, workers=launch.ray_workers()), quiet)
+
+    from groupwise.run import train_from_config
+
     if options.profile is None:
         return print_run(train_from_config(cfg), quiet)
 

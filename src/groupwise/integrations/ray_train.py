@@ -1,5 +1,6 @@
 """A run whose processes are workers of Ray Train. Needs the extra ``ray``."""
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Workers(NamedTuple):
     cpus: float = 1.0
     """Cores that Ray keeps for each, in one placement group."""
     gpus: float = 0.0
-    """GPUs, likewise."""
+    """GPUs, likewise; a whole number."""
     max_failures: int = 3
     """How often they are started again."""
 
@@ -77,12 +78,19 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Ru
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     _check_room(workers)
+    if workers.gpus and cfg.device == "cpu":
+        raise ConfigError(f"gpus = {workers.gpus:g} and device = 'cpu': they would be idle; fix: device='cuda'")
     resources = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
     with tempfile.TemporaryDirectory() as reports:  # of Ray; the run's own are in its folder
         result = TorchTrainer(
             _work,
-            train_loop_config={"path": path, "payload": plugins.pickled((cfg, given)), "plugins": plugins.loaded()},
-            torch_config=TorchConfig(timeout_s=int(cfg.ddp_timeout)),
+            train_loop_config={
+                "folder": os.getcwd(),
+                "path": path,
+                "payload": plugins.pickled((cfg, given)),
+                "plugins": plugins.loaded(),
+            },
+            torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo", timeout_s=int(cfg.ddp_timeout)),
             scaling_config=ScalingConfig(
                 num_workers=workers.number, use_gpu=workers.gpus > 0, resources_per_worker=resources
             ),
@@ -99,11 +107,12 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Ru
 
 def _work(job: dict[str, Any]) -> bytes | None:
     """Train in a worker, or continue; an error of the run, which would come again in a new worker."""
-    plugins.load([*map(Path, job["plugins"])])
-    cfg, given = cloudpickle.loads(job["payload"])
-    begun = [RunFolder(job["path"]).config.exists()]
-    dist.broadcast_object_list(begun)  # rank 0 may have made the folder before others look
     try:
+        os.chdir(job["folder"])  # for relative paths of data, models and plugins
+        plugins.load([*map(Path, job["plugins"])])
+        cfg, given = cloudpickle.loads(job["payload"])
+        begun = [RunFolder(job["path"]).config.exists()]
+        dist.broadcast_object_list(begun)  # rank 0 may have made the folder before others look
         if begun[0]:
             resume(job["path"], **given.as_arguments())
         else:
@@ -115,6 +124,8 @@ def _work(job: dict[str, Any]) -> bytes | None:
 
 def _check_room(workers: Workers) -> None:
     """Refuse workers that the cluster has no room for; Ray would wait without a word."""
+    if workers.gpus != int(workers.gpus):
+        raise ConfigError(f"gpus = {workers.gpus:g}: expected a whole number, as ranks cannot share a GPU")
     room = ray.cluster_resources()
     cpus, gpus = room.get("CPU", 0), room.get("GPU", 0)
     if cpus < workers.number * workers.cpus or gpus < workers.number * workers.gpus:

@@ -86,13 +86,13 @@ class Server(ABC):
         """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
         try:
             replies = self.ask(request)
+            answers = [_answer(reply, request, self.url) for reply in replies]
         except (KeyError, TypeError, IndexError) as error:
             raise ServerError(
                 f"{self.url} answered in another format ({error!r}); fix: {self.needs} or later"
             ) from None
         if len(replies) != request.size:
             raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
-        answers = [_answer(reply, request, self.url) for reply in replies]
         if wrong := {answer.version for answer in answers} - {request.version}:
             raise LostWeightsError(f"{self.url} answered by weights {wrong.pop()!r}, expected {request.version!r}")
         return [check_answer(answer, request, self.url) for answer in answers]

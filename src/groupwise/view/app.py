@@ -36,8 +36,9 @@ MAX_CURVES = 10
 """Runs whose curves are drawn unless the reader chooses."""
 PAUSE = 2.0
 """Seconds between two looks at the files."""
+LONGEST_PAUSE = 60.0
 SHARE = 0.02
-"""Pages take at most this share of the machine's processors, so that training nearby stays fast."""
+"""Pages take about this share of the machine's processors, so that training nearby stays fast."""
 
 
 class Viewer:
@@ -92,10 +93,10 @@ class Viewer:
         if path is None:
             raise HTTPException(404)
         version = version_of(path)
-        with self._working():
-            if self._latest[:2] != (name, version):
+        if self._latest[:2] != (name, version):
+            with self._working():
                 self._latest = name, version, render(RunFolder.open(path), self._live(name, version))
-            return HTMLResponse(self._latest[2], headers=HEADERS)
+        return HTMLResponse(self._latest[2], headers=HEADERS)
 
     def events(self, request: Request) -> Response:
         """Server-sent events: one whenever the run, or any run, is no longer what the page has seen."""
@@ -136,7 +137,7 @@ class Viewer:
             start = time.perf_counter()
             yield
             took = time.perf_counter() - start
-            self.pause = max(PAUSE, took / (SHARE * num_cpus()))
+            self.pause = min(max(PAUSE, took / (SHARE * num_cpus())), LONGEST_PAUSE)
 
 
 def _explain(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """What a run's metrics and the groups that it kept say about its health."""
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -36,11 +37,14 @@ def diagnose(folder: RunFolder) -> list[Finding]:
 
 def failure(folder: RunFolder) -> Iterator[Finding]:
     """A run that an error or a kill ended."""
-    summary, again = folder.read_summary(), plugins.command("resume", folder.path)
+    if folder.is_training:
+        return
+    summary, used = folder.read_summary(), folder.read_provenance()["plugins"]
+    again = f"groupwise resume {shlex.quote(str(folder.path))}{plugins.options(used)}"
     if summary.get("stopped") == "failed":
         text = f"An error ended it: {summary.get('error', 'its message was not kept')}"
         yield Finding("End of the run", (), "bad", text, f"After its cause is gone: {again}")
-    elif not summary and not folder.is_training:
+    elif not summary:
         text = "It was killed, or its machine stopped: out of memory, or out of time?"
         yield Finding("End of the run", (), "look", text, f"It goes on with: {again}")
 

@@ -36,7 +36,7 @@ def parse_launch(argv: Sequence[str]) -> tuple[Launch, list[str]]:
     parser.add_choice("--launcher", LAUNCHERS)
     parser.add_argument("--workers", type=count)
     parser.add_argument("--cpus", type=float)
-    parser.add_argument("--gpus", type=float)
+    parser.add_argument("--gpus", type=int)
     options, rest = parser.parse_known_args(argv)
     launcher = options.launcher or "local"
     resources = {name: value for name in ("cpus", "gpus") if (value := getattr(options, name)) is not None}

@@ -29,8 +29,8 @@ class Workers(NamedTuple):
     number: int = 2
     cpus: float = 1.0
     """Cores that Ray keeps for each, in one placement group."""
-    gpus: float = 0.0
-    """GPUs, likewise; a whole number."""
+    gpus: int = 0
+    """GPUs, likewise."""
     max_failures: int = 3
     """How often they are started again."""
 
@@ -79,7 +79,7 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Ru
         ray.init(log_to_driver=False)
     _check_room(workers)
     if workers.gpus and cfg.device == "cpu":
-        raise ConfigError(f"gpus = {workers.gpus:g} and device = 'cpu': they would be idle; fix: device='cuda'")
+        raise ConfigError(f"gpus = {workers.gpus} and device = 'cpu': they would be idle; fix: device='cuda'")
     resources = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
     with tempfile.TemporaryDirectory() as reports:  # of Ray; the run's own are in its folder
         result = TorchTrainer(
@@ -124,12 +124,10 @@ def _work(job: dict[str, Any]) -> bytes | None:
 
 def _check_room(workers: Workers) -> None:
     """Refuse workers that the cluster has no room for; Ray would wait without a word."""
-    if workers.gpus != int(workers.gpus):
-        raise ConfigError(f"gpus = {workers.gpus:g}: expected a whole number, as ranks cannot share a GPU")
     room = ray.cluster_resources()
     cpus, gpus = room.get("CPU", 0), room.get("GPU", 0)
     if cpus < workers.number * workers.cpus or gpus < workers.number * workers.gpus:
         raise ConfigError(
-            f"{workers.number} workers with cpus = {workers.cpus:g}, gpus = {workers.gpus:g}: the Ray cluster has {cpus:g} "
+            f"{workers.number} workers with cpus = {workers.cpus:g}, gpus = {workers.gpus}: the Ray cluster has {cpus:g} "
             f"cores and {gpus:g} GPUs; fix: ask for less"
         )

@@ -73,7 +73,7 @@ class Viewer:
         runs = find_runs(self.root)
         chosen = set(request.query_params.getlist("run")) or set(list(runs)[:MAX_CURVES])
         live = self._live("", version_of(*runs.values()))
-        with self._working():
+        with self._one_at_a_time, self._working():
             rows = [self._overview.row(name, path) for name, path in runs.items()]
             drawn = by_subject([row for row in rows if row.name in chosen and row.training + row.evaluations])
             curves = [
@@ -93,10 +93,11 @@ class Viewer:
         if path is None:
             raise HTTPException(404)
         version = version_of(path)
-        if self._latest[:2] != (name, version):
-            with self._working():
-                self._latest = name, version, render(RunFolder.open(path), self._live(name, version))
-        return HTMLResponse(self._latest[2], headers=HEADERS)
+        with self._one_at_a_time:
+            if self._latest[:2] != (name, version):
+                with self._working():
+                    self._latest = name, version, render(RunFolder.open(path), self._live(name, version))
+            return HTMLResponse(self._latest[2], headers=HEADERS)
 
     def events(self, request: Request) -> Response:
         """Server-sent events: one whenever the run, or any run, is no longer what the page has seen."""
@@ -132,12 +133,11 @@ class Viewer:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """One page is made at a time; the longer it takes, the longer the next change waits."""
-        with self._one_at_a_time:
-            start = time.perf_counter()
-            yield
-            took = time.perf_counter() - start
-            self.pause = min(max(PAUSE, took / (SHARE * num_cpus())), LONGEST_PAUSE)
+        """The longer a page takes, the longer the next change waits."""
+        start = time.perf_counter()
+        yield
+        took = time.perf_counter() - start
+        self.pause = min(max(PAUSE, took / (SHARE * num_cpus())), LONGEST_PAUSE)
 
 
 def _explain(request: Request, error: Exception) -> Response:

@@ -31,7 +31,10 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     ends = [read_groups(path) for path in dict.fromkeys(paths[:1] + paths[-1:])]
     metrics, config = folder.read_metrics(), folder.read_config()
     if config["algorithm"]["name"] == CLONING:
-        metrics = [{key: value for key, value in entry.items() if not key.startswith("rollout/")} for entry in metrics]
+        metrics = [
+            {key: value for key, value in entry.items() if not key.startswith(("rollout/", "time/advantage"))}
+            for entry in metrics
+        ]
     return sort([*failure(folder), *examine(metrics), *examine_groups(config, ends, metrics[-1:])])
 
 

@@ -40,8 +40,9 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
             own.wait()
             urls, more = (own.url,), {"last_lines": own.last_lines}
         clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
-        servers = [find_server(client, adapters=policy.has_adapters) for client in clients]
-        generator = ServedGenerator(servers, policy, folder, engine)
+        in_flight = {"in_flight_updates": how.in_flight_updates}
+        servers = [find_server(client, adapters=policy.has_adapters, **in_flight) for client in clients]
+        generator = ServedGenerator(servers, policy, folder, engine, **in_flight)
         cleanup = stack.pop_all()
     return partial(AsyncCollector if how.max_staleness else ServedCollector, generator, own, cleanup)
 

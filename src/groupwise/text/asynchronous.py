@@ -34,7 +34,9 @@ class AsyncCollector(ServedCollector):
         how = self._cfg.generation
         assert isinstance(how, ServerGenerationCfg)
         self.max_staleness = how.max_staleness
-        self._threads = ThreadPoolExecutor(self.max_staleness + 1 if how.in_flight_updates else 1, "groupwise generation")
+        self._threads = ThreadPoolExecutor(
+            self.max_staleness + 1 if how.in_flight_updates else 1, "groupwise generation"
+        )
         self._queue: deque[Future[Written]] = deque()
         self._last_taken = self._last_end = time.perf_counter()
 
@@ -76,15 +78,16 @@ class AsyncCollector(ServedCollector):
         asked, ready = time.perf_counter(), sum(ahead.done() for ahead in self._queue)
         found = self._queue[0].result()
         self._queue.popleft()
-        now = time.perf_counter()
+        now, ended = time.perf_counter(), max(found.ended, self._last_end)
+        waited = max(0.0, found.begun - self._last_end)  # rollouts in flight overlap
         self._numbers = {
             "rollout/sync_seconds": found.loaded - found.begun,
             "time/queue_length": float(ready),
             "time/learner_idle_fraction": (now - asked) / (now - self._last_taken),
-            "time/server_idle_fraction": max(0.0, found.begun - self._last_end) / (found.ended - self._last_end),
+            "time/server_idle_fraction": waited / (ended - self._last_end) if waited else 0.0,
         }
         self._numbers |= self._staleness([member for group in found.groups for member in group])
-        self._last_taken, self._last_end = now, found.ended
+        self._last_taken, self._last_end = now, ended
         return found.groups
 
     def _staleness(self, members: list[Transcript]) -> dict[str, float]:

@@ -95,8 +95,8 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """Completions of each prompt, as by ``complete``; the first seed of a group stands for all."""
         version = self._version(self.weights)
-        fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), version, deterministic)
-        fixed = (*fixed, self._in_flight_updates)
+        eos_ids, vocabulary = tuple(self.policy.eos_ids), len(self.policy.head)
+        fixed = (sampling, eos_ids, vocabulary, version, deterministic, self._in_flight_updates)
         asked = [
             (self.servers[number % len(self.servers)], GroupRequest(prompt, seeds.shape[1], seed, *fixed))
             for number, (prompt, seed) in enumerate(zip(prompts, seeds[:, 0].tolist(), strict=True), self.engine.rank)

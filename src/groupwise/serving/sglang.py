@@ -47,11 +47,6 @@ class SGLangServer(Server):
             raise ServerError(
                 f"{self.url} serves no adapters; fix: --enable-lora --max-lora-rank <rank> --lora-target-modules all"
             )
-        if self._adapters and self._in_flight_updates:
-            raise ConfigError(
-                "generation.in_flight_updates=True with adapters on SGLang: a request that runs keeps its adapters; fix: "
-                "in_flight_updates=False, or serve with vLLM"
-            )
         self.resume()  # a server that someone left paused would not answer
         cold, hot = self._spreads(1.0, _HOT)
         if hot > 0.75 * cold:

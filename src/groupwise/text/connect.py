@@ -30,6 +30,11 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
         raise ConfigError(
             f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
         )
+    if how.in_flight_updates and policy.has_adapters:
+        raise ConfigError(
+            "generation.in_flight_updates=True with adapters: servers finish a completion by the adapters that began it; fix: "
+            "in_flight_updates=False, or lora=None"
+        )
     with ExitStack() as stack:
         folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
         folder.mkdir(parents=True, exist_ok=True)

@@ -71,6 +71,13 @@ def command(*words: object) -> str:
     return f"groupwise {shlex.join(map(str, words))}{options(_loaded)}"
 
 
+def resume_command(path: Path, given: Sequence[str], plugins: Sequence[str]) -> str:
+    """What continues a run: a command, or a call where Python objects were ``given``."""
+    if given:
+        return f"gw.resume({str(path)!r}, {', '.join(f'{name}=...' for name in given)})"
+    return f"groupwise resume {shlex.quote(str(path))}{options(plugins)}"
+
+
 @contextmanager
 def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
     """Add to errors which of the plugins that the run in ``where`` was trained with were not loaded."""

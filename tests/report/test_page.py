@@ -267,6 +267,23 @@ def test_a_failed_run_says_so(tmp_path, capsys):
     assert "trouble  End of the run: An error ended it: RuntimeError: broken" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_killed_run_says_how_it_goes_on(runs, tmp_path, capsys, given):
+    shutil.copytree(runs / "ppo", tmp_path / "run")
+    (tmp_path / "run/summary.json").unlink()
+    path = tmp_path / "run/config.json"
+    told = json.loads(path.read_text())
+    told["provenance"] |= {"plugins": ["mine.py"], "given_in_python": ["reward", "tool"] if given else []}
+    path.write_text(json.dumps(told))
+    again = f"groupwise resume {tmp_path}/run --plugin mine.py"
+    if given:
+        again = f"gw.resume('{tmp_path}/run', reward=..., tool=...)"
+    words = " ".join(page_of(tmp_path / "run")[1].texts)
+    assert words.count(again) == 2  # on the health of the run, and below its settings
+    cli.main(["doctor", str(tmp_path / "run")])
+    assert f"It goes on with: {again}" in capsys.readouterr().out
+
+
 def test_damaged_groups_are_named(runs, tmp_path):
     shutil.copytree(runs / "ppo", tmp_path / "run")
     (tmp_path / "run/groups/000999.parquet").write_bytes(b"nothing")

@@ -15,13 +15,15 @@ from groupwise.speed.decoding_step import FastDecoder
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
+from groupwise.text.sampling import Completion
 
 
 class ServerDouble:
     """Serves a model's folder from a thread. A call of ``/a/b`` is the method ``a_b``.
 
     ``faults[path]`` has a fault for each of the next calls of a path; ``calls`` lists paths and bodies.
-    A group takes ``seconds_per_token`` of its longest completion, whatever else is written meanwhile.
+    A group takes ``seconds_per_token`` of its longest completion, whatever else is written meanwhile. With ``in_flight`` it is
+    written token by token, each by the weights of that moment.
     """
 
     generate_path = load_path = ""
@@ -30,6 +32,7 @@ class ServerDouble:
     def __init__(self, model, *, port=0):
         self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
         self.seconds_per_token, self.seconds_of_a_hang = 0.0, 5.0
+        self.in_flight, self._held = False, False
         self._model, self._lock = model, threading.Lock()
         self.restart()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
@@ -88,13 +91,38 @@ class ServerDouble:
         return load_causal_lm(ModelCfg(path=str(folder)), SamplingCfg(max_new_tokens=1))
 
     def _write(self, policy, prompt, seeds, eos_ids, fault, *, temperature, **sampling):
-        """Completions and their tokens, wrong ones with some faults."""
+        """Completions, their tokens and the versions of the weights, wrong ones with some faults."""
         policy.eos_ids = tuple(eos_ids)
         how = SamplingCfg(temperature=temperature or 1.0, **sampling)
         (group,) = complete(policy, [prompt], seeds, how, deterministic=temperature == 0)
         if fault == "nan":  # as JSON has it
             group = [c._replace(log_probs=[None] * len(c.tokens)) for c in group]
-        return [(c, self._changed(c.tokens, fault)) for c in group]
+        version = "another" if fault == "version" else self.version
+        return [(c, self._changed(c.tokens, fault), [version] * len(c.tokens)) for c in group]
+
+    def _write_in_flight(self, prompt, seeds, eos_ids, fault, *, max_new_tokens, **how):
+        """As ``_write``, token by token; others may call meanwhile."""
+        empty = Completion([], [], "length")
+        group, versions = [empty] * seeds.shape[1], [[] for _ in seeds[0]]
+        for place in range(max_new_tokens):
+            self._let_others_call()
+            for number, so_far in enumerate(group):
+                if so_far.stop == "length":
+                    text, seed = [*prompt, *so_far.tokens], seeds[:, number : number + 1] + 1000 * place
+                    ((new, _, told),) = self._write(self._policy, text, seed, eos_ids, fault, max_new_tokens=1, **how)
+                    group[number] = Completion(so_far.tokens + new.tokens, so_far.log_probs + new.log_probs, new.stop)
+                    versions[number] += told
+        return [(c, c.tokens, told) for c, told in zip(group, versions, strict=True)]
+
+    def _let_others_call(self):
+        seconds = self.seconds_per_token
+        while True:
+            self._lock.release()
+            self.closing.wait(seconds)
+            self._lock.acquire()
+            if not self._held or self.closing.is_set():
+                return
+            seconds = 0.002
 
     def _changed(self, tokens, fault):
         if fault == "strange":
@@ -102,6 +130,13 @@ class ServerDouble:
         if fault == "shifted":  # other tokens of the model, but none that ends
             return [token if token in self._policy.eos_ids else 4 + (token - 3) % 11 for token in tokens]
         return tokens
+
+
+def spans(versions):
+    """As servers tell it: where the versions of a completion begin and end."""
+    starts = [place for place, version in enumerate(versions) if place == 0 or versions[place - 1] != version]
+    ends = [*starts[1:], len(versions)]
+    return [{"version": versions[start], "start": start, "end": end} for start, end in zip(starts, ends, strict=True)]
 
 
 def _handler(double):
@@ -127,7 +162,7 @@ def _handler(double):
             if fault == "drop":
                 return
             status, found = double.answer(parts.path, parts.query, body, fault)
-            if parts.path == double.generate_path and status == 200:
+            if parts.path == double.generate_path and status == 200 and not double.in_flight:
                 double.closing.wait(double.seconds_per_token * double.tokens_of_longest(found))
             data = b"" if found is None else json.dumps(found).encode()
             self.send_response(status)

@@ -1,9 +1,10 @@
 """The calls of SGLang that training uses, in a small server."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
-from server_double import ServerDouble
+from server_double import ServerDouble, spans
 
 GENERATE = "/generate"
 
@@ -41,12 +42,19 @@ class SGLangDouble(ServerDouble):
     def server_info(self, body, query, fault):
         return 200, self.config | {"internal_states": [{}], "version": "0.5.23"}
 
+    def pause_generation(self, body, query, fault):
+        assert self.in_flight
+        assert body == {"mode": "retract"}  # in_place keeps the cache of the old weights
+        self._paused = self._held = True
+        return 200, {"status": "ok"}
+
     def continue_generation(self, body, query, fault):
-        self._paused = False
+        self._paused = self._held = False
         return 200, {"status": "ok"}
 
     def update_weights_from_disk(self, body, query, fault):
         assert body["flush_cache"]
+        assert self._held == self.in_flight
         assert not body.get("abort_all_requests")
         self._load(Path(body["model_path"]))
         self.version = body["weight_version"]
@@ -73,7 +81,7 @@ class SGLangDouble(ServerDouble):
         return 200, {"success": True}
 
     def generate(self, body, query, fault):
-        assert not self._paused
+        assert self.in_flight or not self._paused
         prompts, params = body["input_ids"], body["sampling_params"]
         assert len(prompts) == len(params)
         assert body["return_logprob"]
@@ -94,27 +102,24 @@ class SGLangDouble(ServerDouble):
         seeds = torch.tensor([[want["sampling_seed"] for want in params]])
         how = {name: want[name] for name in ("temperature", "max_new_tokens", "stop")}
         ends = want["stop_token_ids"]
-        found = [
-            self._entry(prompt, *written, ends, fault)
-            for written in self._write(policy, prompt, seeds, ends, fault, **how)
-        ]
+        write = self._write_in_flight if self.in_flight else partial(self._write, policy)
+        found = [self._entry(prompt, *written, ends, fault) for written in write(prompt, seeds, ends, fault, **how)]
         return 200, found[: -1 if fault == "short" else None]
 
-    def _entry(self, prompt, completion, tokens, ends, fault):
+    def _entry(self, prompt, completion, tokens, versions, ends, fault):
         reason = {"type": "length", "length": len(tokens)}
         if completion.stop != "length":
             matched = tokens[-1] if completion.stop == "eos" else "a stop string"
             reason = {"type": "stop", "matched": 7 if fault == "end" else matched}
         if fault == "abort":
             reason = {"type": "abort", "message": "Abort before prefill"}
-        version = "another" if fault == "version" else self.version
         return {
             "output_ids": tokens,
             "prompt_token_ids": [*prompt[::-1], 5] if fault == "prompt" else prompt,
             "meta_info": {
                 "finish_reason": reason,
-                "weight_version": version,
-                "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+                "weight_version": versions[-1],
+                "weight_versions": spans(versions),
                 "output_token_logprobs": [[p, t, None] for t, p in zip(tokens, completion.log_probs, strict=True)],
             },
         }

@@ -4,10 +4,11 @@ import os
 import sys
 import time
 from base64 import b64decode
+from functools import partial
 from pathlib import Path
 
 import torch
-from server_double import ServerDouble
+from server_double import ServerDouble, spans
 
 GENERATE = "/inference/v1/generate"
 
@@ -47,12 +48,12 @@ class VLLMDouble(ServerDouble):
         return 200, {"vllm_config": self.config}
 
     def pause(self, body, query, fault):
-        assert query == "mode=wait"
-        self._paused = True
+        assert query == ("mode=keep" if self.in_flight else "mode=wait")
+        self._paused = self._held = True
         return 200, {}
 
     def resume(self, body, query, fault):
-        self._paused = False
+        self._paused = self._held = False
         return 200, {}
 
     def collective_rpc(self, body, query, fault):
@@ -113,10 +114,11 @@ class VLLMDouble(ServerDouble):
         return 200, {}
 
     def reset_prefix_cache(self, body, query, fault):
+        assert query == ("reset_running_requests=true" if self.in_flight else "")
         return 200, {"success": fault != "busy"}
 
     def inference_v1_generate(self, body, query, fault):
-        assert not self._paused
+        assert self.in_flight or not self._paused
         policy = self._policy
         if "model" in body:
             if self._adapters is None:
@@ -127,13 +129,13 @@ class VLLMDouble(ServerDouble):
         names = ("temperature", "repetition_penalty", "presence_penalty", "stop")
         how = {"max_new_tokens": want["max_tokens"], **{name: want[name] for name in names}}
         seeds = want["seed"] + torch.arange(want["n"])[None]
-        group = self._write(policy, prompt, seeds, want["stop_token_ids"], fault, **how)
+        write = self._write_in_flight if self.in_flight else partial(self._write, policy)
+        group = write(prompt, seeds, want["stop_token_ids"], fault, **how)
         choices = [self._choice(number, *written, fault) for number, written in enumerate(group)]
         echo = [*prompt[::-1], 5] if fault == "prompt" else prompt
         return 200, {"choices": choices[: -1 if fault == "short" else None], "prompt_token_ids": echo}
 
-    def _choice(self, number, completion, tokens, fault):
-        version = "another" if fault == "version" else self.version
+    def _choice(self, number, completion, tokens, versions, fault):
         return {
             "index": number,
             "finish_reason": "abort" if fault == "abort" else "length" if completion.stop == "length" else "stop",
@@ -141,7 +143,7 @@ class VLLMDouble(ServerDouble):
             "logprobs": {
                 "content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, completion.log_probs, strict=True)]
             },
-            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+            "weight_versions": spans(versions),
         }
 
 
@@ -151,6 +153,7 @@ def main(args):
     with VLLMDouble(model, port=int(args[args.index("--port") + 1])) as server:
         if "--seconds-per-token" in args:
             server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])
+        server.in_flight = "--in-flight" in args
         while sum(path == GENERATE for path, _ in server.calls) < 3 or not (model / "dies").exists():
             time.sleep(0.01)
         if not (model / "dies").read_text():

@@ -2,22 +2,27 @@
 
 import threading
 import time
+from copy import deepcopy
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from sglang_double import SGLangDouble
 from text_runs import copying, share_copied, train
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
-from vllm_double import GENERATE
+from vllm_double import GENERATE, VLLMDouble
 
 import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
+from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
+from groupwise.engines.base import Engine
 from groupwise.serving import http
 from groupwise.text import connect
 from groupwise.text.asynchronous import AsyncCollector
 from groupwise.text.data import in_order
+from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
 from groupwise.text.served import ServedCollector
@@ -45,7 +50,7 @@ def _quick(monkeypatch):
 def run(model, path, double, staleness, *, callbacks=(), task=None, retries=0, **more):
     cfg = gw.GRPOCfg(group_size=4, learning_rate=1e-2, objective=DECOUPLED)
     generation = {"name": "server", "urls": [double.url], "timeout": 20, "retries": retries, "max_staleness": staleness}
-    generation["weights_dir"] = str(path.parent / "weights")
+    generation |= {"weights_dir": str(path.parent / "weights"), "in_flight_updates": double.in_flight}
     return train(task or copying(), model, path, cfg, generation=generation, callbacks=list(callbacks), **SHORT | more)
 
 
@@ -73,6 +78,13 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(model, double, 
     asynchronous = run(model, tmp_path / "asynchronous", double, 0)
     assert {entry["rollout/staleness"] for entry in asynchronous.metrics()} == {0}
     assert_equal(asynchronous, synchronous, "rollout/staleness")
+
+
+@pytest.fixture(params=[False, True], ids=["in order", "in flight"])
+def either(request, double):
+    """A server that finishes rollouts before it reads new weights, or goes on with them."""
+    double.in_flight = request.param
+    return double
 
 
 class Delayed(ServedCollector):
@@ -139,19 +151,21 @@ class Dies(gw.Callback):
             raise self.error
 
 
-def test_a_run_that_was_killed_takes_every_prompt_once(model, double, tmp_path):
+def test_a_run_that_was_killed_takes_every_prompt_once(model, either, tmp_path):
     reward = Prompts()
     rows = [{"prompt": f"{number:03}"} for number in range(40)]
     task = gw.TextTask(rows, reward=reward)
     with pytest.raises(OSError, match="killed"):
-        run(model, tmp_path / "part", double, 1, task=task, callbacks=[Dies(OSError("killed"))], checkpoint_interval=1)
+        run(model, tmp_path / "part", either, 1, task=task, callbacks=[Dies(OSError("killed"))], checkpoint_interval=1)
     assert_nothing_runs()
     assert len(reward.taken) == 3 * PROMPTS
     del reward.taken[2 * PROMPTS :]  # scored, and not trained on
     again = gw.resume(tmp_path / "part", **{name: one for name, one in task.given.items() if one is not None})
     assert reward.taken == [in_order(rows, number, 0)["prompt"] for number in range(ITERATIONS * PROMPTS)]
     # nothing was in flight at its start, so the first is of its own weights
-    assert [entry["rollout/staleness"] for entry in again.metrics()] == [0, 1, 0, 1]
+    assert [entry["rollout/staleness"] for entry in again.metrics()][::2] == [0, 0]
+    if not either.in_flight:
+        assert [entry["rollout/staleness"] for entry in again.metrics()][1::2] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -161,15 +175,16 @@ def test_a_run_that_was_killed_takes_every_prompt_once(model, double, tmp_path):
         ("version", "answered by weights 'another', expected '.*-1'"),
     ],
 )
-def test_an_error_behind_the_learner_ends_the_run(model, double, tmp_path, fault, said):
-    double.faults[GENERATE] = [None] * 2 * PROMPTS + [fault] * 100  # the third rollout, by the weights of the second
+def test_an_error_behind_the_learner_ends_the_run(model, either, tmp_path, fault, said):
+    either.faults[GENERATE] = [None] * 2 * PROMPTS + [fault] * 100  # the third rollout, by the weights of the second
     with pytest.raises(gw.ServerError, match=said):
-        run(model, tmp_path / "run", double, 1)
+        run(model, tmp_path / "run", either, 1)
     assert_nothing_runs()
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_an_interrupt_does_not_wait_for_the_servers(model, double, tmp_path, monkeypatch):
+def test_an_interrupt_does_not_wait_for_the_servers(model, either, tmp_path, monkeypatch):
+    double = either
     monkeypatch.setattr(http, "_HEALTH_INTERVAL", 60.0)
     double.faults[GENERATE], double.seconds_of_a_hang = [None] * 3 * PROMPTS + ["hang"] * 100, 60.0
     begun = []
@@ -187,8 +202,82 @@ def test_an_interrupt_does_not_wait_for_the_servers(model, double, tmp_path, mon
     assert_nothing_runs()
 
 
+class Weights(gw.Callback):
+    """The policy of each iteration, before its update."""
+
+    def __init__(self):
+        self.of, self.rollouts = {}, []
+
+    def on_rollout_end(self, trainer, rollout):
+        self.of[trainer.iteration] = deepcopy(trainer.algorithm.policy)
+        self.rollouts.append(rollout.clone())
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", [VLLMDouble, SGLangDouble])
+def test_completions_go_on_under_new_weights(model, tmp_path, kind):
+    seen = Weights()
+    with kind(model) as double:
+        double.in_flight, double.seconds_per_token = True, 0.01
+        found = run(model, tmp_path / "run", double, 2, callbacks=[seen], total_iterations=8)
+    metrics = found.metrics()
+    shares = [[entry[f"rollout/staleness_{age}"] for age in range(3)] for entry in metrics]
+    assert all(sum(share) == pytest.approx(1) for share in shares)
+    ages = [share[1] + 2 * share[2] for share in shares]
+    assert ages == pytest.approx([entry["rollout/staleness"] for entry in metrics])
+    mixed = 0
+    for iteration, rollout in enumerate(seen.rollouts):
+        mask, weights = rollout["loss_mask"], rollout["weights"]
+        assert (iteration - 2 <= weights[mask]).all()
+        assert (weights[mask] <= iteration).all()
+        assert (weights[~mask] == -1).all()
+        for row, by in zip(mask, weights, strict=True):
+            assert by[row].tolist() == sorted(by[row].tolist())
+            mixed += len(set(by[row].tolist())) > 1
+        for number in weights[mask].unique().tolist():
+            batch = rollout[:, :-1].to_dict()
+            with torch.no_grad():
+                log_prob = seen.of[number].evaluate(batch).log_prob
+            of_these = (mask & (weights == number))[:, :-1]
+            torch.testing.assert_close(log_prob[of_these], batch["sample_log_prob"][of_these], atol=1e-4, rtol=0)
+    assert mixed
+    assert_nothing_runs()
+
+
+def test_servers_begin_the_next_rollout_before_the_last_one_is_complete(model, double, tmp_path):
+    begun = []
+    generate = double.inference_v1_generate
+
+    def slow_first(body, query, fault):
+        begun.append(body["sampling_params"]["seed"])
+        if len(begun) == 1:  # a completion that takes as long as three other rollouts
+            limit = time.monotonic() + 10
+            while len(begun) < 3 * PROMPTS and time.monotonic() < limit:
+                double._let_others_call()
+            assert len(begun) == 3 * PROMPTS
+        return generate(body, query, fault)
+
+    double.in_flight, double.inference_v1_generate = True, slow_first
+    metrics = run(model, tmp_path / "run", double, 2).metrics()
+    assert len(metrics) == ITERATIONS
+
+
+def test_a_server_that_restarts_in_flight_gets_the_newest_weights(model, double, tmp_path):
+    double.in_flight, double.seconds_per_token = True, 0.01
+    double.faults[GENERATE] = [None] * 3 * PROMPTS + ["restart"]
+    metrics = run(model, tmp_path / "run", double, 1, retries=2).metrics()
+    assert double.faults[GENERATE] == []
+    assert len(metrics) == ITERATIONS
+
+
 def test_what_cannot_be_is_refused(model, double, tmp_path):
+    with pytest.raises(ValueError, match=r"in_flight_updates=True and max_staleness=0: .*; fix: max_staleness=1"):
+        TextRunCfg(generation={"name": "server", "in_flight_updates": True})
     cfg = {"generation": {"name": "server", "max_staleness": 1}}
+    adapted = load_causal_lm(gw.ModelCfg(path=str(model), lora={"r": 2}), SamplingCfg(max_new_tokens=1))
+    in_flight = TextRunCfg(generation=cfg["generation"] | {"in_flight_updates": True})
+    with pytest.raises(gw.ConfigError, match=r"in_flight_updates=True with adapters: .*, or lora=None"):
+        connect.connect(in_flight, adapted, Engine())
     for algorithm, said in [
         (
             gw.GRPOCfg(objective={"old_log_prob": "recomputed"}),

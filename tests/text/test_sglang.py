@@ -126,7 +126,7 @@ def test_adapters_change_once_if_an_answer_is_lost(model, verb, fault):
         server.update(model, "b")
         assert double.faults[f"/{verb}_lora_adapter"] == []
         assert server._models() == {str(model), "groupwise-b"}
-        assert {answer.version for answer in server.generate(request("b"))} == {"b"}
+        assert {version for answer in server.generate(request("b")) for version in answer.versions} == {"b"}
         with pytest.raises(LostWeightsError, match="has no adapter 'groupwise-c'"):
             server.generate(request("c"))
         double.load_lora_adapter = lambda *call: (400, {"error_message": "rank 64 is incompatible"})

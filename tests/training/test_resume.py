@@ -180,3 +180,20 @@ def test_a_run_of_an_earlier_version_is_refused_in_a_line(uninterrupted: gw.Run,
         ) as caught:
             again(path)
         assert "\n" not in str(caught.value)
+
+
+class Summaries(gw.Callback):
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_iteration_end(self, trainer: Any, rollout: TensorDict, metrics: dict[str, float]) -> None:
+        self.seen.append(RunFolder(trainer.run_dir).summary.exists())
+
+
+def test_a_resumed_run_that_is_killed_does_not_show_its_former_end(tmp_path: Path) -> None:
+    run = gw.train(settings("ppo", tmp_path / "run"))
+    assert run.summary["stopped"] == "total_steps"
+    during = Summaries()
+    again = gw.resume(tmp_path / "run", total_steps=2400, callbacks=[during])
+    assert set(during.seen) == {False}
+    assert again.summary["env_steps"] == 2432

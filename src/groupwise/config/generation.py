@@ -47,6 +47,8 @@ class ServerGenerationCfg(GenerationCfg):
     """How often a call is repeated that got no answer, or an error of the server."""
     max_staleness: Annotated[int, Ge(0)] = 0
     """Updates that may lie between the weights that wrote a rollout and the weights that it trains. 0: servers wait for each update; 1 or more: they write the next rollouts meanwhile."""
+    in_flight_updates: bool = False
+    """With ``max_staleness``: servers read new weights while they write, and completions that run go on under them. False: they finish a rollout before."""
 
     @model_validator(mode="after")
     def _check(self) -> "ServerGenerationCfg":
@@ -68,6 +70,10 @@ class ServerGenerationCfg(GenerationCfg):
                 raise ValueError(
                     f"urls = {url!r}: the port is no number below 65536; fix: http://127.0.0.1:8000"
                 ) from None
+        if self.in_flight_updates and not self.max_staleness:
+            raise ValueError(
+                "in_flight_updates=True and max_staleness=0: servers write nothing while new weights come; fix: max_staleness=1"
+            )
         if self.args and self.python is None:
             raise ValueError(
                 f"args={self.args!r} are of a server that the run starts; fix: leave them out, or python=..."

@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ServerError
@@ -30,9 +30,17 @@ class GroupRequest(NamedTuple):
     vocabulary: int
     """Tokens that the model has."""
     version: str
-    """Of the weights that must write them."""
+    """Of the weights that must write them: ``<run>-<iteration>``."""
     greedy: bool = False
     """Take the most likely token each time."""
+    in_flight_updates: bool = False
+    """Whether later weights of the run may write the rest."""
+
+    def allows(self, version: str) -> bool:
+        """Whether weights of this version may have written a token."""
+        (run, _, asked), (of_run, _, iteration) = self.version.rpartition("-"), version.rpartition("-")
+        is_later = self.in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
+        return version == self.version or is_later
 
 
 class Answer(NamedTuple):
@@ -43,8 +51,8 @@ class Answer(NamedTuple):
     log_probs: list[float]
     """Of each token, under the distribution that it was drawn from."""
     stop: Stop
-    version: str
-    """Of the weights that wrote it."""
+    versions: list[str]
+    """Of the weights that wrote each token."""
 
 
 class Reply(NamedTuple):
@@ -57,8 +65,8 @@ class Reply(NamedTuple):
     """Tokens and their log-probabilities."""
     end: str
     """``"stop"`` or ``"length"``; anything else is an error."""
-    version: str
-    """Of the weights, or several joined by ``+``."""
+    versions: list[str]
+    """Of the weights that wrote each token."""
 
 
 class Server(ABC):
@@ -66,6 +74,7 @@ class Server(ABC):
 
     Args:
         adapters: whether weights are adapters.
+        in_flight_updates: whether requests that run go on under new weights, or are finished before.
     """
 
     needs: str
@@ -73,8 +82,9 @@ class Server(ABC):
     reads_files = True
     """Whether new weights must be in a folder."""
 
-    def __init__(self, client: HttpClient, *, adapters: bool) -> None:
+    def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
         self.url, self._client, self._adapters = client.url, client, adapters
+        self._in_flight_updates = in_flight_updates
 
     @abstractmethod
     def check(self) -> None:
@@ -95,13 +105,14 @@ class Server(ABC):
             ) from None
         if len(replies) != request.size:
             raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
-        if wrong := {answer.version for answer in answers} - {request.version}:
-            raise LostWeightsError(f"{self.url} answered by weights {wrong.pop()!r}, expected {request.version!r}")
+        versions = {version for answer in answers for version in answer.versions}
+        if wrong := [version for version in versions if not request.allows(version)]:
+            raise LostWeightsError(f"{self.url} answered by weights {wrong[0]!r}, expected {request.version!r}")
         return [check_answer(answer, request, self.url) for answer in answers]
 
     @abstractmethod
     def pause(self) -> None:
-        """Finish the requests that run, and begin none."""
+        """Finish the requests that run, or hold them back, and begin none."""
 
     @abstractmethod
     def load_weights(self, folder: Path, version: str) -> None:
@@ -109,11 +120,11 @@ class Server(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Forget what was cached of prompts."""
+        """Forget what was cached of prompts, and of requests that are held back."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Begin requests again."""
+        """Begin requests again, and go on with those that were held back."""
 
     def close(self) -> None:
         """End the calls that run, and all later ones, by a ``ServerError``."""
@@ -136,7 +147,12 @@ def _answer(reply: Reply, request: GroupRequest, url: str) -> Answer:
         raise ServerError(f"{url} ended a completion by {reply.end!r}; fix: let no one abort requests")
     ended: Stop = "length" if reply.end == "length" else "stop"
     stop: Stop = "eos" if reply.tokens and reply.tokens[-1] in request.eos_ids else ended
-    return Answer(reply.tokens, [value for _, value in reply.scored], stop, reply.version)
+    return Answer(reply.tokens, [value for _, value in reply.scored], stop, reply.versions)
+
+
+def of_each_token(spans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The versions of the weights that wrote the spans of a completion, token by token."""
+    return [span["version"] for span in spans for _ in range(span["end"] - span["start"])]
 
 
 def _is_log_prob(value: object) -> bool:
@@ -148,7 +164,9 @@ def check_answer(answer: Answer, request: GroupRequest, url: str) -> Answer:
     """The answer; a ``ServerError`` if it cannot be one of this request."""
     tokens, longest = answer.tokens, request.sampling.max_new_tokens
     wrong = None
-    if not 1 <= len(tokens) <= longest or len(answer.log_probs) != len(tokens):
+    if len(answer.versions) != len(tokens):
+        wrong = f"{len(tokens)} tokens, and the versions of the weights of {len(answer.versions)}"
+    elif not 1 <= len(tokens) <= longest or len(answer.log_probs) != len(tokens):
         wrong = f"{len(tokens)} tokens with {len(answer.log_probs)} log-probabilities, asked for 1 to {longest}"
     elif strange := [token for token in tokens if not 0 <= token < request.vocabulary]:
         wrong = f"token {strange[0]}, and the model has {request.vocabulary:,}; fix: serve the model that is trained"

@@ -10,8 +10,12 @@ _KINDS: dict[str, type[Server]] = {"vllm_config": VLLMServer, "internal_states":
 """By what ``/server_info`` has, at which both answer."""
 
 
-def find_server(client: HttpClient, *, adapters: bool) -> Server:
-    """The adapter for the server that answers, vLLM or SGLang; a ``ServerError`` if it is neither."""
+def find_server(client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> Server:
+    """The adapter for the server that answers, vLLM or SGLang; a ``ServerError`` if it is neither.
+
+    Args:
+        adapters, in_flight_updates: as of ``Server``.
+    """
     try:
         info = client.get(SERVER_INFO)
     except RefusedError:
@@ -20,7 +24,7 @@ def find_server(client: HttpClient, *, adapters: bool) -> Server:
         ) from None
     for name, kind in _KINDS.items():
         if isinstance(info, dict) and name in info:
-            return kind(client, adapters=adapters)
+            return kind(client, adapters=adapters, in_flight_updates=in_flight_updates)
     raise ServerError(
         f"{client.url} is neither vLLM nor SGLang, by its /server_info; fix: generation.urls of one of them"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError, ServerError
-from groupwise.serving.base import GroupRequest, LostWeightsError, Reply, Server
+from groupwise.serving.base import GroupRequest, LostWeightsError, Reply, Server, of_each_token
 from groupwise.serving.http import HttpClient, RefusedError
 
 ADAPTER = "groupwise-"
@@ -26,13 +26,13 @@ class SGLangServer(Server):
     """One server. For adapters it needs ``--enable-lora``.
 
     Weights are read in one call, which waits for the requests that run, holds back the others and empties the cache. So
-    ``pause`` and ``flush`` have nothing to do; SGLang's own pause ends requests, or goes on with them under new weights.
+    ``pause`` has nothing to do, unless requests go on under new weights, and ``flush`` never has.
     """
 
     needs = "SGLang 0.5.23"
 
-    def __init__(self, client: HttpClient, *, adapters: bool) -> None:
-        super().__init__(client, adapters=adapters)
+    def __init__(self, client: HttpClient, **options: bool) -> None:
+        super().__init__(client, **options)
         client.health = "/model_info"  # /health generates a token, and so waits while weights are read
 
     def check(self) -> None:
@@ -70,7 +70,9 @@ class SGLangServer(Server):
         return [_reply(entry, request, self.url) for entry in said]
 
     def pause(self) -> None:
-        """Nothing: ``load_weights`` finishes the requests that run, and begins none."""
+        """Hold back the requests that run; else nothing, as ``load_weights`` finishes them, and begins none."""
+        if self._in_flight_updates:
+            self._client.post("/pause_generation", {"mode": "retract"})
 
     def load_weights(self, folder: Path, version: str) -> None:
         """Read the safetensors of a folder, and forget what was cached of prompts."""
@@ -89,7 +91,7 @@ class SGLangServer(Server):
         """Nothing: ``load_weights`` has emptied the cache, and what adapters cached is known by their name."""
 
     def resume(self) -> None:
-        """Begin requests again."""
+        """Begin requests again, and go on with those that were held back."""
         self._client.post("/continue_generation")
 
     def _spreads(self, *temperatures: float) -> list[float]:
@@ -154,5 +156,6 @@ def _reply(entry: dict[str, Any], request: GroupRequest, url: str) -> Reply:
             "eos_token_id in the config.json and generation_config.json that the server reads"
         )
     scored = [(place[1], place[0]) for place in told["output_token_logprobs"]]
-    versions = {span["version"] for span in told.get("weight_versions") or [{"version": told["weight_version"]}]}
-    return Reply(entry["prompt_token_ids"], entry["output_ids"], scored, reason["type"], "+".join(sorted(versions)))
+    whole = {"version": told["weight_version"], "start": 0, "end": len(entry["output_ids"])}
+    versions = of_each_token(told.get("weight_versions") or [whole])
+    return Reply(entry["prompt_token_ids"], entry["output_ids"], scored, reason["type"], versions)

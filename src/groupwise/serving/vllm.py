@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ServerError
-from groupwise.serving.base import GroupRequest, LostWeightsError, Reply, Server
+from groupwise.serving.base import GroupRequest, LostWeightsError, Reply, Server, of_each_token
 from groupwise.serving.http import RefusedError
 
 SERVER_INFO = "/server_info?config_format=json"
@@ -48,8 +48,8 @@ class VLLMServer(Server):
         return [_reply(said["prompt_token_ids"], choice) for choice in choices]
 
     def pause(self) -> None:
-        """Finish the requests that run, and begin none."""
-        self._client.post("/pause?mode=wait")
+        """Finish the requests that run, or hold them back, and begin none."""
+        self._client.post(f"/pause?mode={'keep' if self._in_flight_updates else 'wait'}")
 
     def load_weights(self, folder: Path, version: str) -> None:
         """Read the safetensors of a folder."""
@@ -62,12 +62,13 @@ class VLLMServer(Server):
         self._client.post("/update_weight_version", {"new_version": version})
 
     def flush(self) -> None:
-        """Forget what was cached of prompts."""
-        if not self._client.post("/reset_prefix_cache")["success"]:
+        """Forget what was cached of prompts, and of requests that are held back: it is computed by the new weights."""
+        running = "?reset_running_requests=true" if self._in_flight_updates else ""
+        if not self._client.post(f"/reset_prefix_cache{running}")["success"]:
             raise ServerError(f"{self.url} keeps cached prompts of the old weights; fix: no other requests on it")
 
     def resume(self) -> None:
-        """Begin requests again."""
+        """Begin requests again, and go on with those that were held back."""
         self._client.post("/resume")
 
 
@@ -97,5 +98,4 @@ def sampling_params(request: GroupRequest) -> dict[str, Any]:
 
 def _reply(prompt: list[int], choice: dict[str, Any]) -> Reply:
     scored = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
-    versions = {span["version"] for span in choice["weight_versions"]}
-    return Reply(prompt, choice["token_ids"], scored, choice["finish_reason"], "+".join(sorted(versions)))
+    return Reply(prompt, choice["token_ids"], scored, choice["finish_reason"], of_each_token(choice["weight_versions"]))

@@ -1,14 +1,14 @@
 """Asynchronous collection: servers write the next rollouts while the learner updates.
 
-One thread does everything with the servers, in order: the weights of an iteration, then the rollout that lies
-``max_staleness`` ahead. So the weights that write a rollout follow from its number, not from timing, and staleness is bounded
-by pacing: nothing is dropped.
+At most ``max_staleness + 1`` rollouts are unfinished or untrained. So staleness is bounded by pacing, and nothing is dropped.
+One thread does everything with the servers, in order: the weights of an iteration, then the rollout that lies ``max_staleness``
+ahead. So the weights that write a rollout follow from its number, not from timing. With ``in_flight_updates`` each rollout has
+a thread of its own: servers load weights as soon as they are saved, and go on with what they write.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Lock
 from typing import Any, NamedTuple
 
 from groupwise.config.generation import ServerGenerationCfg
@@ -20,8 +20,6 @@ class Written(NamedTuple):
     """A rollout that servers have written; seconds are those of ``time.perf_counter``."""
 
     groups: list[list[Transcript]]
-    weights: int
-    """Iteration of the weights that wrote it."""
     begun: float
     loaded: float
     """When the servers had their weights."""
@@ -36,22 +34,23 @@ class AsyncCollector(ServedCollector):
         how = self._cfg.generation
         assert isinstance(how, ServerGenerationCfg)
         self.max_staleness = how.max_staleness
-        self._thread = ThreadPoolExecutor(1, "groupwise generation")
-        self._loading = Lock()
+        self._threads = ThreadPoolExecutor(
+            self.max_staleness + 1 if how.in_flight_updates else 1, "groupwise generation"
+        )
         self._queue: deque[Future[Written]] = deque()
         self._last_taken = self._last_end = time.perf_counter()
 
     def close(self) -> None:
-        """End what the servers write, but not that they load weights, and the thread."""
+        """End what the servers write, and the threads."""
         for ahead in self._queue:
             ahead.cancel()
-        with self._loading:
-            self.generator.close()
-        self._thread.shutdown()
+        self.generator.close()
+        self._threads.shutdown()
         super().close()
 
     def forget(self) -> None:
         """Drop what is written ahead; it is asked for again."""
+        super().forget()
         for ahead in self._queue:
             ahead.cancel()
         wait(self._queue)
@@ -63,35 +62,38 @@ class AsyncCollector(ServedCollector):
             if ahead.done() and (error := ahead.exception()):
                 raise error
         self.generator.save(self.iteration)
-        first = len(self._queue)
-        for number in range(first, self.max_staleness + 1):
+        for number in range(len(self._queue), self.max_staleness + 1):
             groups = self._open(self._cfg.num_prompts, ahead=number)
-            self._queue.append(self._thread.submit(self._write_ahead, groups, self.iteration, load=number == first))
+            self._queue.append(self._threads.submit(self._write_ahead, groups, self.iteration))
 
-    def _write_ahead(self, groups: list[list[Transcript]], weights: int, *, load: bool) -> Written:
-        """The groups, written by these weights."""
+    def _write_ahead(self, groups: list[list[Transcript]], weights: int) -> Written:
+        """The groups, begun by these weights or later ones."""
         begun = time.perf_counter()
-        if load:
-            with self._loading:
-                self.generator.load(weights)
+        self.generator.load(weights)
         loaded = time.perf_counter()
-        self._write(groups)
-        return Written(groups, self.generator.weights, begun, loaded, time.perf_counter())
+        return Written(self._write(groups), begun, loaded, time.perf_counter())
 
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
         """The oldest rollout of the queue."""
         asked, ready = time.perf_counter(), sum(ahead.done() for ahead in self._queue)
         found = self._queue[0].result()
         self._queue.popleft()
-        staleness = self.iteration - found.weights
-        assert staleness <= self.max_staleness  # a completion of other weights than asked for is an error before
-        now = time.perf_counter()
+        now, ended = time.perf_counter(), max(found.ended, self._last_end)
+        waited = max(0.0, found.begun - self._last_end)  # rollouts in flight overlap
         self._numbers = {
             "rollout/sync_seconds": found.loaded - found.begun,
-            "rollout/staleness": float(staleness),
             "time/queue_length": float(ready),
             "time/learner_idle_fraction": (now - asked) / (now - self._last_taken),
-            "time/server_idle_fraction": (found.begun - self._last_end) / (found.ended - self._last_end),
+            "time/server_idle_fraction": waited / (ended - self._last_end) if waited else 0.0,
         }
-        self._last_taken, self._last_end = now, found.ended
+        self._numbers |= self._staleness([member for group in found.groups for member in group])
+        self._last_taken, self._last_end = now, ended
         return found.groups
+
+    def _staleness(self, members: list[Transcript]) -> dict[str, float]:
+        """Updates since the weights that wrote the tokens: their mean, and the share of each number."""
+        ages = Counter(self.iteration - weights for member in members for weights in member.weights if weights >= 0)
+        assert 0 <= min(ages) <= max(ages) <= self.max_staleness  # others are an error before
+        total = ages.total()
+        shares = {f"rollout/staleness_{age}": ages[age] / total for age in range(self.max_staleness + 1)}
+        return {"rollout/staleness": sum(age * count for age, count in ages.items()) / total} | shares

@@ -33,6 +33,11 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
         raise ConfigError(
             f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
         )
+    if how.in_flight_updates and policy.has_adapters:
+        raise ConfigError(
+            "generation.in_flight_updates=True with adapters: servers finish a completion by the adapters that began it; fix: "
+            "in_flight_updates=False, or lora=None"
+        )
     with ExitStack() as stack:
         folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,10 +48,11 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
             own.wait()
             urls, more = (own.url,), {"last_lines": own.last_lines}
         clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
-        servers = [find_server(client, adapters=policy.has_adapters) for client in clients]
+        in_flight = {"in_flight_updates": how.in_flight_updates}
+        servers = [find_server(client, adapters=policy.has_adapters, **in_flight) for client in clients]
         if how.transfer == "nccl":
             servers = [_sending(server, client, policy) for server, client in zip(servers, clients, strict=True)]
-        generator = ServedGenerator(servers, policy, folder, engine)
+        generator = ServedGenerator(servers, policy, folder, engine, **in_flight)
         cleanup = stack.pop_all()
     return partial(AsyncCollector if how.max_staleness else ServedCollector, generator, own, cleanup)
 

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from jaxtyping import Int
@@ -38,14 +40,24 @@ class ServedGenerator:
     Args:
         folder: for the weights, which leave it when newer ones are loaded; that of the first rank holds for all.
         engine: the processes that train together. Their policies are the same, so the first gives it to the servers.
+        in_flight_updates: whether the servers, made likewise, go on with completions under new weights.
     """
 
-    def __init__(self, servers: Sequence[Server], policy: CausalLM, folder: Path, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        policy: CausalLM,
+        folder: Path,
+        engine: Engine | None = None,
+        *,
+        in_flight_updates: bool = False,
+    ) -> None:
         self.servers, self.policy, self.engine = servers, policy, engine or Engine()
+        self._in_flight_updates, self._loading = in_flight_updates, Lock()
         # the versions of another run on the same servers are others
         self.folder, self._run = self.engine.gather_objects((folder.absolute(), secrets.token_hex(4)))[0]
         self.weights = -1
-        """Iteration whose weights the servers have; a completion of others is an error."""
+        """Iteration whose weights the servers have; a completion of earlier ones is an error."""
         for server in servers:
             server.check()
 
@@ -62,11 +74,16 @@ class ServedGenerator:
                 self.policy.save_model(self.folder / self._version(iteration))
 
     def load(self, iteration: int) -> None:
-        """Give all servers weights that were saved."""
-        self.weights = iteration
-        if self.engine.rank == 0:
-            _at_once(self._load, self.servers)
-            self._remove_weights(before=iteration)
+        """Give all servers weights that were saved, unless they have them or later ones."""
+        with self._loading:
+            if self.engine.rank == 0 and iteration > self.weights:
+                _at_once(partial(self._load, iteration=iteration), self.servers)
+                self._remove_weights(before=iteration)
+            self.weights = max(iteration, self.weights)
+
+    def forget(self) -> None:
+        """The servers have lost their weights."""
+        self.weights = -1
 
     def __call__(
         self,
@@ -78,7 +95,8 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """Completions of each prompt, as by ``complete``; the first seed of a group stands for all."""
         version = self._version(self.weights)
-        fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), version, deterministic)
+        eos_ids, vocabulary = tuple(self.policy.eos_ids), len(self.policy.head)
+        fixed = (sampling, eos_ids, vocabulary, version, deterministic, self._in_flight_updates)
         asked = [
             (self.servers[number % len(self.servers)], GroupRequest(prompt, seeds.shape[1], seed, *fixed))
             for number, (prompt, seed) in enumerate(zip(prompts, seeds[:, 0].tolist(), strict=True), self.engine.rank)
@@ -87,30 +105,33 @@ class ServedGenerator:
         lost = [number for number, answer in enumerate(answers) if isinstance(answer, LostWeightsError)]
         if lost:
             log.warning("%s; it gets the weights again", answers[lost[0]])
-            _at_once(self._load, [*dict.fromkeys(asked[number][0] for number in lost)])
+            with self._loading:
+                again = partial(self._load, iteration=self.weights)
+                _at_once(again, [*dict.fromkeys(asked[number][0] for number in lost)])
             for number, answer in zip(lost, _at_once(_ask, [asked[number] for number in lost]), strict=True):
                 if isinstance(answer, LostWeightsError):
                     raise answer
                 answers[number] = answer
-        return [[Completion(a.tokens, a.log_probs, a.stop) for a in group] for group in answers]
+        return [[_completion(answer) for answer in group] for group in answers]
 
     def close(self) -> None:
-        """End the calls that run, and remove the weights."""
-        for server in self.servers:
-            server.close()
-        if self.engine.rank == 0:
-            self._remove_weights()
+        """End the calls that run, but not that servers load weights, and remove the weights."""
+        with self._loading:
+            for server in self.servers:
+                server.close()
+            if self.engine.rank == 0:
+                self._remove_weights()
 
     def _version(self, iteration: int) -> str:
         return f"{self._run}-{iteration}"
 
     def _remove_weights(self, before: int | None = None) -> None:
         for path in self.folder.glob(f"{self._run}-*"):
-            if before is None or int(path.name.rpartition("-")[2]) < before:
+            if before is None or _iteration(path.name) < before:
                 files.remove(path)
 
-    def _load(self, server: Server) -> None:
-        version = self._version(self.weights)
+    def _load(self, server: Server, iteration: int) -> None:
+        version = self._version(iteration)
         server.update(self.folder / version, version)
 
 
@@ -151,6 +172,7 @@ class ServedCollector(TextCollector):
 
     def forget(self) -> None:
         """Drop what the servers were asked for, as they are gone."""
+        self.generator.forget()
 
     def close(self) -> None:
         """End the run's own server, too."""
@@ -182,6 +204,15 @@ def _without_bars() -> Iterator[None]:
     finally:
         if shown:
             bars.enable_progress_bar()
+
+
+def _completion(answer: Answer) -> Completion:
+    weights = [_iteration(version) for version in answer.versions]
+    return Completion(answer.tokens, answer.log_probs, answer.stop, weights=weights)
+
+
+def _iteration(version: str) -> int:
+    return int(version.rpartition("-")[2])
 
 
 def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

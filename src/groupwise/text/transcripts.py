@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from threading import Lock
 from typing import Literal
 
 import torch
@@ -39,6 +40,8 @@ class Transcript:
     """The model's turn that wrote each token; -1: the tool's."""
     support: list[Tensor] = field(default_factory=list)
     """The tokens that could be drawn, if not all could."""
+    weights: list[int] = field(default_factory=list)
+    """From servers: the iteration whose weights wrote each token; -1: the tool's."""
     stop: Literal["eos", "stop", "length"] = "length"
     """How the model's last turn ended."""
     turns: int = 0
@@ -61,6 +64,7 @@ class Transcript:
         """Add a turn of the model."""
         self._add(completion.tokens, completion.log_probs, self.turns)
         self.support += completion.support or []
+        self.weights += completion.weights or []
         self.stop = completion.stop
         self.turns += 1
         self.text += text
@@ -71,6 +75,8 @@ class Transcript:
         self._add(tokens, [0.0] * len(tokens), -1)
         if self.support:
             self.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
+        if self.weights:
+            self.weights += [-1] * len(tokens)
         self.text += text
         self.messages.append({"role": "tool", "content": answer})
 
@@ -89,7 +95,7 @@ class Dialogue:
 
     def __init__(self, encoder: PromptEncoder, tool: AnyTool | None = None, context: int | None = None) -> None:
         self.encoder = encoder
-        self._tool = tool
+        self._tool, self._asking = tool, Lock()
         self._context = context
         if tool is not None:
             encoder.encode_answer("84")  # a template that cannot is refused before training
@@ -106,7 +112,8 @@ class Dialogue:
         """
         if self._tool is None or transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
             return False
-        answer = ask(self._tool, transcript.messages[-1]["content"])
+        with self._asking:  # several rollouts may be written at the same time
+            answer = ask(self._tool, transcript.messages[-1]["content"])
         if answer is None:
             return False
         tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
@@ -190,6 +197,7 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
         group=member.group,
         turn=member.turn,
         support=member.support or None,
+        weights=member.weights or None,
         trained=not (cut and cfg.mask_truncated_completions),
         greedy=member.greedy,
         reward_parts=tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else (),

@@ -234,10 +234,7 @@ def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
         saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
     except CheckpointError as error:  # it must not take the place of what ended training
         saved = str(error)
-    command = plugins.command("resume", folder.path)
-    if names := given.names():
-        command = f"gw.resume({str(folder.path)!r}, {', '.join(f'{name}=...' for name in names)})"
-    return f"{saved}; continue with: {command}"
+    return f"{saved}; continue with: {plugins.resume_command(folder.path, given.names(), plugins.loaded())}"
 
 
 def threads_for(policy: Policy) -> AbstractContextManager[None]:

@@ -1,7 +1,6 @@
 """What a run's metrics and the groups that it kept say about its health."""
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -42,8 +41,8 @@ def failure(folder: RunFolder) -> Iterator[Finding]:
     """A run that an error or a kill ended."""
     if folder.is_training:
         return
-    summary, used = folder.read_summary(), folder.read_provenance()["plugins"]
-    again = f"groupwise resume {shlex.quote(str(folder.path))}{plugins.options(used)}"
+    summary, known = folder.read_summary(), folder.read_provenance()
+    again = plugins.resume_command(folder.path, known["given_in_python"], known["plugins"])
     if summary.get("stopped") == "failed":
         text = f"An error ended it: {summary.get('error', 'its message was not kept')}"
         yield Finding("End of the run", (), "bad", text, f"After its cause is gone: {again}")

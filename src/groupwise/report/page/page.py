@@ -315,13 +315,14 @@ def _without_none(facts: Mapping[str, Any]) -> dict[str, str]:
 def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str]:
     """How the run was made, and how to make it again."""
     again = plugins.command("train", folder.config)
-    if given := provenance["given_in_python"]:
+    given = provenance["given_in_python"]
+    if given:
         again = (
             f"in Python, where {' and '.join(given)} came from: gw.train(..., seed={folder.read_config().get('seed')})"
         )
     found = {"made by": str(provenance.get("command") or ""), "repeat": again}
     if folder.read_summary().get("stopped") not in BUDGETS:
-        found["continue"] = plugins.command("resume", folder.path)
+        found["continue"] = plugins.resume_command(folder.path, given, provenance["plugins"])
     return _without_none(found)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -231,7 +232,7 @@ def _engine(cfg: CommonCfg) -> Engine:
     if isinstance(cfg, TextRunCfg) and cfg.engine == "fsdp":
         from groupwise.text.sharding import ShardedEngine
 
-        return from_environment(device, ShardedEngine, cfg.ddp_timeout)
+        return from_environment(device, partial(ShardedEngine, cpu_offload=cfg.cpu_offload), cfg.ddp_timeout)
     return from_environment(device, timeout=cfg.ddp_timeout)
 
 

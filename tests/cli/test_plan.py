@@ -34,6 +34,16 @@ def test_the_plan_is_a_table(run_file, capsys):
         assert word in out
 
 
+def test_what_is_offloaded_stands_apart(run_file, capsys):
+    options = ["plan", run_file, "--gpus", "8", "--engine", "fsdp"]
+    assert cli.main(options) == 0
+    assert "Memory of the host" not in capsys.readouterr().out
+    assert cli.main([*options, "--cpu-offload"]) == 0
+    of_gpu, of_host = capsys.readouterr().out.split("\n\nMemory of the host, for each GPU")
+    assert "weights, 1/8, to train" in of_host
+    assert "1/8" not in of_gpu
+
+
 @pytest.mark.parametrize(
     ("number", "text"), [(999, "999"), (18_080, "18.1 k"), (999_885_952, "1 B"), (134_515_008, "135 M")]
 )

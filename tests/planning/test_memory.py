@@ -50,6 +50,21 @@ def test_sharded_ranks_hold_parts_beside_the_policy(llama):
 
 
 @pytest.mark.parametrize(
+    ("lora", "on_gpu"), [(None, ["policy"]), ({"r": 2}, ["policy", "reference"])], ids=["weights", "adapters"]
+)
+def test_offloaded_parts_are_in_the_memory_of_the_host(llama, lora, on_gpu):
+    fields = {"engine": "fsdp", "model": {"lora": lora}}
+    divided, offloaded = (
+        planned(settings(llama, {"kl_coef": 0.1}, cpu_offload=on, **fields), gpus=2).memory for on in (False, True)
+    )
+    assert [*offloaded.kept] == on_gpu
+    assert offloaded.kept | offloaded.host == divided.kept
+    assert offloaded.passing == divided.passing
+    assert divided.host == {}
+    assert planned(settings(llama, cpu_offload=True, **fields), gpus=1).memory.host == {}
+
+
+@pytest.mark.parametrize(
     ("algorithm", "lora", "precision"),
     [
         ({"kl_coef": 0.1}, None, "float32"),

@@ -66,6 +66,17 @@ def test_each_fix_fits_and_is_an_option_of_the_command_line(llama):
             assert planned(changed, gpus=gpus).memory.peak == pytest.approx(fix.peak)
 
 
+@pytest.mark.parametrize(("engine", "options"), [("fsdp", []), ("ddp", ["--engine fsdp"])])
+def test_parts_may_go_to_the_host(llama, engine, options):
+    model = {"precision": "bfloat16", "gradient_checkpointing": True}
+    cfg = settings(llama, {"micro_batch_size": 16}, engine=engine, model=model)
+    offloaded = planned(cfg.model_copy(update={"engine": "fsdp", "cpu_offload": True}), gpus=8)
+    plan = planned(cfg, gpus=8, gpu=ROUND._replace(memory=offloaded.memory.peak))
+    found = fixes(plan)
+    assert found[0] == ([*options, "--cpu-offload"], offloaded.memory.peak)
+    assert sum("--cpu-offload" in fix.options for fix in found) == 1
+
+
 def test_several_changes_together_where_none_is_enough(llama):
     cfg = settings(llama, {"micro_batch_size": 200_000}, sampling={"max_new_tokens": 900}, num_prompts=640)
     [fix, *rest] = fixes(roomy(cfg, 0.2))

@@ -75,7 +75,16 @@ class ServerDouble:
 
     def _load(self, folder):
         assert folder.is_absolute()
-        self._policy = CausalLM(AutoModelForCausalLM.from_pretrained(folder), tokenizer=self._policy.tokenizer)
+        self._use(AutoModelForCausalLM.from_pretrained(folder))
+
+    def _set(self, weights):
+        """Of a model that a folder has no files of."""
+        model = AutoModelForCausalLM.from_pretrained(self._model)
+        model.load_state_dict(weights)
+        self._use(model)
+
+    def _use(self, model):
+        self._policy = CausalLM(model, tokenizer=self._policy.tokenizer)
         self._policy.decoder = FastDecoder()
 
     def _load_adapters(self, folder):

@@ -1,12 +1,15 @@
 """What ``test_sharding`` starts, alone or under torchrun.
 
-sharded_runs.py updates FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics, state
-sharded_runs.py train|fail|resume FOLDER ITERATIONS     a whole run; resume writes what it begins with
+sharded_runs.py updates|offloaded FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics,
+    state
+sharded_runs.py train|train_offloaded|train_adapters|fail|resume FOLDER ITERATIONS   a whole run; resume writes what it begins
+    with
 """
 
 import itertools
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -137,12 +140,13 @@ def whole_run(folder, mode, number):
     else:
         settings = {k: v for k, v in SETTINGS.items() if k != "total_steps"}
         task = gw.TextTask(given["data"], reward=reward)
-        model = str(folder.with_name("model"))
-        gw.train(task, cfg, model=model, run_dir=folder, engine="fsdp", total_iterations=number, **settings)
+        model = {"path": str(folder.with_name("model")), "lora": {"r": 2} if mode == "train_adapters" else None}
+        settings |= {"engine": "fsdp", "cpu_offload": mode == "train_offloaded", "total_iterations": number}
+        gw.train(task, cfg, model=model, run_dir=folder, **settings)
 
 
-def all_updates(file, cases):
-    engine = from_environment("cpu", ShardedEngine)
+def all_updates(file, cases, offload):
+    engine = from_environment("cpu", partial(ShardedEngine, cpu_offload=offload))
     torch.save({case: updated(engine, **CASES[case]) for case in cases or CASES}, f"{file}.{engine.rank}")
     engine.close()
 
@@ -150,7 +154,7 @@ def all_updates(file, cases):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, path, *rest = sys.argv[1:]
-    if mode == "updates":
-        all_updates(path, rest)
+    if mode in ("updates", "offloaded"):
+        all_updates(path, rest, offload=mode == "offloaded")
     else:
         whole_run(Path(path), mode, int(rest[0]))

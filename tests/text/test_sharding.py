@@ -9,16 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import run_script
 from sharded_runs import CASES
 from text_runs import save_model
+from tiny_models import tiny_model
+from torch.distributed.fsdp import CPUOffloadPolicy
 from two_ranks import in_two_threads
 
 import groupwise as gw
+from groupwise import run
 from groupwise.algorithms.memory import EqualMicroBatches
 from groupwise.engines.base import Engine
-from groupwise.engines.distributed import from_environment
+from groupwise.engines.distributed import backend_of, from_environment
 from groupwise.report.folder import RunFolder
+from groupwise.text import sharding
+from groupwise.text.policy import CausalLM
 from groupwise.text.sharding import ShardedEngine
 from groupwise.training.checkpoint import load_checkpoint
 
@@ -83,6 +89,58 @@ def test_each_rank_holds_its_part_alone(updates, case):
     assert first <= 0.51 * one
 
 
+@pytest.mark.slow
+def test_parts_on_the_host_are_trained_to_the_same_bits(updates, tmp_path):
+    cases = ["clipped", "micro_batches", "idle_rank", "reference", "adapters", "half", "adam", "critic"]
+    finish("offloaded", tmp_path / "out", *cases, ranks=2)
+    for number, divided in enumerate(updates[1:]):
+        found = torch.load(tmp_path / f"out.{number}", weights_only=True)
+        for case in cases:
+            assert found[case]["metrics"] == divided[case]["metrics"]
+            assert found[case]["held"] == divided[case]["held"]
+            for what in ("policy", "state"):
+                torch.testing.assert_close(found[case][what], divided[case][what], atol=0, rtol=0)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_part_is_offloaded_or_none(alone, monkeypatch, offload):
+    policies = []
+    divide = sharding.fully_shard
+
+    def recorded(module, *, offload_policy, **options):
+        policies.append(offload_policy)
+        return divide(module, offload_policy=offload_policy, **options)
+
+    monkeypatch.setattr(sharding, "fully_shard", recorded)
+    policy = CausalLM(tiny_model())
+    ShardedEngine("cpu", 60.0, cpu_offload=offload).learner(policy)
+    assert len(policies) == len(policy.blocks()) + 1
+    assert all(isinstance(found, CPUOffloadPolicy) == offload for found in policies)
+    assert not any(found.pin_memory for found in policies if offload)  # it needs a GPU
+
+
+def test_the_host_exchanges_too_where_parts_are_on_it():
+    assert backend_of("cuda", cpu_offload=True) == "cpu:gloo,cuda:nccl"
+    assert backend_of("cuda") == "nccl"
+    assert {backend_of("cpu"), backend_of("cpu", cpu_offload=True)} == {"gloo"}
+
+
+def test_the_setting_reaches_the_engine(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sharding, "ShardedEngine", lambda *args, **options: (*args, options))
+    for offload in (False, True):
+        cfg = gw.TextRunCfg(engine="fsdp", cpu_offload=offload, device="cpu", ddp_timeout=9.0)
+        assert run._engine(cfg) == ("cpu", 9.0, {"cpu_offload": offload})
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of two iterations by two ranks."""
@@ -119,6 +177,27 @@ def test_a_run_goes_on_with_another_number_of_ranks(trained, tmp_path, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["train_adapters", "train_offloaded"])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained, tmp_path, mode):
+    shutil.copytree(trained.with_name("model"), tmp_path / "model")
+    whole, parted = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parted")
+    finish(mode, whole.path, 4, ranks=2)
+    finish(mode, parted.path, 2, ranks=2)
+    saved = load_checkpoint(parted.latest).policy
+    finish("resume", parted.path, 4, ranks=2)
+    loaded = torch.load(tmp_path / "parted.loaded", weights_only=True)["policy"]
+    after, expected = load_checkpoint(parted.latest), load_checkpoint(whole.latest)
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+    assert all("lora_" in name for name in saved) == (mode == "train_adapters")
+    assert saved.keys() == after.policy.keys() == expected.policy.keys()
+    for name, value in expected.policy.items():
+        assert torch.equal(after.policy[name], value), name
+        assert not torch.equal(saved[name], value), name
+    state, other = after.state["algorithm"], expected.state["algorithm"]
+    torch.testing.assert_close(state["optimizer"], other["optimizer"], atol=0, rtol=0)
+
+
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run_with_its_traceback(trained, tmp_path):
     shutil.copytree(trained.with_name("model"), tmp_path / "model")
     begun = time.monotonic()
@@ -152,6 +231,11 @@ def test_one_process_trains_without_parts(monkeypatch):
 def test_what_parts_cannot_be_is_refused(settings):
     with pytest.raises(gw.ConfigError, match=r"engine='fsdp' cannot .*; fix: "):
         gw.TextRunCfg(engine="fsdp", **settings)
+
+
+def test_parts_that_there_are_not_are_not_offloaded():
+    with pytest.raises(gw.ConfigError, match=r"cpu_offload=True .* engine='ddp'; fix: engine='fsdp'"):
+        gw.TextRunCfg(cpu_offload=True)
 
 
 def rows(first, *lengths):

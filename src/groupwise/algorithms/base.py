@@ -225,7 +225,7 @@ class BaseAlgorithm(ABC):
         slices = [slice(i, i + (size or count)) for i in range(0, count, size or count)]
         back: Tensor | slice = slice(None)
         if policy.scored_by == "row":
-            order, slices = pack(row_sizes(policy, elements), torch.arange(count, device=policy.device), size)
+            order, slices = pack(row_sizes(policy, elements), torch.arange(count, device=self.policy.device), size)
             elements, back = take(elements, order), order.argsort()
         batches = [take(elements, part) for part in slices]
         micro_batches = self.own_micro_batches if policy is self.policy else self.micro_batches

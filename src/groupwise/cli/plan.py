@@ -97,14 +97,16 @@ def _memory(plan: Any) -> Iterator[str]:
         {"part": f", 1/{ranks}", "whole": ", whole, to generate"} if plan.work.sharded else {"part": "", "whole": ""}
     )
     yield f"{'Memory of each GPU':<{_LABEL}}{'GB':>8}"
-    for name, size in memory.kept.items():
-        yield _row(_KEPT[name].format(**words), size / 1e9)
+    yield from (_row(_KEPT[name].format(**words), size / 1e9) for name, size in memory.kept.items())
     for phase, needed in memory.passing.items():
         yield f"  only in {phase}"
         for name, size in needed.items():
             yield _row(f"  {name}", size / 1e9)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield _row(f"peak, in {memory.fullest}", memory.peak / 1e9, f"of {plan.room / 1e9:.1f} usable: {verdict}")
+    if memory.host:
+        yield f"\n{'Memory of the host, for each GPU':<{_LABEL}}{'GB':>8}"
+        yield from (_row(_KEPT[name].format(**words), size / 1e9) for name, size in memory.host.items())
 
 
 def _seconds(plan: Any) -> Iterator[str]:

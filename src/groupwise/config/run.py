@@ -218,6 +218,8 @@ class TextRunCfg(CommonCfg):
     """What generates completions in training, by name or with its parameters: ``{"name": "server", "urls": ["http://127.0.0.1:8000"]}``."""
     engine: Literal["ddp", "fsdp"] = "ddp"
     """How several processes train together. ``ddp``: each holds all of what is trained; ``fsdp``: a part of its parameters, gradients and optimiser state. The policy itself is whole in both."""
+    cpu_offload: bool = False
+    """Keep the parts of ``engine="fsdp"`` in the host's memory: parameters, gradients and optimiser state. The optimiser steps on the CPU, so updates are slower. It changes nothing where one process trains."""
     total_epochs: Positive | None = None
     """The budget in passes over the training prompts, in place of ``total_steps``."""
     num_prompts: PositiveInt = 8
@@ -254,6 +256,10 @@ class TextRunCfg(CommonCfg):
         for name, value in unread.items():
             raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
         self._check_discount()
+        if self.cpu_offload and self.engine != "fsdp":
+            raise ValueError(
+                f"cpu_offload=True has no effect with engine={self.engine!r}; fix: engine='fsdp', or cpu_offload=False"
+            )
         if self.engine == "fsdp" and self.compile == "on":
             raise ValueError("engine='fsdp' cannot train a compiled forward pass; fix: compile='off', or engine='ddp'")
         if self.engine == "fsdp" and self.model.quantization != "none":

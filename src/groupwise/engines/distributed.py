@@ -5,7 +5,7 @@ union of the data.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -22,12 +22,13 @@ class DistributedEngine(Engine):
     Args:
         device: type of the tensors to be summed, "cpu" or "cuda".
         timeout: seconds that an exchange may take.
+        backend: of torch. None: that of the device.
     """
 
-    def __init__(self, device: str, timeout: float) -> None:
+    def __init__(self, device: str, timeout: float, backend: str | None = None) -> None:
         self.device = device
         if not dist.is_initialized():  # Ray Train does
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+            dist.init_process_group(backend or backend_of(device), timeout=timedelta(seconds=timeout))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -69,8 +70,15 @@ class DistributedEngine(Engine):
         dist.destroy_process_group()
 
 
+def backend_of(device: str, *, cpu_offload: bool = False) -> str:
+    """Torch's backend for tensors on the device; with ``cpu_offload`` also for those in the host's memory."""
+    if device != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
+
+
 def from_environment(
-    device: str = "cpu", several: type[DistributedEngine] = DistributedEngine, timeout: float = 1800.0
+    device: str = "cpu", several: Callable[[str, float], DistributedEngine] = DistributedEngine, timeout: float = 1800.0
 ) -> Engine:
     """A distributed engine under ``torchrun``, else one for a single process.
 

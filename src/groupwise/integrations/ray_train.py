@@ -9,7 +9,8 @@ import cloudpickle
 import torch.distributed as dist
 
 from groupwise import plugins
-from groupwise.config.run import CommonCfg
+from groupwise.config.run import CommonCfg, TextRunCfg
+from groupwise.engines.distributed import backend_of
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
 from groupwise.integrations.base import Base
 from groupwise.report.folder import RunFolder
@@ -80,6 +81,8 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Ru
     _check_room(workers)
     if workers.gpus and cfg.device == "cpu":
         raise ConfigError(f"gpus = {workers.gpus} and device = 'cpu': they would be idle; fix: device='cuda'")
+    offloads = isinstance(cfg, TextRunCfg) and cfg.cpu_offload
+    backend = backend_of("cuda" if workers.gpus else "cpu", cpu_offload=offloads)
     resources = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
     with tempfile.TemporaryDirectory() as reports:  # of Ray; the run's own are in its folder
         result = TorchTrainer(
@@ -90,7 +93,7 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Ru
                 "payload": plugins.pickled((cfg, given)),
                 "plugins": plugins.loaded(),
             },
-            torch_config=TorchConfig(backend="nccl" if workers.gpus else "gloo", timeout_s=int(cfg.ddp_timeout)),
+            torch_config=TorchConfig(backend=backend, timeout_s=int(cfg.ddp_timeout)),
             scaling_config=ScalingConfig(
                 num_workers=workers.number, use_gpu=workers.gpus > 0, resources_per_worker=resources
             ),

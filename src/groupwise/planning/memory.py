@@ -19,6 +19,8 @@ class Memory(NamedTuple):
     """All the time."""
     passing: dict[str, dict[str, float]]
     """In one phase of a step alone, by the name of the phase."""
+    host: dict[str, float]
+    """All the time, in the host's memory (``cpu_offload``)."""
 
     @property
     def fullest(self) -> str:
@@ -44,12 +46,16 @@ def memory_of(cfg: TextRunCfg, sizes: ModelSizes, work: Work) -> Memory:
     if isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.kl_coef > 0:
         shared = cfg.model.lora is not None  # the base; adapters are copied
         kept["reference"] = total_bytes(sizes.trained) if shared else total_bytes(sizes.weights, parts)
+    host = {}
+    if work.sharded and cfg.cpu_offload:
+        on_gpu = {"policy"} if cfg.model.lora is None else {"policy", "reference"}
+        host = {name: kept.pop(name) for name in [*kept] if name not in on_gpu}
     passing = {"update": update_bytes(cfg, sizes, work)}
     if cfg.generation.name == "native":
         passing["generation"] = generation_bytes(cfg, sizes, work)
     if work.ranks > 1 and not work.sharded:  # one exchange of all gradients
         passing["sum over ranks"] = {"gradients, in one tensor": total_bytes(sizes.trained)}
-    return Memory(kept, passing)
+    return Memory(kept, passing, host)
 
 
 def optimizer_slots(optimizer: Any) -> int:

@@ -65,7 +65,7 @@ class Plan(NamedTuple):
 
     def report(self) -> dict[str, Any]:
         """All numbers, ready for JSON: bytes and seconds."""
-        memory = {"kept": self.memory.kept, "passing": self.memory.passing, "peak": self.memory.peak, "room": self.room}
+        memory = {**self.memory._asdict(), "peak": self.memory.peak, "room": self.room}
         return {
             "fits": self.fits,
             "gpu": self.gpu._asdict(),
@@ -152,6 +152,8 @@ def _changes(plan: Plan) -> Iterator[_Change]:
         yield _Change("--engine fsdp", "", {"engine": "fsdp"})
     if cfg.generation.name == "native" and not cfg.sampling.has_filters:
         yield _Change("--generation server", "", {"generation": ServerGenerationCfg()})
+    if work.ranks > 1 and not cfg.cpu_offload:  # beside the engine above
+        yield _Change("--cpu-offload", "", {"cpu_offload": True})
     if cfg.model.lora is None:
         yield _Change(_ADAPTERS, "model", {"lora": LoRACfg()})
 

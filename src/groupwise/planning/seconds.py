@@ -57,9 +57,10 @@ def seconds_of(cfg: TextRunCfg, sizes: ModelSizes, work: Work, gpu: GPU, assumed
     else:
         update += work.minibatches * 2 * share * trained / link  # a ring's sum
     published = share * trained / link if work.sharded else 0.0
-    if cfg.generation.name != "native":
+    if isinstance(cfg.generation, ServerGenerationCfg):
         saved = trained if cfg.model.lora is not None else total_bytes(sizes.weights)
-        published += 2 * saved / assumed.disk  # written once, read by all at the same time
+        # to a disk: written once, read by all at the same time
+        published += saved / link if cfg.generation.transfer == "nccl" else 2 * saved / assumed.disk
     return {
         "generation": generation_seconds(cfg, sizes, work, gpu, assumed),
         "scoring": work.scorings * score,

@@ -79,6 +79,8 @@ class Server(ABC):
 
     needs: str
     """The server and its first release that answers as expected."""
+    reads_files = True
+    """Whether new weights must be in a folder."""
 
     def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
         self.url, self._client, self._adapters = client.url, client, adapters

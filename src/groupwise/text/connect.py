@@ -9,11 +9,14 @@ from pathlib import Path
 from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, require_extra
+from groupwise.serving.base import Server
 from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer, command, free_port
+from groupwise.serving.vllm import VLLMServer
 from groupwise.text.asynchronous import AsyncCollector
+from groupwise.text.nccl import NCCLServer
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedCollector, ServedGenerator
 
@@ -47,9 +50,26 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
         clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
         in_flight = {"in_flight_updates": how.in_flight_updates}
         servers = [find_server(client, adapters=policy.has_adapters, **in_flight) for client in clients]
+        if how.transfer == "nccl":
+            servers = [_sending(server, client, policy) for server, client in zip(servers, clients, strict=True)]
         generator = ServedGenerator(servers, policy, folder, engine, **in_flight)
         cleanup = stack.pop_all()
     return partial(AsyncCollector if how.max_staleness else ServedCollector, generator, own, cleanup)
+
+
+def _sending(server: Server, client: HttpClient, policy: CausalLM) -> NCCLServer:
+    """The server that gets weights by NCCL."""
+    wrong = None
+    if not isinstance(server, VLLMServer):
+        wrong = f"to vLLM, got {server.url} ({server.needs})"
+    elif policy.has_adapters:
+        wrong = "of whole models, got adapters"
+    elif policy.device.type != "cuda":
+        wrong = f"from a GPU, got device={policy.device.type!r}"
+    if wrong is not None:
+        raise ConfigError(f"generation.transfer='nccl' sends weights {wrong}; fix: transfer='folder'")
+    require_extra("nccl", "nccl")
+    return NCCLServer(client, policy)
 
 
 def _start(cfg: TextRunCfg, how: ServerGenerationCfg, python: Path, policy: CausalLM, log_file: Path) -> LocalServer:

@@ -2,12 +2,13 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from groupwise.config.policy import SamplingCfg
-from groupwise.errors import ServerError
+from groupwise.errors import GroupwiseError, ServerError
 from groupwise.serving.http import HttpClient
 
 Stop = Literal["eos", "stop", "length"]
@@ -74,9 +75,14 @@ class Server(ABC):
     def __init__(self, client: HttpClient, *, adapters: bool) -> None:
         self.url, self._client, self._adapters = client.url, client, adapters
 
-    @abstractmethod
     def check(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
+        with self._reading():
+            self.inspect()
+
+    @abstractmethod
+    def inspect(self) -> None:
+        """What ``check`` does."""
 
     @abstractmethod
     def ask(self, request: GroupRequest) -> list[Reply]:
@@ -84,13 +90,9 @@ class Server(ABC):
 
     def generate(self, request: GroupRequest) -> list[Answer]:
         """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
-        try:
+        with self._reading():
             replies = self.ask(request)
             answers = [_answer(reply, request, self.url) for reply in replies]
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerError(
-                f"{self.url} answered in another format ({error!r}); fix: {self.needs} or later"
-            ) from None
         if len(replies) != request.size:
             raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
         if wrong := {answer.version for answer in answers} - {request.version}:
@@ -119,10 +121,23 @@ class Server(ABC):
 
     def update(self, folder: Path, version: str) -> None:
         """Give it new weights. A failure leaves it paused, as half of its weights may be old."""
-        self.pause()
-        self.load_weights(folder, version)
-        self.flush()
-        self.resume()
+        with self._reading():
+            self.pause()
+            self.load_weights(folder, version)
+            self.flush()
+            self.resume()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A ``ServerError`` if an answer has another format."""
+        try:
+            yield
+        except GroupwiseError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.url} answered in another format ({error!r}); fix: {self.needs} or later"
+            ) from None
 
 
 def _answer(reply: Reply, request: GroupRequest, url: str) -> Answer:

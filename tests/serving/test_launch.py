@@ -61,6 +61,14 @@ def alive(pid):
         return False
 
 
+def wait_for_end(pid):
+    """A killed process closes its port before it has ended."""
+    until = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
 def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python, tmp_path):
     port = free_port()
     server = LocalServer(command(python, str(tmp_path), port, ["--extra"], lora_rank=12), port, tmp_path / "log")
@@ -75,7 +83,15 @@ def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python
         LocalServer(command(python, str(tmp_path), port), port, tmp_path / "log")
     server.close()
     assert not server.is_healthy()
-    assert not alive(started(tmp_path)["pid"])
+    wait_for_end(started(tmp_path)["pid"])
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_others():
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 10
+    system = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = map(int, system.read_text().split()) if system.exists() else (32_768, 65_535)
+    assert not ports & set(range(first, last + 1))
 
 
 def test_a_server_that_cannot_start_ends_with_its_last_lines(python, tmp_path, capsys):
@@ -110,7 +126,4 @@ def test_a_killed_command_leaves_no_server(python, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    until = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(pid)
+    wait_for_end(pid)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -18,6 +19,8 @@ from groupwise.serving.http import HttpClient
 from groupwise.serving.vllm import ENVIRONMENT, FLAGS
 
 HOST = "127.0.0.1"
+_PORTS = range(20_000, 32_768)
+"""Below those that a system gives to programs that ask for any, so none of these takes one before the server does."""
 _LAST_LINES, _ERRORS = 10, 5
 _SECONDS_TO_END = 10.0
 _HEALTH_SECONDS = 4.0
@@ -131,13 +134,13 @@ def _is_open(port: int) -> bool:
 
 def free_port(port: int = 0) -> int:
     """A port of this machine that nothing listens at; a ``ConfigError`` if something listens at the one asked for."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} cannot be used ({error}); fix: another one, or end what listens there"
-            ) from None
-        found: int = probe.getsockname()[1]
-        return found
+    for candidate in [port] if port else SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            try:
+                probe.bind((HOST, candidate))
+            except OSError as error:
+                last = error
+            else:
+                return candidate
+    raise ConfigError(f"port {candidate} cannot be used ({last}); fix: another one, or end what listens there")

@@ -180,16 +180,19 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
     parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
-    name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
-    if engine.rank == 0:
-        folder = RunFolder.create(
-            parts.cfg.model_dump(mode="json"), cfg.run_dir, name=name, given_in_python=given.names()
-        )
-    else:
-        folder = RunFolder(Path(cfg.run_dir or ""))
-    with folder.locked(engine.rank):
-        summary = running.run(parts, folder, callbacks, engine, resume=False)
+    with running.closing_after(parts.close):
+        folder = _new_folder(parts, cfg.run_dir, engine)
+        with folder.locked(engine.rank):
+            summary = running.run(parts, folder, callbacks, engine, resume=False)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, given)
+
+
+def _new_folder(parts: Components, path: Path | None, engine: Engine) -> RunFolder:
+    """The folder of a new run, which rank 0 creates."""
+    if engine.rank != 0:
+        return RunFolder(Path(path or ""))
+    name = f"{parts.identity.env_id}-{parts.cfg.algorithm.name}-seed{parts.cfg.seed}"
+    return RunFolder.create(parts.cfg.model_dump(mode="json"), path, name=name, given_in_python=parts.given.names())
 
 
 def resume(
@@ -221,7 +224,8 @@ def resume(
     engine = _engine(cfg)
     with folder.locked(engine.rank):
         parts = _rebuild(cfg, objects, folder, engine)
-        summary = running.run(parts, folder, callbacks, engine, resume=True)
+        with running.closing_after(parts.close):
+            summary = running.run(parts, folder, callbacks, engine, resume=True)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
 
 

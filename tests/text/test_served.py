@@ -21,6 +21,7 @@ from groupwise.engines.base import Engine
 from groupwise.serving import http
 from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
+from groupwise.serving.launch import LocalServer
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
@@ -325,13 +326,42 @@ def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, 
     assert list(folders.iterdir()) == []
 
 
+def python_of_double(folder):
+    """What runs as the Python of an environment with vLLM."""
+    path, here = folder / "python", Path(vllm_double.__file__)
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("where", ["the folder", "the collector"])
+def test_an_error_before_the_first_iteration_ends_the_server_of_the_run(model, tmp_path, monkeypatch, where):
+    started = []
+
+    class Seen(LocalServer):
+        def wait(self):
+            super().wait()
+            started.append(self)
+
+    def fail(*args, **options):
+        raise gw.RunFolderError("no room")
+
+    monkeypatch.setattr("groupwise.text.connect.LocalServer", Seen)
+    if where == "the folder":
+        monkeypatch.setattr("groupwise.run.RunFolder.create", fail)
+    else:
+        monkeypatch.setattr("groupwise.text.served.TextCollector.__init__", fail)
+    generation = {"name": "server", "python": str(python_of_double(tmp_path))}
+    with pytest.raises(gw.RunFolderError, match="no room"):
+        train(copying(), model, tmp_path / "run", generation=generation)
+    [server] = started
+    assert not server.is_healthy()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [VLLMDouble])
 def test_a_run_has_a_server_of_its_own(model, double, tmp_path):
-    python, here = tmp_path / "python", Path(vllm_double.__file__)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')
-    python.chmod(0o755)
-    generation = {"name": "server", "python": str(python), "retries": 1}
+    generation = {"name": "server", "python": str(python_of_double(tmp_path)), "retries": 1}
     run = train(copying(), model, tmp_path / "run", generation=settings(double))
     dying = shutil.copytree(model, tmp_path / "dying")
     (dying / "dies").touch()

@@ -1,10 +1,9 @@
 """From the settings to a collector whose completions come from servers."""
 
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.run import TextRunCfg
@@ -18,8 +17,12 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedCollector, ServedGenerator
 
 
-def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., ServedCollector]:
-    """Makes the collector of a run on servers: those that the settings name, or one that is started here."""
+def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **options: Any) -> ServedCollector:
+    """The collector of a run on servers: those that the settings name, or one that is started here.
+
+    Args:
+        parts, options: what ``TextCollector`` takes besides the policy and the generator.
+    """
     how = cfg.generation
     assert isinstance(how, ServerGenerationCfg)
     if engine.world_size > 1 and how.max_staleness:
@@ -42,8 +45,10 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
         clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
         servers = [find_server(client, adapters=policy.has_adapters) for client in clients]
         generator = ServedGenerator(servers, policy, folder, engine)
-        cleanup = stack.pop_all()
-    return partial(AsyncCollector if how.max_staleness else ServedCollector, generator, own, cleanup)
+        kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
+        collector = kind(generator, own, cleanup, *parts, **options)
+        cleanup.enter_context(stack.pop_all())  # an error before ends the server at once
+    return collector
 
 
 def _start(cfg: TextRunCfg, how: ServerGenerationCfg, python: Path, policy: CausalLM, log_file: Path) -> LocalServer:

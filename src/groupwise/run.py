@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import ValidationError
 
 from groupwise.algorithms.base import BaseAlgorithm
@@ -50,7 +51,7 @@ class Run:
     path: Path
     """The run folder."""
     cfg: CommonCfg
-    """Every setting, as in ``config.json``, without the run folder."""
+    """Every setting, as in ``config.json``, without the run folder. A run on a GPU is loaded on the CPU where there is none."""
     algorithm: BaseAlgorithm
     """The algorithm, with the policy."""
     summary: dict[str, Any]
@@ -112,7 +113,7 @@ class Run:
             RunFolderError: ``path`` is not a run folder, or is damaged.
             CheckpointError: the checkpoint is missing, damaged, or of another environment or architecture.
         """
-        folder, objects, cfg = _reopen(path, given, to_train=False)
+        folder, objects, cfg = reopen(path, given, to_train=False)
         if isinstance(cfg, TextRunCfg):
             from groupwise.text.build import load_algorithm
 
@@ -217,7 +218,7 @@ def resume(
         CheckpointError: the checkpoint is damaged, or of another environment or architecture.
     """
     check_callbacks(callbacks)
-    folder, objects, cfg = _reopen(path, given, to_train=True)
+    folder, objects, cfg = reopen(path, given, to_train=True)
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
         cfg = _with_budget(cfg, Budget.only(**totals), folder)
@@ -381,11 +382,11 @@ def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engi
         return build(cfg, given, engine, restored=has_checkpoint(folder.latest))
 
 
-def _reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
+def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
     """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing.
 
     Args:
-        to_train: False: what only training or scoring texts needs may be missing.
+        to_train: False: what only training or scoring texts needs may be missing, also the GPU.
     """
     folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
     cfg = _read_cfg(folder)
@@ -395,6 +396,8 @@ def _reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tu
             f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
             f"gw.resume({str(path)!r}, {missing[0]}=...) or gw.Run.load"
         )
+    if not to_train and cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        cfg = cfg.model_copy(update={"device": "cpu"})
     return folder, objects, cfg
 
 

@@ -13,7 +13,7 @@ from groupwise.config.run import CommonCfg
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
 from groupwise.integrations.base import Base
 from groupwise.report.folder import RunFolder
-from groupwise.run import Run, resume, train_from_config
+from groupwise.run import Run, reopen, resume, train_from_config
 from groupwise.training.components import UserObjects
 
 require_extra("ray", "ray")
@@ -21,6 +21,8 @@ require_extra("ray", "ray")
 import ray
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+
+from groupwise.system.ray_cluster import connected
 
 
 class Workers(NamedTuple):
@@ -70,18 +72,16 @@ def resume_on_ray(path: Path | str, workers: Workers = DEFAULT, **given: Any) ->
     Args:
         given: the Python objects that the run was trained with.
     """
-    run = Run.load(path, **given)
-    return _fit(run.path.absolute(), run.cfg, UserObjects.again(given), workers)
+    folder, objects, cfg = reopen(path, given, to_train=True)
+    return _fit(folder.path.absolute(), cfg, objects, workers)
 
 
 def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Run:
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    _check_room(workers)
     if workers.gpus and cfg.device == "cpu":
         raise ConfigError(f"gpus = {workers.gpus} and device = 'cpu': they would be idle; fix: device='cuda'")
     resources = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
-    with tempfile.TemporaryDirectory() as reports:  # of Ray; the run's own are in its folder
+    with connected(), tempfile.TemporaryDirectory() as reports:  # of Ray; the run's own are in its folder
+        _check_room(workers)
         result = TorchTrainer(
             _work,
             train_loop_config={

@@ -71,16 +71,18 @@ def wait_for_end(pid):
 
 def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python, tmp_path):
     port = free_port()
-    server = LocalServer(command(python, str(tmp_path), port, ["--extra"], lora_rank=12), port, tmp_path / "log")
+    started_by = command(python, str(tmp_path), ["--extra"], lora_rank=12)
+    server = LocalServer(started_by, tmp_path / "log", port=port)
     server.wait()
     assert server.is_healthy()
     args = " ".join(started(tmp_path)["args"])
-    assert args.startswith(f"-m vllm.entrypoints.openai.api_server --model {tmp_path} --host 127.0.0.1 --port {port} ")
+    assert args.startswith(f"-m vllm.entrypoints.openai.api_server --model {tmp_path} ")
+    assert args.endswith(f" --host 127.0.0.1 --port {port}")
     for words in ("--logprobs-mode processed_logprobs", "--generation-config vllm", "--max-lora-rank 16", "--extra"):
         assert words in args
     assert started(tmp_path)["dev"] == "1"
     with pytest.raises(gw.ConfigError, match=f"port {port} cannot be used .*fix: another one"):
-        LocalServer(command(python, str(tmp_path), port), port, tmp_path / "log")
+        LocalServer(started_by, tmp_path / "log", port=port)
     server.close()
     assert not server.is_healthy()
     wait_for_end(started(tmp_path)["pid"])

@@ -1,5 +1,6 @@
 """Training on completions of servers: equal to the native generator, and what faults do."""
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -146,6 +147,88 @@ def test_a_fault_that_passes_costs_nothing(model, double, tmp_path, monkeypatch,
     generate.update(0)
     assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
     assert double.faults[path] == []
+
+
+class Moving:
+    """A server that is started again at another address, when it is told to."""
+
+    def __init__(self, kind, model):
+        self.kind, self.model, self.stack = kind, model, contextlib.ExitStack()
+        self.double = self.stack.enter_context(kind(model))
+
+    def url(self):
+        return self.double.url
+
+    def move(self):
+        before, self.double = self.double, self.stack.enter_context(self.kind(self.model))
+        self.double._paused = False
+        before.__exit__()
+        return "drop"
+
+    def move_at(self, path):
+        """In mid-call."""
+        fault = self.double.fault
+        self.double.fault = lambda called: self.move() if called == path else fault(called)
+
+
+@pytest.fixture
+def moving(kind, model):
+    server = Moving(kind, model)
+    with server.stack:
+        yield server
+
+
+def generator_of(moving, tmp_path):
+    policy = load_causal_lm(gw.ModelCfg(path=str(moving.model)), SamplingCfg(max_new_tokens=4))
+    move(policy)
+    client = HttpClient(moving.url(), timeout=20.0, retries=2, locate=moving.url)
+    return ServedGenerator([find_server(client, adapters=False)], policy, tmp_path / "weights")
+
+
+MOVES = [(kind, path) for kind in KINDS.values() for path in (kind.generate_path, kind.load_path)]
+MOVES += [(VLLMDouble, path) for path in ("/pause", "/update_weight_version", "/reset_prefix_cache", "/resume")]
+
+
+@pytest.mark.parametrize(("kind", "path"), MOVES)
+def test_a_server_that_is_started_again_elsewhere_gets_its_weights_again(moving, tmp_path, path):
+    generate = generator_of(moving, tmp_path)
+    before = moving.url()
+    moving.move_at(path)
+    generate.update(0)
+    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+    assert generate.servers[0].url == moving.url() != before
+
+
+@pytest.mark.parametrize("kind", [VLLMDouble])
+def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path):
+    generate = generator_of(moving, tmp_path)
+    generate.update(0)
+    moving.double.__exit__()
+    timer = threading.Timer(2.0, moving.move)  # all tries of a call take 0.03 s
+    timer.start()
+    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+    moving.double.__exit__()
+    generate.servers[0]._client.timeout = 0.2
+    with pytest.raises(gw.ServerError, match=r"http://.* was lost, and not started again in 0\.4 s"):
+        generate(**TASK, sampling=SAMPLING["plain"])
+
+
+def test_a_server_that_is_lost_while_its_weights_get_their_name_gets_them_again(model, double, tmp_path):
+    generate = served(model, tmp_path, double)
+    fault, at = double.fault, {"vllm": "/update_weight_version", "sglang": double.load_path}
+    paths = [path for path in at.values() if hasattr(double, path[1:])]
+
+    def restart_once(path):
+        if path in paths:
+            paths.clear()
+            double.restart()
+            return "drop"
+        return fault(path)
+
+    double.fault = restart_once
+    generate.update(0)
+    assert paths == []
+    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
 
 
 ENDS = {

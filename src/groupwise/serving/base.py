@@ -3,13 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import GroupwiseError, ServerError
-from groupwise.serving.http import HttpClient
+from groupwise.serving.http import HttpClient, RestartedError
 
 Stop = Literal["eos", "stop", "length"]
 
@@ -73,7 +73,12 @@ class Server(ABC):
     """The server and its first release that answers as expected."""
 
     def __init__(self, client: HttpClient, *, adapters: bool) -> None:
-        self.url, self._client, self._adapters = client.url, client, adapters
+        self._client, self._adapters = client, adapters
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._client.url
 
     def check(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
@@ -91,7 +96,10 @@ class Server(ABC):
     def generate(self, request: GroupRequest) -> list[Answer]:
         """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
         with self._reading():
-            replies = self.ask(request)
+            try:
+                replies = self.ask(request)
+            except RestartedError as error:
+                raise LostWeightsError(str(error)) from None
             answers = [_answer(reply, request, self.url) for reply in replies]
         if len(replies) != request.size:
             raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
@@ -121,11 +129,17 @@ class Server(ABC):
 
     def update(self, folder: Path, version: str) -> None:
         """Give it new weights. A failure leaves it paused, as half of its weights may be old."""
-        with self._reading():
-            self.pause()
-            self.load_weights(folder, version)
-            self.flush()
-            self.resume()
+        for _ in range(self._client.retries + 1):
+            failures = self._client.failures
+            with self._reading(), suppress(RestartedError):
+                self.pause()
+                self.load_weights(folder, version)
+                self.flush()
+                self.resume()
+                if self._client.failures == failures:
+                    return
+            # a call was repeated, perhaps at a server that was started again and lacks what calls before gave it
+        raise ServerError(f"{self.url} was lost again and again while it read weights; fix: look at the server's log")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -101,6 +101,14 @@ class VLLMDouble(ServerDouble):
         }
 
 
+def python_of_double(folder):
+    """What runs as the Python of an environment with vLLM."""
+    path, here = folder / "python", Path(__file__)
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 def main(args):
     """The double in place of vLLM's command; it dies after its third answer if the model's folder has a file ``dies``, and takes that along, unless it says so."""
     model = Path(args[args.index("--model") + 1])

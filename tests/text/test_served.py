@@ -2,19 +2,16 @@
 
 import contextlib
 import shutil
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-import vllm_double
 from safetensors.torch import load_file
 from sglang_double import SGLangDouble
 from text_runs import copying, train
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
-from vllm_double import VLLMDouble
+from vllm_double import VLLMDouble, python_of_double
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
@@ -407,14 +404,6 @@ def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, 
     gw.resume(tmp_path / "run", callbacks=[watch], **task.given)
     assert set(seen) == {1}
     assert list(folders.iterdir()) == []
-
-
-def python_of_double(folder):
-    """What runs as the Python of an environment with vLLM."""
-    path, here = folder / "python", Path(vllm_double.__file__)
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')
-    path.chmod(0o755)
-    return path
 
 
 @pytest.mark.parametrize("where", ["the folder", "the collector"])

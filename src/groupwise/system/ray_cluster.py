@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import ray
-
 
 @contextmanager
 def connected() -> Iterator[None]:
@@ -12,6 +10,8 @@ def connected() -> Iterator[None]:
 
     A process that is connected already stays so; a connection that is made here ends.
     """
+    import ray
+
     if ray.is_initialized():
         yield
         return

@@ -15,7 +15,7 @@ from vllm_double import python_of_double
 
 import groupwise as gw
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
 SETTINGS = {"num_prompts": 4, "sampling": {"max_new_tokens": 4}, "logging": {"progress": "none"}, "total_steps": 500}
 GRPO = gw.GRPOCfg(group_size=4, learning_rate=1e-3)
 
@@ -24,7 +24,7 @@ GRPO = gw.GRPOCfg(group_size=4, learning_rate=1e-3)
 def cluster(ray, monkeypatch):
     """Room for two workers and a server on this machine. They import the reward from a module of the tests."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

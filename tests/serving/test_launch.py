@@ -109,7 +109,8 @@ def test_a_server_that_cannot_start_ends_with_its_last_lines(python, tmp_path, c
     assert "python='no/such/python' is no file; fix: the Python of an environment" in capsys.readouterr().err
 
 
-def test_a_killed_command_leaves_no_server(python, tmp_path):
+@pytest.mark.parametrize("with_leader", [False, True], ids=["alone", "with its child"])
+def test_a_killed_command_leaves_no_server(python, tmp_path, with_leader):
     words = [
         sys.executable,
         "-m",
@@ -125,6 +126,9 @@ def test_a_killed_command_leaves_no_server(python, tmp_path):
     assert any("ready: http://127.0.0.1:" in line for line in process.stdout)
     pid = started(tmp_path)["pid"]
     assert alive(pid)
+    if with_leader:  # as Ray kills children of its workers
+        process.send_signal(signal.SIGSTOP)
+        os.kill(os.getpgid(pid), signal.SIGKILL)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

@@ -18,13 +18,13 @@ class VLLMDouble(ServerDouble):
     passing = ((load_path, "drop"), ("/pause", "hang"), ("/pause", "500"), ("/resume", "cut"))
     """Faults of its other calls that a repeated call mends."""
 
-    def __init__(self, model, *, port=0, logprobs_mode="processed_logprobs", lora=False):
+    def __init__(self, model, *, logprobs_mode="processed_logprobs", lora=False, **address):
         self.config = {
             "model_config": {"logprobs_mode": logprobs_mode, "generation_config": "vllm"},
             "lora_config": {"max_lora_rank": 16} if lora else None,
         }
         self._paused = False
-        super().__init__(model, port=port)
+        super().__init__(model, **address)
 
     def restart(self):
         super().restart()
@@ -112,7 +112,8 @@ def python_of_double(folder):
 def main(args):
     """The double in place of vLLM's command; it dies after its third answer if the model's folder has a file ``dies``, and takes that along, unless it says so."""
     model = Path(args[args.index("--model") + 1])
-    with VLLMDouble(model, port=int(args[args.index("--port") + 1])) as server:
+    host, port = (args[args.index(name) + 1] for name in ("--host", "--port"))
+    with VLLMDouble(model, host=host, port=int(port)) as server:
         if "--seconds-per-token" in args:
             server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])
         while sum(path == GENERATE for path, _ in server.calls) < 3 or not (model / "dies").exists():

@@ -21,7 +21,7 @@ require_extra("ray", "ray")
 
 import ray
 from ray.exceptions import RayError
-from ray.util import get_node_ip_address, placement_group, remove_placement_group
+from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def _serve(server: PlacedServer, timeout: float, folder: str) -> bool:
     os.chdir(folder)  # for relative paths
     ready = False
     try:
-        with closing(LocalServer(server.command(), server.log, timeout, host=get_node_ip_address())) as running:
+        with closing(LocalServer(server.command(), server.log, timeout, host=_address())) as running:
             running.wait()
             server.is_at(running.url)
             ready = True
@@ -131,3 +131,9 @@ def _serve(server: PlacedServer, timeout: float, folder: str) -> bool:
         if not ready:
             server.cannot_start(str(error))
     return ready
+
+
+def _address() -> str:
+    """Where this node can be reached."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)

@@ -23,15 +23,13 @@ _PORTS = range(20_000, 32_768)
 _LAST_LINES, _ERRORS = 10, 5
 _SECONDS_TO_END = 10.0
 _HEALTH_SECONDS = 4.0
-_WATCH = """
-import os, signal, subprocess, sys, threading
-
-def watch():
-    os.read(0, 1)  # returns when the other end is gone
-    os.killpg(0, signal.SIGKILL)
+_LEAD = """
+import os, signal, subprocess, sys
 
 server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-threading.Thread(target=watch, daemon=True).start()
+if os.fork() == 0:  # not this process, which some kill with its parent
+    os.read(0, 1)  # returns when the other end is gone
+    os.killpg(0, signal.SIGKILL)
 os._exit(server.wait() & 255)
 """
 """Leads the server's group of processes, which ends with the process that started it."""
@@ -112,7 +110,7 @@ class LocalServer:
     def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("wb") as file:
             return subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _WATCH, *self.words],
+                [sys.executable, "-c", _LEAD, *self.words],
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,

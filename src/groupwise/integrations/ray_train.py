@@ -1,5 +1,6 @@
 """A run whose processes are workers of Ray Train. Needs the extra ``ray``."""
 
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from groupwise.integrations.ray_servers import Servers, server_settings, serving
 from groupwise.report.folder import RunFolder
 from groupwise.run import Run, reopen, resume, train_from_config
 from groupwise.serving import placed
+from groupwise.system.cpus import NUM_CPUS
 from groupwise.system.ray_cluster import connected
 from groupwise.training.components import UserObjects
 
@@ -108,6 +110,7 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers, serve
 def _train(job: dict[str, Any], workers: Workers, timeout: int) -> GroupwiseError | None:
     """Do the job in workers; what it ended by."""
     resources = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
+    job["cpus"] = str(math.ceil(workers.cpus))
     with tempfile.TemporaryDirectory() as reports:  # of Ray; the run's own are in its folder
         result = TorchTrainer(
             _work,
@@ -129,6 +132,7 @@ def _work(job: dict[str, Any]) -> bytes | None:
     """Train in a worker, or continue; an error of the run, which would come again in a new worker."""
     try:
         os.chdir(job["folder"])  # for relative paths of data, models and plugins
+        os.environ[NUM_CPUS] = job["cpus"]  # so many processes has the run for environments
         if job["servers"] is not None:
             os.environ[placed.FOLDER] = str(job["servers"])
         plugins.load([*map(Path, job["plugins"])])

@@ -61,17 +61,23 @@ def servers(model):
     return found
 
 
-class KillServer(threading.Thread):
-    """Kills the server after some iterations, and sees when the next ones are there."""
+def parent(process):
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("PPid:")[2].split()[0])
 
-    def __init__(self, path, model):
+
+class KillServer(threading.Thread):
+    """Kills the server after some iterations, or Ray's process that runs it, and sees when the next ones are there."""
+
+    def __init__(self, path, model, with_task=False):
         super().__init__(daemon=True)
         self.path, self.model, self.seconds, self.killed, self.later = path, model, 0.0, 0, 0
+        self.with_task = with_task
 
     def run(self):
         before = self.wait_for(3)
         [self.killed] = servers(self.model)
-        os.kill(self.killed, signal.SIGKILL)
+        os.kill(parent(parent(self.killed)) if self.with_task else self.killed, signal.SIGKILL)
         killed = time.monotonic()
         self.wait_for(before + 2)
         self.seconds = time.monotonic() - killed
@@ -117,10 +123,10 @@ def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, mo
     assert learned(again) == learned(here)
 
 
-def test_two_workers_share_a_server_and_follow_it(cluster, model, generation, tmp_path):
+def test_two_workers_share_a_server_and_follow_it_when_its_task_is_lost(cluster, model, generation, tmp_path):
     from groupwise.integrations.ray_train import Workers, train_on_ray
 
-    killer = KillServer(tmp_path / "run", model)
+    killer = KillServer(tmp_path / "run", model, with_task=True)
     killer.start()
     options = {"model": str(model), "generation": generation, "workers": Workers(2), **SETTINGS}
     run = train_on_ray(copying(), GRPO, run_dir=tmp_path / "run", **options | {"total_steps": 1000})

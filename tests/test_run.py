@@ -1,6 +1,7 @@
 import inspect
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -334,6 +335,19 @@ def test_unknown_names_leave_no_folder():
 def test_missing_gpu_is_named():
     with pytest.raises(gw.ConfigError, match="torch finds no GPU; fix: device='cpu'"):
         gw.train("CartPole-v1", device="cuda", **TINY)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_run_of_a_gpu_is_loaded_without_one_and_not_trained(cartpole: gw.Run, tmp_path):
+    shutil.copytree(cartpole.path, tmp_path / "run")
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    (tmp_path / "run/config.json").write_text(json.dumps(settings | {"device": "cuda:1"}))
+    loaded = gw.Run.load(tmp_path / "run")
+    assert loaded.policy.state_dict().keys() == cartpole.policy.state_dict().keys()
+    assert loaded.policy.device.type == "cpu"
+    assert gw.evaluate(loaded, 2).return_mean == gw.evaluate(cartpole, 2).return_mean
+    with pytest.raises(gw.ConfigError, match="device = 'cuda:1', but torch finds no GPU"):
+        gw.resume(tmp_path / "run", total_steps=256)
 
 
 def test_actor_without_a_critic_is_refused_where_one_is_needed():

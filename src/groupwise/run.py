@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import ValidationError
 
 from groupwise.algorithms.base import BaseAlgorithm
@@ -51,7 +52,7 @@ class Run:
     path: Path
     """The run folder."""
     cfg: CommonCfg
-    """Every setting, as in ``config.json``, without the run folder."""
+    """Every setting, as in ``config.json``, without the run folder. A run on a GPU is loaded on the CPU where there is none."""
     algorithm: BaseAlgorithm
     """The algorithm, with the policy."""
     summary: dict[str, Any]
@@ -113,7 +114,7 @@ class Run:
             RunFolderError: ``path`` is not a run folder, or is damaged.
             CheckpointError: the checkpoint is missing, damaged, or of another environment or architecture.
         """
-        folder, objects, cfg = _reopen(path, given, to_train=False)
+        folder, objects, cfg = reopen(path, given, to_train=False)
         if isinstance(cfg, TextRunCfg):
             from groupwise.text.build import load_algorithm
 
@@ -181,16 +182,19 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
     parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
-    name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
-    if engine.rank == 0:
-        folder = RunFolder.create(
-            parts.cfg.model_dump(mode="json"), cfg.run_dir, name=name, given_in_python=given.names()
-        )
-    else:
-        folder = RunFolder(Path(cfg.run_dir or ""))
-    with folder.locked(engine.rank):
-        summary = running.run(parts, folder, callbacks, engine, resume=False)
+    with running.closing_after(parts.close):
+        folder = _new_folder(parts, cfg.run_dir, engine)
+        with folder.locked(engine.rank):
+            summary = running.run(parts, folder, callbacks, engine, resume=False)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, given)
+
+
+def _new_folder(parts: Components, path: Path | None, engine: Engine) -> RunFolder:
+    """The folder of a new run, which rank 0 creates."""
+    if engine.rank != 0:
+        return RunFolder(Path(path or ""))
+    name = f"{parts.identity.env_id}-{parts.cfg.algorithm.name}-seed{parts.cfg.seed}"
+    return RunFolder.create(parts.cfg.model_dump(mode="json"), path, name=name, given_in_python=parts.given.names())
 
 
 def resume(
@@ -215,14 +219,15 @@ def resume(
         CheckpointError: the checkpoint is damaged, or of another environment or architecture.
     """
     check_callbacks(callbacks)
-    folder, objects, cfg = _reopen(path, given, to_train=True)
+    folder, objects, cfg = reopen(path, given, to_train=True)
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
         cfg = _with_budget(cfg, Budget.only(**totals), folder)
     engine = _engine(cfg)
     with folder.locked(engine.rank):
         parts = _rebuild(cfg, objects, folder, engine)
-        summary = running.run(parts, folder, callbacks, engine, resume=True)
+        with running.closing_after(parts.close):
+            summary = running.run(parts, folder, callbacks, engine, resume=True)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
 
 
@@ -378,11 +383,11 @@ def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engi
         return build(cfg, given, engine, restored=has_checkpoint(folder.latest))
 
 
-def _reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
+def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
     """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing.
 
     Args:
-        to_train: False: what only training or scoring texts needs may be missing.
+        to_train: False: what only training or scoring texts needs may be missing, also the GPU.
     """
     folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
     cfg = _read_cfg(folder)
@@ -392,6 +397,8 @@ def _reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tu
             f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
             f"gw.resume({str(path)!r}, {missing[0]}=...) or gw.Run.load"
         )
+    if not to_train and cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        cfg = cfg.model_copy(update={"device": "cpu"})
     return folder, objects, cfg
 
 

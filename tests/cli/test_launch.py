@@ -18,6 +18,9 @@ from groupwise.cli import launch
         ("--launcher ray --cpus nan", "--cpus nan: expected a number of at least 0"),
         ("--launcher ray --gpus -1", "--gpus -1: expected a number of at least 0"),
         ("--launcher ray --gpus 0.5", "--gpus"),
+        ("--server-gpus 1", "--server-gpus is for --launcher ray; fix: leave it out"),
+        ("--launcher ray --server-cpus inf", "--server-cpus inf: expected a number of at least 0"),
+        ("--launcher ray --servers 0", "--servers: expected a whole number of at least 1"),
         ("--launcher ray --run-dir x --profile", "--profile is not for --launcher ray"),
         ("--launcher torchrun --seeds 0-2", "--seeds has processes of its own; fix: leave --launcher out"),
     ],
@@ -59,3 +62,17 @@ def test_torchrun_gets_all_other_words(command, monkeypatch, tmp_path):
     ours = words.index("groupwise")
     assert words[1:ours] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
     assert words[ours + 1 :] == f"{command} --total-steps 5 --plugin {plugin}".split()
+
+
+def test_ray_gets_what_it_keeps_for_workers_and_servers(capsys):
+    pytest.importorskip("ray")
+    from groupwise.integrations.ray_servers import Servers
+    from groupwise.integrations.ray_train import Workers
+
+    words = "train text.json --launcher ray --cpus 3 --servers 2 --server-cpus 4 --server-gpus 1"
+    launched, rest = launch.parse_launch(words.split())
+    assert rest == ["train", "text.json"]
+    assert launched.on_ray() == {"workers": Workers(2, cpus=3), "servers": Servers(2, cpus=4, gpus=1)}
+    launched, _ = launch.parse_launch(["--launcher", "ray"])
+    assert launched.on_ray() == {"workers": Workers(2), "servers": None}
+    assert capsys.readouterr().err.count("to follow it: groupwise view") == 2

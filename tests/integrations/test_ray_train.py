@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from small_populations import PPO, SMALL
 
 import groupwise as gw
 
@@ -92,3 +93,26 @@ def test_an_error_of_the_run_is_raised_at_once(cluster, tmp_path):
 
     with pytest.raises(gw.ConfigError, match="NoSuchEnv-v0"):
         train_on_ray("NoSuchEnv-v0", GRPO, run_dir=tmp_path / "run", **OPTIONS)
+
+
+def test_a_worker_has_as_many_processes_for_environments_as_cores(cluster, tmp_path):
+    from groupwise.integrations.ray_train import Workers, train_on_ray
+
+    def make(**options):
+        from groupwise.system.cpus import num_cpus
+
+        raise gw.EnvError(f"environments have {num_cpus()} cores")
+
+    with pytest.raises(gw.EnvError, match="environments have 1 cores"):  # of at least two here
+        train_on_ray(make, GRPO, workers=Workers(1, cpus=1), run_dir=tmp_path / "run", **OPTIONS)
+
+
+def test_a_cluster_that_was_started_here_ends_with_the_run(ray, tmp_path):
+    from groupwise.integrations.ray_train import Workers, train_on_ray
+
+    with pytest.raises(gw.ConfigError, match=r"1 workers with cpus = 1000"):
+        train_on_ray("CartPole-v1", GRPO, workers=Workers(1, cpus=1000), run_dir=tmp_path / "run", **OPTIONS)
+    assert not ray.is_initialized()
+    with pytest.raises(gw.ConfigError, match="no node of the Ray cluster has as many"):
+        gw.evolve("CartPole-v1", PPO, run_dir=tmp_path / "search", launcher="ray", cpus=1000.0, **SMALL)
+    assert not ray.is_initialized()

@@ -61,21 +61,39 @@ def alive(pid):
         return False
 
 
+def wait_for_end(pid):
+    """A killed process closes its port before it has ended."""
+    until = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
 def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python, tmp_path):
     port = free_port()
-    server = LocalServer(command(python, str(tmp_path), port, ["--extra"], lora_rank=12), port, tmp_path / "log")
+    started_by = command(python, str(tmp_path), ["--extra"], lora_rank=12)
+    server = LocalServer(started_by, tmp_path / "log", port=port)
     server.wait()
     assert server.is_healthy()
     args = " ".join(started(tmp_path)["args"])
-    assert args.startswith(f"-m vllm.entrypoints.openai.api_server --model {tmp_path} --host 127.0.0.1 --port {port} ")
+    assert args.startswith(f"-m vllm.entrypoints.openai.api_server --model {tmp_path} ")
+    assert args.endswith(f" --host 127.0.0.1 --port {port}")
     for words in ("--logprobs-mode processed_logprobs", "--generation-config vllm", "--max-lora-rank 16", "--extra"):
         assert words in args
     assert started(tmp_path)["dev"] == "1"
     with pytest.raises(gw.ConfigError, match=f"port {port} cannot be used .*fix: another one"):
-        LocalServer(command(python, str(tmp_path), port), port, tmp_path / "log")
+        LocalServer(started_by, tmp_path / "log", port=port)
     server.close()
     assert not server.is_healthy()
-    assert not alive(started(tmp_path)["pid"])
+    wait_for_end(started(tmp_path)["pid"])
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_others():
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 10
+    system = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = map(int, system.read_text().split()) if system.exists() else (32_768, 65_535)
+    assert not ports & set(range(first, last + 1))
 
 
 def test_a_server_that_cannot_start_ends_with_its_last_lines(python, tmp_path, capsys):
@@ -91,7 +109,8 @@ def test_a_server_that_cannot_start_ends_with_its_last_lines(python, tmp_path, c
     assert "python='no/such/python' is no file; fix: the Python of an environment" in capsys.readouterr().err
 
 
-def test_a_killed_command_leaves_no_server(python, tmp_path):
+@pytest.mark.parametrize("with_leader", [False, True], ids=["alone", "with its child"])
+def test_a_killed_command_leaves_no_server(python, tmp_path, with_leader):
     words = [
         sys.executable,
         "-m",
@@ -107,10 +126,10 @@ def test_a_killed_command_leaves_no_server(python, tmp_path):
     assert any("ready: http://127.0.0.1:" in line for line in process.stdout)
     pid = started(tmp_path)["pid"]
     assert alive(pid)
+    if with_leader:  # as Ray kills children of its workers
+        process.send_signal(signal.SIGSTOP)
+        os.kill(os.getpgid(pid), signal.SIGKILL)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    until = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(pid)
+    wait_for_end(pid)

@@ -15,7 +15,7 @@ import groupwise as gw
 from groupwise.config.policy import SamplingCfg
 from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
-from groupwise.serving.launch import LocalServer, command, free_port
+from groupwise.serving.launch import LocalServer, command
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
@@ -47,12 +47,11 @@ def rank(request):
 
 @pytest.fixture(scope="module")
 def server(model, rank, tmp_path_factory):
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ON_CPU.items():
             patch.setenv(name, value)
-        words = command(Path(PYTHON), str(model), port, ["--dtype", "float32", "--enforce-eager"], lora_rank=rank)
-        local = LocalServer(words, port, log)
+        words = command(Path(PYTHON), str(model), ["--dtype", "float32", "--enforce-eager"], lora_rank=rank)
+        local = LocalServer(words, tmp_path_factory.mktemp("server") / "log")
     try:
         local.wait()
         yield local

@@ -29,15 +29,15 @@ class ServerDouble:
     generate_path = load_path = ""
     health_path = "/health"
 
-    def __init__(self, model, *, port=0):
+    def __init__(self, model, *, port=0, host="127.0.0.1"):
         self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
         self.seconds_per_token, self.seconds_of_a_hang = 0.0, 5.0
         self.in_flight, self._held = False, False
         self._model, self._lock = model, threading.Lock()
         self.restart()
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self._http = ThreadingHTTPServer((host, port), _handler(self))
         self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self.url = f"http://{host}:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     def __enter__(self):

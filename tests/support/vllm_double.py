@@ -20,7 +20,7 @@ class VLLMDouble(ServerDouble):
     passing = ((load_path, "drop"), ("/pause", "hang"), ("/pause", "500"), ("/resume", "cut"))
     """Faults of its other calls that a repeated call mends."""
 
-    def __init__(self, model, *, port=0, logprobs_mode="processed_logprobs", lora=False):
+    def __init__(self, model, *, logprobs_mode="processed_logprobs", lora=False, **address):
         self.config = {
             "model_config": {"logprobs_mode": logprobs_mode, "generation_config": "vllm"},
             "lora_config": {"max_lora_rank": 16} if lora else None,
@@ -28,7 +28,7 @@ class VLLMDouble(ServerDouble):
         }
         self._link, self._receiving = None, False
         self._paused = False
-        super().__init__(model, port=port)
+        super().__init__(model, **address)
 
     def restart(self):
         super().restart()
@@ -147,10 +147,19 @@ class VLLMDouble(ServerDouble):
         }
 
 
+def python_of_double(folder):
+    """What runs as the Python of an environment with vLLM."""
+    path, here = folder / "python", Path(__file__)
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 def main(args):
     """The double in place of vLLM's command; it dies after its third answer if the model's folder has a file ``dies``, and takes that along, unless it says so."""
     model = Path(args[args.index("--model") + 1])
-    with VLLMDouble(model, port=int(args[args.index("--port") + 1])) as server:
+    host, port = (args[args.index(name) + 1] for name in ("--host", "--port"))
+    with VLLMDouble(model, host=host, port=int(port)) as server:
         if "--seconds-per-token" in args:
             server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])
         server.in_flight = "--in-flight" in args

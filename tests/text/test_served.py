@@ -1,19 +1,17 @@
 """Training on completions of servers: equal to the native generator, and what faults do."""
 
+import contextlib
 import shutil
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-import vllm_double
 from safetensors.torch import load_file
 from sglang_double import SGLangDouble
 from text_runs import copying, train
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
-from vllm_double import VLLMDouble
+from vllm_double import VLLMDouble, python_of_double
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
@@ -21,6 +19,7 @@ from groupwise.engines.base import Engine
 from groupwise.serving import http
 from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
+from groupwise.serving.launch import LocalServer
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
@@ -145,6 +144,87 @@ def test_a_fault_that_passes_costs_nothing(model, double, tmp_path, monkeypatch,
     generate.update(0)
     assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
     assert double.faults[path] == []
+
+
+class Moving:
+    """A server that is started again at another address, when it is told to."""
+
+    def __init__(self, kind, model):
+        self.kind, self.model, self.stack = kind, model, contextlib.ExitStack()
+        self.double = self.stack.enter_context(kind(model))
+
+    def url(self):
+        return self.double.url
+
+    def move(self):
+        before, self.double = self.double, self.stack.enter_context(self.kind(self.model))
+        self.double._paused = False
+        before.__exit__()
+        return "drop"
+
+    def move_at(self, path):
+        """In mid-call."""
+        fault = self.double.fault
+        self.double.fault = lambda called: self.move() if called == path else fault(called)
+
+
+@pytest.fixture
+def moving(kind, model):
+    server = Moving(kind, model)
+    with server.stack:
+        yield server
+
+
+def generator_of(moving, tmp_path):
+    policy = load_causal_lm(gw.ModelCfg(path=str(moving.model)), SamplingCfg(max_new_tokens=4))
+    move(policy)
+    client = HttpClient(moving.url(), timeout=20.0, retries=2, locate=moving.url)
+    return ServedGenerator([find_server(client, adapters=False)], policy, tmp_path / "weights")
+
+
+MOVES = [(kind, path) for kind in KINDS.values() for path in (kind.generate_path, kind.load_path)]
+MOVES += [(VLLMDouble, path) for path in ("/pause", "/update_weight_version", "/reset_prefix_cache", "/resume")]
+
+
+@pytest.mark.parametrize(("kind", "path"), MOVES)
+def test_a_server_that_is_started_again_elsewhere_gets_its_weights_again(moving, tmp_path, path):
+    generate = generator_of(moving, tmp_path)
+    before = moving.url()
+    moving.move_at(path)
+    generate.update(0)
+    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+    assert generate.servers[0].url == moving.url() != before
+
+
+@pytest.mark.parametrize("kind", [VLLMDouble])
+def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path):
+    generate = generator_of(moving, tmp_path)
+    generate.update(0)
+    moving.double.__exit__()
+    timer = threading.Timer(2.0, moving.move)  # all tries of a call take 0.03 s
+    timer.start()
+    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+    moving.double.__exit__()
+    generate.servers[0]._client.timeout = 0.2
+    with pytest.raises(gw.ServerError, match=r"http://.* was lost, and not started again in 0\.4 s"):
+        generate(**TASK, sampling=SAMPLING["plain"])
+
+
+@pytest.mark.parametrize("kind", [VLLMDouble])
+def test_a_server_that_is_lost_while_its_weights_get_their_name_gets_them_again(model, double, tmp_path):
+    generate, fault, named = served(model, tmp_path, double), double.fault, []
+
+    def restart_once(path):
+        if path == "/update_weight_version" and not named:
+            named.append(path)
+            double.restart()
+            return "drop"
+        return fault(path)
+
+    double.fault = restart_once
+    generate.update(0)
+    assert named
+    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
 
 
 ENDS = {
@@ -325,13 +405,34 @@ def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, 
     assert list(folders.iterdir()) == []
 
 
+@pytest.mark.parametrize("where", ["the folder", "the collector"])
+def test_an_error_before_the_first_iteration_ends_the_server_of_the_run(model, tmp_path, monkeypatch, where):
+    started = []
+
+    class Seen(LocalServer):
+        def wait(self):
+            super().wait()
+            started.append(self)
+
+    def fail(*args, **options):
+        raise gw.RunFolderError("no room")
+
+    monkeypatch.setattr("groupwise.text.connect.LocalServer", Seen)
+    if where == "the folder":
+        monkeypatch.setattr("groupwise.run.RunFolder.create", fail)
+    else:
+        monkeypatch.setattr("groupwise.text.served.TextCollector.__init__", fail)
+    generation = {"name": "server", "python": str(python_of_double(tmp_path))}
+    with pytest.raises(gw.RunFolderError, match="no room"):
+        train(copying(), model, tmp_path / "run", generation=generation)
+    [server] = started
+    assert not server.is_healthy()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [VLLMDouble])
 def test_a_run_has_a_server_of_its_own(model, double, tmp_path):
-    python, here = tmp_path / "python", Path(vllm_double.__file__)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')
-    python.chmod(0o755)
-    generation = {"name": "server", "python": str(python), "retries": 1}
+    generation = {"name": "server", "python": str(python_of_double(tmp_path)), "retries": 1}
     run = train(copying(), model, tmp_path / "run", generation=settings(double))
     dying = shutil.copytree(model, tmp_path / "dying")
     (dying / "dies").touch()

@@ -115,6 +115,30 @@ def test_answers_in_another_format_say_so(model):
             server.generate(request())
 
 
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ("server_info", ["internal_states"]),
+        ("generate", [{"text": "5"}]),
+        ("generate", [{"meta_info": {"output_top_logprobs": [[]]}}]),
+    ],
+)
+def test_a_check_that_is_answered_in_another_format_says_so(model, call, answer):
+    with SGLangDouble(model) as double:
+        server = found(double)
+        setattr(double, call, lambda *call: (200, answer))
+        with pytest.raises(gw.ServerError, match=r"in another format .*; fix: SGLang 0\.5\.23 or later"):
+            server.check()
+
+
+def test_a_list_of_models_in_another_format_says_so(model):
+    with SGLangDouble(model, lora=True) as double:
+        server = found(double, adapters=True)
+        double.v1_models = lambda *call: (200, {"models": []})
+        with pytest.raises(gw.ServerError, match=r"in another format \(KeyError\('data'\)\); fix: SGLang"):
+            server.update(model, "a")
+
+
 @pytest.mark.parametrize("fault", ["cut", "drop", "500"])
 @pytest.mark.parametrize("verb", ["load", "unload"])
 def test_adapters_change_once_if_an_answer_is_lost(model, verb, fault):

@@ -12,6 +12,7 @@ from groupwise.errors import ConfigError
 from groupwise.system.terminal import show
 
 LAUNCHERS = ("local", "torchrun", "ray")
+LAUNCH_FLAGS = ("launcher", "workers", "cpus", "gpus", "servers", "server-cpus", "server-gpus")
 
 
 class Launch(NamedTuple):
@@ -21,13 +22,19 @@ class Launch(NamedTuple):
     num_workers: int
     resources: dict[str, Any]
     """Of each worker of Ray."""
+    servers: dict[str, Any]
+    """Their number, and resources of each; empty for those of a run that names none."""
 
-    def ray_workers(self) -> Any:
-        """The workers of Ray; says how to follow them."""
+    def on_ray(self) -> dict[str, Any]:
+        """The workers and servers of Ray; says how to follow them."""
+        from groupwise.integrations.ray_servers import Servers
         from groupwise.integrations.ray_train import Workers
 
         show("training on Ray; to follow it: groupwise view", to="stderr")
-        return Workers(self.num_workers, **self.resources)
+        return {
+            "workers": Workers(self.num_workers, **self.resources),
+            "servers": Servers(**self.servers) if self.servers else None,
+        }
 
 
 def parse_launch(argv: Sequence[str]) -> tuple[Launch, list[str]]:
@@ -35,19 +42,30 @@ def parse_launch(argv: Sequence[str]) -> tuple[Launch, list[str]]:
     parser = Parser(add_help=False)
     parser.add_choice("--launcher", LAUNCHERS)
     parser.add_argument("--workers", type=count)
-    parser.add_argument("--cpus", type=float)
-    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--servers", type=count)
+    for name in ("--cpus", "--server-cpus"):
+        parser.add_argument(name, type=float)
+    for name in ("--gpus", "--server-gpus"):
+        parser.add_argument(name, type=int)
     options, rest = parser.parse_known_args(argv)
     launcher = options.launcher or "local"
-    resources = {name: value for name in ("cpus", "gpus") if (value := getattr(options, name)) is not None}
-    for name, value in resources.items():
+    for_ray = {
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("launcher", "workers") and value is not None
+    }
+    for name, value in for_ray.items():
+        flag = f"--{name.replace('_', '-')}"
         if not 0 <= value < math.inf:
-            raise ConfigError(f"--{name} {value:g}: expected a number of at least 0")
-    if launcher != "ray" and resources:
-        raise ConfigError(f"--{next(iter(resources))} is for --launcher ray; fix: leave it out")
+            raise ConfigError(f"{flag} {value:g}: expected a number of at least 0")
+        if launcher != "ray":
+            raise ConfigError(f"{flag} is for --launcher ray; fix: leave it out")
     if launcher == "local" and options.workers is not None:
         raise ConfigError("--workers is for several processes; fix: --launcher torchrun, or ray")
-    return Launch(launcher, options.workers or 2, resources), rest
+    resources = {name: value for name, value in for_ray.items() if name in ("cpus", "gpus")}
+    names = {"servers": "number", "server_cpus": "cpus", "server_gpus": "gpus"}
+    servers = {ours: for_ray[name] for name, ours in names.items() if name in for_ray}
+    return Launch(launcher, options.workers or 2, resources, servers), rest
 
 
 def torchrun(words: Sequence[str], num_workers: int) -> NoReturn:

@@ -39,7 +39,7 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
             raise ConfigError(
                 f"--launcher ray takes the run folder alone, got {' '.join(words)!r}; fix: --launcher torchrun"
             )
-        return print_run(resume_on_ray(words[0], launch.ray_workers()))
+        return print_run(resume_on_ray(words[0], **launch.on_ray()))
     return print_run(_resumed(parser, words))
 
 

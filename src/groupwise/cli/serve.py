@@ -26,18 +26,18 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--lora-rank", type=count, help="largest rank of adapters, if adapters are trained")
     parser.add_argument("--log", type=Path, help="file for what the server prints (default: a temporary one)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the start may take (default: 600)")
-    words = [*argv]
-    ours, theirs = (words[: (end := words.index("--"))], words[end + 1 :]) if "--" in words else (words, [])
+    end = [*argv, "--"].index("--")
+    ours, theirs = argv[:end], argv[end + 1 :]
     options = parser.read(ours)
 
     from groupwise.serving.launch import LocalServer, command
 
     with tempfile.TemporaryDirectory(prefix="groupwise-") as folder:
         log = options.log or Path(folder) / "server.log"
-        started = command(options.python, options.model, options.port, theirs, lora_rank=options.lora_rank)
-        server = LocalServer(started, options.port, log, options.timeout)
+        words = command(options.python, options.model, theirs, lora_rank=options.lora_rank)
+        server = LocalServer(words, log, options.timeout, port=options.port)
         try:
-            show(f"starting {' '.join(started)}", f"log: {log}")
+            show(f"starting {' '.join(server.words)}", f"log: {log}")
             server.wait()
             show(f"ready: {server.url}")
             server.join()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from groupwise.cli.launch import parse_launch, torchrun
+from groupwise.cli.launch import LAUNCH_FLAGS, parse_launch, torchrun
 from groupwise.cli.parser import Parser, count
 from groupwise.cli.result import print_run
 from groupwise.errors import ConfigError
@@ -19,7 +19,8 @@ HELP = """Train a policy on a Gymnasium environment, or with the settings of a J
 
 Options, with the defaults of this environment:
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel
-  --launcher local                    or torchrun, ray: several processes (--workers 2; for Ray --cpus 1 --gpus 0)
+  --launcher local                    or torchrun, ray: several processes (--workers 2; for Ray --cpus 1 --gpus 0,
+                                      and --servers 1 --server-cpus 1 --server-gpus 0 of generation.python)
   --plugin FILE.py                    import your file first
   --preset NAME                       credit and objective of a paper; see: groupwise list
   -q, --quiet                         print errors and the result only
@@ -42,7 +43,7 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
 
     from groupwise.cli.options import parse_options
 
-    flags = ("seeds", "profile", "preset", "quiet", "verbose", "launcher", "workers", "cpus", "gpus")
+    flags = ("seeds", "profile", "preset", "quiet", "verbose", *LAUNCH_FLAGS)
     cfg = parse_options(rest, prog="groupwise train", description=HELP, flags=flags)
     if options.progress is not None:
         show_errors_only() if options.progress == "none" else show_everything()
@@ -66,7 +67,7 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
             raise ConfigError("--profile is not for --launcher ray; fix: --launcher torchrun")
         from groupwise.integrations.ray_train import train_from_config_on_ray
 
-        return print_run(train_from_config_on_ray(cfg, workers=launch.ray_workers()), quiet)
+        return print_run(train_from_config_on_ray(cfg, **launch.on_ray()), quiet)
 
     from groupwise.run import train_from_config
 

@@ -1,7 +1,7 @@
 """Tasks of a Ray cluster that train members. Needs the extra ``ray``."""
 
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,27 +14,19 @@ from groupwise.config.evolution import LaunchCfg
 from groupwise.errors import ConfigError
 from groupwise.evolution.member import Round
 from groupwise.evolution.workers import Answer, Workers, answered
+from groupwise.system.ray_cluster import connected
 from groupwise.training.components import UserObjects
 
 
 class RayWorkers(Workers[Any]):
-    """Ray starts a task for each member, where the cluster has room for it.
-
-    It takes the cluster that this process is connected to, else that of ``RAY_ADDRESS`` or of this machine, else a new one on
-    this machine.
-    """
+    """Ray starts a task for each member, where the cluster has room for it."""
 
     def __init__(self, cfg: LaunchCfg, given: UserObjects, output: Path) -> None:
         super().__init__(cfg.workers, given, output.absolute())
-        self._connected = ray.is_initialized()
-        if not self._connected:
-            ray.init(log_to_driver=False)
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(connected())
             _check_room(cfg)
-        except ConfigError:
-            if not self._connected:
-                ray.shutdown()
-            raise
+            self._connection = stack.pop_all()
         self._play = ray.remote(_play).options(num_cpus=cfg.cpus, num_gpus=cfg.gpus, max_retries=0)
         self._stored = ray.put(self._payload)
 
@@ -42,8 +34,7 @@ class RayWorkers(Workers[Any]):
         """End all tasks, and the connection if it was made here."""
         for task in self._busy:
             ray.cancel(task, force=True)
-        if not self._connected:
-            ray.shutdown()
+        self._connection.close()
 
     def _begin(self, task: Round) -> Any:
         task = replace(task, folder=task.folder.absolute())

@@ -1,7 +1,10 @@
 """A run whose processes are workers of Ray Train. Needs the extra ``ray``."""
 
+import math
 import os
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +16,12 @@ from groupwise.config.run import CommonCfg, TextRunCfg
 from groupwise.engines.distributed import backend_of
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
 from groupwise.integrations.base import Base
+from groupwise.integrations.ray_servers import Servers, server_settings, serving
 from groupwise.report.folder import RunFolder
-from groupwise.run import Run, resume, train_from_config
+from groupwise.run import Run, reopen, resume, train_from_config
+from groupwise.serving import placed
+from groupwise.system.cpus import NUM_CPUS
+from groupwise.system.ray_cluster import connected
 from groupwise.training.components import UserObjects
 
 require_extra("ray", "ray")
@@ -36,16 +43,20 @@ class Workers(NamedTuple):
     """How often they are started again."""
 
 
-DEFAULT = Workers()
+WORKERS = Workers()
 
 
-def train_on_ray(env: Any, algorithm: Any = None, *, workers: Workers = DEFAULT, **fields: Any) -> Run:
+def train_on_ray(
+    env: Any, algorithm: Any = None, *, workers: Workers = WORKERS, servers: Servers | None = None, **fields: Any
+) -> Run:
     """Train in several processes, as under ``torchrun``, each a worker of the Ray cluster.
 
-    If a worker or a node is lost, all workers are started again and continue from the run's latest checkpoint.
+    If a worker or a node is lost, all workers are started again and continue from the run's latest checkpoint. A server
+    that is lost is started again, and the run waits for it.
 
     Args:
         env, algorithm, fields: as of ``gw.train``. ``run_dir`` is on a disk that all nodes share.
+        servers: those of ``generation.python``, which Ray places. None: ``Servers()`` where it is set.
 
     Raises:
         ConfigError: a setting is impossible, or the cluster has no room.
@@ -53,47 +64,64 @@ def train_on_ray(env: Any, algorithm: Any = None, *, workers: Workers = DEFAULT,
         ray.train.TrainingFailedError: workers were lost too often.
     """
     base = Base(env, algorithm, fields)
-    return train_from_config_on_ray(base.cfg, base.given(), workers)
+    return train_from_config_on_ray(base.cfg, base.given(), workers, servers)
 
 
-def train_from_config_on_ray(cfg: CommonCfg, given: UserObjects | None = None, workers: Workers = DEFAULT) -> Run:
+def train_from_config_on_ray(
+    cfg: CommonCfg, given: UserObjects | None = None, workers: Workers = WORKERS, servers: Servers | None = None
+) -> Run:
     """Train with the settings of ``cfg``; see ``train_on_ray``."""
     if cfg.run_dir is None:
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir, on a shared disk")
     path = Path(cfg.run_dir).absolute()
     RunFolder.check_free(path)
-    return _fit(path, cfg.model_copy(update={"run_dir": path}), given or UserObjects(), workers)
+    return _fit(path, cfg.model_copy(update={"run_dir": path}), given or UserObjects(), workers, servers)
 
 
-def resume_on_ray(path: Path | str, workers: Workers = DEFAULT, **given: Any) -> Run:
+def resume_on_ray(path: Path | str, workers: Workers = WORKERS, servers: Servers | None = None, **given: Any) -> Run:
     """Continue a run from its latest checkpoint in workers of the Ray cluster.
 
     Args:
         given: the Python objects that the run was trained with.
     """
-    run = Run.load(path, **given)
-    return _fit(run.path.absolute(), run.cfg, UserObjects.again(given), workers)
+    folder, objects, cfg = reopen(path, given, to_train=True)
+    return _fit(folder.path.absolute(), cfg, objects, workers, servers)
 
 
-def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Run:
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    _check_room(workers)
+def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers, servers: Servers | None) -> Run:
     if workers.gpus and cfg.device == "cpu":
         raise ConfigError(f"gpus = {workers.gpus} and device = 'cpu': they would be idle; fix: device='cuda'")
+    how = server_settings(cfg)
+    if how is None and servers is not None:
+        raise ConfigError(
+            f"{servers.number} servers, and the run starts none; fix: leave them out, or generation.python=..."
+        )
+    servers = servers or Servers()
+    job = {"folder": os.getcwd(), "path": path, "payload": plugins.pickled((cfg, given)), "plugins": plugins.loaded()}
+    with ExitStack() as stack:
+        stack.enter_context(connected())
+        _check_room([workers] if how is None else [workers, servers])
+        job["servers"] = None if how is None else stack.enter_context(serving(servers, how))
+        error = _train(job, workers, TorchConfig(backend=_backend(cfg, workers), timeout_s=int(cfg.ddp_timeout)))
+    if error is not None:
+        raise error
+    return Run.load(path, **given.as_arguments())
+
+
+def _backend(cfg: CommonCfg, workers: Workers) -> str:
     offloads = isinstance(cfg, TextRunCfg) and cfg.cpu_offload
-    backend = backend_of("cuda" if workers.gpus else "cpu", cpu_offload=offloads)
+    return backend_of("cuda" if workers.gpus else "cpu", cpu_offload=offloads)
+
+
+def _train(job: dict[str, Any], workers: Workers, torch_config: TorchConfig) -> GroupwiseError | None:
+    """Do the job in workers; what it ended by."""
     resources = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
+    job["cpus"] = str(math.ceil(workers.cpus))
     with tempfile.TemporaryDirectory() as reports:  # of Ray; the run's own are in its folder
         result = TorchTrainer(
             _work,
-            train_loop_config={
-                "folder": os.getcwd(),
-                "path": path,
-                "payload": plugins.pickled((cfg, given)),
-                "plugins": plugins.loaded(),
-            },
-            torch_config=TorchConfig(backend=backend, timeout_s=int(cfg.ddp_timeout)),
+            train_loop_config=job,
+            torch_config=torch_config,
             scaling_config=ScalingConfig(
                 num_workers=workers.number, use_gpu=workers.gpus > 0, resources_per_worker=resources
             ),
@@ -103,15 +131,16 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Ru
                 logging_config=LoggingConfig(log_level="ERROR"),
             ),
         ).fit()
-    if result.return_value is not None:
-        raise cloudpickle.loads(result.return_value)
-    return Run.load(path, **given.as_arguments())
+    return None if result.return_value is None else cloudpickle.loads(result.return_value)
 
 
 def _work(job: dict[str, Any]) -> bytes | None:
     """Train in a worker, or continue; an error of the run, which would come again in a new worker."""
     try:
         os.chdir(job["folder"])  # for relative paths of data, models and plugins
+        os.environ[NUM_CPUS] = job["cpus"]  # so many processes has the run for environments
+        if job["servers"] is not None:
+            os.environ[placed.FOLDER] = str(job["servers"])
         plugins.load([*map(Path, job["plugins"])])
         cfg, given = cloudpickle.loads(job["payload"])
         begun = [RunFolder(job["path"]).config.exists()]
@@ -125,12 +154,13 @@ def _work(job: dict[str, Any]) -> bytes | None:
     return None
 
 
-def _check_room(workers: Workers) -> None:
-    """Refuse workers that the cluster has no room for; Ray would wait without a word."""
+def _check_room(wanted: Sequence[Workers | Servers]) -> None:
+    """Refuse processes that the cluster has no room for; Ray would wait without a word."""
     room = ray.cluster_resources()
     cpus, gpus = room.get("CPU", 0), room.get("GPU", 0)
-    if cpus < workers.number * workers.cpus or gpus < workers.number * workers.gpus:
-        raise ConfigError(
-            f"{workers.number} workers with cpus = {workers.cpus:g}, gpus = {workers.gpus}: the Ray cluster has {cpus:g} "
-            f"cores and {gpus:g} GPUs; fix: ask for less"
+    if cpus < sum(some.number * some.cpus for some in wanted) or gpus < sum(some.number * some.gpus for some in wanted):
+        asked = " and ".join(
+            f"{some.number} {type(some).__name__.lower()} with cpus = {some.cpus:g}, gpus = {some.gpus}"
+            for some in wanted
         )
+        raise ConfigError(f"{asked}: the Ray cluster has {cpus:g} cores and {gpus:g} GPUs; fix: ask for less")

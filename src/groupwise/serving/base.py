@@ -2,13 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from groupwise.config.policy import SamplingCfg
-from groupwise.errors import ServerError
-from groupwise.serving.http import HttpClient
+from groupwise.errors import GroupwiseError, ServerError
+from groupwise.serving.http import HttpClient, RestartedError
 
 Stop = Literal["eos", "stop", "length"]
 
@@ -83,12 +84,22 @@ class Server(ABC):
     """Whether new weights must be in a folder."""
 
     def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
-        self.url, self._client, self._adapters = client.url, client, adapters
+        self._client, self._adapters = client, adapters
         self._in_flight_updates = in_flight_updates
 
-    @abstractmethod
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._client.url
+
     def check(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
+        with self._reading():
+            self.inspect()
+
+    @abstractmethod
+    def inspect(self) -> None:
+        """What ``check`` does."""
 
     @abstractmethod
     def ask(self, request: GroupRequest) -> list[Reply]:
@@ -96,13 +107,12 @@ class Server(ABC):
 
     def generate(self, request: GroupRequest) -> list[Answer]:
         """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
-        try:
-            replies = self.ask(request)
+        with self._reading():
+            try:
+                replies = self.ask(request)
+            except RestartedError as error:
+                raise LostWeightsError(str(error)) from None
             answers = [_answer(reply, request, self.url) for reply in replies]
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerError(
-                f"{self.url} answered in another format ({error!r}); fix: {self.needs} or later"
-            ) from None
         if len(replies) != request.size:
             raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
         versions = {version for answer in answers for version in answer.versions}
@@ -132,10 +142,29 @@ class Server(ABC):
 
     def update(self, folder: Path, version: str) -> None:
         """Give it new weights. A failure leaves it paused, as half of its weights may be old."""
-        self.pause()
-        self.load_weights(folder, version)
-        self.flush()
-        self.resume()
+        for _ in range(self._client.retries + 1):
+            failures = self._client.failures
+            with self._reading(), suppress(RestartedError):
+                self.pause()
+                self.load_weights(folder, version)
+                self.flush()
+                self.resume()
+                if self._client.failures == failures:
+                    return
+            # a call was repeated, perhaps at a server that was started again and lacks what calls before gave it
+        raise ServerError(f"{self.url} was lost again and again while it read weights; fix: look at the server's log")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A ``ServerError`` if an answer has another format."""
+        try:
+            yield
+        except GroupwiseError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.url} answered in another format ({error!r}); fix: {self.needs} or later"
+            ) from None
 
 
 def _answer(reply: Reply, request: GroupRequest, url: str) -> Answer:

@@ -32,6 +32,10 @@ class NoAnswerError(Exception):
     """A call that may be repeated."""
 
 
+class RestartedError(ServerError):
+    """The server was started again at another address, so it has nothing of what it was given."""
+
+
 class RefusedError(ServerError):
     """The server understood a call and refused it.
 
@@ -52,10 +56,22 @@ class HttpClient:
         timeout: seconds of one try of a call, of which a connection gets ``SECONDS_TO_CONNECT``.
         retries: how often a call is repeated that got no answer or an error of the server (5xx).
         last_lines: what the server printed, to explain why it gives no answer.
+        locate: where the server was last ready, if something starts it again where it ends. Calls wait for that.
     """
 
-    def __init__(self, url: str, *, timeout: float, retries: int, last_lines: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float,
+        retries: int,
+        last_lines: Callable[[], str] = str,
+        locate: Callable[[], str | None] | None = None,
+    ) -> None:
         self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
+        self._locate = locate
+        self.failures = 0
+        """Tries of calls that got no answer."""
         self.health = "/health"
         """Where the server says at once that it lives, also when it is busy."""
         self._warned = -_QUIET
@@ -92,6 +108,9 @@ class HttpClient:
                 return self._try(method, path, body)
             except NoAnswerError as error:
                 last = error
+                self.failures += 1
+            if self._locate is not None:
+                self._follow(self._locate)
             if self._closed.is_set():
                 raise ServerError(f"{self.url}{path}: the client was closed")
             if number < self.retries:
@@ -102,6 +121,21 @@ class HttpClient:
             f"{self.url}{path}: no answer in {self.retries + 1} tries: {last}; fix: look at the server's log, start it "
             f"again, and resume the run{self._last_lines()}"
         )
+
+    def _follow(self, locate: Callable[[], str | None]) -> None:
+        """Wait until the server is healthy; a ``RestartedError`` if it is elsewhere then."""
+        seconds = 2 * self.timeout  # for another start, and before for others to notice
+        until = time.monotonic() + seconds
+        while not self._closed.is_set():
+            url = locate() or self.url
+            if self._probe(url).is_healthy():
+                if url == self.url:
+                    return
+                before, self.url = self.url, url
+                raise RestartedError(f"{before} was started again at {url}")
+            if time.monotonic() > until:
+                raise ServerError(f"{self.url} was lost, and not started again in {seconds:g} s{self._last_lines()}")
+            self._closed.wait(_FIRST_WAIT)
 
     def _warn(self, message: str) -> None:
         """Log it, unless there was one a moment ago: calls fail together."""
@@ -154,11 +188,11 @@ class HttpClient:
                 if time.monotonic() >= until:
                     raise TimeoutError
                 # a shorter time limit is that of such a question itself
-                if self.timeout > _HEALTH_INTERVAL and not self._probe().is_healthy():
+                if self.timeout > _HEALTH_INTERVAL and not self._probe(self.url).is_healthy():
                     raise NoAnswerError("it gives no answer, and is not healthy")
 
-    def _probe(self) -> "HttpClient":
-        probe = HttpClient(self.url, timeout=_HEALTH_INTERVAL, retries=0)
+    def _probe(self, url: str) -> "HttpClient":
+        probe = HttpClient(url, timeout=_HEALTH_INTERVAL, retries=0)
         probe.health = self.health
         return probe
 

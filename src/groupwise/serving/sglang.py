@@ -35,7 +35,7 @@ class SGLangServer(Server):
         super().__init__(client, **options)
         client.health = "/model_info"  # /health generates a token, and so waits while weights are read
 
-    def check(self) -> None:
+    def inspect(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
         info = self._client.get("/server_info")
         for name, why in _REFUSED.items():

@@ -24,7 +24,7 @@ class VLLMServer(Server):
 
     needs = "vLLM 0.32"
 
-    def check(self) -> None:
+    def inspect(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
         config = self._client.get(SERVER_INFO)["vllm_config"]
         model = config["model_config"]

@@ -1,6 +1,7 @@
 """From a ``TextRunCfg`` to the components of a run on texts."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -101,15 +102,6 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     if held_out:
         rewards.check_columns(held_out[0].columns, "eval_data")
     dialogue = Dialogue(encoder, tool, policy.context_length)
-    make = partial(TextCollector, policy, partial(complete, policy))
-    collector = (make if cfg.generation.name == "native" else connect(cfg, policy, engine))(
-        prompts,
-        dialogue,
-        rewards,
-        cfg,
-        rank=engine.rank,
-        world_size=engine.world_size,
-    )
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(
         policy.action_spec,
@@ -117,6 +109,10 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
         on_nonfinite=cfg.algorithm.on_nonfinite,
         device=policy.device,
     )
+    make: Callable[..., TextCollector] = partial(connect, cfg, policy, engine)
+    if cfg.generation.name == "native":
+        make = partial(TextCollector, policy, partial(complete, policy))
+    collector = make(prompts, dialogue, rewards, cfg, rank=engine.rank, world_size=engine.world_size)
     return TextComponents(cfg, given, algorithm, collector, buffer, identity_of(cfg, policy), task, held_out)
 
 

@@ -1,10 +1,10 @@
 """From the settings to a collector whose completions come from servers."""
 
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.run import TextRunCfg
@@ -13,7 +13,8 @@ from groupwise.errors import ConfigError, require_extra
 from groupwise.serving.base import Server
 from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
-from groupwise.serving.launch import LocalServer, command, free_port
+from groupwise.serving.launch import LocalServer, command, last_lines
+from groupwise.serving.placed import PlacedServer, folder_of_run, give_command, in_folder
 from groupwise.serving.vllm import VLLMServer
 from groupwise.text.asynchronous import AsyncCollector
 from groupwise.text.nccl import NCCLServer
@@ -21,17 +22,17 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedCollector, ServedGenerator
 
 
-def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., ServedCollector]:
-    """Makes the collector of a run on servers: those that the settings name, or one that is started here."""
+def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **options: Any) -> ServedCollector:
+    """The collector of a run on servers: those that the settings name, or one that is started here.
+
+    Args:
+        parts, options: what ``TextCollector`` takes besides the policy and the generator.
+    """
     how = cfg.generation
     assert isinstance(how, ServerGenerationCfg)
     if engine.world_size > 1 and how.max_staleness:
         raise ConfigError(
             f"generation.max_staleness={how.max_staleness} needs one process, got {engine.world_size}; fix: max_staleness=0"
-        )
-    if engine.world_size > 1 and how.python is not None:
-        raise ConfigError(
-            f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
         )
     if how.in_flight_updates and policy.has_adapters:
         raise ConfigError(
@@ -39,22 +40,40 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine) -> Callable[..., 
             "in_flight_updates=False, or lora=None"
         )
     with ExitStack() as stack:
-        folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        own, urls, more = None, how.urls, {}
-        if how.python is not None:
-            own = _start(cfg, how, how.python, policy, folder / "server.log")
-            stack.callback(own.close)
-            own.wait()
-            urls, more = (own.url,), {"last_lines": own.last_lines}
-        clients = [HttpClient(url, timeout=how.timeout, retries=how.retries, **more) for url in urls]
+        kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
+        folder, own, clients = _find(cfg, how, policy, engine, stack)
         in_flight = {"in_flight_updates": how.in_flight_updates}
         servers = [find_server(client, adapters=policy.has_adapters, **in_flight) for client in clients]
         if how.transfer == "nccl":
             servers = [_sending(server, client, policy) for server, client in zip(servers, clients, strict=True)]
         generator = ServedGenerator(servers, policy, folder, engine, **in_flight)
-        cleanup = stack.pop_all()
-    return partial(AsyncCollector if how.max_staleness else ServedCollector, generator, own, cleanup)
+        collector = kind(generator, own, cleanup, *parts, **options)
+        cleanup.enter_context(stack.pop_all())  # an error before ends the server at once
+    return collector
+
+
+def _find(
+    cfg: TextRunCfg, how: ServerGenerationCfg, policy: CausalLM, engine: Engine, stack: ExitStack
+) -> tuple[Path, LocalServer | None, list[HttpClient]]:
+    """The folder for weights, the server that was started here, and clients of all servers."""
+    limits: dict[str, Any] = {"timeout": how.timeout, "retries": how.retries}
+    placed = folder_of_run()
+    if placed is not None:
+        if engine.rank == 0:
+            give_command(placed, _command(cfg, how, policy))
+        return placed, None, [_client_of(server, limits) for server in in_folder(placed)]
+    folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
+    folder.mkdir(parents=True, exist_ok=True)
+    if how.python is None:
+        return folder, None, [HttpClient(url, **limits) for url in how.urls]
+    if engine.world_size > 1:
+        raise ConfigError(
+            f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
+        )
+    own = LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
+    stack.callback(own.close)
+    own.wait()
+    return folder, own, [HttpClient(own.url, **limits, last_lines=partial(last_lines, own.log))]
 
 
 def _sending(server: Server, client: HttpClient, policy: CausalLM) -> NCCLServer:
@@ -72,14 +91,17 @@ def _sending(server: Server, client: HttpClient, policy: CausalLM) -> NCCLServer
     return NCCLServer(client, policy)
 
 
-def _start(cfg: TextRunCfg, how: ServerGenerationCfg, python: Path, policy: CausalLM, log_file: Path) -> LocalServer:
-    """A new server of the model that training begins with."""
+def _client_of(server: PlacedServer, limits: dict[str, Any]) -> HttpClient:
+    url = server.wait(2 * limits["timeout"])
+    return HttpClient(url, **limits, last_lines=partial(last_lines, server.log), locate=server.url)
+
+
+def _command(cfg: TextRunCfg, how: ServerGenerationCfg, policy: CausalLM) -> list[str]:
+    """Starts a server of the model that training begins with."""
     model = policy.network.name_or_path
     if not model:
         raise ConfigError("a model made in Python is in no folder that a server could load; fix: model=..., or urls")
     dtype = "float32" if cfg.model.precision == "float32" else "bfloat16"
     rank = policy.model.peft_config["default"].r if policy.has_adapters else None
-    port = free_port()
-    return LocalServer(
-        command(python, model, port, ["--dtype", dtype, *how.args], lora_rank=rank), port, log_file, how.timeout
-    )
+    assert how.python is not None
+    return command(how.python, model, ["--dtype", dtype, *how.args], lora_rank=rank)

@@ -35,9 +35,9 @@ class NCCLServer(VLLMServer):
         # a repeated call would wait for an exchange that is over
         self._once = HttpClient(client.url, timeout=client.timeout, retries=0)
 
-    def check(self) -> None:
+    def inspect(self) -> None:
         """Refuse a server that cannot take part, too."""
-        super().check()
+        super().inspect()
         found = self._client.get(SERVER_INFO)["vllm_config"].get("weight_transfer_config")
         if not found or found["backend"] != "nccl":
             raise ServerError(

@@ -44,8 +44,8 @@ MAX_ERROR = 300
 def run(
     parts: Components, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool
 ) -> dict[str, Any]:
-    """Train to the end; the summary."""
-    with threads_for(parts.policy), closing(engine), closing_after(parts.close), ExitStack() as stack:
+    """Train to the end; the summary. The caller closes the parts."""
+    with threads_for(parts.policy), closing(engine), ExitStack() as stack:
         evaluator = parts.evaluator() if engine.rank == 0 else None
         if evaluator is not None:
             stack.enter_context(closing_after(evaluator.close))

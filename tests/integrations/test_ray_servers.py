@@ -1,0 +1,156 @@
+"""Runs on texts whose servers Ray places, and one of which is killed."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from text_runs import copying, save_model, train
+from vllm_double import python_of_double
+
+import groupwise as gw
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
+SETTINGS = {"num_prompts": 4, "sampling": {"max_new_tokens": 4}, "logging": {"progress": "none"}, "total_steps": 500}
+GRPO = gw.GRPOCfg(group_size=4, learning_rate=1e-3)
+
+
+@pytest.fixture
+def cluster(ray, monkeypatch):
+    """Room for two workers and a server on this machine. They import the reward from a module of the tests."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lm") / "model")
+
+
+@pytest.fixture
+def generation(tmp_path):
+    return {
+        "name": "server",
+        "python": str(python_of_double(tmp_path)),
+        "args": ["--seconds-per-token", "0.05"],  # so that most kills are in mid-rollout
+        "weights_dir": str(tmp_path / "weights"),
+    }
+
+
+def servers(model):
+    """The processes that serve the model."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if (
+            str(model).encode() in words
+            and any(word.endswith(b"vllm_double.py") for word in words)
+            and b"-c" not in words
+        ):
+            found.append(int(process.name))
+    return found
+
+
+def parent(process):
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("PPid:")[2].split()[0])
+
+
+class KillServer(threading.Thread):
+    """Kills the server after some iterations, or Ray's process that runs it, and sees when the next ones are there."""
+
+    def __init__(self, path, model, with_task=False):
+        super().__init__(daemon=True)
+        self.path, self.model, self.seconds, self.killed, self.later = path, model, 0.0, 0, 0
+        self.with_task = with_task
+
+    def run(self):
+        before = self.wait_for(3)
+        [self.killed] = servers(self.model)
+        os.kill(parent(parent(self.killed)) if self.with_task else self.killed, signal.SIGKILL)
+        killed = time.monotonic()
+        self.wait_for(before + 2)
+        self.seconds = time.monotonic() - killed
+        [self.later] = servers(self.model)
+
+    def wait_for(self, iteration):
+        while True:
+            time.sleep(0.02)
+            metrics = self.path / "metrics.jsonl"
+            lines = metrics.read_text().splitlines() if metrics.exists() else []
+            if len(lines) >= iteration:
+                return len(lines)
+
+
+def learned(run):
+    """Metrics without times."""
+    names = ("time/", "rollout/sync_seconds")
+    return [{k: v for k, v in entry.items() if not k.startswith(names)} for entry in run.metrics()]
+
+
+def weights(run):
+    return load_file(run.path / "checkpoints/latest/policy.safetensors")
+
+
+def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, model, generation, tmp_path):
+    from groupwise.integrations.ray_train import Workers, resume_on_ray, train_on_ray
+
+    task = copying()
+    here = train(task, model, tmp_path / "here", GRPO, generation=generation, **SETTINGS)
+    assert len(here.metrics()) > 6
+    killer = KillServer(tmp_path / "ray", model)
+    killer.start()
+    options = {"model": str(model), "generation": generation, "workers": Workers(1), **SETTINGS}
+    run = train_on_ray(task, GRPO, run_dir=tmp_path / "ray", **options)
+    killer.join()
+    print(f"from the kill to two further iterations: {killer.seconds:.1f} s")
+    assert 0 < killer.killed != killer.later > 0
+    assert learned(run) == learned(here)  # each iteration once
+    assert all(torch.equal(weights(run)[name], value) for name, value in weights(here).items())
+    assert servers(model) == []
+    assert list((tmp_path / "weights").glob("servers-*")) == []
+    again = resume_on_ray(run.path, Workers(1), **task.given)
+    assert learned(again) == learned(here)
+
+
+def test_two_workers_share_a_server_and_follow_it_when_its_task_is_lost(cluster, model, generation, tmp_path):
+    from groupwise.integrations.ray_train import Workers, train_on_ray
+
+    killer = KillServer(tmp_path / "run", model, with_task=True)
+    killer.start()
+    options = {"model": str(model), "generation": generation, "workers": Workers(2), **SETTINGS}
+    run = train_on_ray(copying(), GRPO, run_dir=tmp_path / "run", **options | {"total_steps": 1000})
+    killer.join()
+    assert 0 < killer.killed != killer.later > 0
+    entries = run.metrics()
+    assert [entry["iteration"] for entry in entries] == [*range(1, len(entries) + 1)]
+    assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in entries)
+
+
+def test_a_server_that_cannot_start_ends_the_run_with_its_error(cluster, model, generation, tmp_path):
+    from groupwise.integrations.ray_servers import Servers
+    from groupwise.integrations.ray_train import Workers, train_on_ray
+
+    options = {"model": str(model), "workers": Workers(1), "run_dir": tmp_path / "run", **SETTINGS}
+    broken = generation | {"args": ["--seconds-per-token", "fast"]}
+    with pytest.raises(
+        gw.ServerError, match=r"exit code 1; its errors:\nValueError: could not convert string to float"
+    ):
+        train_on_ray(copying(), GRPO, generation=broken, **options)
+    for changed, message in [
+        ({"generation": generation | {"weights_dir": None}}, r"got generation\.weights_dir=None; fix: a folder there"),
+        ({"generation": generation, "servers": Servers(3)}, "1 workers with .* and 3 servers with .* has 3 cores"),
+        ({"servers": Servers(1)}, r"1 servers, and the run starts none; fix: .* generation\.python"),
+    ]:
+        with pytest.raises(gw.ConfigError, match=message):
+            train_on_ray(copying(), GRPO, **changed, **options)

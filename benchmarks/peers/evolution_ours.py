@@ -1,0 +1,106 @@
+"""``gw.evolve`` with PPO at AgileRL's settings, or with ``--variant preset`` at the environment's preset."""
+
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar, Literal
+
+from evolution_watch import (
+    EVALUATION_EPISODES,
+    LEARN_STEP,
+    MAX_ROUNDS,
+    MEMBERS,
+    NUM_ENVS,
+    RANGES,
+    ROUND_STEPS,
+    TOURNAMENT,
+    Over,
+    Watch,
+    parse,
+)
+
+args = parse()
+
+import groupwise as gw
+from groupwise.config.evolution import Place, TournamentCfg
+
+CORES = 2
+
+
+@gw.register_recipe
+class WatchedTournamentCfg(TournamentCfg):
+    """A tournament that tells the watch of each round."""
+
+    name: Literal["watched"] = "watched"  # type: ignore[assignment]
+    listener: ClassVar[Any] = None
+
+    def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
+        self.listener.round(ranking[0])
+        return super().select(ranking, alive, random)
+
+
+class Listener:
+    """Counts the steps of a population, and hands its best member to the watch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.watch = Watch(args)
+        self._steps = 0
+        self._at: dict[str, int] = {}
+        """Environment steps of members, those of their ancestors included."""
+
+    def round(self, best: int) -> None:
+        population = gw.Population.load(self.path)
+        runs = {member.name: gw.Run.load(population.folder(member.name)) for member in population.active()}
+        at = {name: run.summary["env_steps"] for name, run in runs.items()}
+        for member in population.active():
+            start = self._at.get(member.name, self._at.get(member.parent or "", 0))
+            self._steps += at[member.name] - start
+        self._at |= at
+        self.watch.round(self._steps, list(runs.values())[best].policy.predict)
+
+
+def main(path: Path) -> None:
+    lr, batch, learn, ent, epochs = ({"min": low, "max": high} for low, high in RANGES.values())
+    search = {
+        "algorithm.learning_rate": lr | {"log": True},
+        "algorithm.minibatch_size": batch,
+        "algorithm.num_steps": {name: bound // NUM_ENVS for name, bound in learn.items()},
+        "algorithm.ent_coef": ent | {"log": True},
+        "algorithm.num_epochs": epochs,
+    }
+    matched = gw.PPOCfg(
+        num_steps=LEARN_STEP // NUM_ENVS,
+        minibatch_size=128,
+        num_epochs=4,
+        learning_rate=1e-3,
+        gamma=0.99,
+        gae_lambda=0.95,
+        ent_coef=0.01,
+    )
+    is_preset = args.variant == "preset"
+    gw.evolve(
+        args.env,
+        "ppo" if is_preset else matched,
+        search=search,
+        population=MEMBERS,
+        rounds=MAX_ROUNDS + 1,  # the watch ends it
+        round_steps=ROUND_STEPS,
+        episodes=EVALUATION_EPISODES,
+        selection={"name": "watched", "size": TOURNAMENT},
+        weight_noise=0.1,
+        num_envs=None if is_preset else NUM_ENVS,
+        evaluation={"interval": 10**9, "episodes": 1},  # only those of the search count
+        seed=args.seed,
+        run_dir=path,
+        workers=CORES,
+    )
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        listener = WatchedTournamentCfg.listener = Listener(Path(folder, "population"))
+        try:
+            main(listener.path)
+        except Over:
+            listener.watch.finish()

@@ -1,8 +1,7 @@
 """``gw.evolve`` beside AgileRL's evolution, both with their own PPO: seconds until the best member reaches a score.
 
 Both have four members, 10,240 environment steps of each in a round, 16 environments, tournaments of two with elitism, the same
-ranges and the settings of AgileRL's PPO configuration (``peers/evolution_watch.py``), on the same two cores. ``preset`` begins
-at our preset of the environment instead. After each round the best member, as its library ranks it, plays 100 greedy episodes,
+ranges and the settings of AgileRL's PPO configuration (``peers/evolution_watch.py``), on the same two cores. After each round the best member, as its library ranks it, plays 100 greedy episodes,
 the same for all; the search ends when their mean is the score. These episodes count nowhere. What each search itself evaluates
 (16 episodes of each member in a round) counts, and so does all set-up after the imports: worker processes, too. All searches
 take turns, each in a process of its own. Cells go to ``benchmarks/results/agilerl.json`` one by one; one that is there already
@@ -30,12 +29,7 @@ import cells as cells_of
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "agilerl.json"
 THEIRS = "AgileRL"
-METHODS = {
-    THEIRS: ("evolution_agilerl.py", ""),
-    "groupwise": ("evolution_ours.py", ""),
-    "groupwise, preset": ("evolution_ours.py", "preset"),
-}
-"""Worker and variant of each."""
+WORKERS = {THEIRS: "evolution_agilerl.py", "groupwise": "evolution_ours.py"}
 ENVS = ("CartPole-v1", "Acrobot-v1")
 FIRST_SEED = 5000
 CORES = 2
@@ -44,9 +38,13 @@ Cell = dict[str, Any]
 
 def run(method: str, env: str, seed: int, python: Path) -> Cell:
     """A finished cell."""
-    worker, variant = METHODS[method]
-    command = [str(python) if method == THEIRS else sys.executable, "-W", "ignore", str(HERE / "peers" / worker)]
-    command += ["--env", env, "--seed", str(seed), "--variant", variant]
+    command = [
+        str(python) if method == THEIRS else sys.executable,
+        "-W",
+        "ignore",
+        str(HERE / "peers" / WORKERS[method]),
+    ]
+    command += ["--env", env, "--seed", str(seed)]
     load = os.getloadavg()[0]
     # one thread in each process: with two AgileRL is no faster
     environ = os.environ | {"PEERS_STARTED": str(time.time()), "OMP_NUM_THREADS": "1"}
@@ -72,13 +70,15 @@ def ratios(cells: list[Cell], theirs: list[Cell], clock: str) -> list[float]:
     """Of ours to theirs, seed by seed, where at least one of the two reached the score."""
     other = {cell["seed"]: to_score(cell, clock) for cell in theirs}
     pairs = [(to_score(cell, clock), other[cell["seed"]]) for cell in cells if cell["seed"] in other]
-    return [0.0 if math.isinf(their) else our / their for our, their in pairs if not (math.isinf(our) and math.isinf(their))]
+    return [
+        0.0 if math.isinf(their) else our / their for our, their in pairs if not (math.isinf(our) and math.isinf(their))
+    ]
 
 
 def report(cells: list[Cell]) -> None:
     for env in dict.fromkeys(cell["env"] for cell in cells):
         theirs = [cell for cell in cells if (cell["env"], cell["method"]) == (env, THEIRS)]
-        for method in METHODS:
+        for method in WORKERS:
             found = [cell for cell in cells if (cell["env"], cell["method"]) == (env, method)]
             if not found:
                 continue
@@ -93,7 +93,7 @@ def report(cells: list[Cell]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--envs", nargs="+", default=["CartPole-v1"], choices=ENVS)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(WORKERS), choices=list(WORKERS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--python", type=Path, default=HERE.parent / ".venv-peers-agilerl" / "bin" / "python")
     parser.add_argument("--report", action="store_true")

@@ -1,4 +1,4 @@
-"""``gw.evolve`` with PPO at AgileRL's settings, or with ``--variant preset`` at the environment's preset."""
+"""``gw.evolve`` with PPO at AgileRL's settings."""
 
 import tempfile
 from pathlib import Path
@@ -14,20 +14,20 @@ from evolution_watch import (
     RANGES,
     ROUND_STEPS,
     TOURNAMENT,
-    Over,
+    Act,
     Watch,
     parse,
 )
 
 args = parse()
 
-import groupwise as gw
+from groupwise import Population, PPOCfg, Run, evolve, register_recipe
 from groupwise.config.evolution import Place, TournamentCfg
 
 CORES = 2
 
 
-@gw.register_recipe
+@register_recipe
 class WatchedTournamentCfg(TournamentCfg):
     """A tournament that tells the watch of each round."""
 
@@ -35,12 +35,12 @@ class WatchedTournamentCfg(TournamentCfg):
     listener: ClassVar[Any] = None
 
     def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
-        self.listener.round(ranking[0])
+        self.listener.watch.round(lambda: self.listener.look(ranking[0]))
         return super().select(ranking, alive, random)
 
 
 class Listener:
-    """Counts the steps of a population, and hands its best member to the watch."""
+    """Looks at a population in its folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,15 +49,16 @@ class Listener:
         self._at: dict[str, int] = {}
         """Environment steps of members, those of their ancestors included."""
 
-    def round(self, best: int) -> None:
-        population = gw.Population.load(self.path)
-        runs = {member.name: gw.Run.load(population.folder(member.name)) for member in population.active()}
+    def look(self, best: int) -> tuple[int, Act]:
+        """Environment steps of all members, and the actions of the best one of the round."""
+        population = Population.load(self.path)
+        runs = {member.name: Run.load(population.folder(member.name)) for member in population.active()}
         at = {name: run.summary["env_steps"] for name, run in runs.items()}
         for member in population.active():
             start = self._at.get(member.name, self._at.get(member.parent or "", 0))
             self._steps += at[member.name] - start
         self._at |= at
-        self.watch.round(self._steps, list(runs.values())[best].policy.predict)
+        return self._steps, list(runs.values())[best].policy.predict
 
 
 def main(path: Path) -> None:
@@ -69,7 +70,7 @@ def main(path: Path) -> None:
         "algorithm.ent_coef": ent | {"log": True},
         "algorithm.num_epochs": epochs,
     }
-    matched = gw.PPOCfg(
+    matched = PPOCfg(
         num_steps=LEARN_STEP // NUM_ENVS,
         minibatch_size=128,
         num_epochs=4,
@@ -78,10 +79,9 @@ def main(path: Path) -> None:
         gae_lambda=0.95,
         ent_coef=0.01,
     )
-    is_preset = args.variant == "preset"
-    gw.evolve(
+    evolve(
         args.env,
-        "ppo" if is_preset else matched,
+        matched,
         search=search,
         population=MEMBERS,
         rounds=MAX_ROUNDS + 1,  # the watch ends it
@@ -89,7 +89,7 @@ def main(path: Path) -> None:
         episodes=EVALUATION_EPISODES,
         selection={"name": "watched", "size": TOURNAMENT},
         weight_noise=0.1,
-        num_envs=None if is_preset else NUM_ENVS,
+        num_envs=NUM_ENVS,
         evaluation={"interval": 10**9, "episodes": 1},  # only those of the search count
         seed=args.seed,
         run_dir=path,
@@ -100,7 +100,4 @@ def main(path: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         listener = WatchedTournamentCfg.listener = Listener(Path(folder, "population"))
-        try:
-            main(listener.path)
-        except Over:
-            listener.watch.finish()
+        main(listener.path)

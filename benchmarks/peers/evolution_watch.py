@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+Act = Callable[[Any], Any]
+"""Greedy actions for observations ``[B, ...]``, NumPy in and out."""
 STARTED = "PEERS_STARTED"
 """Environment variable: ``time.time()`` just before this process started."""
 GOALS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0}
@@ -22,7 +24,7 @@ LEARN_STEP = 2048
 """Environment steps of an iteration, all environments together."""
 ROUND_STEPS = 5 * LEARN_STEP
 """Of each member."""
-MAX_ROUNDS = 20
+MAX_ROUNDS = 12
 EVALUATION_EPISODES = 16
 """That members are ranked by: one in each environment, as in AgileRL."""
 EPISODES = 100
@@ -41,7 +43,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--env", choices=GOALS, default="CartPole-v1")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", default="")
     return parser.parse_args()
 
 
@@ -66,10 +67,6 @@ class Clocks(NamedTuple):
         return Clocks(self.wall - before.wall, self.cpu - before.cpu)
 
 
-class Over(Exception):
-    """The search has reached the score, or used its rounds."""
-
-
 class Watch:
     """Made after the imports, when a search begins; told of each round when its members have been ranked.
 
@@ -82,18 +79,18 @@ class Watch:
         self.began = Clocks.now()
         self._outside = Clocks(0.0, 0.0)
 
-    def round(self, env_steps: int, act: Callable[[Any], Any]) -> None:
+    def round(self, look: Callable[[], tuple[int, Act]]) -> None:
         """Note a round.
 
         Args:
-            env_steps: that all members have trained so far.
-            act: greedy actions of the best member for observations ``[B, ...]``, NumPy in and out.
+            look: gives the environment steps that all members have trained so far, and the best member's actions.
 
         Raises:
-            Over: the score is reached, or the budget used.
+            SystemExit: the score is reached, or the budget used; the JSON line is printed.
         """
         before = Clocks.now()
         spent = before.since(self._outside)
+        env_steps, act = look()
         score = self._greedy_return(act)
         self.rounds.append(
             {
@@ -107,15 +104,15 @@ class Watch:
         outside = Clocks.now().since(before)
         self._outside = Clocks(self._outside.wall + outside.wall, self._outside.cpu + outside.cpu)
         if score >= GOALS[self.args.env] or len(self.rounds) == MAX_ROUNDS:
-            raise Over
+            self._print()
+            raise SystemExit
 
-    def finish(self) -> None:
-        """Print the JSON line."""
+    def _print(self) -> None:
         reached = self.rounds[-1]["score"] >= GOALS[self.args.env]
         who = {"env": self.args.env, "seed": self.args.seed, "reached": reached}
         print(json.dumps(who | self.rounds[-1] | {"rounds": self.rounds}), flush=True)
 
-    def _greedy_return(self, act: Callable[[Any], Any]) -> float:
+    def _greedy_return(self, act: Act) -> float:
         import gymnasium
         import numpy as np
 

@@ -7,6 +7,7 @@ processor's time.
 from typing import Any
 
 from evolution_watch import (
+    ENV,
     LEARN_STEP,
     MAX_ROUNDS,
     MEMBERS,
@@ -64,7 +65,7 @@ def mlp() -> dict[str, Any]:
 
 
 def main() -> None:
-    env = make_vect_envs(args.env, NUM_ENVS, should_async_vector=False)
+    env = make_vect_envs(ENV, NUM_ENVS, should_async_vector=False)
     env.reset(seed=args.seed)  # AgileRL resets without one
     hp_config = HyperparameterConfig(
         **{name: RLParameter(min=low, max=high, dtype=type(low)) for name, (low, high) in RANGES.items()}
@@ -102,7 +103,7 @@ def main() -> None:
     tournament = WatchedTournament(tournament_size=TOURNAMENT, elitism=True, population_size=MEMBERS)
     train_on_policy(
         env,
-        args.env,
+        ENV,
         "PPO",
         population,
         max_steps=2 * MAX_ROUNDS * ROUND_STEPS,  # the watch ends it

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any, ClassVar, Literal
 
 from evolution_watch import (
+    ENV,
     EVALUATION_EPISODES,
     LEARN_STEP,
     MAX_ROUNDS,
@@ -80,7 +81,7 @@ def main(path: Path) -> None:
         ent_coef=0.01,
     )
     evolve(
-        args.env,
+        ENV,
         matched,
         search=search,
         population=MEMBERS,

@@ -1,6 +1,6 @@
 """What the populations of AgileRL and groupwise share: settings, clocks, the score from outside, the JSON line of a run.
 
-Imports nothing heavy. The settings are those of AgileRL's own PPO configuration, also where the environment is another one.
+Imports nothing heavy. The settings are those of AgileRL's own PPO configuration, which is for LunarLander.
 Source: https://github.com/AgileRL/AgileRL/blob/main/configs/training/ppo/ppo.yaml
 """
 
@@ -18,7 +18,7 @@ Act = Callable[[Any], Any]
 """Greedy actions for observations ``[B, ...]``, NumPy in and out."""
 STARTED = "PEERS_STARTED"
 """Environment variable: ``time.time()`` just before this process started."""
-GOALS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0}
+ENV, GOAL = "CartPole-v1", 475.0
 MEMBERS, NUM_ENVS, TOURNAMENT = 4, 16, 2
 LEARN_STEP = 2048
 """Environment steps of an iteration, all environments together."""
@@ -41,7 +41,6 @@ RANGES = {
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--env", choices=GOALS, default="CartPole-v1")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -103,21 +102,20 @@ class Watch:
         )
         outside = Clocks.now().since(before)
         self._outside = Clocks(self._outside.wall + outside.wall, self._outside.cpu + outside.cpu)
-        if score >= GOALS[self.args.env] or len(self.rounds) == MAX_ROUNDS:
+        if score >= GOAL or len(self.rounds) == MAX_ROUNDS:
             self._print()
             raise SystemExit
 
     def _print(self) -> None:
-        reached = self.rounds[-1]["score"] >= GOALS[self.args.env]
-        who = {"env": self.args.env, "seed": self.args.seed, "reached": reached}
+        reached = self.rounds[-1]["score"] >= GOAL
+        who = {"env": ENV, "seed": self.args.seed, "reached": reached}
         print(json.dumps(who | self.rounds[-1] | {"rounds": self.rounds}), flush=True)
 
     def _greedy_return(self, act: Act) -> float:
         import gymnasium
         import numpy as np
 
-        mode = "vector_entry_point" if self.args.env == "CartPole-v1" else "sync"
-        env = gymnasium.make_vec(self.args.env, EPISODES, vectorization_mode=mode)
+        env = gymnasium.make_vec(ENV, EPISODES, vectorization_mode="vector_entry_point")
         obs, _ = env.reset(seed=10_000 + self.args.seed)
         returns, running = np.zeros(EPISODES), np.ones(EPISODES, dtype=bool)
         while running.any():

@@ -49,7 +49,8 @@ def test_their_population_runs(tmp_path):
     script = shortened(population_blocks()[0], max_steps=1, evo_steps=2048)
     script += "\nprint(len(pop), [agent.steps for agent in pop])\n"
     done = subprocess.run([PEER, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "4 [2048, 2048, 2048, 2048]", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "4 [2048, 2048, 2048, 2048]"
 
 
 @pytest.mark.slow

@@ -113,4 +113,4 @@ docs: $(VENV)/.dev  ## Build the documentation into docs/_build/html, warnings a
 	$(BIN)/python -m sphinx -W -b html docs docs/_build/html
 
 clean:           ## Remove what the commands above made
-	rm -rf $(VENV) $(VLLM) $(PEERS) $(PEERS)-torchrl $(PEERS)-jax docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(PEERS) $(PEERS)-torchrl $(PEERS)-jax $(PEERS)-agilerl docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

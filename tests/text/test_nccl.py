@@ -15,6 +15,7 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.engines.base import Engine
 from groupwise.serving.http import HttpClient
 from groupwise.serving.vllm import VLLMServer
+from groupwise.text import connect as connecting
 from groupwise.text.connect import connect
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm, with_adapters
@@ -117,9 +118,10 @@ def test_a_server_without_nccl_is_refused(model, double, tmp_path):
 def test_the_setting_has_weights_sent(model, double, monkeypatch):
     policy = load_causal_lm(gw.ModelCfg(path=str(model)), SAMPLING)
     monkeypatch.setattr(CausalLM, "device", torch.device("cuda"))
+    monkeypatch.setattr(connecting, "ServedCollector", lambda *made: made)
     for transfer, kind in (("folder", VLLMServer), ("nccl", NCCLServer)):
         cfg = gw.TextRunCfg(generation={"name": "server", "urls": [double.url], "transfer": transfer})
-        generate, _, cleanup = connect(cfg, policy, Engine()).args
+        generate, _, cleanup = connect(cfg, policy, Engine())
         cleanup.close()
         assert [type(server) for server in generate.servers] == [kind]
 

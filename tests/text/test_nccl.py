@@ -21,7 +21,7 @@ from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm, with_adapters
 from groupwise.text.nccl import NCCLServer
 from groupwise.text.policy import CausalLM
-from groupwise.text.served import ServedGenerator
+from groupwise.text.served import ServedCollector, ServedGenerator
 
 PHASES = ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
 CALLS = ["pause", *PHASES, "shutdown_weight_transfer_engine", "reset_prefix_cache", "resume"]
@@ -115,15 +115,20 @@ def test_a_server_without_nccl_is_refused(model, double, tmp_path):
         sending(model, tmp_path, double)
 
 
+class Made(ServedCollector):
+    def __init__(self, generator, own, cleanup):
+        self.generator, self.cleanup = generator, cleanup
+
+
 def test_the_setting_has_weights_sent(model, double, monkeypatch):
     policy = load_causal_lm(gw.ModelCfg(path=str(model)), SAMPLING)
     monkeypatch.setattr(CausalLM, "device", torch.device("cuda"))
-    monkeypatch.setattr(connecting, "ServedCollector", lambda *made: made)
+    monkeypatch.setattr(connecting, "ServedCollector", Made)
     for transfer, kind in (("folder", VLLMServer), ("nccl", NCCLServer)):
         cfg = gw.TextRunCfg(generation={"name": "server", "urls": [double.url], "transfer": transfer})
-        generate, _, cleanup = connect(cfg, policy, Engine())
-        cleanup.close()
-        assert [type(server) for server in generate.servers] == [kind]
+        made = connect(cfg, policy, Engine())
+        made.cleanup.close()
+        assert [type(server) for server in made.generator.servers] == [kind]
 
 
 def test_what_cannot_be_sent_is_refused(model, double, tmp_path):

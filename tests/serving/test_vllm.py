@@ -84,7 +84,7 @@ def move(policy, seed=1):
 def farthest(policy, written, sampling, weights=None):
     """The largest difference of log-probabilities to the trainer's own, among tokens that these weights wrote."""
     rows = [
-        TextRow(prompt, c.tokens, c.log_probs, 0.0, c.stop != "length", number, weights=c.weights)
+        TextRow(prompt, c.tokens, c.log_probs, 0.0, c.stop != "length", number, policy_version=c.policy_version)
         for number, (prompt, group) in enumerate(zip(PROMPTS, written, strict=False))
         for c in group
     ]
@@ -92,7 +92,7 @@ def farthest(policy, written, sampling, weights=None):
     batch = text_rollout(rows)[:, :-1]
     with torch.no_grad():
         scored = trainer.evaluate(batch.to_dict()).log_prob
-    mask = batch["loss_mask"] if weights is None else batch["weights"] == weights
+    mask = batch["loss_mask"] if weights is None else batch["policy_version"] == weights
     return (scored - batch["sample_log_prob"])[mask].abs().max().item()
 
 
@@ -148,7 +148,7 @@ def test_completions_that_run_go_on_under_new_weights(server, model, rank, tmp_p
         move(generate.policy)
         generate.update(1)
         written = running.result()
-    assert all(c.weights == sorted(c.weights) and set(c.weights) == {0, 1} for c in written[0])
+    assert all(c.policy_version == sorted(c.policy_version) and set(c.policy_version) == {0, 1} for c in written[0])
     assert farthest(before, written, sampling, weights=0) < CLOSE
     assert farthest(generate.policy, written, sampling, weights=1) < CLOSE
     assert farthest(generate.policy, written, sampling, weights=0) > 0.01

@@ -1,17 +1,15 @@
 """Rollouts that servers write while the learner updates: which weights write them, what is bounded, and what errors do."""
 
-import threading
 import time
-from copy import deepcopy
 
 import pytest
 import torch
+from async_runs import ITERATIONS, PROMPTS, assert_nothing_runs, run
 from safetensors.torch import load_file
-from sglang_double import SGLangDouble
-from text_runs import copying, share_copied, train
+from text_runs import share_copied
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
-from vllm_double import GENERATE, VLLMDouble
+from vllm_double import GENERATE
 
 import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
@@ -29,29 +27,12 @@ from groupwise.text.served import ServedCollector
 from groupwise.training import running
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
-PROMPTS = 2
-ITERATIONS = 4
-DECOUPLED = {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"}
-SHORT = {
-    "num_prompts": PROMPTS,
-    "total_steps": None,
-    "total_iterations": ITERATIONS,
-    "evaluation": {"interval": 10_000, "prompts": 1, "num_logged_groups": 0},
-    "sampler_mismatch": {"warn": 10, "stop": None},
-}
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr(running, "plot_curve", lambda *args: None)
-
-
-def run(model, path, double, staleness, *, callbacks=(), task=None, retries=0, **more):
-    cfg = gw.GRPOCfg(group_size=4, learning_rate=1e-2, objective=DECOUPLED)
-    generation = {"name": "server", "urls": [double.url], "timeout": 20, "retries": retries, "max_staleness": staleness}
-    generation |= {"weights_dir": str(path.parent / "weights"), "in_flight_updates": double.in_flight}
-    return train(task or copying(), model, path, cfg, generation=generation, callbacks=list(callbacks), **SHORT | more)
 
 
 def weights(run):
@@ -66,10 +47,6 @@ def assert_equal(one, other, *names):
 
     assert logged(one.metrics()) == logged(other.metrics())
     assert all(torch.equal(weights(one)[name], value) for name, value in weights(other).items())
-
-
-def assert_nothing_runs():
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("groupwise", "ThreadPool"))]
 
 
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(model, double, tmp_path, monkeypatch):
@@ -200,74 +177,6 @@ def test_an_interrupt_does_not_wait_for_the_servers(model, either, tmp_path, mon
         run(model, tmp_path / "run", double, 1, callbacks=[Interrupted(KeyboardInterrupt())], retries=5)
     assert time.monotonic() - begun[0] < 15  # such a call lasts 20 s
     assert_nothing_runs()
-
-
-class Weights(gw.Callback):
-    """The policy of each iteration, before its update."""
-
-    def __init__(self):
-        self.of, self.rollouts = {}, []
-
-    def on_rollout_end(self, trainer, rollout):
-        self.of[trainer.iteration] = deepcopy(trainer.algorithm.policy)
-        self.rollouts.append(rollout.clone())
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("kind", [VLLMDouble, SGLangDouble])
-def test_completions_go_on_under_new_weights(model, tmp_path, kind):
-    seen = Weights()
-    with kind(model) as double:
-        double.in_flight, double.seconds_per_token = True, 0.01
-        found = run(model, tmp_path / "run", double, 2, callbacks=[seen], total_iterations=8)
-    metrics = found.metrics()
-    shares = [[entry[f"rollout/staleness_{age}"] for age in range(3)] for entry in metrics]
-    assert all(sum(share) == pytest.approx(1) for share in shares)
-    ages = [share[1] + 2 * share[2] for share in shares]
-    assert ages == pytest.approx([entry["rollout/staleness"] for entry in metrics])
-    mixed = 0
-    for iteration, rollout in enumerate(seen.rollouts):
-        mask, weights = rollout["loss_mask"], rollout["weights"]
-        assert (iteration - 2 <= weights[mask]).all()
-        assert (weights[mask] <= iteration).all()
-        assert (weights[~mask] == -1).all()
-        for row, by in zip(mask, weights, strict=True):
-            assert by[row].tolist() == sorted(by[row].tolist())
-            mixed += len(set(by[row].tolist())) > 1
-        for number in weights[mask].unique().tolist():
-            batch = rollout[:, :-1].to_dict()
-            with torch.no_grad():
-                log_prob = seen.of[number].evaluate(batch).log_prob
-            of_these = (mask & (weights == number))[:, :-1]
-            torch.testing.assert_close(log_prob[of_these], batch["sample_log_prob"][of_these], atol=1e-4, rtol=0)
-    assert mixed
-    assert_nothing_runs()
-
-
-def test_servers_begin_the_next_rollout_before_the_last_one_is_complete(model, double, tmp_path):
-    begun = []
-    generate = double.inference_v1_generate
-
-    def slow_first(body, query, fault):
-        begun.append(body["sampling_params"]["seed"])
-        if len(begun) == 1:  # a completion that takes as long as three other rollouts
-            limit = time.monotonic() + 10
-            while len(begun) < 3 * PROMPTS and time.monotonic() < limit:
-                double._let_others_call()
-            assert len(begun) == 3 * PROMPTS
-        return generate(body, query, fault)
-
-    double.in_flight, double.inference_v1_generate = True, slow_first
-    metrics = run(model, tmp_path / "run", double, 2).metrics()
-    assert len(metrics) == ITERATIONS
-
-
-def test_a_server_that_restarts_in_flight_gets_the_newest_weights(model, double, tmp_path):
-    double.in_flight, double.seconds_per_token = True, 0.01
-    double.faults[GENERATE] = [None] * 3 * PROMPTS + ["restart"]
-    metrics = run(model, tmp_path / "run", double, 1, retries=2).metrics()
-    assert double.faults[GENERATE] == []
-    assert len(metrics) == ITERATIONS
 
 
 def test_what_cannot_be_is_refused(model, double, tmp_path):

@@ -157,5 +157,7 @@ def _reply(entry: dict[str, Any], request: GroupRequest, url: str) -> Reply:
         )
     scored = [(place[1], place[0]) for place in told["output_token_logprobs"]]
     whole = {"version": told["weight_version"], "start": 0, "end": len(entry["output_ids"])}
-    versions = of_each_token(told.get("weight_versions") or [whole])
+    # one version for all tokens is no answer where they may have several
+    spans = told["weight_versions"] if request.in_flight_updates else told.get("weight_versions") or [whole]
+    versions = of_each_token(spans)
     return Reply(entry["prompt_token_ids"], entry["output_ids"], scored, reason["type"], versions)

@@ -50,11 +50,11 @@ class AsyncCollector(ServedCollector):
 
     def forget(self) -> None:
         """Drop what is written ahead; it is asked for again."""
-        super().forget()
         for ahead in self._queue:
             ahead.cancel()
         wait(self._queue)
         self._queue.clear()
+        super().forget()  # last, as these may have loaded weights
 
     def _give_weights(self) -> None:
         """Save the weights, and queue that the servers load them and write rollouts by them."""
@@ -91,8 +91,9 @@ class AsyncCollector(ServedCollector):
         return found.groups
 
     def _staleness(self, members: list[Transcript]) -> dict[str, float]:
-        """Updates since the weights that wrote the tokens: their mean, and the share of each number."""
-        ages = Counter(self.iteration - weights for member in members for weights in member.weights if weights >= 0)
+        """Updates since the policy that generated the tokens: their mean, and the share of each number."""
+        versions = (version for member in members for version in member.policy_version if version >= 0)
+        ages = Counter(self.iteration - version for version in versions)
         assert 0 <= min(ages) <= max(ages) <= self.max_staleness  # others are an error before
         total = ages.total()
         shares = {f"rollout/staleness_{age}": ages[age] / total for age in range(self.max_staleness + 1)}

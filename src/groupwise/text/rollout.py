@@ -33,8 +33,8 @@ class TextRow(NamedTuple):
     """The model's turn that wrote each token, from 0; -1: the tool's. None: one turn wrote all."""
     support: Sequence[Tensor] | None = None
     """The tokens that could be drawn at each step, ``[kept]``; -1 fills up. None: all of them."""
-    weights: Sequence[int] | None = None
-    """From servers: the iteration whose weights wrote each token; -1: the tool's."""
+    policy_version: Sequence[int] | None = None
+    """From servers: the iteration whose policy generated each token; -1: the tool's."""
     trained: bool = True
     """False: the row counts in its group, but has no loss."""
     greedy: bool = False
@@ -48,7 +48,7 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
 
     Slot t holds token t and, as its action, token t+1; a completion's reward is at its last token. ``step`` counts from
     the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``support`` and
-    ``weights`` (-1 at tokens of others), ``trained``, ``greedy``, ``reward_parts``.
+    ``policy_version`` (-1 at tokens of others), ``trained``, ``greedy``, ``reward_parts``.
 
     Raises:
         DataError: a prompt or completion without tokens, or not one log-probability for each token.
@@ -91,8 +91,8 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
         kept = pad_sequence([ids for row in rows for ids in row.support or ()], batch_first=True, padding_value=-1)
         keys["support"] = torch.full((len(rows), num_slots, kept.shape[1]), -1, dtype=torch.int32)
         keys["support"][_places([row.support or () for row in rows], prompt - 1)] = kept.int()
-    if rows[0].weights:
-        keys["weights"] = _spread([row.weights or () for row in rows], prompt - 1, num_slots, -1)
+    if rows[0].policy_version:
+        keys["policy_version"] = _spread([row.policy_version or () for row in rows], prompt - 1, num_slots, -1)
     if not all(row.trained for row in rows):
         keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
     if any(row.greedy for row in rows):

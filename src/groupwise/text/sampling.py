@@ -30,8 +30,8 @@ class Completion(NamedTuple):
     """What ended it: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[Int[Tensor, " kept"]] | None = None
     """With ``top_k``, ``top_p`` or ``min_p``: the tokens that could be drawn at each step, by rising id; -1 fills up."""
-    weights: list[int] | None = None
-    """From servers: the iteration whose weights wrote each token."""
+    policy_version: list[int] | None = None
+    """From servers: the iteration whose policy generated each token."""
 
 
 class DecodingState:

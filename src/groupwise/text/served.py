@@ -56,8 +56,8 @@ class ServedGenerator:
         self._in_flight_updates, self._loading = in_flight_updates, Lock()
         # the versions of another run on the same servers are others
         self.folder, self._run = self.engine.gather_objects((folder.absolute(), secrets.token_hex(4)))[0]
-        self.weights = -1
-        """Iteration whose weights the servers have; a completion of earlier ones is an error."""
+        self.policy_version = -1
+        """Iteration whose policy the servers have; a completion of an earlier one is an error."""
         for server in servers:
             server.check()
 
@@ -76,14 +76,14 @@ class ServedGenerator:
     def load(self, iteration: int) -> None:
         """Give all servers weights that were saved, unless they have them or later ones."""
         with self._loading:
-            if self.engine.rank == 0 and iteration > self.weights:
+            if self.engine.rank == 0 and iteration > self.policy_version:
                 _at_once(partial(self._load, iteration=iteration), self.servers)
                 self._remove_weights(before=iteration)
-            self.weights = max(iteration, self.weights)
+            self.policy_version = max(iteration, self.policy_version)
 
     def forget(self) -> None:
         """The servers have lost their weights."""
-        self.weights = -1
+        self.policy_version = -1
 
     def __call__(
         self,
@@ -94,7 +94,7 @@ class ServedGenerator:
         deterministic: bool = False,
     ) -> list[list[Completion]]:
         """Completions of each prompt, as by ``complete``; the first seed of a group stands for all."""
-        version = self._version(self.weights)
+        version = self._version(self.policy_version)
         eos_ids, vocabulary = tuple(self.policy.eos_ids), len(self.policy.head)
         fixed = (sampling, eos_ids, vocabulary, version, deterministic, self._in_flight_updates)
         asked = [
@@ -106,7 +106,7 @@ class ServedGenerator:
         if lost:
             log.warning("%s; it gets the weights again", answers[lost[0]])
             with self._loading:
-                again = partial(self._load, iteration=self.weights)
+                again = partial(self._load, iteration=self.policy_version)
                 _at_once(again, [*dict.fromkeys(asked[number][0] for number in lost)])
             for number, answer in zip(lost, _at_once(_ask, [asked[number] for number in lost]), strict=True):
                 if isinstance(answer, LostWeightsError):
@@ -207,8 +207,8 @@ def _without_bars() -> Iterator[None]:
 
 
 def _completion(answer: Answer) -> Completion:
-    weights = [_iteration(version) for version in answer.versions]
-    return Completion(answer.tokens, answer.log_probs, answer.stop, weights=weights)
+    policy_version = [_iteration(version) for version in answer.versions]
+    return Completion(answer.tokens, answer.log_probs, answer.stop, policy_version=policy_version)
 
 
 def _iteration(version: str) -> int:

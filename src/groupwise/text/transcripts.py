@@ -40,8 +40,8 @@ class Transcript:
     """The model's turn that wrote each token; -1: the tool's."""
     support: list[Tensor] = field(default_factory=list)
     """The tokens that could be drawn, if not all could."""
-    weights: list[int] = field(default_factory=list)
-    """From servers: the iteration whose weights wrote each token; -1: the tool's."""
+    policy_version: list[int] = field(default_factory=list)
+    """From servers: the iteration whose policy generated each token; -1: the tool's."""
     stop: Literal["eos", "stop", "length"] = "length"
     """How the model's last turn ended."""
     turns: int = 0
@@ -64,7 +64,7 @@ class Transcript:
         """Add a turn of the model."""
         self._add(completion.tokens, completion.log_probs, self.turns)
         self.support += completion.support or []
-        self.weights += completion.weights or []
+        self.policy_version += completion.policy_version or []
         self.stop = completion.stop
         self.turns += 1
         self.text += text
@@ -75,8 +75,8 @@ class Transcript:
         self._add(tokens, [0.0] * len(tokens), -1)
         if self.support:
             self.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
-        if self.weights:
-            self.weights += [-1] * len(tokens)
+        if self.policy_version:
+            self.policy_version += [-1] * len(tokens)
         self.text += text
         self.messages.append({"role": "tool", "content": answer})
 
@@ -197,7 +197,7 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
         group=member.group,
         turn=member.turn,
         support=member.support or None,
-        weights=member.weights or None,
+        policy_version=member.policy_version or None,
         trained=not (cut and cfg.mask_truncated_completions),
         greedy=member.greedy,
         reward_parts=tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else (),

@@ -1,7 +1,7 @@
 """``gw.evolve`` beside AgileRL's evolution, both with their own PPO: seconds until the best member reaches a score.
 
-Both have four members, 10,240 environment steps of each in a round, 16 environments, tournaments of two with elitism, the same
-ranges and the settings of AgileRL's PPO configuration (``peers/evolution_watch.py``), on the same two cores. AgileRL trains its
+Both have four members, at least 10,240 environment steps of each in a round, 16 environments, tournaments of two with
+elitism, the same ranges and the settings of AgileRL's PPO configuration (``peers/evolution_watch.py``), on the same two cores. AgileRL trains its
 members one after another in one process, we train two at once.
 
 After each round the best member, as its library ranks it, plays 100 greedy episodes, the same for both. The search ends when

@@ -1,4 +1,4 @@
-"""Weights that go to servers by NCCL, whose calls a double has: there is no GPU here."""
+"""Weights that go to servers by NCCL, whose calls a double imitates without a GPU."""
 
 import time
 

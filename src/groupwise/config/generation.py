@@ -48,7 +48,7 @@ class ServerGenerationCfg(GenerationCfg):
     max_staleness: Annotated[int, Ge(0)] = 0
     """Updates that may lie between the weights that wrote a rollout and the weights that it trains. 0: servers wait for each update; 1 or more: they write the next rollouts meanwhile."""
     in_flight_updates: bool = False
-    """With ``max_staleness``: servers read new weights while they write, and completions that run go on under them. False: they finish a rollout before."""
+    """With ``max_staleness``: servers load new weights while they generate, and completions that run go on under them. False: they finish a rollout before."""
 
     @model_validator(mode="after")
     def _check(self) -> "ServerGenerationCfg":

@@ -23,12 +23,17 @@ class VLLMDouble(ServerDouble):
             "model_config": {"logprobs_mode": logprobs_mode, "generation_config": "vllm"},
             "lora_config": {"max_lora_rank": 16} if lora else None,
         }
-        self._paused = False
+        self._paused, self.holds_requests = False, False
         super().__init__(model, **address)
 
     def restart(self):
         super().restart()
         self._adapters = None
+
+    def answer(self, path, query, body, fault):
+        while self.holds_requests and self._paused and path == GENERATE:  # as vLLM does; else it is an error
+            time.sleep(0.01)
+        return super().answer(path, query, body, fault)
 
     def tokens_of_longest(self, found):
         return max(len(choice["token_ids"]) for choice in found["choices"])
@@ -114,6 +119,7 @@ def main(args):
     model = Path(args[args.index("--model") + 1])
     host, port = (args[args.index(name) + 1] for name in ("--host", "--port"))
     with VLLMDouble(model, host=host, port=int(port)) as server:
+        server.holds_requests = True
         if "--seconds-per-token" in args:
             server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])
         while sum(path == GENERATE for path, _ in server.calls) < 3 or not (model / "dies").exists():

@@ -111,7 +111,8 @@ class ServedGenerator:
 
     def _load(self, server: Server) -> None:
         version = self._version(self.weights)
-        server.update(self.folder / version, version)
+        with _alone(self.folder / version / f"{self.servers.index(server)}.lock"):  # ranks find out at the same time
+            server.update(self.folder / version, version)
 
 
 class ServedCollector(TextCollector):
@@ -182,6 +183,21 @@ def _without_bars() -> Iterator[None]:
     finally:
         if shown:
             bars.enable_progress_bar()
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other process is within, for as long as the calls there may take."""
+    while True:
+        try:
+            files.create(path, b"")
+            break
+        except FileExistsError:
+            time.sleep(0.1)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

@@ -154,3 +154,16 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_error(cluster, model, 
     ]:
         with pytest.raises(gw.ConfigError, match=message):
             train_on_ray(copying(), GRPO, **changed, **options)
+
+
+def test_an_error_of_one_worker_ends_all_of_them(cluster, model, tmp_path):
+    from groupwise.integrations.ray_train import Workers, train_on_ray
+
+    def reward(completions, trainer_state, **columns):
+        if os.environ["RANK"] == "1" and trainer_state.global_step == 2:
+            raise ValueError("no score")
+        return [0.0 if text else 1.0 for text in completions]
+
+    options = {"model": str(model), "workers": Workers(2), **SETTINGS, "total_steps": 1000}
+    with pytest.raises(gw.RewardError, match="no score"):
+        train_on_ray(copying(reward), GRPO, run_dir=tmp_path / "run", **options)

@@ -27,12 +27,17 @@ class VLLMDouble(ServerDouble):
             "weight_transfer_config": None,
         }
         self._link, self._receiving = None, False
-        self._paused = False
+        self._paused, self.holds_requests = False, False
         super().__init__(model, **address)
 
     def restart(self):
         super().restart()
         self._adapters = None
+
+    def answer(self, path, query, body, fault):
+        while self.holds_requests and self._paused and path == GENERATE:  # as vLLM does; else it is an error
+            time.sleep(0.01)
+        return super().answer(path, query, body, fault)
 
     def tokens_of_longest(self, found):
         return max(len(choice["token_ids"]) for choice in found["choices"])
@@ -160,6 +165,7 @@ def main(args):
     model = Path(args[args.index("--model") + 1])
     host, port = (args[args.index(name) + 1] for name in ("--host", "--port"))
     with VLLMDouble(model, host=host, port=int(port)) as server:
+        server.holds_requests = True
         if "--seconds-per-token" in args:
             server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])
         server.in_flight = "--in-flight" in args

@@ -3,6 +3,7 @@
 import math
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +45,8 @@ class Workers(NamedTuple):
 
 
 WORKERS = Workers()
+_SECONDS_TO_AGREE = 5.0
+"""So long may workers meet the same error one after another."""
 
 
 def train_on_ray(
@@ -116,7 +119,7 @@ def _backend(cfg: CommonCfg, workers: Workers) -> str:
 def _train(job: dict[str, Any], workers: Workers, torch_config: TorchConfig) -> GroupwiseError | None:
     """Do the job in workers; what it ended by."""
     resources = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
-    job["cpus"] = str(math.ceil(workers.cpus))
+    job |= {"cpus": str(math.ceil(workers.cpus)), "errors": ray.remote(_Errors).options(num_cpus=0).remote()}
     with tempfile.TemporaryDirectory() as reports:  # of Ray; the run's own are in its folder
         result = TorchTrainer(
             _work,
@@ -134,8 +137,23 @@ def _train(job: dict[str, Any], workers: Workers, torch_config: TorchConfig) -> 
     return None if result.return_value is None else cloudpickle.loads(result.return_value)
 
 
+class _Errors:
+    """An actor with the errors of the run, by worker."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, bytes] = {}
+
+    def add(self, worker: str, error: bytes) -> None:
+        self.errors[worker] = error
+
+    def all(self) -> list[bytes]:
+        return list(self.errors.values())
+
+
 def _work(job: dict[str, Any]) -> bytes | None:
     """Train in a worker, or continue; an error of the run, which would come again in a new worker."""
+    if errors := ray.get(job["errors"].all.remote()):  # of the workers before
+        return bytes(errors[0])
     try:
         os.chdir(job["folder"])  # for relative paths of data, models and plugins
         os.environ[NUM_CPUS] = job["cpus"]  # so many processes has the run for environments
@@ -150,7 +168,14 @@ def _work(job: dict[str, Any]) -> bytes | None:
         else:
             train_from_config(cfg, given)
     except GroupwiseError as error:
-        return bytes(cloudpickle.dumps(error))
+        ended = bytes(cloudpickle.dumps(error))
+        ray.get(job["errors"].add.remote(os.environ["RANK"], ended))
+        until = time.monotonic() + _SECONDS_TO_AGREE
+        while len(ray.get(job["errors"].all.remote())) < int(os.environ["WORLD_SIZE"]):
+            if time.monotonic() > until:
+                raise  # the others wait for this one: all are started again, and end
+            time.sleep(0.1)
+        return ended
     return None
 
 

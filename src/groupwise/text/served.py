@@ -1,6 +1,7 @@
 """Completions from inference servers, in place of the model's own decoding."""
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +122,8 @@ class ServedGenerator:
                 server.close()
             if self.engine.rank == 0:
                 self._remove_weights()
+                for path in self.folder.glob(f"{self._run}.*.lock"):
+                    files.remove(path)
 
     def _version(self, iteration: int) -> str:
         return f"{self._run}-{iteration}"
@@ -132,7 +135,8 @@ class ServedGenerator:
 
     def _load(self, server: Server, iteration: int) -> None:
         version = self._version(iteration)
-        server.update(self.folder / version, version)
+        with _alone(self.folder / f"{self._run}.{self.servers.index(server)}.lock"):  # ranks find out at the same time
+            server.update(self.folder / version, version)
 
 
 class ServedCollector(TextCollector):
@@ -213,6 +217,17 @@ def _completion(answer: Answer) -> Completion:
 
 def _iteration(version: str) -> int:
     return int(version.rpartition("-")[2])
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other process is within; one that ends has left."""
+    with path.open("wb") as file:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

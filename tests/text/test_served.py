@@ -164,8 +164,15 @@ class Moving:
 
     def move_at(self, path):
         """In mid-call."""
-        fault = self.double.fault
-        self.double.fault = lambda called: self.move() if called == path else fault(called)
+        first, fault, lock = self.double, self.double.fault, threading.Lock()
+
+        def move_once(called):  # requests come at the same time
+            with lock:
+                if called != path:
+                    return fault(called)
+                return self.move() if self.double is first else "drop"
+
+        first.fault = move_once
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from nccl_double import Exchange
+from nccl_double import Exchange, Link
 from sglang_double import SGLangDouble
 from text_runs import copying, train
 from tiny_models import tiny_model
@@ -102,9 +102,22 @@ def test_an_exchange_that_fails_ends_the_update_at_once(model, double, exchange,
     generate = sending(model, tmp_path, double)
     exchange.fault = "NCCL versions differ"
     begun = time.monotonic()
-    with pytest.raises(RuntimeError, match="NCCL versions differ"):
+    with pytest.raises(
+        gw.ServerError, match=r"exchange of weights failed: .*NCCL versions differ.*; fix: the same NCCL"
+    ):
         generate.update(0)
     assert time.monotonic() - begun < 4
+
+
+def test_a_communicator_whose_first_exchange_fails_is_aborted(model, double, exchange, tmp_path, monkeypatch):
+    def fails(link, *args, **options):
+        raise RuntimeError("unhandled system error")
+
+    monkeypatch.setattr(Link, "allreduce", fails)
+    with pytest.raises(gw.ServerError, match=r"exchange of weights failed: .*unhandled system error"):
+        sending(model, tmp_path, double).update(0)
+    (link,) = exchange.links.values()
+    assert link.aborted.is_set()
 
 
 def test_a_server_without_nccl_is_refused(model, double, tmp_path):

@@ -20,7 +20,7 @@ from groupwise.system import files
 require_extra("ray", "ray")
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -48,8 +48,8 @@ def serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
         )
     how.weights_dir.mkdir(parents=True, exist_ok=True)
     resources = {"CPU": servers.cpus} | ({"GPU": servers.gpus} if servers.gpus else {})
-    group = placement_group([resources] * servers.number)
     folder = Path(tempfile.mkdtemp(prefix="servers-", dir=how.weights_dir.absolute()))
+    group = placement_group([resources] * servers.number)
     try:
         if not group.wait(_SECONDS_TO_PLACE):
             raise ConfigError(
@@ -113,6 +113,9 @@ def _was_ready(task: Any) -> bool:
     """Whether a server that ended, or was lost with its node, is to be started again: not if it cannot start."""
     try:
         return bool(ray.get(task))
+    except RayTaskError as error:
+        log.error("a server of the run failed: %s", error)
+        return False
     except RayError:
         return True
 
@@ -127,9 +130,9 @@ def _serve(server: PlacedServer, timeout: float, folder: str) -> bool:
             server.is_at(running.url)
             ready = True
             running.join()
-    except GroupwiseError as error:
+    except Exception as error:
         if not ready:
-            server.cannot_start(str(error))
+            server.cannot_start(str(error) if isinstance(error, GroupwiseError) else repr(error))
     return ready
 
 

@@ -56,7 +56,7 @@ class HttpClient:
         timeout: seconds of one try of a call, of which a connection gets ``SECONDS_TO_CONNECT``.
         retries: how often a call is repeated that got no answer or an error of the server (5xx).
         last_lines: what the server printed, to explain why it gives no answer.
-        locate: where the server was last ready, if something starts it again where it ends. Calls wait for that.
+        locate: where the server was last ready, if something restarts it. Calls wait for that.
     """
 
     def __init__(
@@ -70,13 +70,17 @@ class HttpClient:
     ) -> None:
         self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
         self._locate = locate
-        self.failures = 0
-        """Tries of calls that got no answer."""
         self.health = "/health"
         """Where the server says at once that it lives, also when it is busy."""
         self._warned = -_QUIET
         self._running: dict[HTTPConnection, socket] = {}
         self._closed = threading.Event()
+        self._of_thread = threading.local()
+
+    @property
+    def failures(self) -> int:
+        """Tries of calls of this thread that got no answer."""
+        return getattr(self._of_thread, "failures", 0)
 
     def get(self, path: str) -> Any:
         """The JSON of an answer."""
@@ -108,8 +112,8 @@ class HttpClient:
                 return self._try(method, path, body)
             except NoAnswerError as error:
                 last = error
-                self.failures += 1
-            if self._locate is not None:
+                self._of_thread.failures = self.failures + 1
+            if number < self.retries and self._locate is not None:
                 self._follow(self._locate)
             if self._closed.is_set():
                 raise ServerError(f"{self.url}{path}: the client was closed")
@@ -123,7 +127,7 @@ class HttpClient:
         )
 
     def _follow(self, locate: Callable[[], str | None]) -> None:
-        """Wait until the server is healthy; a ``RestartedError`` if it is elsewhere then."""
+        """Wait until the server is healthy; a ``RestartedError`` if its address has changed."""
         seconds = 2 * self.timeout  # for another start, and before for others to notice
         until = time.monotonic() + seconds
         while not self._closed.is_set():

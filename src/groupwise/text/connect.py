@@ -1,7 +1,7 @@
 """From the settings to a collector whose completions come from servers."""
 
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, require_extra
 from groupwise.serving.base import Server
 from groupwise.serving.find import find_server
-from groupwise.serving.http import HttpClient
+from groupwise.serving.http import HttpClient, RestartedError
 from groupwise.serving.launch import LocalServer, command, last_lines
 from groupwise.serving.placed import PlacedServer, folder_of_run, give_command, in_folder
 from groupwise.serving.vllm import VLLMServer
@@ -93,7 +93,10 @@ def _sending(server: Server, client: HttpClient, policy: CausalLM) -> NCCLServer
 
 def _client_of(server: PlacedServer, limits: dict[str, Any]) -> HttpClient:
     url = server.wait(2 * limits["timeout"])
-    return HttpClient(url, **limits, last_lines=partial(last_lines, server.log), locate=server.url)
+    client = HttpClient(url, **limits, last_lines=partial(last_lines, server.log), locate=server.url)
+    with suppress(RestartedError):  # the address was that of an earlier start
+        client.get(client.health)
+    return client
 
 
 def _command(cfg: TextRunCfg, how: ServerGenerationCfg, policy: CausalLM) -> list[str]:

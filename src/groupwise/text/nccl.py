@@ -73,13 +73,21 @@ class NCCLServer(VLLMServer):
 
         ranks, unique = 1 + self._client.get("/get_world_size")["world_size"], get_unique_id()
 
+        joined = []
+
         def join(stream: int) -> Any:
             link, one = Communicator.init(ranks, 0, unique), torch.zeros(1, device=self._policy.device)
+            joined.append(link)
             link.allreduce(one, one, SUM, stream=stream)  # every rank begins with it
             return link
 
         rendezvous = {"nccl_unique_id_b64": b64encode(unique.as_bytes).decode(), "rank_offset": 1, "world_size": ranks}
-        return self._together("/init_weight_transfer_engine", {"init_info": rendezvous | {"packed": False}}, join)
+        try:
+            return self._together("/init_weight_transfer_engine", {"init_info": rendezvous | {"packed": False}}, join)
+        except BaseException:
+            for link in joined:
+                link.abort()
+            raise
 
     def _together(self, path: str, body: dict[str, Any], exchange: Callable[[int], Any]) -> Any:
         """What the exchange returns, in which the server takes part while the call lasts.
@@ -98,11 +106,16 @@ class NCCLServer(VLLMServer):
 
         tries = [_started(on_stream), _started(partial(self._once.post, path, body))]
         done, late = wait(tries, self._seconds, FIRST_EXCEPTION)
-        for one in done:
-            one.result()
+        for error in (one.exception() for one in done):
+            if error is not None:
+                raise error if isinstance(error, ServerError) else self._failed(path, f"failed: {error!r}") from error
         if late:
-            raise ServerError(f"{self.url}{path}: the exchange of weights took longer than {self._seconds:g} s")
+            raise self._failed(path, f"took longer than {self._seconds:g} s")
         return tries[0].result()
+
+    def _failed(self, path: str, why: str) -> ServerError:
+        fix = "the same NCCL for training and servers, GPUs that reach one another, or a larger generation.timeout"
+        return ServerError(f"{self.url}{path}: the exchange of weights {why}; fix: {fix}")
 
 
 def _send(link: Any, weights: Iterable[Tensor], stream: int) -> None:

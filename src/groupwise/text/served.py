@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -28,6 +28,8 @@ from groupwise.text.sampling import Completion
 
 log = logging.getLogger(__name__)
 
+_SECONDS_TO_LOAD = 10.0
+"""A server that is interrupted while it loads weights stays paused until another run uses it."""
 _AT_ONCE = 256
 """Calls that wait for answers at the same time. The servers batch them."""
 
@@ -116,14 +118,16 @@ class ServedGenerator:
         return [[_completion(answer) for answer in group] for group in answers]
 
     def close(self) -> None:
-        """End the calls that run, but not that servers load weights, and remove the weights."""
-        with self._loading:
-            for server in self.servers:
-                server.close()
-            if self.engine.rank == 0:
-                self._remove_weights()
-                for path in self.folder.glob(f"{self._run}.*.lock"):
-                    files.remove(path)
+        """End the calls that run, and remove the weights. Servers that load weights have a moment to finish."""
+        is_loaded = self._loading.acquire(timeout=_SECONDS_TO_LOAD)
+        for server in self.servers:
+            server.close()
+        if is_loaded:
+            self._loading.release()
+        if self.engine.rank == 0:
+            self._remove_weights()
+            for path in self.folder.glob(f"{self._run}.*.lock"):
+                files.remove(path)
 
     def _version(self, iteration: int) -> str:
         return f"{self._run}-{iteration}"
@@ -135,7 +139,8 @@ class ServedGenerator:
 
     def _load(self, server: Server, iteration: int) -> None:
         version = self._version(iteration)
-        with _alone(self.folder / f"{self._run}.{self.servers.index(server)}.lock"):  # ranks find out at the same time
+        lock = self.folder / f"{self._run}.{self.servers.index(server)}.lock"
+        with _alone(lock) if self.engine.world_size > 1 else nullcontext():  # ranks find out at the same time
             server.update(self.folder / version, version)
 
 

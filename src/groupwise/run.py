@@ -7,12 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from pydantic import ValidationError
-
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.config.base import explain
 from groupwise.config.budget import BUDGETS, Budget
 from groupwise.config.env import EnvCfg
 from groupwise.config.policy import AnyPolicyCfg
@@ -20,7 +16,7 @@ from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextEvaluatio
 from groupwise.engines.base import Engine
 from groupwise.engines.distributed import from_environment
 from groupwise.envs.base import VectorEnv
-from groupwise.errors import ConfigError, RunFolderError
+from groupwise.errors import ConfigError
 from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
@@ -33,6 +29,7 @@ from groupwise.training.build import build_components
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_counts
 from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.env_evaluator import EnvEvaluator, record
+from groupwise.training.reopening import read_cfg, reopen
 
 if TYPE_CHECKING:
     import gymnasium
@@ -330,7 +327,7 @@ def sample(
     given = {"policy": policy, "tool": tool}
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, given)
-    cfg = run.cfg if isinstance(run, Run) else _read_cfg(RunFolder.open(Path(run)))
+    cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
     from groupwise.text.policy import CausalLM
@@ -381,36 +378,3 @@ def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engi
     """The parts of a run in a folder, which may need its plugins."""
     with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
         return build(cfg, given, engine, restored=has_checkpoint(folder.latest))
-
-
-def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
-    """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing.
-
-    Args:
-        to_train: False: what only training or scoring texts needs may be missing, also the GPU.
-    """
-    folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
-    cfg = _read_cfg(folder)
-    optional = set() if to_train else {"data", "eval_data", "reward", "tool"}
-    if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - set(objects.names())):
-        raise ConfigError(
-            f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
-            f"gw.resume({str(path)!r}, {missing[0]}=...) or gw.Run.load"
-        )
-    if not to_train and cfg.device.startswith("cuda") and not torch.cuda.is_available():
-        cfg = cfg.model_copy(update={"device": "cpu"})
-    return folder, objects, cfg
-
-
-def _read_cfg(folder: RunFolder) -> CommonCfg:
-    """Settings of a run in a folder; a ``RunFolderError`` if they are wrong, or of another version."""
-    with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
-        folder.check_format()
-        tree = folder.read_config()
-        try:
-            return (TextRunCfg if "task" in tree else RunCfg).model_validate(tree)
-        except ValidationError as error:
-            reasons = "; ".join(map(explain, error.errors()))
-            raise RunFolderError(
-                f"{folder.config} does not fit: {reasons}; fix: correct it, or register the algorithm first"
-            ) from error

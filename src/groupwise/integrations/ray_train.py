@@ -19,11 +19,12 @@ from groupwise.errors import ConfigError, GroupwiseError, require_extra
 from groupwise.integrations.base import Base
 from groupwise.integrations.ray_servers import Servers, server_settings, serving
 from groupwise.report.folder import RunFolder
-from groupwise.run import Run, reopen, resume, train_from_config
+from groupwise.run import Run, resume, train_from_config
 from groupwise.serving import placed
 from groupwise.system.cpus import NUM_CPUS
 from groupwise.system.ray_cluster import connected
 from groupwise.training.components import UserObjects
+from groupwise.training.reopening import reopen
 
 require_extra("ray", "ray")
 

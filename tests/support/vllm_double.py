@@ -163,8 +163,8 @@ def python_of_double(folder):
 def main(args):
     """The double in place of vLLM's command; it dies after its third answer if the model's folder has a file ``dies``, and takes that along, unless it says so."""
     model = Path(args[args.index("--model") + 1])
-    host, port = (args[args.index(name) + 1] for name in ("--host", "--port"))
-    with VLLMDouble(model, host=host, port=int(port)) as server:
+    host = args[args.index("--host") + 1] if "--host" in args else "127.0.0.1"
+    with VLLMDouble(model, host=host, port=int(args[args.index("--port") + 1])) as server:
         server.holds_requests = True
         if "--seconds-per-token" in args:
             server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])

@@ -17,6 +17,9 @@ from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.sampling import Completion
 
+_LOADING = threading.Lock()
+"""transformers replaces functions of its own while it loads a model, and two threads would leave the wrong ones."""
+
 
 class ServerDouble:
     """Serves a model's folder from a thread. A call of ``/a/b`` is the method ``a_b``.
@@ -75,11 +78,11 @@ class ServerDouble:
 
     def _load(self, folder):
         assert folder.is_absolute()
-        self._use(AutoModelForCausalLM.from_pretrained(folder))
+        self._use(_network(folder))
 
     def _set(self, weights):
         """Of a model that a folder has no files of."""
-        model = AutoModelForCausalLM.from_pretrained(self._model)
+        model = _network(self._model)
         model.load_state_dict(weights)
         self._use(model)
 
@@ -88,7 +91,8 @@ class ServerDouble:
         self._policy.decoder = FastDecoder()
 
     def _load_adapters(self, folder):
-        return load_causal_lm(ModelCfg(path=str(folder)), SamplingCfg(max_new_tokens=1))
+        with _LOADING:
+            return load_causal_lm(ModelCfg(path=str(folder)), SamplingCfg(max_new_tokens=1))
 
     def _write(self, policy, prompt, seeds, eos_ids, fault, *, temperature, **sampling):
         """Completions, their tokens and the versions of the weights, wrong ones with some faults."""
@@ -130,6 +134,11 @@ class ServerDouble:
         if fault == "shifted":  # other tokens of the model, but none that ends
             return [token if token in self._policy.eos_ids else 4 + (token - 3) % 11 for token in tokens]
         return tokens
+
+
+def _network(folder):
+    with _LOADING:
+        return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def spans(versions):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from groupwise.config.policy import ModelCfg, SamplingCfg
 from groupwise.speed.decoding_step import FastDecoder
@@ -17,8 +17,17 @@ from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.sampling import Completion
 
-_LOADING = threading.Lock()
-"""transformers replaces functions of its own while it loads a model, and two threads would leave the wrong ones."""
+_LOADING = threading.RLock()
+_from_pretrained = PreTrainedModel.from_pretrained.__func__
+
+
+def _one_at_a_time(kind, *args, **options):
+    """transformers replaces functions of its own while it loads a model. Servers and runs in threads would leave the wrong ones."""
+    with _LOADING:
+        return _from_pretrained(kind, *args, **options)
+
+
+PreTrainedModel.from_pretrained = classmethod(_one_at_a_time)
 
 
 class ServerDouble:
@@ -78,11 +87,11 @@ class ServerDouble:
 
     def _load(self, folder):
         assert folder.is_absolute()
-        self._use(_network(folder))
+        self._use(AutoModelForCausalLM.from_pretrained(folder))
 
     def _set(self, weights):
         """Of a model that a folder has no files of."""
-        model = _network(self._model)
+        model = AutoModelForCausalLM.from_pretrained(self._model)
         model.load_state_dict(weights)
         self._use(model)
 
@@ -91,8 +100,7 @@ class ServerDouble:
         self._policy.decoder = FastDecoder()
 
     def _load_adapters(self, folder):
-        with _LOADING:
-            return load_causal_lm(ModelCfg(path=str(folder)), SamplingCfg(max_new_tokens=1))
+        return load_causal_lm(ModelCfg(path=str(folder)), SamplingCfg(max_new_tokens=1))
 
     def _write(self, policy, prompt, seeds, eos_ids, fault, *, temperature, **sampling):
         """Completions, their tokens and the versions of the weights, wrong ones with some faults."""
@@ -134,11 +142,6 @@ class ServerDouble:
         if fault == "shifted":  # other tokens of the model, but none that ends
             return [token if token in self._policy.eos_ids else 4 + (token - 3) % 11 for token in tokens]
         return tokens
-
-
-def _network(folder):
-    with _LOADING:
-        return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def spans(versions):

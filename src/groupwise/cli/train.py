@@ -20,7 +20,7 @@ HELP = """Train a policy on a Gymnasium environment, or with the settings of a J
 Options, with the defaults of this environment:
   --seeds 0-9                         or 0,3,5: one run per seed, in parallel
   --launcher local                    or torchrun, ray: several processes (--workers 2; for Ray --cpus 1 --gpus 0,
-                                      and --servers 1 --server-cpus 1 --server-gpus 0 of generation.python)
+                                      with generation.python also --servers 1 --server-cpus 1 --server-gpus 0)
   --plugin FILE.py                    import your file first
   --preset NAME                       credit and objective of a paper; see: groupwise list
   -q, --quiet                         print errors and the result only

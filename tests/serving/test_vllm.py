@@ -2,6 +2,7 @@
 
 import os
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -134,6 +135,13 @@ def test_a_server_that_someone_else_gave_weights_gets_them_again(generate, model
     assert farthest(generate.policy, generate(PROMPTS, SEEDS, SAMPLING["plain"]), SAMPLING["plain"]) < CLOSE
 
 
+def tokens_so_far(server):
+    """That the server has generated."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 def test_completions_that_run_go_on_under_new_weights(server, model, rank, tmp_path):
     if rank is not None:
         pytest.skip("vLLM reads the adapters that a request began with again")
@@ -141,15 +149,17 @@ def test_completions_that_run_go_on_under_new_weights(server, model, rank, tmp_p
     sampling = SamplingCfg(max_new_tokens=400)
     generate.policy.eos_ids = ()  # no completion ends before
     generate.update(0)
+    before = tokens_so_far(server)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(generate, PROMPTS[:1], SEEDS[:1, :4], sampling)
-        time.sleep(1.0)
-        before = deepcopy(generate.policy)
+        while tokens_so_far(server) < before + 40:
+            time.sleep(0.01)
+        old = deepcopy(generate.policy)
         move(generate.policy)
         generate.update(1)
         written = running.result()
     assert all(c.policy_version == sorted(c.policy_version) and set(c.policy_version) == {0, 1} for c in written[0])
-    assert farthest(before, written, sampling, weights=0) < CLOSE
+    assert farthest(old, written, sampling, weights=0) < CLOSE
     assert farthest(generate.policy, written, sampling, weights=1) < CLOSE
     assert farthest(generate.policy, written, sampling, weights=0) > 0.01
 

@@ -38,7 +38,7 @@ ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     # vLLM's attention for CPUs has no heads of fewer than 32 dimensions
-    return save_model(tmp_path_factory.mktemp("lm") / "model", positions=512, hidden_size=64, num_attention_heads=2)
+    return save_model(tmp_path_factory.mktemp("lm") / "model", positions=2048, hidden_size=64, num_attention_heads=2)
 
 
 @pytest.fixture(scope="module", params=[None, 8], ids=["whole", "adapters"])
@@ -146,21 +146,23 @@ def test_completions_that_run_go_on_under_new_weights(server, model, rank, tmp_p
     if rank is not None:
         pytest.skip("vLLM reads the adapters that a request began with again")
     generate = generator_of(server, model, rank, tmp_path, in_flight_updates=True)
-    sampling = SamplingCfg(max_new_tokens=400)
+    sampling = SamplingCfg(max_new_tokens=1500)
     generate.policy.eos_ids = ()  # no completion ends before
     generate.update(0)
+    old = deepcopy(generate.policy)
+    move(generate.policy)
+    generate.save(1)
     before = tokens_so_far(server)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(generate, PROMPTS[:1], SEEDS[:1, :4], sampling)
         while tokens_so_far(server) < before + 40:
             time.sleep(0.01)
-        old = deepcopy(generate.policy)
-        move(generate.policy)
-        generate.update(1)
+        generate.load(1)
         written = running.result()
     assert all(c.policy_version == sorted(c.policy_version) and set(c.policy_version) == {0, 1} for c in written[0])
-    assert farthest(old, written, sampling, weights=0) < CLOSE
-    assert farthest(generate.policy, written, sampling, weights=1) < CLOSE
+    # float32 rounds more over 1,500 tokens
+    assert farthest(old, written, sampling, weights=0) < 5 * CLOSE
+    assert farthest(generate.policy, written, sampling, weights=1) < 5 * CLOSE
     assert farthest(generate.policy, written, sampling, weights=0) > 0.01
 
 

@@ -71,7 +71,7 @@ def generator_of(server, model, rank, folder, **options):
     move(policy)
     client = HttpClient(server.url, timeout=60.0, retries=0)
     servers = [find_server(client, adapters=rank is not None, **options)]
-    return ServedGenerator(servers, policy, folder / "weights", **options)
+    return ServedGenerator(servers, policy, folder / "weights")
 
 
 def move(policy, seed=1):

@@ -18,6 +18,7 @@ from groupwise.serving import http
 from groupwise.serving.base import GroupRequest
 from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
+from groupwise.serving.vllm import VLLMServer
 from groupwise.text.data import Example
 from groupwise.text.load import load_causal_lm
 from groupwise.text.prompts import EncodedPrompt, PromptEncoder
@@ -97,7 +98,9 @@ def test_servers_begin_the_next_rollout_before_the_last_one_is_complete(model, d
 
 def test_only_the_policy_asked_for_or_a_later_one_of_the_run_may_generate():
     def allowed(asked, version, *, in_flight=True):
-        return GroupRequest([5], 1, 0, SamplingCfg(max_new_tokens=1), (), 15, asked, False, in_flight).allows(version)
+        client = HttpClient("http://127.0.0.1:9", timeout=1.0, retries=0)
+        request = GroupRequest([5], 1, 0, SamplingCfg(max_new_tokens=1), (), 15, asked)
+        return VLLMServer(client, adapters=False, in_flight_updates=in_flight).allows(version, request)
 
     assert allowed("run-9", "run-9")
     assert allowed("run-9", "run-10")
@@ -128,7 +131,7 @@ def test_servers_never_go_back_to_an_earlier_policy(model, double, tmp_path):
 def test_sglang_without_versions_of_tokens_is_refused_in_flight(model):
     with SGLangDouble(model) as double:
         client = HttpClient(double.url, timeout=20.0, retries=0)
-        server = find_server(client, adapters=False, in_flight_updates=True)
+        server, in_flight = (find_server(client, adapters=False, in_flight_updates=flag) for flag in (False, True))
         server.check()
         answered = double.generate
 
@@ -142,7 +145,7 @@ def test_sglang_without_versions_of_tokens_is_refused_in_flight(model):
         request = GroupRequest([5, 6], 2, 1, SamplingCfg(max_new_tokens=4), (0,), 15, "default")
         assert {version for answer in server.generate(request) for version in answer.versions} == {"default"}
         with pytest.raises(gw.ServerError, match=r"in another format .*weight_versions.*; fix: SGLang"):
-            server.generate(request._replace(in_flight_updates=True))
+            in_flight.generate(request)
 
 
 class OneAtATime:

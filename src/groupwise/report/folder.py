@@ -277,7 +277,7 @@ class RunFolder:
             )
 
     def remove_leftovers(self) -> None:
-        """Remove what a kill left half written, and the summary of a former end, which would be that of a kill."""
+        """Remove what a kill left half written, and the summary, which is of a former end."""
         files.remove(self.summary)
         for folder in (self.path, self.checkpoints, self.groups):
             for path in folder.glob(".*.partial"):

@@ -34,14 +34,6 @@ class GroupRequest(NamedTuple):
     """Of the weights that must write them: ``<run>-<iteration>``."""
     greedy: bool = False
     """Take the most likely token each time."""
-    in_flight_updates: bool = False
-    """Whether later weights of the run may write the rest."""
-
-    def allows(self, version: str) -> bool:
-        """Whether weights of this version may have written a token."""
-        (run, _, asked), (of_run, _, iteration) = self.version.rpartition("-"), version.rpartition("-")
-        is_later = self.in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
-        return version == self.version or is_later
 
 
 class Answer(NamedTuple):
@@ -116,9 +108,15 @@ class Server(ABC):
         if len(replies) != request.size:
             raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
         versions = {version for answer in answers for version in answer.versions}
-        if wrong := [version for version in versions if not request.allows(version)]:
+        if wrong := [version for version in versions if not self.allows(version, request)]:
             raise LostWeightsError(f"{self.url} answered by weights {wrong[0]!r}, expected {request.version!r}")
         return [check_answer(answer, request, self.url) for answer in answers]
+
+    def allows(self, version: str, request: GroupRequest) -> bool:
+        """Whether weights of this version may have written a token: those asked for, or in flight later ones of the run."""
+        (run, _, asked), (of_run, _, iteration) = request.version.rpartition("-"), version.rpartition("-")
+        is_later = self._in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
+        return version == request.version or is_later
 
     @abstractmethod
     def pause(self) -> None:

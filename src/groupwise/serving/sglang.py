@@ -67,7 +67,7 @@ class SGLangServer(Server):
             if self._adapters and not self._has_adapters(request.version):
                 raise LostWeightsError(f"{self.url} has no adapter {ADAPTER + request.version!r}") from None
             raise
-        return [_reply(entry, request, self.url) for entry in said]
+        return [_reply(entry, request, self.url, in_flight_updates=self._in_flight_updates) for entry in said]
 
     def pause(self) -> None:
         """Hold back the requests that run; else nothing, as ``load_weights`` finishes them, and begins none."""
@@ -147,7 +147,7 @@ def sampling_params(request: GroupRequest, number: int) -> dict[str, Any]:
     }
 
 
-def _reply(entry: dict[str, Any], request: GroupRequest, url: str) -> Reply:
+def _reply(entry: dict[str, Any], request: GroupRequest, url: str, *, in_flight_updates: bool) -> Reply:
     told = entry["meta_info"]
     reason = dict(told["finish_reason"])
     if isinstance(end := reason.get("matched"), int) and end not in request.eos_ids:
@@ -158,6 +158,6 @@ def _reply(entry: dict[str, Any], request: GroupRequest, url: str) -> Reply:
     scored = [(place[1], place[0]) for place in told["output_token_logprobs"]]
     whole = {"version": told["weight_version"], "start": 0, "end": len(entry["output_ids"])}
     # one version for all tokens is no answer where they may have several
-    spans = told["weight_versions"] if request.in_flight_updates else told.get("weight_versions") or [whole]
+    spans = told["weight_versions"] if in_flight_updates else told.get("weight_versions") or [whole]
     versions = of_each_token(spans)
     return Reply(entry["prompt_token_ids"], entry["output_ids"], scored, reason["type"], versions)

@@ -42,11 +42,11 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
     with ExitStack() as stack:
         kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
         folder, own, clients = _find(cfg, how, policy, engine, stack)
-        in_flight = {"in_flight_updates": how.in_flight_updates}
-        servers = [find_server(client, adapters=policy.has_adapters, **in_flight) for client in clients]
+        kinds = {"adapters": policy.has_adapters, "in_flight_updates": how.in_flight_updates}
+        servers = [find_server(client, **kinds) for client in clients]
         if how.transfer == "nccl":
             servers = [_sending(server, client, policy) for server, client in zip(servers, clients, strict=True)]
-        generator = ServedGenerator(servers, policy, folder, engine, **in_flight)
+        generator = ServedGenerator(servers, policy, folder, engine)
         collector = kind(generator, own, cleanup, *parts, **options)
         cleanup.enter_context(stack.pop_all())  # an error before ends the server at once
     return collector

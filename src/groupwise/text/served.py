@@ -43,20 +43,11 @@ class ServedGenerator:
     Args:
         folder: for the weights, which leave it when newer ones are loaded; that of the first rank holds for all.
         engine: the processes that train together. Their policies are the same, so the first gives it to the servers.
-        in_flight_updates: whether the servers, made likewise, go on with completions under new weights.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        policy: CausalLM,
-        folder: Path,
-        engine: Engine | None = None,
-        *,
-        in_flight_updates: bool = False,
-    ) -> None:
+    def __init__(self, servers: Sequence[Server], policy: CausalLM, folder: Path, engine: Engine | None = None) -> None:
         self.servers, self.policy, self.engine = servers, policy, engine or Engine()
-        self._in_flight_updates, self._loading = in_flight_updates, Lock()
+        self._loading = Lock()
         # the versions of another run on the same servers are others
         self.folder, self._run = self.engine.gather_objects((folder.absolute(), secrets.token_hex(4)))[0]
         self.policy_version = -1
@@ -98,8 +89,7 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """Completions of each prompt, as by ``complete``; the first seed of a group stands for all."""
         version = self._version(self.policy_version)
-        eos_ids, vocabulary = tuple(self.policy.eos_ids), len(self.policy.head)
-        fixed = (sampling, eos_ids, vocabulary, version, deterministic, self._in_flight_updates)
+        fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), version, deterministic)
         asked = [
             (self.servers[number % len(self.servers)], GroupRequest(prompt, seeds.shape[1], seed, *fixed))
             for number, (prompt, seed) in enumerate(zip(prompts, seeds[:, 0].tolist(), strict=True), self.engine.rank)

@@ -57,13 +57,18 @@ def updates(folder):
 
 
 class Copies(gw.Callback):
-    """The run folder after two iterations, as if training had been killed there."""
+    """The run folder with its second checkpoint, as if training had been killed after it.
+
+    Copied before the third is begun, for a file that is being written can vanish under the copy.
+    """
 
     def __init__(self, run_dir, to):
         self.run_dir, self.to = run_dir, to
+        self.checkpoints = 0
 
-    def on_iteration_end(self, trainer, rollout, metrics):
-        if trainer.iteration == 3:  # by now the second is saved
+    def on_checkpoint(self, trainer, folder):
+        self.checkpoints += 1
+        if self.checkpoints == 2:
             shutil.copytree(self.run_dir, self.to)
 
 

@@ -184,6 +184,35 @@ def test_halving_ends_with_one_member_and_groups_can_change_size(tmp_path):
     assert found.best().name == found.goes_on[0]
 
 
+GROUPS = {"name": "grpo", "num_steps": 8, "group_size": 2, "num_epochs": 1}
+"""An iteration on Pendulum is four episodes, 800 steps."""
+
+
+def test_a_member_that_is_ahead_of_its_round_waits(tmp_path):
+    """Round 2 needs an iteration until step 1,600, which is more than round 3, and all of the budget, would take it to."""
+    search = {"algorithm.learning_rate": [1e-3, 2e-3, 4e-3, 8e-3]}
+    options = {"search": search, "population": 2, "rounds": 3, "round_steps": 500}
+    found = evolve(tmp_path / "p", env="Pendulum-v1", algorithm=GROUPS, **options)
+    assert [row["env_steps"] for row in found.rows()] == [800, 800, 1600, 1600, 1600, 1600]
+    best = found.best()
+    parent = found.members[best.parent] if best.born == 2 else best
+    assert best.results[2]["mean"] == parent.results[1]["mean"]  # also a clone: it got no noise, for it did not train
+    run = gw.Run.load(found.path / "best")
+    assert run.summary["stopped"] == "total_steps"
+    assert run.summary["env_steps"] == 1600
+
+
+def test_rounds_shorter_than_an_iteration_end_after_the_first(tmp_path):
+    with pytest.raises(gw.ConfigError, match="round_steps = 400: an iteration takes about 800 steps"):
+        evolve(
+            tmp_path / "p",
+            env="Pendulum-v1",
+            algorithm=GROUPS,
+            search={"algorithm.gamma": [0.9, 0.99]},
+            round_steps=400,
+        )
+
+
 def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, capsys):
     seen = {}
 
@@ -274,6 +303,10 @@ def test_noise_changes_a_tenth_of_the_weights_once():
     trainer = create_autospec(Trainer, instance=True)
     trainer.algorithm = SimpleNamespace(policy=layer)
     noise = AddNoise(0.1, seed=3)
+    trainer.is_done.return_value = True  # the weights would not be saved
+    noise.on_training_start(trainer)
+    assert torch.equal(layer.weight, before)
+    trainer.is_done.return_value = False
     noise.on_training_start(trainer)
     changed = layer.weight != before
     assert 0.08 < float(changed.float().mean()) < 0.12

@@ -6,6 +6,7 @@ rounds that it finished.
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import datetime
@@ -205,7 +206,9 @@ class Evolution:
         unfinished = folder.with_name(f".{folder.name}")
         files.remove(unfinished)
         parent = self.population.folder(member.parent)
-        fork_run(parent, unfinished, "latest", lambda config: self._settings_of(member, load_config(config)))
+        fork_run(
+            parent, unfinished, "latest", lambda config: self._settings_of(member, load_config(config)), finished=True
+        )
         unfinished.rename(folder)
 
     def _select(self, active: list[Member], number: int) -> None:
@@ -220,9 +223,9 @@ class Evolution:
             log.warning("%s diverged in round %d: %s", member.name, number + 1, member.results[number]["reason"])
         if number + 1 == self.cfg.rounds:
             return
-        steps = max(member.results[number].get("env_steps", 0) for member in active)
-        if steps >= self.cfg.rounds * self.cfg.round_steps:  # nothing is left of the budget
-            raise ConfigError(_too_short(self.cfg.round_steps, steps // (number + 1)))
+        steps = min(m.results[number].get("env_steps", math.inf) for m in active)
+        if number == 0 and steps >= 2 * self.cfg.round_steps:  # each began an iteration within the round
+            raise ConfigError(_too_short(self.cfg.round_steps, int(steps)))
         population.goes_on = []
         for place, (index, clone) in enumerate(self.cfg.selection.select(ranking, len(active) - len(lost), random)):
             member = self._mutated(active[index], f"r{number + 1}-{place}", number + 1) if clone else active[index]

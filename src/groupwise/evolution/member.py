@@ -43,7 +43,7 @@ class Round:
 
 
 class AddNoise(Callback):
-    """Gaussian noise on a tenth of the weights, once, before a clone trains.
+    """Gaussian noise on a tenth of the weights, once, before a clone trains for the first time.
 
     Args:
         std: in units of each tensor's standard deviation.
@@ -59,8 +59,8 @@ class AddNoise(Callback):
 
     @torch.no_grad()
     def on_training_start(self, trainer: Trainer) -> None:
-        """Change the weights."""
-        if self._added == self.seed:
+        """Change the weights, unless nothing is trained: such weights would not be saved."""
+        if self._added == self.seed or trainer.is_done():
             return
         generator = torch.Generator().manual_seed(self.seed)
         for parameter in trainer.algorithm.policy.parameters():
@@ -86,7 +86,7 @@ class PauseAt(Callback):
         self.steps = steps
 
     def on_training_start(self, trainer: Trainer) -> None:
-        """Stop at once, if the round was trained before a kill."""
+        """Stop at once, if the round was trained before a kill, or by an iteration of the round before."""
         if trainer.env_steps >= self.steps:
             trainer.stop(PAUSED)
 
@@ -116,9 +116,11 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def _trained(task: Round, given: UserObjects) -> Run:
-    callbacks: list[Callback] = [] if task.noise is None else [AddNoise(*task.noise)]
+    callbacks: list[Callback] = []
     if task.until < (task.cfg.total_steps or 0):  # else the budget ends it
         callbacks.append(PauseAt(task.until))
+    if task.noise is not None:
+        callbacks.append(AddNoise(*task.noise))
     if RunFolder(task.folder).config.exists():
         return resume(task.folder, callbacks=callbacks, **given.as_arguments())
     return train_from_config(task.cfg.model_copy(update={"run_dir": task.folder}), given, callbacks)

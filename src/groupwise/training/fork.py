@@ -55,8 +55,19 @@ def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = 
     return fork_run(Path(path), Path(run_dir), checkpoint, partial(load_config, **fields))
 
 
-def fork_run(path: Path, run_dir: Path, checkpoint: CheckpointName, read: Callable[[Path], CommonCfg]) -> Path:
-    """``fork`` with the settings that ``read`` makes of the file with those of the run."""
+def fork_run(
+    path: Path,
+    run_dir: Path,
+    checkpoint: CheckpointName,
+    read: Callable[[Path], CommonCfg],
+    *,
+    finished: bool = False,
+) -> Path:
+    """``fork`` with the settings that ``read`` makes of the file with those of the run.
+
+    Args:
+        finished: whether the checkpoint may have used up the budget.
+    """
     folder = RunFolder.open(path)
     known = folder.read_provenance()
     with plugins.blaming_absence(path, known["plugins"]):
@@ -72,7 +83,8 @@ def fork_run(path: Path, run_dir: Path, checkpoint: CheckpointName, read: Callab
         )
     found = _find(folder, checkpoint)
     iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
-    cfg.budget.check_exceeds(saved_counts(found)[cfg.budget.unit], found)
+    if not finished:
+        cfg.budget.check_exceeds(saved_counts(found)[cfg.budget.unit], found)
     kept = [entry for entry in folder.read_metrics() if entry["iteration"] <= iteration]
     used = list(dict.fromkeys([*known["plugins"], *plugins.loaded()]))
     new = RunFolder.create(settings, run_dir, given_in_python=known["given_in_python"], plugins=used)

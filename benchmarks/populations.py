@@ -159,8 +159,11 @@ def report(cells: list[Tree]) -> None:
             print(
                 f"  {m.method:12} {shown(m.iqm)}   {shown(m.mean_height)}   ({len(m.seeds)} seeds, best run {max(m.scores):.1f})"
             )
-    for o in found.overall.methods if found.overall is not None else ():
-        print(f"overall, normalised: {o.method:12} {shown(o.iqm)}")
+    if (overall := found.overall) is not None:
+        for o in overall.methods:
+            print(f"overall, normalised: {o.method:12} {shown(o.iqm)}")
+        for i in overall.improvements:
+            print(f"overall: a search by {i.method} is above one by {i.other} with probability {shown(i.probability)}")
 
 
 def main() -> None:

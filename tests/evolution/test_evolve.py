@@ -23,6 +23,7 @@ from groupwise.evolution.member import AddNoise, Round
 from groupwise.evolution.workers import Processes, answered
 from groupwise.plugins import pickled
 from groupwise.run import read_settings
+from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.components import UserObjects
 from groupwise.training.trainer import Trainer
 
@@ -186,31 +187,30 @@ def test_halving_ends_with_one_member_and_groups_can_change_size(tmp_path):
 
 GROUPS = {"name": "grpo", "num_steps": 8, "group_size": 2, "num_epochs": 1}
 """An iteration on Pendulum is four episodes, 800 steps."""
+RATES = {"search": {"algorithm.learning_rate": [1e-3, 2e-3, 4e-3, 8e-3]}, "population": 2}
 
 
-def test_a_member_that_is_ahead_of_its_round_waits(tmp_path):
-    """Round 2 needs an iteration until step 1,600, which is more than round 3, and all of the budget, would take it to."""
-    search = {"algorithm.learning_rate": [1e-3, 2e-3, 4e-3, 8e-3]}
-    options = {"search": search, "population": 2, "rounds": 3, "round_steps": 500}
-    found = evolve(tmp_path / "p", env="Pendulum-v1", algorithm=GROUPS, **options)
+def test_members_that_are_ahead_of_a_round_wait_for_the_next(tmp_path):
+    """Round 2 needs an iteration that takes it from step 800 to step 1,600, beyond round 3."""
+    found = evolve(tmp_path / "p", env="Pendulum-v1", algorithm=GROUPS, **RATES, rounds=4, round_steps=450)
+    rows = [*found.rows()]
+    assert [row["env_steps"] for row in rows] == [800, 800, 1600, 1600, 1600, 1600, 2400, 2400]
+    assert {row["member"] for row in rows[4:6]} == {row["member"] for row in rows[6:]}  # nothing was known to select by
+    clone = next(member for member in found.active() if member.born == 2)
+    assert clone.results[2]["mean"] == found.members[clone.parent].results[1]["mean"]  # no noise yet
+    assert load_checkpoint(found.folder(clone.name) / "checkpoints/latest").state["callbacks"]["AddNoise"]["added"]
+
+
+def test_members_may_use_up_all_steps_before_the_last_round(tmp_path):
+    found = evolve(tmp_path / "p", env="Pendulum-v1", algorithm=GROUPS, **RATES, rounds=3, round_steps=500)
     assert [row["env_steps"] for row in found.rows()] == [800, 800, 1600, 1600, 1600, 1600]
-    best = found.best()
-    parent = found.members[best.parent] if best.born == 2 else best
-    assert best.results[2]["mean"] == parent.results[1]["mean"]  # also a clone: it got no noise, for it did not train
-    run = gw.Run.load(found.path / "best")
-    assert run.summary["stopped"] == "total_steps"
-    assert run.summary["env_steps"] == 1600
+    summary = gw.Run.load(found.path / "best").summary
+    assert (summary["stopped"], summary["env_steps"]) == ("total_steps", 1600)
 
 
 def test_rounds_shorter_than_an_iteration_end_after_the_first(tmp_path):
     with pytest.raises(gw.ConfigError, match="round_steps = 400: an iteration takes about 800 steps"):
-        evolve(
-            tmp_path / "p",
-            env="Pendulum-v1",
-            algorithm=GROUPS,
-            search={"algorithm.gamma": [0.9, 0.99]},
-            round_steps=400,
-        )
+        evolve(tmp_path / "p", env="Pendulum-v1", algorithm=GROUPS, **RATES, round_steps=400)
 
 
 def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, capsys):

@@ -194,7 +194,7 @@ class EvolutionCfg(Cfg):
     rounds: PositiveInt = 10
     """Rounds of training, evaluation and selection."""
     round_steps: PositiveInt = 10_000
-    """Environment steps (tokens for text) that each member trains in a round."""
+    """Environment steps (tokens for text) that each member trains in a round, and more to the end of an iteration."""
     episodes: PositiveInt = 20
     """Episodes (held-out prompts for text) of each evaluation, the same for all members."""
     fitness: Literal["mean", "lower_bound"] = "mean"

@@ -223,14 +223,24 @@ class Evolution:
             log.warning("%s diverged in round %d: %s", member.name, number + 1, member.results[number]["reason"])
         if number + 1 == self.cfg.rounds:
             return
-        steps = min(m.results[number].get("env_steps", math.inf) for m in active)
-        if number == 0 and steps >= 2 * self.cfg.round_steps:  # each began an iteration within the round
+        steps = min(member.results[number].get("env_steps", math.inf) for member in active)
+        if number == 0 and steps >= 2 * self.cfg.round_steps:  # the last iteration of each is longer than a round
             raise ConfigError(_too_short(self.cfg.round_steps, int(steps)))
+        if all(self._waited(member, number) for member in active):
+            return  # nothing new is known of any of them
         population.goes_on = []
         for place, (index, clone) in enumerate(self.cfg.selection.select(ranking, len(active) - len(lost), random)):
             member = self._mutated(active[index], f"r{number + 1}-{place}", number + 1) if clone else active[index]
             population.members[member.name] = member
             population.goes_on.append(member.name)
+
+    def _waited(self, member: Member, number: int) -> bool:
+        """Whether it did not train in the round: an iteration before took it further."""
+        if number == 0:
+            return False
+        before = member if member.parent is None or member.born < number else self.population.members[member.parent]
+        steps = [one.results[when].get("env_steps") for one, when in ((member, number), (before, number - 1))]
+        return steps[0] is not None and steps[0] == steps[1]
 
     def _mutated(self, parent: Member, name: str, born: int) -> Member:
         random = Random(_seed(self.base, "mutation", name))

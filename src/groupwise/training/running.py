@@ -66,7 +66,7 @@ def run(
             _load(trainer, parts, folder, engine)
         begun = trainer.iteration
         summary = _train_and_report(trainer, parts, folder, engine)
-        if resume and trainer.iteration == begun and engine.rank == 0:
+        if resume and trainer.iteration == begun and engine.rank == 0 and trainer.stop_reason != PAUSED:
             _print(f"nothing was left to train ({summary['stopped']}); fix: a larger {parts.cfg.budget.name}")
         if engine.rank == 0 and trainer.stop_reason != PAUSED:
             with files.warning_if_unwritable(folder.video):

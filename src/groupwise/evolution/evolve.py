@@ -239,8 +239,8 @@ class Evolution:
         if number == 0:
             return False
         before = member if member.parent is None or member.born < number else self.population.members[member.parent]
-        steps = [one.results[when].get("env_steps") for one, when in ((member, number), (before, number - 1))]
-        return steps[0] is not None and steps[0] == steps[1]
+        steps = member.results[number].get("env_steps")
+        return steps is not None and steps == before.results[number - 1].get("env_steps")
 
     def _mutated(self, parent: Member, name: str, born: int) -> Member:
         random = Random(_seed(self.base, "mutation", name))

@@ -11,7 +11,7 @@ from gymnasium import spaces
 import groupwise as gw
 from groupwise.contrib import warp
 from groupwise.contrib.warp import WarpGroupEnv
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 BALL = """
 <mujoco>

@@ -9,7 +9,7 @@ from torch_rollouts import same
 
 import groupwise as gw
 from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 
 def seeded(count):

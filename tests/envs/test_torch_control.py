@@ -7,7 +7,7 @@ import torch
 
 from groupwise.contrib.torch_tasks import TorchAcrobot, TorchMountainCar, TorchMountainCarContinuous
 from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 ALL = np.ones(4, np.bool_)
 SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)

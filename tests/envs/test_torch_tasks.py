@@ -10,7 +10,7 @@ from groupwise.contrib.torch_tasks import TorchAcrobot, TorchMountainCar, TorchM
 from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 LIMITS = {
     TorchCartPole: 500,

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.controllers import EntropyController
-from groupwise.algorithms.loss import Counts, check_objective, objective_data
+from groupwise.algorithms.losses import Counts, check_objective, objective_data
 from groupwise.algorithms.memory import EqualMicroBatches, MicroBatches
 from groupwise.algorithms.metrics import UpdateStats
 from groupwise.algorithms.minibatches import Minibatches, flat, per_unit, row_sizes
@@ -62,7 +62,7 @@ class BaseAlgorithm(ABC):
                 f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; {SB3_FIX}"
             )
         check_objective(cfg.objective, policy)
-        self.cfg = cfg
+        self.cfg = at_progress(cfg, 0.0)
         """With the clip ranges of now, where these have schedules."""
         self.range_schedules = cfg if has_range_schedule(cfg) else None
         self.policy = policy

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groupwise.functional.kl import k3
+from groupwise.algorithms.losses import k3
 from groupwise.functional.reduce import AllSum
 from groupwise.policies.base import Batch
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from groupwise.algorithms.loss import finest_unit
+from groupwise.algorithms.losses import finest_unit
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.minibatch import Epoch, Unit, coarsest, cut, shuffle_items, shuffle_transitions, take
 from groupwise.data.rollout import Nested
@@ -117,7 +117,7 @@ class Minibatches:
         elements["weight"] = elements["share"]
         if aggregation.name != "token_mean":
             name = cast(Aggregation, aggregation.name)
-            weigh = partial(loss_weights, max_length=aggregation.divisor, all_sum=self._engine.sum)
+            weigh = partial(loss_weights, max_length=getattr(aggregation,'max_length',None), all_sum=self._engine.sum)
             whole = zip(mask.split(sizes), episode.split(sizes), strict=True)
             elements["weight"] = torch.cat([weigh(m, e, num_episodes, name) for m, e in whole])
         return elements

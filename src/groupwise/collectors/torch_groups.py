@@ -16,7 +16,7 @@ from groupwise.data.rollout import Nested
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
-from groupwise.functional.row_random import hash_pair
+from groupwise.functional.random import hash_pair
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import EnvError, require_extra
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 WarpState: TypeAlias = Mapping[str, Tensor]
 """States by name: ``qpos`` [N, nq], ``qvel`` [N, nv], ``qacc_warmstart`` [N, nv], ``act`` [N, na] if the model has

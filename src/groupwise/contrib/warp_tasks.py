@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from groupwise.contrib.warp import WarpGroupEnv, WarpState
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 
 class WarpHalfCheetah(WarpGroupEnv):

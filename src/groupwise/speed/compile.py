@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.loss import finest_unit
+from groupwise.algorithms.losses import finest_unit
 from groupwise.algorithms.ppo import PPO
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import subspaces

@@ -8,7 +8,7 @@ does not know whether the rollout came from an environment or a language model.
 """
 
 import logging
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -43,8 +43,10 @@ class GRPO(BaseAlgorithm):
     metric_names: ClassVar = ("loss", "policy_loss", "entropy", "kl", *DIAGNOSTICS)
     cfg: GRPOCfg
 
-    def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
-        super().__init__(cfg, policy, engine, seed=seed)
+    def __init__(
+        self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0, **fast: Any
+    ) -> None:
+        super().__init__(cfg, policy, engine, seed=seed, **fast)
         check_credit(cfg.credit, policy)
         if cfg.kl_estimator == "exact" and not policy.gives_distribution:
             raise ConfigError(

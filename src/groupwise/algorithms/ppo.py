@@ -6,7 +6,7 @@ value error has no factor one half (Stable-Baselines3's convention, to read ``vf
 bootstrap from their final observation, and the update can end at a KL limit.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -30,8 +30,10 @@ class PPO(BaseAlgorithm):
     metric_names: ClassVar = ("loss", "policy_loss", "value_loss", "entropy", *DIAGNOSTICS)
     cfg: PPOCfg
 
-    def __init__(self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
-        super().__init__(cfg, policy, engine, seed=seed)
+    def __init__(
+        self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0, **fast: Any
+    ) -> None:
+        super().__init__(cfg, policy, engine, seed=seed, **fast)
         if policy.actor_only:
             raise ConfigError("PPO needs a critic, and the policy is actor_only; fix: build it with actor_only=False")
 

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
@@ -42,7 +42,7 @@ from groupwise.data.minibatch import LAYOUTS, cut, take
 from groupwise.data.rollout import Nested
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DivergedError
-from groupwise.functional.reduce import AllSum, loss_weights, token_mean_weights
+from groupwise.functional.reduce import Aggregation, AllSum, loss_weights, token_mean_weights
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
 
@@ -305,7 +305,9 @@ class BaseAlgorithm(ABC):
         elements["weight"] = elements["share"]
         if aggregation.name != "token_mean":
             length = aggregation.max_length if isinstance(aggregation, FixedLengthCfg) else None
-            weigh = partial(loss_weights, aggregation=aggregation.name, max_length=length, all_sum=all_sum)
+            weigh = partial(
+                loss_weights, aggregation=cast(Aggregation, aggregation.name), max_length=length, all_sum=all_sum
+            )
             whole = zip(mask.split(sizes), episode.split(sizes), strict=True)
             elements["weight"] = torch.cat([weigh(m, e, num_episodes) for m, e in whole])
         return elements

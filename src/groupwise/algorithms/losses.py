@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from groupwise.config.base import Fraction, NonNegative, Positive
-from groupwise.config.choices import Choice, settings_of
+from groupwise.config.choices import settings_of
 from groupwise.config.objective import CorrectionCfg, FixedLengthCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.config.ranges import LinearRangeCfg, range_at
 from groupwise.data.minibatch import Unit
@@ -171,7 +171,6 @@ class Loss(NamedTuple):
     function: Callable[..., Tensor]
     select: Callable[..., Tensor] | None
     whole_episodes: bool
-    needs_old_log_prob: bool
     reads_sampler: bool
     probabilities: bool
     learns_alone: Callable[..., bool]
@@ -212,19 +211,13 @@ def register_loss(
     """
 
     def register(function: F) -> F:
-        if _is_new(name, TrustRegionCfg, LOSSES):
-            settings_of(function, name, TrustRegionCfg, check, needs_ratio=needs_ratio)
-        LOSSES[name] = Loss(
-            function, select, whole_episodes, needs_old_log_prob, reads_sampler, probabilities, learns_alone
-        )
+        if name in LOSSES or name != TrustRegionCfg.default:  # the default's settings are in ``config``
+            needs = {"needs_ratio": needs_ratio, "needs_old_log_prob": needs_old_log_prob}
+            settings_of(function, name, TrustRegionCfg, check, **needs)
+        LOSSES[name] = Loss(function, select, whole_episodes, reads_sampler, probabilities, learns_alone)
         return function
 
     return register
-
-
-def _is_new(name: str, family: type[Choice], registry: dict[str, Any]) -> bool:
-    """False only for the first function of a name whose settings class is in ``config``."""
-    return name in registry or name != family.default
 
 
 def _ordered(low: float | None, high: float | None, **settings: object) -> None:
@@ -703,7 +696,7 @@ def objective_data(
     region, correction = cfg.trust_region, cfg.importance_sampling_correction
     loss, sampled = LOSSES[region.name], batch["sample_log_prob"]
     recomputes = cfg.old_log_prob == "recomputed"
-    left_out = recomputes and single_pass and not correction.reweights and not loss.needs_old_log_prob
+    left_out = recomputes and single_pass and not correction.reweights and not region.needs_old_log_prob
     old = score().log_prob if recomputes and not left_out else sampled
     start = UpdateStart(batch, advantage, mask, old, num_episodes, seed, all_sum)
     data: dict[str, Nested] = {} if left_out else {"old_log_prob": old}

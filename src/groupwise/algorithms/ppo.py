@@ -16,6 +16,7 @@ from torch import Tensor
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, policy_loss, value_loss
 from groupwise.config.algorithm import PPOCfg
+from groupwise.config.ranges import range_at
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError
@@ -87,7 +88,8 @@ class PPO(BaseAlgorithm):
         cfg = self.cfg
         assert evaluation.value is not None
         policy, measured = policy_loss(cfg.objective, evaluation.log_prob, batch, self.counts)
-        value = value_loss(evaluation.value, batch["returns"], batch["old_value"], cfg.clip_range_vf)
+        clip = None if cfg.clip_range_vf is None else range_at(cfg.clip_range_vf)
+        value = value_loss(evaluation.value, batch["returns"], batch["old_value"], clip)
         loss = torch.add(policy, value, alpha=cfg.vf_coef)
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)

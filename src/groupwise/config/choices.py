@@ -159,15 +159,18 @@ def settings_of(
         return self
 
     source = re.search(r"^Source: .*?(https://[^\s,;]+)", doc, re.MULTILINE)
+    made: dict[str, Any] = {
+        "__validators__": {"checked": model_validator(mode="after")(checked)},
+        "name": (Literal[name], name),
+        **fields,
+    }
     settings: Any = create_model(
         "Settings",
         __base__=family,
         __doc__=doc,
         __module__=function.__module__,
         __qualname__=f"{function.__qualname__}.Settings",
-        __validators__={"checked": model_validator(mode="after")(checked)},
-        name=(Literal[name], name),  # type: ignore[valid-type]
-        **fields,
+        **made,
     )
     for attribute, value in {"source": source[1].rstrip(".") if source else Choice.source, **attributes}.items():
         setattr(settings, attribute, value)

@@ -23,6 +23,8 @@ class TrustRegionCfg(Choice):
     )
     needs_ratio: ClassVar[str | None] = None
     """The required ``objective.ratio``. None: any."""
+    needs_old_log_prob: ClassVar[bool] = False
+    """Whether it reads ``old_log_prob`` before the first optimiser step."""
 
 
 @register_choice

@@ -130,25 +130,30 @@ class Rows(Steps):
     own_unit = "row"
 
     def elements(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
+        """Rows as they are."""
         return dict(data)
 
     def counted(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
+        """Rows with a step that count."""
         return take(data, data["loss_mask"].any(dim=1))
 
     def shuffle(
         self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator
     ) -> Epoch:
+        """A random order of the rows; members spread over the minibatches."""
         sizes = self._sizes(elements, self.policy)
         return shuffle_rows(sizes, num_minibatches=num_minibatches, micro_batch_size=most, generator=generator)
 
     def in_order(
         self, elements: Mapping[str, Nested], most: int | None, policy: Scored
     ) -> tuple[Int[Tensor, " element"] | None, list[slice]]:
+        """Packed rows."""
         mask = elements["loss_mask"]
         return pack(self._sizes(elements, policy), torch.arange(len(mask), device=mask.device), most)
 
     def finish(self, scores: Scores, mask: Tensor) -> Scores:
-        return scores.masked(~mask)  # those of padding may be NaN
+        """Scores with 0 at the padding, where they may be NaN."""
+        return scores.masked(~mask)
 
     def _sizes(self, rows: Mapping[str, Nested], policy: Scored) -> "RowSizes":
         sizes = RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
@@ -159,31 +164,38 @@ class Units(Steps):
     """A decision has K probability ratios, as the tokens of a robot's action: elements are decisions ``[K]``."""
 
     def inputs(self, batch: Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
+        """Scored inputs, as the loss counts them: units that were acted with."""
         units = self.policy.unit_mask({**batch})
         inputs = self.per_unit(inputs, units)
         return inputs | {"loss_mask": inputs["loss_mask"] & units}
 
     def per_unit(self, data: Mapping[str, Nested], units: Bool[Tensor, "row step *unit"]) -> dict[str, Nested]:
+        """Numbers of decisions, repeated for each of their units."""
         numbers = {key for key, value in data.items() if key not in self.policy.batch_keys and value.dim() == 2}
         return {key: value.unsqueeze(-1).expand_as(units) if key in numbers else value for key, value in data.items()}
 
     def counted(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
+        """Decisions that count."""
         elements = flat(self.per_unit(data, data["loss_mask"]))
         return take(elements, elements["loss_mask"].any(dim=1))
 
     def num_steps(self, mask: Tensor) -> Tensor:
+        """Decisions that count."""
         return mask.any(dim=-1).sum()
 
     def shuffle(
         self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator
     ) -> Epoch:
+        """A random order of the decisions."""
         decisions = {"loss_mask": elements["loss_mask"].any(dim=1), "episode_id": elements["episode_id"][:, 0]}
         return super().shuffle(decisions, num_minibatches, most, generator)
 
     def finish(self, scores: Scores, mask: Tensor) -> Scores:
+        """Scores with 0 at units that count for nothing, and values for each unit."""
         return scores.masked(~mask)
 
     def per_decision(self, score: Float[Tensor, "row step *unit"]) -> Float[Tensor, "row step"]:
+        """Sums over the units."""
         return score.sum(dim=-1)
 
 

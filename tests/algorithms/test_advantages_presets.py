@@ -4,7 +4,7 @@ import pytest
 import torch
 from credit_rollouts import TWO, assert_advantages, credit, per_episode, preset, rollout
 
-from groupwise.algorithms.advantages import CreditInput
+from groupwise.algorithms.advantages import CreditInput, next_state
 from groupwise.config.algorithm import CreditCfg
 from groupwise.errors import DataError
 
@@ -112,9 +112,9 @@ def test_the_average_takes_in_scorable_episodes(decay):
     batch = rollout([*TWO, (0, [9.0], "unscorable")])
     cfg = CreditCfg(baseline={"name": "ema", "decay": decay}, scale="none")
     given = CreditInput(batch, batch["reward"], cfg, 1.0, 1, 3)
-    assert cfg.baseline.next_state(given) == 2.0
+    assert next_state(given) == 2.0
     # two episodes of mean 2
-    after = cfg.baseline.next_state(given._replace(state=torch.tensor(6.0)))
+    after = next_state(given._replace(state=torch.tensor(6.0)))
     torch.testing.assert_close(after, torch.tensor(2 + 4 * decay**2))
 
 

@@ -5,6 +5,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
+from groupwise.algorithms.losses import clip_range
 from groupwise.config import json_schema, load_config, presets, resolve, to_json
 from groupwise.config.algorithm import (
     AlgorithmCfg,
@@ -84,7 +85,7 @@ def test_the_preset_auto_is_the_environments(tmp_path):
 
 def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
     objective = resolve("CartPole-v1", GRPOCfg(clip_coef=0.3), preset="sb3_outcome").algorithm.objective
-    assert (objective.trust_region.clip_range, objective.ratio) == ((0.3, 0.3), "sequence_product")
+    assert (clip_range(objective.trust_region), objective.ratio) == ((0.3, 0.3), "sequence_product")
 
 
 def test_unknown_environment_takes_the_default_preset():
@@ -419,7 +420,7 @@ def test_registering_again_is_allowed_but_not_by_another_config(registry):
 
         name: str = "ppo"
 
-    with pytest.raises(ConfigError, match="'ppo' is registered already; fix: give ThiefCfg another name"):
+    with pytest.raises(ConfigError, match="'ppo' is registered already"):
         register_algorithm(ThiefCfg)
 
 

@@ -11,16 +11,15 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.config.text import RewardCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
-from groupwise.functional.shaping import overlong_penalty
-from groupwise.functional.texts import pass_at_k, repeated_ngrams
 from groupwise.text.collector import TextCollector
 from groupwise.text.data import Example
+from groupwise.text.metrics import pass_at_k, repeated_ngrams
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.rollout import TextBuffer
 from groupwise.text.sampling import Completion
-from groupwise.text.transcripts import Dialogue
+from groupwise.text.transcripts import Dialogue, overlong_penalty
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")

@@ -21,7 +21,7 @@ from groupwise.config.choices import settings_of
 from groupwise.config.credit import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, DataError, UnknownNameError
+from groupwise.errors import ConfigError, DataError, UnknownNameError, require_name
 from groupwise.functional.advantages import (
     Baseline,
     baseline_relative,
@@ -392,6 +392,7 @@ def register_baseline(
     Raises:
         ConfigError: the name is taken, or missing.
     """
+    require_name("baseline", name)
 
     def register(function: F) -> F:
         if name in BASELINES or name != BaselineCfg.default:  # the default's settings are in ``config``

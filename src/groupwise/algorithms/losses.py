@@ -27,7 +27,7 @@ from groupwise.config.objective import CorrectionCfg, FixedLengthCfg, ObjectiveC
 from groupwise.config.ranges import LinearRangeCfg, range_at
 from groupwise.data.minibatch import Unit
 from groupwise.data.rollout import Nested, TensorSpec
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, require_name
 from groupwise.functional.reduce import (
     AllSum,
     covariance,
@@ -209,6 +209,7 @@ def register_loss(
     Raises:
         ConfigError: the name is taken, or missing.
     """
+    require_name("loss", name)
 
     def register(function: F) -> F:
         if name in LOSSES or name != TrustRegionCfg.default:  # the default's settings are in ``config``
@@ -502,6 +503,7 @@ def register_correction(
     Raises:
         ConfigError: the name is taken, or missing.
     """
+    require_name("correction", name)
 
     def register(function: F) -> F:
         settings_of(function, name, CorrectionCfg, check, reweights=reweights)

@@ -16,7 +16,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from groupwise.config.base import OTHER_NAMES, Cfg
-from groupwise.errors import ConfigError, UnknownNameError, require_name
+from groupwise.errors import ConfigError, UnknownNameError
 
 
 class Choice(Cfg):
@@ -137,7 +137,6 @@ def settings_of(
     Raises:
         ConfigError: the name is taken, or a parameter has no type.
     """
-    require_name(family.family, name)
     doc, hints = inspect.getdoc(function) or "", get_type_hints(function, include_extras=True)
     arguments = re.search(r"^Args:\n((?:(?: {4}.*)?\n?)*)", doc, re.MULTILINE)
     texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments[1] if arguments else "", re.MULTILINE))
@@ -165,7 +164,7 @@ def settings_of(
         **fields,
     }
     settings: Any = create_model(
-        "Settings",
+        f"{name.title().replace('_', '')}Cfg",
         __base__=family,
         __doc__=doc,
         __module__=function.__module__,

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, get_ar
 
 import torch
 from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
@@ -76,7 +77,7 @@ class Steps:
         self.unit = coarsest(self.own_unit, finest)
         """What a micro-batch must not cut."""
 
-    def inputs(self, batch: Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
+    def inputs(self, batch: TensorDict | Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
         """What scoring reads, as the loss counts it."""
         return inputs
 
@@ -166,7 +167,7 @@ class Rows(Steps):
 class Units(Steps):
     """A decision has K probability ratios, as the tokens of a robot's action: elements are decisions ``[K]``."""
 
-    def inputs(self, batch: Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
+    def inputs(self, batch: TensorDict | Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
         """Scored inputs, as the loss counts them: units that were acted with."""
         units = self.policy.unit_mask({**batch})
         inputs = self.per_unit(inputs, units)

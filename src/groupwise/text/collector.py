@@ -12,9 +12,9 @@ from groupwise.collectors.base import Collector, Episode
 from groupwise.config.algorithm import CollectionCfg, GRPOCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.errors import DataError
-from groupwise.functional.texts import pass_rate, repeated_ngrams
 from groupwise.text.data import in_order
 from groupwise.text.generation import Generate
+from groupwise.text.metrics import pass_rate, repeated_ngrams
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import EncodedPrompt
 from groupwise.text.rewards import RewardSet, TrainingState

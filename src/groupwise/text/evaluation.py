@@ -8,12 +8,12 @@ from typing import Any
 
 from groupwise.config.run import TextRunCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.functional.texts import pass_rate
 from groupwise.policies.base import Policy
 from groupwise.report.scores import wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Example
 from groupwise.text.generation import complete
+from groupwise.text.metrics import pass_rate
 from groupwise.text.policy import CausalLM
 from groupwise.text.prompts import PromptEncoder
 from groupwise.text.task import TextTask

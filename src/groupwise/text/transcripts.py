@@ -8,12 +8,12 @@ from threading import Lock
 from typing import Literal
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
-from groupwise.functional.shaping import overlong_penalty
 from groupwise.seeding import derive_seed
 from groupwise.text.data import Message
 from groupwise.text.generation import Generate
@@ -211,3 +211,17 @@ def rewards_of_groups(transcripts: Sequence[Transcript]) -> list[list[float]]:
         if member.reward is not None:
             groups[member.group].append(member.reward)
     return list(groups.values())
+
+
+@torch.no_grad()
+def overlong_penalty(
+    length: Int[Tensor, " completion"], max_length: int, overlong_buffer: int
+) -> Float[Tensor, " completion"]:
+    """Share of the penalty, in [0, 1]: 0 up to ``max_length - overlong_buffer``, from there linearly to 1 at ``max_length``.
+
+    Args:
+        overlong_buffer: at least 1, at most ``max_length``.
+
+    Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13.
+    """
+    return ((length - (max_length - overlong_buffer)).float() / overlong_buffer).clamp(0.0, 1.0)

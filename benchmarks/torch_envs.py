@@ -75,7 +75,6 @@ def train(task: str, algorithm: str, num_envs: int, device: str, threads: int) -
             cfg,
             num_envs=num_envs,
             device=device,
-            compile="on" if device == "cpu" else "off",
             total_steps=10**12,
             run_dir=f"{folder}/run",
             callbacks=[clock.callback(gw.Callback)],

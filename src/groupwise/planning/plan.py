@@ -148,7 +148,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
         yield _Change("--model.precision bfloat16", "model", {"precision": "bfloat16"})
     if not cfg.model.gradient_checkpointing:
         yield _Change("--model.gradient-checkpointing", "model", {"gradient_checkpointing": True})
-    if work.ranks > 1 and not work.sharded and cfg.model.quantization == "none" and cfg.compile != "on":
+    if work.ranks > 1 and not work.sharded and cfg.model.quantization == "none":
         yield _Change("--engine fsdp", "", {"engine": "fsdp"})
     if cfg.generation.name == "native" and not cfg.sampling.has_filters:
         yield _Change("--generation server", "", {"generation": ServerGenerationCfg()})

@@ -22,7 +22,7 @@ from groupwise.algorithms.losses import finest_unit
 from groupwise.algorithms.ppo import PPO
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import subspaces
-from groupwise.errors import ConfigError, SlowPathWarning
+from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import has_hooks
 from groupwise.speed.flat import FlatAdam, FlatParameters
@@ -68,18 +68,9 @@ def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
     return None
 
 
-def compiled_gradient(algorithm: BaseAlgorithm, *, required: bool = False) -> "CompiledBackward | None":
-    """A compiled ``backward``, for ``BaseAlgorithm(gradient=compiled_gradient)``; None where it cannot be compiled.
-
-    Raises:
-        ConfigError: it is ``required`` and cannot be compiled.
-    """
-    why = why_not_compiled(algorithm)
-    if why is None:
-        return CompiledBackward(algorithm)
-    if required:
-        raise ConfigError(f"compile='on', but the update cannot be compiled: {why}; fix: compile='auto'")
-    return None
+def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
+    """A compiled ``backward``, for ``BaseAlgorithm(gradient=compiled_gradient)``; None where it cannot be compiled."""
+    return CompiledBackward(algorithm) if why_not_compiled(algorithm) is None else None
 
 
 def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -107,7 +98,7 @@ def compiled_or_none(what: str, build: Callable[[], Built]) -> Built | None:
     except Exception as error:  # the compiler raises errors of any type
         why = str(error).strip().split("\n")[0][:300]
         warnings.warn(
-            f"{what} are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or compile='off'",
+            f"{what} are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or speed='off'",
             SlowPathWarning,
             stacklevel=5,
         )

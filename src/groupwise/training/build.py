@@ -187,22 +187,23 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
 
 
 def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the algorithm and the collector that speed up a run: flat parameters, acting in NumPy, what pays to compile."""
-    stops = cfg.algorithm.on_nonfinite == "stop"
+    """Arguments of the algorithm and of the collector that speed up a run; empty for its reference path.
+
+    Parameters become one vector, actions are computed in NumPy, and updates and rollouts are compiled where that pays.
+    """
+    stops = cfg.algorithm.on_nonfinite == "stop"  # else actions are replaced on their way to the environment
+    if cfg.speed == "off":
+        return {}, {} if stops else {"actor": lambda policy: acting_on_finite(policy.act)}
     of_algorithm: dict[str, Any] = {"optimizer": flat_adam}
-    of_collector: dict[str, Any] = {
-        "actor": numpy_actor if stops else lambda policy: acting_on_finite(numpy_actor(policy))
-    }
-    if cfg.compile == "off":
-        return of_algorithm, of_collector
-    always, steps, rows = cfg.compile == "on", cfg.expected_steps(world_size), cfg.env.num_envs * world_size
+    of_collector: dict[str, Any] = {"actor": numpy_actor}
+    if not stops:
+        of_collector = {"actor": lambda policy: acting_on_finite(numpy_actor(policy))}
+    steps, rows = cfg.expected_steps(world_size), cfg.env.num_envs * world_size
     elements = rows * cfg.algorithm.num_steps
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
-    if always or steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
-        of_algorithm["gradient"] = partial(compile.compiled_gradient, required=always)
-    if stops and (
-        always or steps // rows >= rollouts.WORTH_STEPS
-    ):  # else actions are replaced on their way to the environment
+    if steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
+        of_algorithm["gradient"] = compile.compiled_gradient
+    if stops and steps // rows >= rollouts.WORTH_STEPS:
         of_collector["stepper"] = rollouts.compiled_stepper
     return of_algorithm, of_collector
 

@@ -108,8 +108,6 @@ def test_servers_share_the_prompts_and_get_the_weights_by_disk(llama):
     # each writes 24 tokens, in 6 steps
     assert found["generation"] == pytest.approx(6 * 4 * (BODY + HEAD) + 24 * 13 * 64 * 4)
     assert found["publishing"] == pytest.approx(2 * 4 * ALL / 10)
-    sent = planned(settings(llama, generation=two | {"transfer": "nccl"}), gpu=fast).seconds["publishing"]
-    assert sent == pytest.approx(4 * ALL / fast.link)
     adapters = planned(settings(llama, generation=two, model={"lora": {"r": 2}}), gpu=fast).seconds["publishing"]
     assert adapters == pytest.approx(2 * 4 * 1856 / 10)  # the adapters alone: 2 layers of 2 * 464
 

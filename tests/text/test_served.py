@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
-from served_groups import KINDS, SAMPLING, TASK, assert_alike, move, native, served
-from sglang_double import SGLangDouble
+from served_groups import SAMPLING, TASK, assert_alike, move, native, served
+from server_double import ServerDouble
 from text_runs import copying, train
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
@@ -17,9 +17,9 @@ import groupwise as gw
 from groupwise.config.policy import SamplingCfg
 from groupwise.engines.base import Engine
 from groupwise.serving import http
-from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer
+from groupwise.serving.vllm import VLLMServer
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
@@ -33,14 +33,9 @@ def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
-def kind(request):
-    return request.param
-
-
 @pytest.fixture
-def double(kind, model):
-    with kind(model) as server:
+def double(model):
+    with VLLMDouble(model) as server:
         yield server
 
 
@@ -49,11 +44,9 @@ def settings(*servers, **more):
 
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
-def test_servers_write_what_the_policy_would(model, kind, double, tmp_path, sampling):
-    with kind(model) as second:
+def test_servers_write_what_the_policy_would(model, double, tmp_path, sampling):
+    with VLLMDouble(model) as second:
         generate = served(model, tmp_path, double, second)
-        if kind is SGLangDouble and sampling.has_penalties:
-            return assert_refused(generate, sampling)
         generate.update(0)
         assert_alike(generate(**TASK, sampling=sampling), native(generate.policy, sampling))
         greedy = generate(**TASK, sampling=sampling, deterministic=True)
@@ -64,18 +57,10 @@ def test_servers_write_what_the_policy_would(model, kind, double, tmp_path, samp
         asked = [[prompt for prompt, _ in server.prompts()] for server in (double, second)]
         assert [sorted(prompts) for prompts in asked] == [sorted(2 * TASK["prompts"][::2]), 2 * TASK["prompts"][1:2]]
         assert {size for _, size in double.prompts()} == {4}
-    return None
 
 
-def assert_refused(generate, sampling):
-    with pytest.raises(
-        gw.ConfigError, match=r"repetition_penalty=1\.5 and presence_penalty=0\.5 on SGLang, expected 1 and 0"
-    ):
-        generate(**TASK, sampling=sampling)
-
-
-def test_adapters_are_served(model, kind, tmp_path):
-    with kind(model, lora=True) as double:
+def test_adapters_are_served(model, tmp_path):
+    with VLLMDouble(model, lora=True) as double:
         generate = served(model, tmp_path, double, lora={"r": 2})
         for iteration in range(2):
             move(generate.policy)
@@ -86,12 +71,11 @@ def test_adapters_are_served(model, kind, tmp_path):
         assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
 
 
-RECOVERS = [(kind, kind.generate_path, fault) for kind in KINDS.values() for fault in ("500", "drop", "cut", "slow")]
-RECOVERS += [(kind, kind.generate_path, fault) for kind in KINDS.values() for fault in ("version", "restart", "hang")]
-RECOVERS += [(kind, *fault) for kind in KINDS.values() for fault in kind.passing]
+RECOVERS = [(VLLMDouble.generate_path, fault) for fault in ("500", "drop", "cut", "slow", "version", "restart", "hang")]
+RECOVERS += VLLMDouble.passing
 
 
-@pytest.mark.parametrize(("kind", "path", "fault"), RECOVERS)
+@pytest.mark.parametrize(("path", "fault"), RECOVERS)
 def test_a_fault_that_passes_costs_nothing(model, double, tmp_path, monkeypatch, path, fault):
     generate = served(
         model, tmp_path, double, timeout={"slow": 0.3, "hang": 1000.0}.get(fault, 20.0)
@@ -147,6 +131,44 @@ def test_no_server_and_one_with_other_log_probs_are_refused(model, tmp_path):
         served(model, tmp_path, double)
     with VLLMDouble(model) as double, pytest.raises(gw.ServerError, match="serves no adapters; fix: --enable-lora"):
         served(model, tmp_path, double, lora={"r": 2})
+
+
+class Foreign(ServerDouble):
+    """Another server, which may have a ``/server_info``."""
+
+    info = None
+
+    def server_info(self, body, query, fault):
+        return (404, {}) if self.info is None else (200, self.info)
+
+
+def test_other_servers_are_refused(model, tmp_path):
+    with Foreign(model) as foreign:
+        with pytest.raises(gw.ServerError, match=r"has no /server_info; fix: start it by groupwise serve"):
+            served(model, tmp_path, foreign)
+        for info in ({"version": "1"}, [], "hello", {"vllm_config": []}):
+            foreign.info = info
+            with pytest.raises(gw.ServerError, match=r"in another format .*; fix: vLLM 0\.32 or later"):
+                served(model, tmp_path, foreign)
+
+
+def test_answers_in_another_format_are_refused(model, double, tmp_path):
+    generate = served(model, tmp_path, double)
+    generate.update(0)
+    double.inference_v1_generate = lambda *call: (200, {"choices": [{"index": 0, "token_ids": []}]})
+    with pytest.raises(gw.ServerError, match=r"in another format .*; fix: vLLM 0\.32 or later"):
+        generate(**TASK, sampling=SAMPLING["plain"])
+    double.inference_v1_generate = lambda *call: (400, {"error": {"message": "too long"}})
+    with pytest.raises(gw.ServerError, match=r"was refused: status 400: .*too long"):
+        generate(**TASK, sampling=SAMPLING["plain"])
+
+
+def test_weights_that_take_long_are_waited_for(model, double, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "_HEALTH_INTERVAL", 0.3)
+    generate = served(model, tmp_path, double, retries=0)
+    double.faults[double.load_path] = ["slow"]
+    generate.update(0)
+    assert double.version.endswith("-0")
 
 
 def weights(run):
@@ -246,7 +268,7 @@ def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_pat
     def work(rank):
         policy = load_causal_lm(gw.ModelCfg(path=str(model)), SamplingCfg(max_new_tokens=4))
         move(policy)
-        servers = [find_server(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)]
+        servers = [VLLMServer(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)]
         generate = ServedGenerator(servers, policy, tmp_path / f"rank{rank}", TwoThreads(rank, meeting, table))
         for iteration in range(2):
             generate.update(iteration)
@@ -307,7 +329,6 @@ def test_an_error_before_the_first_iteration_ends_the_server_of_the_run(model, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [VLLMDouble])
 def test_a_run_has_a_server_of_its_own(model, double, tmp_path):
     generation = {"name": "server", "python": str(python_of_double(tmp_path)), "retries": 1}
     run = train(copying(), model, tmp_path / "run", generation=settings(double))

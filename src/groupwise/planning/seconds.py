@@ -60,7 +60,7 @@ def seconds_of(cfg: TextRunCfg, sizes: ModelSizes, work: Work, gpu: GPU, assumed
     if isinstance(cfg.generation, ServerGenerationCfg):
         saved = trained if cfg.model.lora is not None else total_bytes(sizes.weights)
         # to a disk: written once, read by all at the same time
-        published += saved / link if cfg.generation.transfer == "nccl" else 2 * saved / assumed.disk
+        published += 2 * saved / assumed.disk
     return {
         "generation": generation_seconds(cfg, sizes, work, gpu, assumed),
         "scoring": work.scorings * score,

@@ -103,7 +103,7 @@ def weights(run):
 
 
 def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, model, generation, tmp_path):
-    from groupwise.integrations.ray_train import Workers, resume_on_ray, train_on_ray
+    from groupwise.integrations.ray import Workers, resume_on_ray, train_on_ray
 
     task = copying()
     here = train(task, model, tmp_path / "here", GRPO, generation=generation, **SETTINGS)
@@ -124,7 +124,7 @@ def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, mo
 
 
 def test_two_workers_share_a_server_and_follow_it_when_its_task_is_lost(cluster, model, generation, tmp_path):
-    from groupwise.integrations.ray_train import Workers, train_on_ray
+    from groupwise.integrations.ray import Workers, train_on_ray
 
     killer = KillServer(tmp_path / "run", model, with_task=True)
     killer.start()
@@ -138,8 +138,7 @@ def test_two_workers_share_a_server_and_follow_it_when_its_task_is_lost(cluster,
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_error(cluster, model, generation, tmp_path):
-    from groupwise.integrations.ray_servers import Servers
-    from groupwise.integrations.ray_train import Workers, train_on_ray
+    from groupwise.integrations.ray import Servers, Workers, train_on_ray
 
     options = {"model": str(model), "workers": Workers(1), "run_dir": tmp_path / "run", **SETTINGS}
     broken = generation | {"args": ["--seconds-per-token", "fast"]}
@@ -157,7 +156,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_error(cluster, model, 
 
 
 def test_an_error_of_one_worker_ends_all_of_them(cluster, model, tmp_path):
-    from groupwise.integrations.ray_train import Workers, train_on_ray
+    from groupwise.integrations.ray import Workers, train_on_ray
 
     def reward(completions, trainer_state, **columns):
         if os.environ["RANK"] == "1" and trainer_state.global_step == 2:

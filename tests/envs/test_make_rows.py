@@ -74,7 +74,7 @@ def test_evaluation_makes_rows_of_its_own_from_a_callable_only():
     assert separate_env(EnvCfg(), TorchCartPole(3)) is None
 
 
-@pytest.mark.parametrize("asked", ["auto", "entry_point", "sync", "async", "envpool", "torch"])
+@pytest.mark.parametrize("asked", ["auto", "entry_point", "sync", "async", "torch"])
 def test_evaluation_is_vectorised_like_training_where_rows_can_start_one_by_one(asked):
     cfg, _ = separate_env(EnvCfg(vectorization=asked), None)
     assert cfg.vectorization == ("auto" if asked == "entry_point" else asked)
@@ -89,9 +89,8 @@ def test_evaluation_has_a_row_for_each_episode_and_no_more_processes_than_traini
 
 
 def test_whole_batches_have_no_picture():
-    for cfg, env in ((EnvCfg(), TorchCartPole), (EnvCfg(vectorization="envpool"), None)):
-        with pytest.raises(NoPictureError, match="a batched environment"):
-            rendering_env(cfg, env)
+    with pytest.raises(NoPictureError, match="a batched environment"):
+        rendering_env(EnvCfg(), TorchCartPole)
 
 
 def test_a_task_in_torch_has_the_picture_of_its_original():
@@ -151,12 +150,6 @@ def test_a_simulator_in_torch_that_is_not_installed_names_its_extra(monkeypatch)
     monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[mujoco-warp\]'"):
         make_env(EnvCfg(id="HalfCheetah-v5", vectorization="torch"))
-
-
-def test_missing_envpool_names_the_extra(monkeypatch):
-    monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[envpool\]'"):
-        make_env(EnvCfg(vectorization="envpool"))
 
 
 def test_rows_that_were_not_asked_for_are_refused():

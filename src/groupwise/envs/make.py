@@ -64,7 +64,6 @@ class _Settings(TypedDict, total=False):
 
     num_envs: int | None
     env: object | None
-    block_size: int
     verify: bool
     on_error: OnError
     reward_parts: tuple[str, ...]
@@ -81,7 +80,6 @@ def make_env(
     grouped: bool = False,
     num_envs: int | None = None,
     env: object | None = None,
-    block_size: int = 1,
     verify: bool = True,
     on_error: OnError = "raise",
     reward_parts: tuple[str, ...] = (),
@@ -95,7 +93,6 @@ def make_env(
         env: used instead of ``cfg.id``: a callable that returns a ``gymnasium.Env`` (called with ``cfg.kwargs``), one
             with a parameter ``num_envs`` that returns a whole ``VectorEnv`` (such as a ``TorchGroupEnv``), or a ready
             ``VectorEnv`` or ``gymnasium.vector.VectorEnv``, which brings its own number of rows.
-        block_size: rows that will only be started together, for environments that are faster then (EnvPool).
         verify: try out how members share their start, and choose the best start mode (grouped only). Without it rows
             start by unchecked seeded resets, which is enough for evaluation.
         on_error: ``report`` turns errors in a row's ``step`` into ``EnvStep.failed`` (single environments only).
@@ -133,8 +130,6 @@ def make_env(
             made = _from_maker(make, cfg, num_envs, device)
         elif way == "torch":
             made = _from_torch(cfg, num_envs, device)
-        elif way == "envpool":
-            made = _from_envpool(cfg, num_envs, block_size if grouped else None, device)
         else:
             made = _from_entry_point(cfg, grouped, num_envs, device)
     if grouped:
@@ -158,7 +153,7 @@ def _checked_callable(env: object | None, cfg: EnvCfg) -> Callable[..., Any] | N
 
 
 def _vectorization(cfg: EnvCfg, env: object | None, reward_parts: tuple[str, ...]) -> str:
-    if env is not None and cfg.vectorization in ("entry_point", "envpool", "torch"):
+    if env is not None and cfg.vectorization in ("entry_point", "torch"):
         raise EnvError(
             f"a callable cannot be vectorised by {cfg.vectorization!r}; fix: vectorization='sync' or 'async'"
         )
@@ -216,16 +211,6 @@ def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> Vecto
         raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
     module, _, name = IN_TORCH[cfg.id].partition(":")
     return _from_maker(getattr(import_module(module), name), cfg, num_envs, device)
-
-
-def _from_envpool(cfg: EnvCfg, num_envs: int, block_size: int | None, device: torch.device | str) -> VectorEnv:
-    envpool = import_module("groupwise.contrib.envpool")
-    source = envpool.EnvPoolSource(cfg.id, cfg.kwargs, cfg.max_episode_steps)
-    if block_size is None:
-        made: VectorEnv = envpool.EnvPoolVectorEnv(source, num_envs, device=device)
-    else:
-        made = envpool.EnvPoolGroupEnv(source, num_envs, block_size=block_size, device=device)
-    return made
 
 
 def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.device | str) -> VectorEnv:

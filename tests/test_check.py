@@ -116,8 +116,8 @@ def test_rows_that_cheat_are_a_finding_and_rows_that_cannot_be_made_an_error():
 
 
 def test_a_task_in_torch_is_tried_out_where_it_is_asked_for():
-    report = check_env(EnvCfg(id="Pendulum-v1", vectorization="torch"))
-    assert report.env_id == "TorchPendulum"
+    report = check_env(EnvCfg(id="CartPole-v1", vectorization="torch"))
+    assert report.env_id == "TorchCartPole"
     assert (report.training.value.start_mode, report.training.value.vectorization) == ("native", "torch")
     assert list(report.steps_per_second) == ["torch"]
     assert report.steps_per_second["torch"].value > 100

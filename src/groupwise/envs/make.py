@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import gymnasium
@@ -17,20 +16,11 @@ from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError
 from groupwise.envs.names import check_id
 from groupwise.envs.starts import verify_group_start
+from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, GroupStartError
 
 VECTORISED = ("CartPole-v0", "CartPole-v1")
 """Gymnasium's tasks whose own vectorised version is the default."""
-IN_TORCH = {
-    "CartPole-v1": "groupwise.envs.torch_control:TorchCartPole",
-    "Pendulum-v1": "groupwise.envs.torch_control:TorchPendulum",
-    "Acrobot-v1": "groupwise.contrib.torch_tasks:TorchAcrobot",
-    "MountainCar-v0": "groupwise.contrib.torch_tasks:TorchMountainCar",
-    "MountainCarContinuous-v0": "groupwise.contrib.torch_tasks:TorchMountainCarContinuous",
-    "HalfCheetah-v5": "groupwise.contrib.warp_tasks:WarpHalfCheetah",
-}
-"""Gymnasium's tasks with a version in torch, the same up to rounding."""
-
 _ONLY_SINGLE = (
     "obs_keys",
     "action_masks",
@@ -49,7 +39,7 @@ def makes_rows(env: object) -> bool:
 
 def torch_fix(env_id: str) -> str:
     """The fix for users who need the task in torch, if there is one."""
-    return "env.vectorization='torch', or " if env_id in IN_TORCH else ""
+    return "env.vectorization='torch', or " if env_id == "CartPole-v1" else ""
 
 
 def _parameters(env: Callable[..., Any]) -> set[str]:
@@ -201,16 +191,15 @@ def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torc
 
 
 def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv:
-    """The task ``cfg.id`` in torch."""
-    if cfg.id not in IN_TORCH:
+    """CartPole in torch."""
+    if cfg.id != "CartPole-v1":
         raise EnvError(
-            f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; fix: env.vectorization='auto', or a "
-            "TorchGroupEnv of yours, given as a class in Python"
+            f"{cfg.id} is not written in torch, only CartPole-v1 is; fix: env.vectorization='auto', or a TorchGroupEnv of "
+            "yours, given as a class in Python"
         )
     if cfg.kwargs:
         raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
-    module, _, name = IN_TORCH[cfg.id].partition(":")
-    return _from_maker(getattr(import_module(module), name), cfg, num_envs, device)
+    return _from_maker(TorchCartPole, cfg, num_envs, device)
 
 
 def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.device | str) -> VectorEnv:

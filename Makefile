@@ -44,7 +44,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 $(PEERS)/.done: benchmarks/peers/requirements.txt pyproject.toml constraints.txt
 	@echo "installing groupwise and its peers into $(PEERS), $(PEERS)-torchrl and $(PEERS)-jax (a few minutes)"
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/$(PEERS_PIP) -c constraints.txt -e '.[box2d,envpool,mujoco]' -r $<
+	$(PEERS)/bin/$(PEERS_PIP) -c constraints.txt -e '.[box2d,mujoco]' -r $<
 	@touch $@
 
 $(PEERS)-%/.done: benchmarks/peers/requirements_%.txt

@@ -53,10 +53,9 @@ LIBRARIES = {
     "groupwise-ppo": OURS,
     "groupwise-compiled": OURS._replace(options=("--compile", "on")),
     "groupwise-grpo": OURS._replace(options=("--algorithm", "grpo")),
-    "groupwise-ppo-envpool": OURS._replace(options=("--vectorization", "envpool")),
 }
-IN_PASSES = tuple(name for name in LIBRARIES if name not in ("groupwise-compiled", "groupwise-ppo-envpool"))
-PPO = tuple(name for name in LIBRARIES if name not in ("groupwise-grpo", "groupwise-ppo-envpool"))
+IN_PASSES = tuple(name for name in LIBRARIES if name != "groupwise-compiled")
+PPO = tuple(name for name in LIBRARIES if name != "groupwise-grpo")
 
 
 class Task(NamedTuple):
@@ -74,7 +73,7 @@ class Task(NamedTuple):
 
 
 BOTH = ("sb3", "groupwise-ppo", "groupwise-compiled")
-PRESETS = ("sb3", "groupwise-ppo", "groupwise-grpo", "groupwise-ppo-envpool")
+PRESETS = ("sb3", "groupwise-ppo", "groupwise-grpo")
 TASKS = {
     "zoo_rate": Task(
         "CartPole-v1, settings of SB3's zoo: steps/s",

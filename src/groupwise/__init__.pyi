@@ -32,7 +32,7 @@ from groupwise.embodied.demos import Recording as Recording, record_demos as rec
 from groupwise.envs.starts import verify_group_start as verify_group_start
 from groupwise.envs.make import make_env as make_env
 from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv
-from groupwise.envs.torch_control import TorchCartPole as TorchCartPole, TorchPendulum as TorchPendulum
+from groupwise.envs.torch_control import TorchCartPole as TorchCartPole
 from groupwise.errors import CheckpointError as CheckpointError, ConfigError as ConfigError, DataError as DataError, SamplerMismatchError as SamplerMismatchError, DivergedError as DivergedError, EnvError as EnvError, GroupStartError as GroupStartError, GroupStartWarning as GroupStartWarning, GroupwiseError as GroupwiseError, MemberError as MemberError, ServerError as ServerError, MissingExtraError as MissingExtraError, RewardError as RewardError, RunFolderError as RunFolderError, SlowPathWarning as SlowPathWarning, ToolError as ToolError, UnknownNameError as UnknownNameError, UnsupportedSpaceError as UnsupportedSpaceError
 from groupwise.evolution.evolve import evolve as evolve
 from groupwise.evolution.population import Member as Member, Population as Population

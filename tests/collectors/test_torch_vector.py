@@ -87,12 +87,12 @@ def test_no_step_waits_for_the_device(env):
 
 
 def test_a_resumed_collector_goes_on_bit_for_bit():
-    collector, buffer = made("mountain car", 9, 6, in_torch=True)
+    collector, buffer = made("pendulum", 9, 6, in_torch=True)
     for _ in range(3):
         collector.collect(6, buffer.start_rollout())
         collector.metrics()
     state = collector.state_dict()
-    resumed, other = made("mountain car", 9, 6, in_torch=True)
+    resumed, other = made("pendulum", 9, 6, in_torch=True)
     resumed.load_state_dict(state)
     resumed.iteration = 3
     for _ in range(2):

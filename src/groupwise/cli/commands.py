@@ -31,7 +31,6 @@ Reinforcement learning with GRPO and PPO.
   doctor [RUN]       say what is wrong with a run, or with the installation
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
-  convert LIB FILE   print the settings of another library (embodichain) as settings of groupwise
   check-env ENV      check what an environment supports: shared starts, spaces, speed
   demos ENV          record episodes of a scripted expert, which --algorithm bc clones
   list               algorithms, presets, choices of credit and objective
@@ -49,9 +48,7 @@ Start with:
 
 WITH_SETTINGS = ("train", "evolve", "plan", "config", "check-env", "demos")
 """Commands that take settings as options, and so print their own help."""
-WITHOUT_SETTINGS = (
-    "eval", "sample", "resume", "serve", "export", "report", "view", "doctor", "compare", "convert", "list",
-)  # fmt: skip
+WITHOUT_SETTINGS = ("eval", "sample", "resume", "serve", "export", "report", "view", "doctor", "compare", "list")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

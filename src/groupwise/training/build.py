@@ -150,7 +150,6 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         cfg.env,
         grouped=algorithm_type.grouped,
         env=given.env,
-        block_size=_block_size(cfg),
         on_error="raise" if not isinstance(grpo, GRPOCfg) or grpo.collection.on_env_error == "raise" else "report",
         reward_parts=cfg.algorithm.reward_parts,
         device=device,
@@ -240,14 +239,6 @@ def _with_max_length(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
     longest = horizon or env.max_episode_steps
     longest = None if longest is None else longest * num_units
     return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
-
-
-def _block_size(cfg: RunCfg) -> int:
-    """Rows that start together: whole groups, unless rows are left over or episodes are retried."""
-    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.on_env_error == "retry":
-        return 1
-    members = cfg.algorithm.group_size + cfg.algorithm.credit.baseline.greedy_members
-    return members if cfg.env.num_envs % members == 0 else 1
 
 
 def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine) -> Collector:

@@ -1,13 +1,19 @@
 """What a fixed seed gives on the reference path: parameters as a SHA-256, metrics number by number.
 
 ``python tests/golden/recorded.py`` writes ``golden.json`` anew. Do that only in a commit that says why the numbers change.
+``python tests/golden/recorded.py CASE ...`` records these cases only.
+
+On another machine the numbers are compared closely, not to the bit. For a change that may not change a bit, record there
+before it and compare after it: ``GOLDEN_FILE=PATH`` is written and read in place of ``golden.json``.
 """
 
 import hashlib
 import json
 import math
+import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,7 +24,7 @@ from groupwise import config
 from groupwise.config import presets
 
 HERE = Path(__file__).parent
-FILE = HERE / "golden.json"
+FILE = Path(os.environ.get("GOLDEN_FILE", HERE / "golden.json"))
 sys.path.insert(0, str(HERE.parent / "support"))
 
 
@@ -39,6 +45,34 @@ PER_STEP = {
     "credit": {"group_key": "group_step", "baseline": "mean", "scale": "batch_std", "normalize": "none"},
 }
 """GRPO on CartPole compares per time step, which its preset does not."""
+
+MEMORY = {"name": "recurrent", "hidden_size": 8, "hidden_sizes": (8,)}
+WHOLE = {"finished_members": "trajectory", "singleton": "trajectory"}
+"""Steps that cannot be compared take the advantage of their episode."""
+
+
+def compared(baseline="mean", returns="return_to_go", scale="none", **fallback):
+    """Credit that compares members at the same step."""
+    group_key = {"name": "group_step"} | fallback
+    return {"credit": {"group_key": group_key, "returns": returns, "baseline": baseline, "scale": scale}}
+
+
+UPDATES = {
+    "micro-batches": {"micro_batch_size": 10},
+    "adaptive entropy": {"ent_coef": 0.01, "adaptive_entropy": {"target": 0.8, "step": 0.05}},
+    "recomputed": {"objective": {"old_log_prob": "recomputed"}},
+    "optimal_token": compared("optimal_token"),
+    "optimal_token singleton": compared("optimal_token", singleton="trajectory"),
+    "group_step zero": compared(finished_members="zero"),
+    "group_step finished": compared(scale="std", finished_members="trajectory"),
+    "group_step whole": compared(scale="batch_std", **WHOLE),
+    "group_step turn": compared(returns="turn", **WHOLE),
+}
+"""Settings of further updates of GRPO."""
+PPO_UPDATES = {
+    "micro-batches": {"micro_batch_size": 10, "target_kl": None},
+    "adaptive kl": {"target_kl": None, "schedule": {"name": "adaptive_kl", "desired_kl": 0.185}},
+}
 
 
 class Keep(gw.Callback):
@@ -122,32 +156,91 @@ def resumed(algorithm):
 
 def updated(preset):
     """Two updates on the same made-up rollout."""
-    kl = {"kl_coef": 0.05}
     settings = presets.objective_preset(preset).settings
     objective = dict(settings.get("objective", {}))
     if objective.get("aggregation") in ("constant", "seq_mean_token_sum_norm"):
         objective["aggregation"] = {"name": objective["aggregation"], "max_length": STEPS}
-    fields = (
-        settings
-        | kl
-        | {"num_epochs": 2, "learning_rate": 0.03, "minibatch_size": 32, "group_size": 4}
-        | {"objective": objective}
-    )
+    return updated_with(settings | {"kl_coef": 0.05, "objective": objective})
+
+
+def updated_with(settings):
+    """Two updates of GRPO on the same made-up rollout."""
+    shared = {"num_epochs": 2, "learning_rate": 0.03, "minibatch_size": 32, "group_size": 4}
     policy = made_up_policy()
-    algorithm = gw.GRPO(gw.GRPOCfg(**fields), policy, seed=1)
-    rollout = made_up_rollout(policy)
-    metrics = [numbers(algorithm.update(rollout)) for _ in range(2)]
-    return {"parameters": digest(policy), "metrics": metrics}
+    algorithm = gw.GRPO(gw.GRPOCfg(**settings | shared), policy, seed=1)
+    return twice(algorithm, made_up_rollout(policy))
 
 
-def updated_ppo():
+def updated_ppo(**settings):
     """Two updates of PPO on the same made-up rollout."""
     policy = made_up_policy(actor_only=False)
-    cfg = gw.PPOCfg(num_epochs=2, learning_rate=0.01, minibatch_size=32, ent_coef=0.01, target_kl=0.05)
-    algorithm = gw.PPO(cfg, policy, seed=1)
-    rollout = made_up_rollout(policy)
+    return twice(made_up_ppo(policy, **settings), made_up_rollout(policy))
+
+
+def made_up_ppo(policy, engine=None, **settings):
+    shared = {"num_epochs": 2, "learning_rate": 0.01, "minibatch_size": 32, "ent_coef": 0.01, "target_kl": 0.05}
+    return gw.PPO(gw.PPOCfg(**shared | settings), policy, engine, seed=1)
+
+
+def twice(algorithm, rollout):
     metrics = [numbers(algorithm.update(rollout)) for _ in range(2)]
-    return {"parameters": digest(policy), "metrics": metrics}
+    return {"parameters": digest(algorithm.policy), "metrics": metrics}
+
+
+def updated_on_two_ranks(name):
+    """The same on two ranks, each with one of the groups."""
+    from two_ranks import on_two_ranks
+
+    def work(part, policy, engine):
+        if name == "ppo":
+            return twice(made_up_ppo(policy, engine, target_kl=None, micro_batch_size=10), part)
+        fields = {"num_epochs": 2, "learning_rate": 0.03, "minibatch_size": 32, "group_size": 4, "kl_coef": 0.05}
+        return twice(gw.GRPO(gw.GRPOCfg(**fields | compared(scale="batch_std", **WHOLE)), policy, engine, seed=1), part)
+
+    def make_policy():
+        return made_up_policy(actor_only=name == "grpo")
+
+    first, second = on_two_ranks(work, made_up_rollout(make_policy()), make_policy)
+    assert first["parameters"] == second["parameters"]
+    return first
+
+
+def remembered(algorithm):
+    """Three iterations of a recurrent policy."""
+    keep = Keep()
+    with tempfile.TemporaryDirectory() as folder, reference_path():
+        run = gw.train(
+            "CartPole-v1",
+            {"name": algorithm, "num_steps": 32, "minibatch_size": 64, "micro_batch_size": 24, "num_epochs": 2},
+            policy=MEMORY,
+            num_envs=4,
+            seed=3,
+            run_dir=Path(folder) / "run",
+            total_steps=3 * 4 * 32,
+            callbacks=[keep],
+            **QUIET,
+        )
+        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+
+
+def moved(algorithm):
+    """Two iterations of a policy that sees and reads, and is scored by the tokens of its chunks of actions."""
+    import robots
+
+    robots.register()
+    keep = Keep()
+    with tempfile.TemporaryDirectory() as folder, reference_path():
+        run = gw.train(
+            gw.EnvCfg(id="Robot-v0", action_chunk=3, num_action_steps=2, num_envs=4),
+            {"name": algorithm, "num_steps": 8, "minibatch_size": 16, "micro_batch_size": 6, "num_epochs": 2},
+            policy={"name": "vla", "hidden_size": 32, "num_layers": 1, "patch_size": 4, "bins": 5},
+            seed=3,
+            run_dir=Path(folder) / "run",
+            total_steps=2 * 4 * 8 * 2,
+            callbacks=[keep],
+            **QUIET,
+        )
+        return {"parameters": digest(run.policy), "metrics": keep.metrics}
 
 
 def made_up_policy(actor_only=True):
@@ -225,17 +318,51 @@ def wrote():
         return {"parameters": digest(run.policy), "metrics": keep.metrics}
 
 
+def used_a_tool():
+    """Two iterations of a tiny language model that asks a tool; log-probabilities are computed anew at the update's start."""
+    from text_runs import numbers as rows
+    from text_runs import save_model, share_copied, train
+
+    class Count(gw.Tool):
+        """Ends turns at some digits, and answers with how many characters they have."""
+
+        stop = ("5", "6", "7")
+
+        def __call__(self, text):
+            return str(len(text)) if text.endswith(self.stop) else None
+
+    keep = Keep()
+    task = gw.TextTask(rows()[:40], reward=share_copied, tool=Count(), max_turns=3, tool_answer=" {} ")
+    cfg = gw.GRPOCfg(
+        group_size=4,
+        learning_rate=1e-3,
+        kl_coef=0.1,
+        minibatch_size=24,
+        micro_batch_size=8,
+        objective={"old_log_prob": "recomputed"},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(Path(folder) / "model")
+        run = train(task, model, Path(folder) / "run", cfg, seed=2, total_steps=150, callbacks=[keep])
+        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+
+
 def control_cases():
     """Name of each case of control, and what computes it."""
     cases = {f"{env} {name}": (trained, env, name) for env in CONTROL for name in ALGORITHMS}
     cases |= {f"resume {name}": (resumed, name) for name in ALGORITHMS}
     cases |= {f"preset {name}": (updated, name) for name in sorted(presets.objective_presets())}
+    cases |= {f"update {name}": (updated_with, settings) for name, settings in UPDATES.items()}
+    cases |= {f"update ppo {name}": (partial(updated_ppo, **settings),) for name, settings in PPO_UPDATES.items()}
+    cases |= {f"two ranks {name}": (updated_on_two_ranks, name) for name in ALGORITHMS}
+    cases |= {f"recurrent {name}": (remembered, name) for name in ALGORITHMS}
+    cases |= {f"vla {name}": (moved, name) for name in ALGORITHMS}
     return cases | {"rollout ppo": (updated_ppo,)}
 
 
 def text_cases():
     """Name of each case of texts, and what computes it."""
-    return {"text": (wrote,)}
+    return {"text": (wrote,), "text tool": (used_a_tool,)}
 
 
 def compute(case):
@@ -249,14 +376,17 @@ def compute(case):
         torch.set_num_threads(threads)
 
 
-def main():
-    """Write ``golden.json`` anew."""
-    found = {"machine": compute((machine,))}
-    for name, case in (control_cases() | text_cases()).items():
-        found[name] = compute(case)
+def main(names):
+    """Record the cases of these names, or all, each with the machine that it comes from."""
+    cases, found = control_cases() | text_cases(), {}
+    if names:
+        found = json.loads(FILE.read_text(encoding="utf-8"))
+    here = compute((machine,))
+    for name in names or cases:
+        found[name] = compute(cases[name]) | {"machine": here}
         print(name, found[name]["parameters"][:12])
     FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

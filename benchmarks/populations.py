@@ -51,7 +51,7 @@ class Task(NamedTuple):
 TASKS = {"Pendulum-v1": Task(10_000, -1200, -150), "LunarLander-v3": Task(10_000, -200, 250)}
 
 
-@gw.register_recipe
+@gw.register_choice
 class KeepCfg(gw.SelectionCfg):
     """All members go on as they are: random search."""
 

@@ -14,7 +14,7 @@ from annotated_types import Ge, Le
 
 import groupwise as gw
 from groupwise.functional.reduce import gather_segments, segment_min_max
-from groupwise.functional.returns import episode_return
+from groupwise.functional.advantages import episode_return
 
 
 class ImitateBestCfg(gw.GRPOCfg):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import groupwise as gw
 from groupwise.functional.reduce import gather_segments
-from groupwise.functional.returns import episode_return
+from groupwise.functional.advantages import episode_return
 
 
 @gw.register_credit("wins")

@@ -22,13 +22,13 @@ from evolution_watch import (
 
 args = parse()
 
-from groupwise import Population, PPOCfg, Run, evolve, register_recipe
+from groupwise import Population, PPOCfg, Run, evolve, register_choice
 from groupwise.config.evolution import Place, TournamentCfg
 
 CORES = 2
 
 
-@register_recipe
+@register_choice
 class WatchedTournamentCfg(TournamentCfg):
     """A tournament that tells the watch of each round."""
 

@@ -2,9 +2,10 @@
 
 # fmt: off
 # ruff: noqa: I001
-from groupwise.algorithms.advantages import CreditInput as CreditInput, episode_groups as episode_groups, register_credit as register_credit
+from groupwise.algorithms.advantages import CreditInput as CreditInput, Scores as Scores, episode_groups as episode_groups, register_baseline as register_baseline, register_credit as register_credit
 from groupwise.algorithms.base import BaseAlgorithm as BaseAlgorithm, LossOutput as LossOutput
 from groupwise.algorithms.grpo import GRPO as GRPO
+from groupwise.algorithms.losses import LossInputs as LossInputs, register_correction as register_correction, register_loss as register_loss
 from groupwise.algorithms.ppo import PPO as PPO
 from groupwise.check import EnvReport as EnvReport
 from groupwise.check import check_env as check_env
@@ -15,11 +16,9 @@ from groupwise.collectors.vector import VectorCollector as VectorCollector
 from groupwise.comparison.runs import compare as compare
 from groupwise.config import load_config as load_config
 from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, BCCfg as BCCfg, CollectionCfg as CollectionCfg, CreditCfg as CreditCfg, GRPOCfg as GRPOCfg, ObjectiveCfg as ObjectiveCfg, PPOCfg as PPOCfg, register_algorithm as register_algorithm
-from groupwise.config.choices import register_recipe as register_recipe
+from groupwise.config.choices import register_choice as register_choice
 from groupwise.config.evolution import EvolutionCfg as EvolutionCfg, MutationCfg as MutationCfg, Place as Place, SelectionCfg as SelectionCfg
-from groupwise.config.credit import BaselineCfg as BaselineCfg
 from groupwise.config.env import EnvCfg as EnvCfg
-from groupwise.config.objective import TrustRegionCfg as TrustRegionCfg
 from groupwise.config.policy import FlowCfg as FlowCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, RecurrentCfg as RecurrentCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg, register_policy as register_policy
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.trackers import TrackedRun as TrackedRun, TrackerCfg as TrackerCfg

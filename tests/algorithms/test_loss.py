@@ -20,7 +20,7 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.loss import UpdateStart, finest_unit, reference_kl
+from groupwise.algorithms.losses import UpdateStart, finest_unit, reference_kl
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError, DataError

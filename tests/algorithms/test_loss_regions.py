@@ -12,7 +12,7 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.loss import Counts, policy_loss, policy_ratio
+from groupwise.algorithms.losses import Counts, policy_loss, policy_ratio
 from groupwise.config.algorithm import ObjectiveCfg
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_updates import build, make_rollout, parameters
 
-from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics
+from groupwise.algorithms.losses import DIAGNOSTICS, diagnostics
 from groupwise.algorithms.metrics import UpdateStats
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.functional.reduce import local

@@ -8,7 +8,7 @@ from credit_rollouts import PRESETS
 from objective_updates import make_policy
 from tensordict import TensorDict
 
-from groupwise.algorithms.loss import Counts, objective_data, policy_ratio, reference_kl
+from groupwise.algorithms.losses import Counts, objective_data, policy_ratio, reference_kl
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.functional.reduce import loss_weights
 from groupwise.policies.base import Evaluation

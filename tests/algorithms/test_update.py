@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_updates import ACT, GRPO_SHAPES, OBS, build, make_policy, make_rollout, parameters, updated
 
-from groupwise.algorithms.loss import finest_unit
+from groupwise.algorithms.losses import finest_unit
 from groupwise.config.algorithm import (
     AdaptiveKLCfg,
     CreditCfg,

@@ -79,7 +79,7 @@ def test_a_run_with_schedules_resumes_exactly(tmp_path):
 
 
 def test_a_schedule_of_your_own(registry: None):
-    @gw.register_recipe
+    @gw.register_choice
     class HalvedCfg(RangeScheduleCfg):
         """Half of it in the second half of training."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from groupwise.envs.torch_control import TorchCartPole
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 ALL = np.ones(4, np.bool_)
 SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)

@@ -9,7 +9,7 @@ from torch_pendulum import TorchPendulum
 
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_control import TorchCartPole
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 LIMITS = {
     TorchCartPole: 500,

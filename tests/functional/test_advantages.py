@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.functional.advantages import comparable, finished_count, group_relative
-from groupwise.functional.returns import episode_return, return_to_go
+from groupwise.functional.advantages import episode_return, return_to_go
 
 NAN = float("nan")
 SEEDS = st.integers(0, 2**31 - 1)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional.diagnostics import (
+from groupwise.functional.reduce import (
     explained_variance,
     zero_variance_groups,
 )

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional.returns import discounted_sum, episode_return, return_to_go, running_sum
+from groupwise.functional.advantages import discounted_sum, episode_return, return_to_go, running_sum
 
 
 def test_discounted_sum_by_hand():

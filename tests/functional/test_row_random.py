@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from groupwise.functional.row_random import RowRandom, hash_pair, mix
+from groupwise.functional.random import RowRandom, hash_pair, mix
 
 
 def stream(num_rows=4, seed=0, step=0):

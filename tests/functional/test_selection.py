@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.functional.selection import (
+from groupwise.functional.reduce import (
     covariance,
     element_noise,
     highest,

@@ -10,11 +10,11 @@ import torch
 from objective_updates import make_policy, make_rollout
 
 import groupwise as gw
-from groupwise.algorithms.loss import Counts, policy_loss
+from groupwise.algorithms.losses import Counts, policy_loss
 from groupwise.cli.options import parse_options
 from groupwise.config import load_config, resolve, to_json
 from groupwise.config.algorithm import OptimizerCfg, ScheduleCfg
-from groupwise.config.choices import register_recipe
+from groupwise.config.choices import register_choice
 from groupwise.config.credit import BaselineCfg, CreditCfg
 from groupwise.config.objective import AggregationCfg, ClipCfg, CorrectionCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.errors import ConfigError
@@ -114,7 +114,7 @@ def test_a_choice_and_its_parameters_on_the_command_line():
 
 
 def test_a_recipe_of_the_users_own(registry, tmp_path):
-    @register_recipe
+    @register_choice
     class HalfCfg(TrustRegionCfg):
         """Half the policy gradient."""
 
@@ -124,7 +124,7 @@ def test_a_recipe_of_the_users_own(registry, tmp_path):
         def loss(self, ratio, log_prob, batch, counts):
             return -self.share * ratio * batch["advantage"]
 
-    @register_recipe
+    @register_choice
     class ZeroCfg(BaselineCfg):
         """Twice the mean's advantage."""
 
@@ -151,13 +151,13 @@ def test_a_recipe_of_the_users_own(registry, tmp_path):
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-5)
     with pytest.raises(ConfigError, match="trust region 'clip' is registered already"):
 
-        @register_recipe
+        @register_choice
         class OtherCfg(TrustRegionCfg):
             name: Literal["clip"] = "clip"
 
     with pytest.raises(ConfigError, match="NamelessCfg has no name"):
 
-        @register_recipe
+        @register_choice
         class NamelessCfg(TrustRegionCfg):
             pass
 

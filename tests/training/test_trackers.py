@@ -229,7 +229,7 @@ def test_mistakes_are_named(given: Any, said: str):
 def test_a_registered_tracker_is_named_like_a_built_in_one(registry: None):
     kept = Slow(0.0)
 
-    @gw.register_recipe
+    @gw.register_choice
     class KeepCfg(gw.TrackerCfg):
         """Keeps the steps in a list."""
 

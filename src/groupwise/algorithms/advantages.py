@@ -1,29 +1,41 @@
 """Advantages of GRPO: from the rewards of a rollout's groups, as ``CreditCfg`` composes them.
 
 The composition is ``reward x group key x return x baseline x scale x rules for steps that members do not reach x
-normalisation``; each choice is a small function of ``functional``, or a recipe. ``register_credit`` adds a rule of your own.
+normalisation``. A baseline is one function of ``Scores``, or of the whole ``CreditInput``, and its signature is its settings:
+``{"name": "knn", "k": 8}`` calls ``knn(credit, k=8)``. ``register_baseline`` adds one of your own, ``register_credit`` a rule
+that takes the place of the composition.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.credit import CreditCfg, GroupStepCfg
+from groupwise.config.base import Fraction, NonNegative, PositiveInt
+from groupwise.config.choices import settings_of
+from groupwise.config.credit import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
+from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.engines.base import Engine
-from groupwise.errors import DataError, UnknownNameError
+from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.functional.advantages import (
     Baseline,
     baseline_relative,
+    choice_variance,
     comparable,
+    episode_return,
     finished_count,
+    gae,
     group_relative,
+    next_average,
+    return_to_go,
+    running_sum,
 )
 from groupwise.functional.reduce import gather_segments, segment_mean, segment_min_max, segment_sum, whiten
-from groupwise.functional.returns import episode_return, return_to_go
 from groupwise.plugins import register
 from groupwise.policies.base import Evaluation, Policy
 
@@ -129,10 +141,34 @@ def _no_advantages(rule: str, found: object, mask: Tensor) -> DataError:
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages by the independent choices of ``CreditCfg``."""
     advantage = torch.zeros_like(credit.reward)
-    for weight, reward in credit.cfg.reward.compared(credit):
+    baseline = BASELINES[credit.cfg.baseline.name]
+    for weight, reward in compared(credit):
         part = credit._replace(reward=reward)
-        advantage = advantage + weight * credit.cfg.baseline.advantage(part, compare)
+        found = baseline.function(part, **credit.cfg.baseline.parameters()) if baseline.whole else compare(part)
+        advantage = advantage + weight * found
     return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
+
+
+def compared(credit: CreditInput) -> list[tuple[float, Tensor]]:
+    """Rewards that are compared, one after another, with the weights of their advantages.
+
+    Raises:
+        DataError: parts are compared, and there are none, or not as many as weights.
+    """
+    if not isinstance(credit.cfg.reward, PartsCfg):
+        return [(1.0, credit.reward)]
+    found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
+    if found is None:
+        raise DataError(
+            "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in credit.reward.names"
+        )
+    parts = found.unbind(dim=-1)
+    weights = credit.cfg.reward.weights or (1.0,) * len(parts)
+    if len(weights) != len(parts):
+        raise DataError(
+            f"credit.reward.weights has {len(weights)} weights for {len(parts)} parts of the reward; fix: one for each"
+        )
+    return list(zip(weights, parts, strict=True))
 
 
 def compare(credit: CreditInput) -> Float[Tensor, "row step"]:
@@ -151,17 +187,26 @@ def compare(credit: CreditInput) -> Float[Tensor, "row step"]:
             return per_step(credit, credit.return_to_go)
 
 
+def subtracted(scores: Scores) -> Float[Tensor, "*batch"]:
+    """Advantages by the configured baseline; by the mean, where it is one of whole rollouts that compares groups, too."""
+    cfg = scores.credit.cfg.baseline
+    baseline = BASELINES[cfg.name]
+    advantage: Tensor = scores.relative() if baseline.whole else baseline.function(scores, **cfg.parameters())
+    return advantage
+
+
 def whole_episodes(credit: CreditInput, score: Float[Tensor, " episode"]) -> Float[Tensor, "row step"]:
     """Advantage of each whole episode, at each of its steps."""
     group, scored = episode_groups(credit.batch, credit.num_episodes)
-    advantage = credit.cfg.baseline.of_episodes(Scores(credit, score, group, credit.num_groups, scored))
+    scores = Scores(credit, score, group, credit.num_groups, scored)
+    advantage = subtracted(scores) if BASELINES[credit.cfg.baseline.name].episodes else scores.relative()
     return gather_segments(advantage, credit.batch["episode_id"])
 
 
 def among_group(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
     """Advantage of each step among all steps of its group."""
     batch = credit.batch
-    return credit.cfg.baseline.of_steps(Scores(credit, score, batch["group_id"], credit.num_groups, batch["loss_mask"]))
+    return subtracted(Scores(credit, score, batch["group_id"], credit.num_groups, batch["loss_mask"]))
 
 
 def per_step(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
@@ -197,7 +242,7 @@ def _at_moment(
     outcome: Float[Tensor, " episode"],
 ) -> Float[Tensor, "row step"]:
     """Advantage of each member at its moment (step or turn) of the group, or its whole episode's where rules say so."""
-    batch, cfg, rules = credit.batch, credit.cfg, credit.cfg.group_key
+    batch, rules = credit.batch, credit.cfg.group_key
     assert isinstance(rules, GroupStepCfg)
     moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an episode only
     num_keys = credit.num_groups * moments
@@ -206,7 +251,7 @@ def _at_moment(
     if rules.finished_members == "zero":
         ended = batch["terminated"] & credit.live
         zeros = finished_count(batch["group_id"], moment, ended, credit.num_groups, moments)
-    advantage = cfg.baseline.of_steps(Scores(credit, score, key, num_keys, batch["loss_mask"], zeros))
+    advantage = subtracted(Scores(credit, score, key, num_keys, batch["loss_mask"], zeros))
     if rules.finished_members == "trajectory":
         among_all = _complete(credit, key, num_keys)
     elif rules.singleton == "trajectory":
@@ -284,4 +329,442 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
         ConfigError: the settings contradict each other, or the baseline cannot work with the policy.
     """
     credit_rule(cfg.rule)
-    cfg.baseline.check_policy(policy)
+    why = BASELINES[cfg.baseline.name].refuses(policy)
+    if why is not None:
+        raise ConfigError(f"credit.baseline={cfg.baseline.name!r} {why}")
+
+
+def next_state(credit: CreditInput) -> Tensor | None:
+    """The next rollout's ``CreditInput.state``."""
+    cfg = credit.cfg.baseline
+    return BASELINES[cfg.name].next_state(credit, **cfg.parameters())
+
+
+# --- baselines: what is subtracted ---
+
+
+class BaselineRule(NamedTuple):
+    """A registered baseline: its function, and what belongs to it. ``register_baseline`` has the meanings."""
+
+    function: Callable[..., Tensor]
+    whole: bool
+    episodes: bool
+    refuses: Callable[[Policy], str | None]
+    next_state: Callable[..., Tensor | None]
+
+
+BASELINES: dict[str, BaselineRule] = {}
+"""Baselines by name."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def register_baseline(
+    name: str,
+    *,
+    whole: bool = False,
+    episodes: bool = True,
+    refuses: Callable[[Policy], str | None] = lambda policy: None,
+    next_state: Callable[..., Tensor | None] = lambda credit, **settings: None,
+    needs: dict[str, tuple[str, ...]] | None = None,
+    within_group: bool = True,
+    discounts: bool = False,
+    greedy_members: Literal[0, 1] = 0,
+    needs_scores: bool = False,
+    check: Callable[..., None] | None = None,
+) -> Callable[[F], F]:
+    """Decorator: make a function available as ``credit.baseline=name``. Its parameters after the first are its settings.
+
+    The function maps ``Scores`` to their advantages, over the scale.
+
+    Args:
+        whole: it maps a ``CreditInput`` to the advantage of every step instead.
+        episodes: it compares whole episodes, too. False: where rules fall back to these, the plain mean is subtracted.
+        refuses: says why it cannot work with a policy. None: it can.
+        next_state: maps a ``CreditInput`` and the settings to the next rollout's ``CreditInput.state``.
+        needs: required values of other settings of credit.
+        within_group: a group of equal returns has advantages 0.
+        discounts: it reads ``CreditInput.gamma``.
+        greedy_members: further deterministic episodes of each group, not trained on.
+        needs_scores: it reads ``CreditInput.start``.
+        check: called with the settings; raises a ``ValueError`` where they contradict each other.
+
+    Raises:
+        ConfigError: the name is taken, or missing.
+    """
+
+    def register(function: F) -> F:
+        if name in BASELINES or name != BaselineCfg.default:  # the default's settings are in ``config``
+            settings_of(
+                function,
+                name,
+                BaselineCfg,
+                check,
+                needs=needs or {},
+                within_group=within_group,
+                discounts=discounts,
+                greedy_members=greedy_members,
+                needs_scores=needs_scores,
+            )
+        BASELINES[name] = BaselineRule(function, whole, episodes, refuses, next_state)
+        return function
+
+    return register
+
+
+_SCALES_OF_BATCH = ("none", "batch_std", "nonzero_share")
+"""Scales that do not come from the group."""
+
+
+@register_baseline("mean")
+def mean(scores: Scores) -> Tensor:
+    """The mean of those compared.
+
+    Source: GRPO, https://arxiv.org/abs/2402.03300.
+    """
+    return scores.relative()
+
+
+@register_baseline("leave_one_out")
+def leave_one_out(scores: Scores) -> Tensor:
+    """The mean of the others.
+
+    ``score - (sum - score) / (n - 1)``.
+
+    Source: RLOO, https://arxiv.org/abs/2402.14740.
+    """
+    return scores.relative("leave_one_out")
+
+
+@register_baseline("second_best", needs={"returns": ("outcome",)})
+def second_best(scores: Scores) -> Tensor:
+    """The second best, for the best only (Pass@k).
+
+    What the best is above the second best, 0 for all others.
+
+    Source: https://arxiv.org/abs/2503.19595.
+    """
+    return scores.relative("second_best")
+
+
+@register_baseline("length_weighted", needs={"returns": ("outcome",)})
+def length_weighted(scores: Scores) -> Tensor:
+    """The mean weighted by the episodes' lengths (OPO).
+
+    ``score - sum(length * score) / sum(length)``.
+
+    Source: https://arxiv.org/abs/2505.23585.
+    """
+    batch, reward = scores.credit.batch, scores.credit.reward
+    length = segment_sum(batch["loss_mask"].to(reward), batch["episode_id"], scores.credit.num_episodes)
+    return scores.relative(weight=length)
+
+
+def _needs_categorical(policy: Policy) -> str | None:
+    if policy.gives_distribution and policy.action_spec == TensorSpec((), torch.int64):
+        return None
+    found = f"{type(policy).__name__} with gives_distribution={policy.gives_distribution}, {policy.action_spec}"
+    return f"needs a policy that gives the distribution of a Discrete action; got {found}; fix: baseline='mean'"
+
+
+@register_baseline(
+    "optimal_token",
+    episodes=False,
+    refuses=_needs_categorical,
+    needs={"group_key": ("group_step",), "returns": ("return_to_go",), "finished_members": ("mask",)},
+    needs_scores=True,
+)
+def optimal_token(scores: Scores) -> Tensor:
+    """The mean, weighted by the accumulated variance of the actions; one discrete action.
+
+    ``score - sum(w * score) / sum(w)``, with w the sum of action variances in the episode up to the step.
+
+    Source: https://github.com/volcengine/verl.
+    """
+    credit = scores.credit
+    if credit.start is None or credit.start.dist is None:
+        raise DataError(
+            "credit.baseline='optimal_token' got no distributions; fix: CreditInput(start=policy.evaluate(...))"
+        )
+    variance = choice_variance(credit.start.dist, credit.batch["action"]).masked_fill(~credit.live, 0)
+    return scores.relative(weight=running_sum(variance, credit.batch["episode_id"]))
+
+
+@register_baseline(
+    "none", needs={"group_key": ("group",), "scale": ("none",), "normalize": ("batch",)}, within_group=False
+)
+def no_baseline(scores: Scores) -> Tensor:
+    """Nothing; the batch is whitened instead (REINFORCE++).
+
+    Source: https://arxiv.org/abs/2501.03262.
+    """
+    return scores.score
+
+
+@register_baseline(
+    "greedy", needs={"returns": ("outcome",), "scale": _SCALES_OF_BATCH}, within_group=False, greedy_members=1
+)
+def greedy(scores: Scores) -> Tensor:
+    """A deterministic episode at the same start (ReMax).
+
+    ``score - mean of the group's greedy episodes``, 0 where it has none.
+
+    Source: https://arxiv.org/abs/2310.10505.
+    """
+    batch, score = scores.credit.batch, scores.score
+    if "greedy" not in batch.keys():  # noqa: SIM118  iterating goes over rows
+        raise DataError(
+            "credit.baseline='greedy' needs a deterministic episode in each group, and the rollout has no 'greedy'; "
+            "fix: groupwise's collectors, or baseline='leave_one_out'"
+        )
+    is_greedy = segment_sum(batch["greedy"].to(score), batch["episode_id"], scores.credit.num_episodes) > 0
+    number = segment_sum(score.new_ones(score.shape), scores.key, scores.num_keys, is_greedy)
+    average = segment_sum(score, scores.key, scores.num_keys, is_greedy) / number.clamp(min=1)
+    has_greedy = gather_segments(number, scores.key) > 0
+    return scores.above(gather_segments(average, scores.key), member=scores.member & has_greedy)
+
+
+def _moving_average(credit: CreditInput, decay: float) -> Tensor | None:
+    """The average with this rollout's episodes."""
+    episode, number, counts = credit.batch["episode_id"], credit.num_episodes, credit.batch["loss_mask"]
+    if not bool(credit.engine.sum(counts.sum())):
+        return credit.state
+    scored = segment_sum(counts.to(credit.reward), episode, number) > 0
+    score = episode_return(credit.reward, episode, number)
+    return next_average(credit.state, score, scored, decay, all_sum=credit.engine.sum)
+
+
+@register_baseline(
+    "ema",
+    next_state=_moving_average,
+    needs={"returns": ("outcome",), "scale": _SCALES_OF_BATCH, "reward": ("total",)},
+    within_group=False,
+)
+def ema(scores: Scores, decay: Fraction = 0.95) -> Tensor:
+    """A moving average over the iterations (RAE).
+
+    ``score - average``; in the first rollout with its own average.
+
+    Args:
+        decay: Decay of the moving average per episode. Default: SPIRAL's.
+
+    Source: https://arxiv.org/abs/2506.24119.
+    """
+    average = _moving_average(scores.credit, decay) if scores.credit.state is None else scores.credit.state
+    return scores.score if average is None else scores.above(average)
+
+
+@register_baseline("gigpo", whole=True, discounts=True)
+def gigpo(credit: CreditInput, weight: NonNegative = 1.0) -> Tensor:
+    """The mean, and a second comparison of steps with the same observation (GiGPO).
+
+    The group's comparison, plus ``weight`` times that of discounted returns at the same observation. As in the paper (eq. 5 to
+    7), that includes the episode's own visits. A unique observation adds 0.
+
+    Args:
+        weight: Weight of the second advantage, the paper's omega.
+
+    Source: https://arxiv.org/abs/2505.10978.
+    """
+    key, num_keys = anchors(credit.batch["obs"], credit.batch["group_id"], credit.live)
+    steps = Scores(credit, credit.return_to_go, key, num_keys, credit.live)
+    return compare(credit) + weight * steps.relative()
+
+
+def _needs_vectors(policy: Policy) -> str | None:
+    space = getattr(policy, "observation_space", None)
+    if space is None or (space.dtype is not None and space.dtype.kind == "f" and len(space.shape) == 1):
+        return None
+    return f"needs vectors of floats as observations, got {space}; fix: baseline='mean' with group_key='group_step'"
+
+
+@register_baseline(
+    "knn",
+    whole=True,
+    refuses=_needs_vectors,
+    needs={"returns": ("return_to_go",), "group_key": ("group",), "scale": ("none",), "reward": ("total",)},
+    within_group=False,
+)
+def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -> Float[Tensor, "row step"]:
+    """The mean of returns from the nearest states of other episodes, with generalised advantages.
+
+    The values are those of the paper, the advantages PPO's. The combination is not from a paper. 0 for a single episode.
+
+    Args:
+        k: Number of neighbours. Fewer: less bias; more: less variance.
+        gae_lambda: Lambda of the generalised advantage estimate, as in PPO. 1: returns, without bootstrapping from values.
+
+    Raises:
+        DataError: observations are not vectors of floats.
+
+    Source: https://arxiv.org/abs/1606.04460.
+    """
+    batch, reward, gamma, engine = credit.batch, credit.reward, credit.gamma, credit.engine
+    steps = gathered(batch, reward, gamma, engine)
+    if bool((steps.episode == steps.episode[:1]).all()):  # the same on every rank
+        return torch.zeros_like(reward)
+    total = len(steps.state)
+    pool = torch.arange(0, total, -(-total // POOL), device=reward.device)
+    near = nearest(steps.state, steps.episode, pool, k=k, asked=steps.own)
+    value = torch.zeros_like(reward)
+    value[batch["loss_mask"]] = values(near, pool, steps, engine)
+    ends = (batch["terminated"], batch["truncated"])
+    return gae(reward, value, next_values(value, ends[1]), *ends, gamma=gamma, gae_lambda=gae_lambda)
+
+
+# --- knn: values from the nearest states of other episodes ---
+
+POOL = 4096
+"""Most states that are candidates for neighbours, evenly spaced over the rollouts of all ranks."""
+ROUNDS = 10
+"""Iterations of the values at truncations; each leaves at most gamma of the error."""
+_BLOCK = 256
+"""States that are compared with the pool at once: distances of all of them together would need gigabytes."""
+_FLAT = 1e-6
+"""A feature whose standard deviation is a smaller share of its size than this is left out: only rounding changes it."""
+
+
+class Neighbours(NamedTuple):
+    """Of each element, the nearest states of a pool."""
+
+    place: Int[Tensor, "element k"]
+    """In the pool."""
+    counts: Bool[Tensor, "element k"]
+    """False for padding, where there are fewer than k."""
+
+    def mean(self, score: Float[Tensor, " pooled"]) -> Float[Tensor, " element"]:
+        """Mean of the pool's scores over the neighbours; 0 where there are none."""
+        return (score[self.place] * self.counts).sum(dim=1) / self.counts.sum(dim=1).clamp(min=1)
+
+
+def nearest(
+    state: Float[Tensor, "element feature"],
+    episode: Int[Tensor, " element"],
+    pool: Int[Tensor, " pooled"],
+    *,
+    k: int,
+    asked: slice = slice(None),
+) -> Neighbours:
+    """The ``k`` states of the pool nearest to each one asked about, those of other episodes; all where there are fewer.
+
+    Distances are Euclidean, of features divided by their standard deviation. An episode's own states are left out: what
+    was earned there holds the very noise that a baseline is to take off.
+
+    Args:
+        pool: indices of elements.
+        asked: the elements to look up; None: all.
+
+    Source: values from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a baseline that
+        episodes give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which asks for equal states.
+    """
+    mean, scale = state.mean(dim=0), state.std(dim=0, correction=0)
+    state = (state - mean) / torch.where(scale > _FLAT * mean.abs(), scale, torch.inf)
+    blocks = zip(torch.split(state[asked], _BLOCK), torch.split(episode[asked], _BLOCK), strict=True)
+    found = [_nearest(*block, state[pool], episode[pool], min(k, len(pool))) for block in blocks]
+    return Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _nearest(
+    state: Float[Tensor, "element feature"],
+    episode: Int[Tensor, " element"],
+    pool: Float[Tensor, "pooled feature"],
+    pool_episode: Int[Tensor, " pooled"],
+    k: int,
+) -> Neighbours:
+    # by products, one state far from all others costs the distances between these their digits
+    distance = torch.cdist(state, pool, compute_mode="donot_use_mm_for_euclid_dist")
+    distance, index = distance.masked_fill_(episode[:, None] == pool_episode, torch.inf).topk(k, largest=False)
+    return Neighbours(index, distance.isfinite())
+
+
+class PooledSteps(NamedTuple):
+    """The steps of all ranks, concatenated."""
+
+    state: Float[Tensor, "element feature"]
+    episode: Int[Tensor, " element"]
+    """Ids that are unique over all ranks."""
+    score: Float[Tensor, " element"]
+    """Discounted return to the episode's end in the rollout."""
+    tail: Float[Tensor, " element"]
+    """Gamma to the number of steps until the truncation, the weight of the value there; 0 in terminated episodes."""
+    cut: Bool[Tensor, " element"]
+    """Last step of a truncated episode."""
+    num_episodes: int
+    own: slice
+    """This rank's steps."""
+
+
+def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, engine: Engine) -> PooledSteps:
+    """The steps of all ranks."""
+    member, truncated = batch["loss_mask"], batch["truncated"]
+    cut = truncated & ~batch["terminated"]
+    done = batch["terminated"] | truncated
+    score = return_to_go(reward, done, gamma)
+    tail = return_to_go(gamma * (cut & member).to(reward), done, gamma)
+    counts, rank = engine.gather((batch["episode_id"].max() + 1).clamp(min=0)[None])
+    episode = batch["episode_id"][member] + counts[: rank.start].sum()
+    numbers = torch.stack([score, tail, cut.to(score)], dim=-1)[member]
+    (state, own), (episode, _), (numbers, _) = map(engine.gather, (_vectors(batch["obs"])[member], episode, numbers))
+    score, tail, ended = numbers.unbind(dim=-1)
+    return PooledSteps(state, episode, score, tail, ended.bool(), int(counts.sum()), own)
+
+
+def values(near: Neighbours, pool: Int[Tensor, " pooled"], steps: PooledSteps, engine: Engine) -> Float[Tensor, " own"]:
+    """Mean of the discounted returns from the nearest states; truncated ones are bootstrapped from their last step's value.
+
+    That value depends on other values, so ``V = mean(score + tail V_last)`` is iterated.
+
+    Args:
+        near: neighbours of this rank's steps in the pool of all ranks.
+    """
+    last = steps.score.new_zeros(steps.num_episodes)
+    cut = steps.cut[steps.own]
+    value = near.mean(steps.score[pool])
+    for _ in range(ROUNDS - 1 if bool(steps.cut.any()) else 0):
+        last[steps.episode[steps.cut]] = engine.gather(value[cut])[0]
+        value = near.mean((steps.score + steps.tail * last[steps.episode])[pool])
+    return value
+
+
+def next_values(value: Float[Tensor, "row step"], truncated: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
+    """V of each step's successor; at truncations the step's own, because the final observation has no return."""
+    return torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
+
+
+def _vectors(obs: Nested) -> Float[Tensor, "row step feature"]:
+    if not isinstance(obs, Tensor) or not obs.is_floating_point() or obs.dim() != 3:
+        found = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
+        raise DataError(
+            f"credit.baseline='knn' needs vectors of floats [N, T, D] as observations, got {found}; "
+            "fix: baseline='mean' with group_key='group_step'"
+        )
+    return obs
+
+
+# --- gigpo: steps with the same observation ---
+
+
+def anchors(
+    obs: Nested, group_id: Int[Tensor, "row step"], member: Bool[Tensor, "row step"]
+) -> tuple[Int[Tensor, "row step"], int]:
+    """Id 0..n-1 of each step's group and observation, -1 outside ``member``; and n.
+
+    Observations are compared bit for bit, except that 0 equals -0. Runs on the host, once per update.
+    """
+    seen = _bytes(obs, member)
+    ids: dict[tuple[int, bytes], int] = {}
+    groups = group_id[member].tolist()
+    dense = [ids.setdefault((group, row.tobytes()), len(ids)) for group, row in zip(groups, seen, strict=True)]
+    out = group_id.new_full(group_id.shape, -1)
+    out[member] = group_id.new_tensor(dense, dtype=group_id.dtype)
+    return out, len(ids)
+
+
+def _bytes(obs: Nested, member: Bool[Tensor, "row step"]) -> NDArray[np.uint8]:
+    """Each observation as a row of bytes."""
+    if not isinstance(obs, Tensor):
+        return np.concatenate([_bytes(leaf, member) for _, leaf in sorted(obs.items())], axis=1)
+    rows = obs[member].cpu().numpy()
+    if rows.dtype.kind == "f":
+        rows = rows + 0.0  # -0.0 becomes 0.0
+    return np.frombuffer(rows.tobytes(), np.uint8).reshape(len(rows), -1 if len(rows) else 0)

@@ -1,34 +1,52 @@
 """The optimisation that PPO and GRPO share: epochs, minibatches, micro-batches, one weighted loss.
 
-An algorithm turns a rollout into advantages and calls ``optimize``, which minimises ``loss = sum(weight * element)``.
+An algorithm turns a rollout into advantages and calls ``optimize``, which minimises ``loss = sum(weight * element)``. Weights are
+computed once for each optimiser step, over all micro-batches and ranks, so the gradient depends neither on the micro-batch size
+nor on the number of processes.
+
+    optimize      the loop                          loss_inputs, score      what the loss reads
+    _minibatches  how a rollout is cut              Schedule, EntropyBonus  what changes while training
+    UpdateStats   means of the loss's metrics
 """
 
+import logging
+import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
-from groupwise.algorithms.controllers import EntropyController
-from groupwise.algorithms.loss import Counts, check_objective, objective_data
+from groupwise.algorithms.losses import Counts, check_objective, finest_unit, k3, objective_data
 from groupwise.algorithms.memory import EqualMicroBatches, MicroBatches
-from groupwise.algorithms.metrics import UpdateStats
-from groupwise.algorithms.minibatches import Minibatches, flat, per_unit, row_sizes
-from groupwise.algorithms.nonfinite import GradientCheck
-from groupwise.algorithms.optim import Schedule, build_optimizer
-from groupwise.config.algorithm import AlgorithmCfg, at_progress, has_range_schedule
+from groupwise.config.algorithm import (
+    AdaptiveKLCfg,
+    AlgorithmCfg,
+    CosineCfg,
+    ExponentialCfg,
+    GRPOCfg,
+    LinearCfg,
+    ScheduleCfg,
+    StepCfg,
+    at_progress,
+    has_range_schedule,
+)
 from groupwise.config.base import SB3_FIX
-from groupwise.data.minibatch import take
+from groupwise.config.objective import FixedLengthCfg
+from groupwise.data.minibatch import LAYOUTS, cut, take
 from groupwise.data.rollout import Nested
-from groupwise.data.row_batches import pack
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DivergedError
+from groupwise.functional.reduce import Aggregation, AllSum, loss_weights, token_mean_weights
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
+
+log = logging.getLogger(__name__)
 
 
 class LossOutput(NamedTuple):
@@ -40,12 +58,41 @@ class LossOutput(NamedTuple):
     """In the order of ``metric_names``."""
 
 
+class FastOptimizer(Protocol):
+    """An optimiser that clips the gradient itself."""
+
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero."""
+
+    def clip(self, limit: float | None) -> Tensor:
+        """Clip the gradient's norm; returns the norm before."""
+
+    def step(self) -> None:
+        """One step along the gradient."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Laid out as that of torch's optimisers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved ``state_dict``."""
+
+
+Gradient: TypeAlias = Callable[[dict[str, Nested]], Tensor]
+"""``BaseAlgorithm.backward``."""
+MakeOptimizer: TypeAlias = Callable[[AlgorithmCfg, list[nn.Parameter]], FastOptimizer | None]
+MakeGradient: TypeAlias = Callable[["BaseAlgorithm"], Gradient | None]
+
+
 class BaseAlgorithm(ABC):
     """Subclass it with ``update`` (and ``loss``, if you use ``optimize``) and register it with its own config.
 
     Args:
         engine: the processes that train together.
         seed: of the order of minibatches.
+        optimizer: makes a faster optimiser for the parameters. None, and where it returns None: torch's own.
+        gradient: makes a faster ``backward``. None, and where it returns None: the method.
     """
 
     grouped: ClassVar[bool] = False
@@ -56,22 +103,31 @@ class BaseAlgorithm(ABC):
     """What ``loss`` reports. Those that end in ``loss`` are logged as they are minimised, with the weights of the aggregation,
     others as means over steps. ``target_kl`` and the adaptive schedule need ``approx_kl`` among them."""
 
-    def __init__(self, cfg: AlgorithmCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        cfg: AlgorithmCfg,
+        policy: Policy,
+        engine: Engine | None = None,
+        *,
+        seed: int = 0,
+        optimizer: MakeOptimizer | None = None,
+        gradient: MakeGradient | None = None,
+    ) -> None:
         if not isinstance(cfg, AlgorithmCfg) or not isinstance(policy, Policy):
             raise ConfigError(
                 f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; {SB3_FIX}"
             )
         check_objective(cfg.objective, policy)
-        self.cfg = cfg
-        """With the clip ranges of now, where these have schedules."""
         self.range_schedules = cfg if has_range_schedule(cfg) else None
+        self.cfg = at_progress(cfg, 0.0) if has_range_schedule(cfg) else cfg
+        """With the clip ranges of now, where these have schedules."""
         self.policy = policy
         self.engine = engine or Engine()
         self.seed = seed
         self.iteration = 0
         self.optimizer_steps = 0
         self.counts = Counts(0)
-        """Of the rollout of the current update: ``loss`` sums over its episodes and turns."""
+        """Episodes and turns in the rollout of the current update, over which ``loss`` sums."""
         self.advantage: Tensor | None = None
         """``[N, T]``, of the last update, for those who look at it."""
         self.optimize_start = 0.0
@@ -81,20 +137,27 @@ class BaseAlgorithm(ABC):
         self.learner = self.engine.learner(policy)
         """What ``optimize`` trains: the policy itself, or a copy of which each rank holds a part."""
         self.parameters = [parameter for parameter in self.learner.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(cfg, self.parameters)
+        fast = None if optimizer is None else optimizer(cfg, self.parameters)
+        self.optimizer: torch.optim.Optimizer | FastOptimizer = fast or build_optimizer(cfg, self.parameters)
+        if fast is not None:
+            self.parameters = fast.param_groups[0]["params"]
+        self._clip = fast.clip if fast is not None else partial(self.engine.clip_gradients, self.parameters)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
-        self.minibatches = Minibatches(cfg, policy, self.engine, seed)
-        self.micro_batches = self.own_micro_batches = MicroBatches(self.minibatches.unit)
-        """Those of the policy, which a rank may score alone, are ``own_micro_batches``."""
-        if self.engine.sharded:
-            self.micro_batches = EqualMicroBatches(self.minibatches.unit, self.engine, policy.device)
-        self.gradient_check = GradientCheck(cfg.on_nonfinite, self.learner)
-        self.entropy = EntropyController(cfg, policy.device)
+        self.entropy = EntropyBonus(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
             raise ConfigError(
                 f"adaptive_entropy needs the entropy, which {type(self).__name__} does not measure; "
                 "fix: None, or 'entropy' among its metric_names"
             )
+        self.layout = LAYOUTS[policy.scored_by](policy, finest_unit(cfg.objective))
+        self.own_micro_batches = MicroBatches(self.layout.unit)
+        """For what a rank computes alone; ``micro_batches`` for what all ranks compute together."""
+        self.micro_batches = self.own_micro_batches
+        if self.engine.sharded:
+            self.micro_batches = EqualMicroBatches(self.layout.unit, self.engine, policy.device)
+        self.gradient = None if gradient is None else gradient(self)
+
+    # --- for algorithms ---
 
     @abstractmethod
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -108,6 +171,16 @@ class BaseAlgorithm(ABC):
         """The policy's scores of a micro-batch, which ``loss`` reads."""
         return policy.evaluate(batch)
 
+    def prepare(self, elements: dict[str, Nested], minibatch: Tensor, num_minibatches: int) -> dict[str, Nested]:
+        """An epoch's elements before they are cut: the place for statistics of whole minibatches.
+
+        Args:
+            minibatch: the number of each element's minibatch, shaped like ``loss_mask``; the same on every rank.
+        """
+        return elements
+
+    # --- the loop ---
+
     def optimize(self, data: dict[str, Nested], num_episodes: int) -> dict[str, Tensor]:
         """Minimise ``loss`` over all epochs; returns the mean of each metric over the optimiser steps.
 
@@ -120,7 +193,7 @@ class BaseAlgorithm(ABC):
         self.optimize_start = time.perf_counter()
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
         stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum, recomputed=self._recomputes)
-        for minibatch in self.minibatches.epochs(data, num_episodes, self.iteration, self.prepare):
+        for minibatch in self._minibatches(data, num_episodes):
             self.micro_batches.run(minibatch, partial(self._accumulate, stats))
             self.engine.sum_gradients(self.parameters)
             step_metrics = stats.step_means() if self._needs_step_metrics else {}
@@ -128,20 +201,23 @@ class BaseAlgorithm(ABC):
             if self._exceeds_target_kl(step_metrics):
                 break
             grad_norm = self.clip_gradients()
-            if self.gradient_check.passes(grad_norm, f"step {stats.steps + 1} of update {self.iteration + 1}"):
-                stats.end_step(grad_norm)
-                self.optimizer.step()
-                self.entropy.adapt(step_metrics)
+            if not math.isfinite(grad_norm):
+                self._skip_step(stats)
+                continue
+            stats.end_step(grad_norm)
+            self.optimizer.step()
+            self.entropy.adapt(step_metrics)
         self.optimizer_steps += stats.steps
         self.engine.publish(self.learner, self.policy)
-        return stats.means() | self.gradient_check.end_update() | self.schedule.metrics() | self.entropy.metrics()
+        return stats.means() | self.schedule.metrics() | self.entropy.metrics()
 
-    def _accumulate(self, stats: UpdateStats, micro_batches: list[dict[str, Nested]]) -> None:
+    def _accumulate(self, stats: "UpdateStats", micro_batches: list[dict[str, Nested]]) -> None:
         """Compute the gradient of a minibatch."""
+        backward = self.gradient or self.backward
         self.optimizer.zero_grad()
         stats.start_step()
         for batch in micro_batches:
-            stats.add(self.backward(batch))
+            stats.add(backward(batch))
         stats.compare_sampler(micro_batches)
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
@@ -152,7 +228,7 @@ class BaseAlgorithm(ABC):
 
     def loss_and_metrics(self, batch: dict[str, Nested]) -> tuple[Float[Tensor, ""], Float[Tensor, " metric"]]:
         """The loss of a micro-batch, and what it adds to the metrics of the optimiser step."""
-        evaluation = self._evaluate(self.learner, batch)
+        evaluation = self.layout.finish(self.evaluate(self.learner, batch), batch["loss_mask"])
         batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
         loss, metrics = self.loss(batch, evaluation)
         values = torch.stack([values.detach().flatten() for values in metrics])
@@ -160,21 +236,101 @@ class BaseAlgorithm(ABC):
         sums = (values * torch.stack(shares).flatten(1)).sum(dim=1)
         return (batch["weight"] * loss).sum(), sums.float()
 
+    def clip_gradients(self) -> Float[Tensor, ""]:
+        """Clip the gradient's norm; returns the norm before."""
+        return self._clip(self.cfg.max_grad_norm)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the sampler's probabilities may differ from the trainer's."""
+        return self.cfg.objective.old_log_prob == "recomputed"
+
+    @property
+    def _needs_step_metrics(self) -> bool:
+        return self.cfg.target_kl is not None or self.schedule.adaptive or self.entropy.adaptive
+
+    def _exceeds_target_kl(self, step_metrics: dict[str, Tensor]) -> bool:
+        """Whether the policy has moved too far for another step: Stable-Baselines3's 1.5 times ``target_kl``."""
+        limit = self.cfg.target_kl
+        return limit is not None and float(step_metrics["approx_kl"]) > 1.5 * limit
+
+    def _skip_step(self, stats: "UpdateStats") -> None:
+        """Leave out a step whose gradient is NaN or infinite, and warn of the first one of an update; or stop the run."""
+        gradients = {name: p.grad for name, p in self.learner.named_parameters() if p.grad is not None}
+        bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        what = f"the gradient of step {stats.steps + 1} of update {self.iteration + 1} is {'not finite' if bad else 'too large'}"
+        if 0 < len(bad) < len(gradients):  # else clipping made all of it NaN
+            what += f" (first {bad[0]})"
+        if self.cfg.on_nonfinite == "stop":
+            raise DivergedError.because(what)
+        if not stats.skipped:
+            log.warning("%s: such steps are skipped", what)
+        stats.skipped += 1
+
+    # --- minibatches ---
+
+    def _minibatches(self, data: dict[str, Nested], num_episodes: int) -> Iterator[list[dict[str, Nested]]]:
+        """Micro-batches of each optimiser step, epoch after epoch, with keys ``weight`` and ``share``.
+
+        A single minibatch has no order, so it is prepared once and nothing is gathered.
+        """
+        elements, size = self.layout.counted(data), self.cfg.micro_batch_size
+        total = self._num_steps(elements["loss_mask"])
+        if not total:
+            return
+        count = self._num_minibatches(total)
+        if count == 1 and size is None:
+            whole = self._weighted(elements, [len(elements["loss_mask"])], num_episodes)
+            yield from [[whole][: len(whole["loss_mask"])]] * self.cfg.num_epochs  # this rank may have no element
+            return
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration))
+        for _ in range(self.cfg.num_epochs):
+            order, minibatches = self.layout.shuffle(elements, count, size, generator)
+            widths = [[part.stop - part.start for part in slices] for slices in minibatches]
+            weighted = self._weighted(take(elements, order), [sum(parts) for parts in widths], num_episodes)
+            parts = cut(weighted, [width for widths_of_one in widths for width in widths_of_one])
+            lengths = torch.tensor([len(slices) for slices in minibatches], device=self.policy.device)
+            for slices, on_any_rank in zip(minibatches, self.engine.sum(lengths).tolist(), strict=True):
+                if on_any_rank:  # a step on nothing would move on by momentum alone
+                    yield [next(parts) for _ in slices]
+
+    def _weighted(self, elements: dict[str, Nested], sizes: list[int], num_episodes: int) -> dict[str, Nested]:
+        """An epoch's elements, prepared, with weights over each optimiser step's elements on all ranks."""
+        aggregation, all_sum = self.cfg.objective.aggregation, self.engine.sum
+        minibatch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(self.policy.device)
+        minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).expand_as(elements["loss_mask"])
+        elements = self.prepare(dict(elements), minibatch, len(sizes))
+        mask, episode = elements["loss_mask"], elements["episode_id"]
+        elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
+        elements["weight"] = elements["share"]
+        if aggregation.name != "token_mean":
+            length = aggregation.max_length if isinstance(aggregation, FixedLengthCfg) else None
+            weigh = partial(
+                loss_weights, aggregation=cast(Aggregation, aggregation.name), max_length=length, all_sum=all_sum
+            )
+            whole = zip(mask.split(sizes), episode.split(sizes), strict=True)
+            elements["weight"] = torch.cat([weigh(m, e, num_episodes) for m, e in whole])
+        return elements
+
+    def _num_steps(self, mask: Tensor) -> int:
+        """Steps that count, on all ranks."""
+        return int(self.engine.sum(self.layout.num_steps(mask)))
+
+    def _num_minibatches(self, total: int) -> int:
+        size = self.cfg.minibatch_size
+        return 1 if size is None else max(1, round(total / size))
+
+    # --- what the loss reads ---
+
     def policy_inputs(self, batch: TensorDict) -> dict[str, Nested]:
         """What scoring the transitions ``[N, T]`` reads, and which of them count."""
-        keys = {*self.policy.batch_keys, "loss_mask", "episode_id"}
-        if self.policy.scored_by == "row":
-            keys |= {"valid", "group_id"}
+        keys = {*self.policy.batch_keys, "loss_mask", "episode_id", *self.layout.keys}
         if self._recomputes:
             keys |= {"step", "sample_log_prob"}
         inputs = {key: batch[key] for key in keys}
         if "trained" in batch.keys():  # noqa: SIM118  iterating goes over rows
             inputs["loss_mask"] = inputs["loss_mask"] & batch["trained"]
-        if self.policy.scored_by == "token":
-            units = self.policy.unit_mask({**batch})
-            inputs = per_unit(self.policy, inputs, units)
-            inputs["loss_mask"] = inputs["loss_mask"] & units
-        return inputs
+        return self.layout.inputs(batch, inputs)
 
     def loss_inputs(
         self,
@@ -186,60 +342,57 @@ class BaseAlgorithm(ABC):
     ) -> dict[str, Nested]:
         """``policy_inputs`` with the advantages, and with what the configured objective reads besides them.
 
-        Of policies scored by ``token``, everything is that of units ``[N, T, K]`` but what the policy reads.
-
         Args:
             start: the policy's scores of every step at the update's start, if they are known already.
         """
         self.advantage = advantage
-        data: TensorDict | Batch = batch
-        if self.policy.scored_by == "token":
-            data = per_unit(self.policy, {**batch, "advantage": advantage}, inputs["loss_mask"])
-            advantage = data["advantage"]
+        mask = inputs["loss_mask"]
+        data = self.layout.per_unit({**batch, "advantage": advantage}, mask)
         more = objective_data(
             self.cfg.objective,
             data,
-            advantage,
-            inputs["loss_mask"],
+            data["advantage"],
+            mask,
             num_episodes,
             lambda: self.score(self.learner, inputs) if start is None else start,
             seed=derive_seed(self.seed, "objective", self.iteration),
-            single_pass=self.minibatches.is_single_pass(inputs["loss_mask"]),
+            single_pass=self.cfg.num_epochs == 1 and self._num_minibatches(self._num_steps(mask)) == 1,
             all_sum=self.engine.sum,
         )
-        return inputs | {"advantage": advantage} | more
-
-    def prepare(self, elements: dict[str, Nested], minibatch: Tensor, num_minibatches: int) -> dict[str, Nested]:
-        """An epoch's elements before they are cut: the place for statistics of whole minibatches.
-
-        Args:
-            minibatch: the number of each element's minibatch, shaped like ``loss_mask``; the same on every rank.
-        """
-        return elements
+        return inputs | {"advantage": data["advantage"]} | more
 
     @torch.no_grad()
     def score(self, policy: Policy, data: dict[str, Nested]) -> Evaluation:
         """Scores of every step ``[N, T]`` under ``policy``, in micro-batches and without gradient."""
-        elements = data if self.policy.scored_by == "row" else flat(data)
-        count, size = len(elements["loss_mask"]), self.cfg.micro_batch_size
-        slices = [slice(i, i + (size or count)) for i in range(0, count, size or count)]
-        back: Tensor | slice = slice(None)
-        if policy.scored_by == "row":
-            order, slices = pack(row_sizes(policy, elements), torch.arange(count, device=self.policy.device), size)
-            elements, back = take(elements, order), order.argsort()
-        batches = [take(elements, part) for part in slices]
+        elements = self.layout.elements(data)
+        order, slices = self.layout.in_order(elements, self.cfg.micro_batch_size, policy)
+        if order is not None:
+            elements = take(elements, order)
         micro_batches = self.own_micro_batches if policy is self.policy else self.micro_batches
-        parts = micro_batches.run(batches, lambda parts: [self._evaluate(policy, part) for part in parts])
+
+        def scores(parts: list[dict[str, Nested]]) -> list[Evaluation]:
+            return [self.layout.finish(self.evaluate(policy, part), part["loss_mask"]) for part in parts]
+
+        parts = micro_batches.run([take(elements, part) for part in slices], scores)
         shape, dims = data["loss_mask"].shape, elements["loss_mask"].dim()
 
         def join(values: tuple[Tensor | None, ...]) -> Tensor | None:
             known = [value for value in values if value is not None]
-            return torch.cat(known)[back].reshape(*shape, *known[0].shape[dims:]) if known else None
+            if not known:
+                return None
+            joined = torch.cat(known) if order is None else torch.cat(known)[order.argsort()]
+            return joined.reshape(*shape, *known[0].shape[dims:])
 
         log_prob, entropy, value, dist = (join(values) for values in zip(*parts, strict=True))
         assert log_prob is not None
         assert entropy is not None
         return Evaluation(log_prob, entropy, value, dist)
+
+    def of_decisions(self, score: Tensor) -> Float[Tensor, "row step"]:
+        """Scores of units, summed over each decision; unchanged for policies with one unit."""
+        return self.layout.per_decision(score)
+
+    # --- progress and state ---
 
     def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
         """Tell the schedules which share of training is done, in [0, 1]; ``budget`` and ``step`` as in ``schedule_factor``."""
@@ -267,33 +420,235 @@ class BaseAlgorithm(ABC):
         self.iteration = state["iteration"]
         self.optimizer_steps = state["optimizer_steps"]
 
-    def of_decisions(self, score: Tensor) -> Float[Tensor, "row step"]:
-        """Scores of units summed over each decision; those of other policies as they are."""
-        return score.sum(dim=-1) if self.policy.scored_by == "token" else score
 
-    def _evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
-        """The policy's scores; in rows those of padding, which may be NaN, are replaced by 0, and values are those of each unit."""
-        evaluation, mask = self.evaluate(policy, batch), batch["loss_mask"]
-        if self.policy.scored_by == "transition":
-            return evaluation
-        if self.policy.scored_by == "token" and evaluation.value is not None:
-            evaluation = evaluation._replace(value=evaluation.value.unsqueeze(-1).expand_as(mask))
-        return evaluation.masked(~mask)
+# --- optimiser and learning rate ---
 
-    def clip_gradients(self) -> Float[Tensor, ""]:
-        """Clip the gradient's norm; returns the norm before."""
-        return self.engine.clip_gradients(self.parameters, self.cfg.max_grad_norm)
 
-    @property
-    def _recomputes(self) -> bool:
-        """Whether the sampler's probabilities may differ from the trainer's."""
-        return self.cfg.objective.old_log_prob == "recomputed"
+def build_optimizer(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimiser that ``cfg.optimizer`` describes, at ``cfg.learning_rate``."""
+    settings: dict[str, Any] = {"lr": cfg.learning_rate, **cfg.optimizer.model_dump(exclude={"name"})}
+    match cfg.optimizer.name:
+        case "adam" | "adamw":
+            decoupled = cfg.optimizer.name == "adamw"
+            return torch.optim.Adam(parameters, fused=True, decoupled_weight_decay=decoupled, **settings)
+        case "rmsprop":
+            return torch.optim.RMSprop(parameters, **settings)
+        case "sgd":
+            return torch.optim.SGD(parameters, **settings)
+        case name:
+            raise ConfigError(f"optimizer={name!r} is not one of torch's; fix: override build_optimizer")
 
-    @property
-    def _needs_step_metrics(self) -> bool:
-        return self.cfg.target_kl is not None or self.schedule.adaptive or self.entropy.adaptive
 
-    def _exceeds_target_kl(self, step_metrics: dict[str, Tensor]) -> bool:
-        """Whether the policy has moved too far for another step: Stable-Baselines3's 1.5 times ``target_kl``."""
-        limit = self.cfg.target_kl
-        return limit is not None and float(step_metrics["approx_kl"]) > 1.5 * limit
+class Schedule:
+    """Drives an optimiser's learning rate by the progress of training, or by the measured KL."""
+
+    def __init__(
+        self, cfg: ScheduleCfg, optimizer: torch.optim.Optimizer | FastOptimizer, learning_rate: float
+    ) -> None:
+        self.cfg = cfg
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.factor = 1.0
+        """The current rate, as a share of ``learning_rate``."""
+        self.adaptive = isinstance(cfg, AdaptiveKLCfg)
+
+    def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
+        """Set the rate of the next update, as ``schedule_factor`` has it."""
+        if not self.adaptive:
+            self.set_factor(schedule_factor(self.cfg, progress, budget, step))
+
+    def adapt(self, step_metrics: Mapping[str, Tensor]) -> None:
+        """``adaptive_kl``: lower the rate when the policy moves too fast, raise it when it hardly moves.
+
+        Source: the rule of rsl_rl's PPO, factors 1.5 beyond [desired / 2, desired * 2].
+        """
+        if not isinstance(self.cfg, AdaptiveKLCfg):
+            return
+        kl = float(step_metrics["approx_kl"])
+        if kl > 2 * self.cfg.desired_kl:
+            self.set_factor(max(self.factor / 1.5, self.cfg.min_factor))
+        elif 0 < kl < self.cfg.desired_kl / 2:
+            self.set_factor(min(self.factor * 1.5, self.cfg.max_factor))
+
+    def set_factor(self, factor: float) -> None:
+        """Set the rate to this share of ``learning_rate``."""
+        self.factor = factor
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * factor
+
+    def state_dict(self) -> dict[str, float]:
+        """The current factor."""
+        return {"factor": self.factor}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore a saved factor."""
+        self.set_factor(state["factor"])
+
+    def metrics(self) -> dict[str, Tensor]:
+        """``train/learning_rate``."""
+        return {"train/learning_rate": torch.tensor(self.learning_rate * self.factor, dtype=torch.float64)}
+
+
+def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, step: float = 0.0) -> float:
+    """Share of the learning rate for an update that begins at a share ``progress`` of training.
+
+    Args:
+        budget: all of training, in the unit of a ``warmup`` that is no share.
+        step: share of training that the update takes. The warm-up counts it, so that its first update has a rate, too; with 0 it is that of
+            transformers.
+    """
+    if isinstance(cfg, LinearCfg) and cfg.warmup:
+        warmup = cfg.warmup if cfg.warmup < 1 else cfg.warmup / budget
+        if warmup >= 1:
+            raise ConfigError(
+                f"schedule.warmup={cfg.warmup} is all of a budget of {budget:g}; fix: less, or a larger budget"
+            )
+        if progress < warmup:
+            return min((progress + step) / warmup, 1.0)
+        progress = (progress - warmup) / (1 - warmup)
+    match cfg:
+        case CosineCfg():
+            return cfg.final + (1 - cfg.final) * (1 + math.cos(math.pi * progress)) / 2
+        case LinearCfg():
+            return 1 - progress * (1 - cfg.final)
+        case ExponentialCfg():
+            return float(cfg.decay ** (progress / cfg.interval))
+        case StepCfg():  # the tolerance keeps 0.75 / 0.25 at 3 whatever the rounding
+            return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
+        case _:
+            return 1.0
+
+
+class EntropyBonus:
+    """The weight of the entropy bonus, constant or led by the measured entropy.
+
+    It changes after an optimiser step, for the next one: a step's own entropy is known only when all of its micro-batches and
+    ranks have been seen. The first step of a run has the bonus.
+
+    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, sec. 4.
+    """
+
+    def __init__(self, cfg: AlgorithmCfg, device: torch.device) -> None:
+        self.cfg = cfg.adaptive_entropy if isinstance(cfg, GRPOCfg) else None
+        self.adaptive = self.cfg is not None
+        self.enabled = self.adaptive or cfg.ent_coef != 0
+        self.coef = torch.tensor(cfg.ent_coef, dtype=torch.float32, device=device)
+        self.in_force = torch.ones((), device=device)
+        """1 or 0."""
+        self._bonus: Tensor | float = cfg.ent_coef
+
+    def loss(self, entropy: Tensor) -> Tensor:
+        """``-coef * entropy`` of each element while the bonus is on, else 0."""
+        return -self._bonus * entropy
+
+    def adapt(self, step_metrics: dict[str, Tensor]) -> None:
+        """Change the weight by the mean entropy of an optimiser step (0-dim, over all ranks)."""
+        if self.cfg is None:
+            return
+        self.in_force = (step_metrics["entropy"] <= self.cfg.target).to(self.coef)
+        change = self.cfg.step * (2 * self.in_force - 1)
+        self.coef = (self.coef + change).clamp(self.cfg.min_coef, self.cfg.max_coef)
+        self._bonus = self.coef * self.in_force
+
+    def metrics(self) -> dict[str, Tensor]:
+        """``train/ent_coef``, where it changes."""
+        return {"train/ent_coef": self.coef.clone()} if self.adaptive else {}
+
+    def state_dict(self) -> dict[str, float]:
+        """Weight, and whether the bonus is on (1 or 0)."""
+        return {"coef": float(self.coef), "in_force": float(self.in_force)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore a saved ``state_dict``."""
+        self.coef = torch.full_like(self.coef, state["coef"])
+        self.in_force = torch.full_like(self.in_force, state["in_force"])
+        if self.adaptive:
+            self._bonus = self.coef * self.in_force
+
+
+# --- metrics ---
+
+DEPTHS = (0, 128, 512, 2048, 8192, 32768)
+"""Tokens of context from which on the mismatch is reported separately: errors of caches and positions grow with it."""
+
+
+class UpdateStats:
+    """Sums of metrics, from micro-batches to optimiser steps to the update.
+
+    Args:
+        names: of the metrics, in the order of the sums.
+        recomputed: the trainer computes ``old_log_prob`` itself, so the sampler's can differ.
+    """
+
+    def __init__(
+        self, names: Sequence[str], device: torch.device, all_sum: AllSum, *, recomputed: bool = False
+    ) -> None:
+        self.steps = 0
+        """Optimiser steps taken."""
+        self.skipped = 0
+        """Optimiser steps whose gradient was not finite."""
+        self._names = names
+        self._all_sum = all_sum
+        self._zeros = torch.zeros(len(names), device=device)
+        self._first = self._zeros
+        self._step: list[Tensor] = []
+        self._taken: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        self._sampler = torch.zeros(2, len(DEPTHS), dtype=torch.float64, device=device) if recomputed else None
+
+    def start_step(self) -> None:
+        """Forget what was added to the current optimiser step: it begins again."""
+        self._step = []
+
+    def add(self, sums: Float[Tensor, " metric"]) -> None:
+        """Add the sums of a micro-batch to the current optimiser step."""
+        self._step.append(sums)
+
+    def compare_sampler(self, micro_batches: Sequence[Batch]) -> None:
+        """Add what the first optimiser step tells of the sampler, before anything has changed."""
+        if self._sampler is not None and not self.steps:
+            self._sampler = sum(map(sampler_kl_sums, micro_batches), self._sampler)
+
+    def step_means(self) -> dict[str, Tensor]:
+        """Means over the current optimiser step, on all ranks."""
+        return dict(zip(self._names, self._all_sum(sum(self._step, self._zeros)).unbind(), strict=True))
+
+    def end_step(self, grad_norm: Float[Tensor, ""]) -> None:
+        """Count the current optimiser step: it will be taken."""
+        if not self.steps:
+            self._first = sum(self._step, self._zeros)
+        self._taken += self._step
+        self._norms.append(grad_norm)
+        self._step = []
+        self.steps += 1
+
+    def means(self) -> dict[str, Tensor]:
+        """0-dim means over the steps taken, on all ranks; 0 without steps."""
+        total = torch.stack([self._zeros, *self._taken]).sum(dim=0)
+        total, first = self._all_sum(torch.stack([total, self._first]))
+        out = {f"train/{name}": value / max(self.steps, 1) for name, value in zip(self._names, total, strict=True)}
+        out["train/grad_norm"] = torch.stack(self._norms).mean() if self._norms else total.new_zeros(())
+        out["train/optimizer_steps"] = total.new_tensor(float(self.steps))
+        if self._sampler is not None:
+            out |= sampler_kl(self._all_sum(self._sampler))
+        elif "approx_kl" in self._names:  # nothing has changed yet in the first step
+            out["rollout/sampler_kl"] = first[self._names.index("approx_kl")]
+        return out | ({"train/skipped_steps": torch.tensor(float(self.skipped))} if self.skipped else {})
+
+
+@torch.no_grad()
+def sampler_kl_sums(batch: Batch) -> Float[Tensor, "sum depth"]:
+    """KL of the sampler to the trainer, summed over the tokens at each of ``DEPTHS``, and their number."""
+    mask = batch["loss_mask"]
+    depth = torch.bucketize(batch["step"][mask], torch.tensor(DEPTHS[1:], device=mask.device), right=True)
+    distance = k3(batch["sample_log_prob"][mask], batch["old_log_prob"][mask]).double()
+    sums = distance.new_zeros(2, len(DEPTHS))
+    return sums.index_add(1, depth, torch.stack([distance, torch.ones_like(distance)]))
+
+
+def sampler_kl(sums: Float[Tensor, "sum depth"]) -> dict[str, Tensor]:
+    """``rollout/sampler_kl``, the mean over all tokens, and that of each depth; 0 where no token is so deep."""
+    total, count = sums
+    means = (total / count.clamp(min=1)).unbind()
+    by_depth = {f"rollout/sampler_kl_from_{depth}": mean for depth, mean in zip(DEPTHS, means, strict=True)}
+    return {"rollout/sampler_kl": total.sum() / count.sum().clamp(min=1)} | by_depth

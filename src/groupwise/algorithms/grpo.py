@@ -8,7 +8,7 @@ does not know whether the rollout came from an environment or a language model.
 """
 
 import logging
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -18,18 +18,18 @@ from groupwise.algorithms.advantages import (
     CreditInput,
     advantages,
     check_credit,
+    compared,
     episode_groups,
+    next_state,
 )
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
-from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, multiplied, policy_loss, policy_ratio, reference_kl
+from groupwise.algorithms.losses import DIAGNOSTICS, learns_alone, multiplied, policy_loss, reference_kl
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError
-from groupwise.functional.advantages import kl_shaping
-from groupwise.functional.diagnostics import zero_variance_groups
-from groupwise.functional.returns import episode_return
-from groupwise.functional.selection import highest
+from groupwise.functional.advantages import episode_return, kl_shaping
+from groupwise.functional.reduce import highest, zero_variance_groups
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,10 @@ class GRPO(BaseAlgorithm):
     metric_names: ClassVar = ("loss", "policy_loss", "entropy", "kl", *DIAGNOSTICS)
     cfg: GRPOCfg
 
-    def __init__(self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
-        super().__init__(cfg, policy, engine, seed=seed)
+    def __init__(
+        self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0, **fast: Any
+    ) -> None:
+        super().__init__(cfg, policy, engine, seed=seed, **fast)
         check_credit(cfg.credit, policy)
         if cfg.kl_estimator == "exact" and not policy.gives_distribution:
             raise ConfigError(
@@ -82,9 +84,8 @@ class GRPO(BaseAlgorithm):
 
     def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """``policy_loss + kl_coef * KL(policy || reference) - ent_coef * entropy`` of each element."""
-        cfg, objective = self.cfg, self.cfg.objective
-        ratio = policy_ratio(objective, evaluation.log_prob, batch, self.counts)
-        policy = policy_loss(objective, ratio, evaluation.log_prob, batch, self.counts)
+        cfg = self.cfg
+        policy, measured = policy_loss(cfg.objective, evaluation.log_prob, batch, self.counts)
         loss, distance = policy, torch.zeros_like(policy)
         if cfg.kl_coef > 0:
             distance = reference_kl(cfg.kl_estimator, self.policy, evaluation, batch)
@@ -92,7 +93,6 @@ class GRPO(BaseAlgorithm):
                 loss = loss + cfg.kl_coef * distance
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
-        measured = diagnostics(objective, ratio, evaluation.log_prob, batch["old_log_prob"])
         return LossOutput(loss, (loss, policy, evaluation.entropy, distance, *measured))
 
     def state_dict(self) -> dict[str, object]:
@@ -148,7 +148,7 @@ class GRPO(BaseAlgorithm):
     def _can_learn(self, advantage: Tensor) -> bool:
         """Whether anything in the loss has a gradient: an advantage, a KL or an entropy bonus."""
         kl_in_loss = self.cfg.kl_coef > 0 and self.cfg.credit.kl_placement == "loss"
-        if kl_in_loss or self.entropy.enabled or self.cfg.objective.trust_region.learns_alone:
+        if kl_in_loss or self.entropy.enabled or learns_alone(self.cfg.objective.trust_region):
             return True
         return bool(self.engine.sum(advantage.count_nonzero()))
 
@@ -190,7 +190,7 @@ class GRPO(BaseAlgorithm):
         credit = credit._replace(start=start)
         if cfg.kl_placement == "reward":
             credit = credit._replace(reward=credit.reward - distance.masked_fill(~credit.batch["loss_mask"], 0))
-        self.baseline_state = cfg.baseline.next_state(credit)
+        self.baseline_state = next_state(credit)
         advantage = advantages(credit)
         if cfg.kl_placement == "advantage":
             mask = credit.batch["loss_mask"]
@@ -207,8 +207,7 @@ class GRPO(BaseAlgorithm):
         """Share of groups whose members all did equally well, in every part of the reward that credit compares."""
         batch, episodes = credit.batch, credit.num_episodes
         raw = credit._replace(reward=batch["reward"], parts=None)
-        compared = self.cfg.credit.reward.compared(raw)
-        scores = [weight * episode_return(reward, batch["episode_id"], episodes) for weight, reward in compared]
+        scores = [weight * episode_return(reward, batch["episode_id"], episodes) for weight, reward in compared(raw)]
         group, scored = episode_groups(batch, episodes)
         return zero_variance_groups(
             torch.stack(scores, dim=-1), group, credit.num_groups, scored, all_sum=self.engine.sum

@@ -6,7 +6,7 @@ value error has no factor one half (Stable-Baselines3's convention, to read ``vf
 bootstrap from their final observation, and the update can end at a KL limit.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -14,16 +14,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
-from groupwise.algorithms.loss import DIAGNOSTICS, diagnostics, policy_loss, policy_ratio
+from groupwise.algorithms.losses import DIAGNOSTICS, policy_loss, value_loss
 from groupwise.config.algorithm import PPOCfg
 from groupwise.config.ranges import range_at
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional import advantages
-from groupwise.functional.diagnostics import explained_variance
-from groupwise.functional.objective import clipped_value_loss, value_loss
-from groupwise.functional.reduce import whiten, whiten_segments
+from groupwise.functional.reduce import explained_variance, whiten, whiten_segments
 from groupwise.policies.base import Batch, Evaluation, Policy
 
 
@@ -33,8 +31,10 @@ class PPO(BaseAlgorithm):
     metric_names: ClassVar = ("loss", "policy_loss", "value_loss", "entropy", *DIAGNOSTICS)
     cfg: PPOCfg
 
-    def __init__(self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0) -> None:
-        super().__init__(cfg, policy, engine, seed=seed)
+    def __init__(
+        self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0, **fast: Any
+    ) -> None:
+        super().__init__(cfg, policy, engine, seed=seed, **fast)
         if policy.actor_only:
             raise ConfigError("PPO needs a critic, and the policy is actor_only; fix: build it with actor_only=False")
 
@@ -85,17 +85,12 @@ class PPO(BaseAlgorithm):
 
     def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """``policy_loss + vf_coef * value_loss - ent_coef * entropy`` of each transition."""
-        cfg, objective = self.cfg, self.cfg.objective
+        cfg = self.cfg
         assert evaluation.value is not None
-        ratio = policy_ratio(objective, evaluation.log_prob, batch, self.counts)
-        policy = policy_loss(objective, ratio, evaluation.log_prob, batch, self.counts)
-        if cfg.clip_range_vf is None:
-            value = value_loss(evaluation.value, batch["returns"])
-        else:
-            clip_range = range_at(cfg.clip_range_vf)
-            value = clipped_value_loss(evaluation.value, batch["old_value"], batch["returns"], clip_range)
+        policy, measured = policy_loss(cfg.objective, evaluation.log_prob, batch, self.counts)
+        clip = None if cfg.clip_range_vf is None else range_at(cfg.clip_range_vf)
+        value = value_loss(evaluation.value, batch["returns"], batch["old_value"], clip)
         loss = torch.add(policy, value, alpha=cfg.vf_coef)
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)
-        measured = diagnostics(objective, ratio, evaluation.log_prob, batch["old_log_prob"])
         return LossOutput(loss, (loss, policy, value, evaluation.entropy, *measured))

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDict
@@ -33,6 +33,9 @@ class Episode(NamedTuple):
     info: dict[str, float] | None = None
     """Numbers at its last step, with ``env.log_info``; None if it was cut before."""
 
+
+MakeActor: TypeAlias = Callable[[Policy], Callable[..., Action]]
+StepHook: TypeAlias = Callable[[Tensor, EnvStep], None]
 
 COUNTS = frozenset(
     f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups", "unscorable")
@@ -66,16 +69,12 @@ class Collector(ABC):
         self._metrics: dict[str, float] = {}
         """Further numbers of the last ``collect``."""
 
-    def actor(self) -> Callable[..., Action]:
-        """The policy's ``act``, for many steps in which no parameter changes."""
-        return self.policy.act
-
     def record(self, episodes: Iterable[Episode]) -> None:
         """Keep the episodes that ended in a rollout, but for those whose return is not finite."""
         self.finished = [episode for episode in episodes if math.isfinite(episode.episode_return)]
         self.recent.extend(self.finished)
 
-    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
+    def calling(self, hook: StepHook) -> AbstractContextManager[None]:
         """Call ``hook`` with actions and outcome of every step, until the context ends.
 
         Raises:
@@ -136,10 +135,13 @@ class EnvCollector(Collector):
     Args:
         env: gives observations on the policy's device.
         rank: of this process; each draws its own streams.
+        actor: gives what acts in place of ``policy.act``, for many steps in which no parameter changes. None: the policy.
     """
 
-    def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int) -> None:
+    def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int, actor: MakeActor | None = None) -> None:
         super().__init__()
+        self._make_actor = actor
+        self._hooks: list[StepHook] = []
         self.env = RecurrentEnv(env, policy) if policy.state_size else env
         self.policy = policy
         self.seed = seed
@@ -149,15 +151,29 @@ class EnvCollector(Collector):
         """Free the environments."""
         self.env.close()
 
-    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> AbstractContextManager[None]:
+    def actor(self) -> Callable[..., Action]:
+        """The policy's ``act``, for many steps in which no parameter changes."""
+        return self.policy.act if self._make_actor is None else self._make_actor(self.policy)
+
+    @contextmanager
+    def calling(self, hook: StepHook) -> Iterator[None]:
         """Call ``hook`` with actions and outcome of every step, until the context ends."""
-        return _calling_after_steps(self.env.env if isinstance(self.env, RecurrentEnv) else self.env, hook)
+        self._hooks.append(hook)
+        try:
+            yield
+        finally:
+            self._hooks.remove(hook)
 
     def step_env(self, action: Action) -> EnvStep:
         """The outcome of an action in every row."""
         if isinstance(self.env, RecurrentEnv):
             self.env.remember(action)
-        return self.env.step(self.policy.env_action(action.action))
+        env_action = self.policy.env_action(action.action)
+        outcome = self.env.step(env_action)
+        seen = self.env.outcome if isinstance(self.env, RecurrentEnv) else outcome
+        for hook in self._hooks:
+            hook(env_action, seen)
+        return outcome
 
     def action_generator(self) -> torch.Generator:
         """Draws the actions of this iteration."""
@@ -174,22 +190,6 @@ def _means_of_outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
     for name in infos[0] if infos else ():
         out[f"rollout/info/{name}"] = sum(info[name] for info in infos) / len(infos)
     return out
-
-
-@contextmanager
-def _calling_after_steps(env: VectorEnv, hook: Callable[[Tensor, EnvStep], None]) -> Iterator[None]:
-    step = env.step
-
-    def stepped(action: Tensor) -> EnvStep:
-        outcome = step(action)
-        hook(action, outcome)
-        return outcome
-
-    env.step = stepped  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        env.step = step  # type: ignore[method-assign]
 
 
 def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:

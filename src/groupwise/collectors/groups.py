@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from groupwise.collectors.base import EnvCollector, Episode, env_steps
+from groupwise.collectors.base import EnvCollector, Episode, MakeActor, env_steps
 from groupwise.collectors.group_tracker import Group, GroupTracker, Member, finished_episodes, mark_greedy, write_labels
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
@@ -53,8 +53,9 @@ class GroupCollector(EnvCollector):
         seed: int = 0,
         rank: int = 0,
         verify_start: bool = True,
+        actor: MakeActor | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank)
+        super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
         self.group_size = group_size
         self.greedy_members = greedy_members
         self.collection = collection or CollectionCfg()

@@ -20,6 +20,9 @@ class RecurrentEnv(GroupEnv):
     follows the last action, so that their values can be computed.
     """
 
+    outcome: EnvStep
+    """Of the last step, without states."""
+
     def __init__(self, env: VectorEnv, policy: Policy) -> None:
         self.env = env
         self.env_id, self.num_envs, self.device = env.env_id, env.num_envs, env.device
@@ -48,6 +51,7 @@ class RecurrentEnv(GroupEnv):
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row."""
         step, state = self.env.step(action), self._state
+        self.outcome = step
         done = step.terminated | step.truncated
         if self.autoreset == "same_step":
             if step.final_obs is not None:

@@ -8,15 +8,15 @@ from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.collectors.base import Episode
-from groupwise.collectors.torch_vector import StepOutput, TorchCollector
+from groupwise.collectors.base import Episode, MakeActor
+from groupwise.collectors.torch_vector import MakeStepper, StepOutput, TorchCollector
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
-from groupwise.functional.row_random import hash_pair
+from groupwise.functional.random import hash_pair
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
@@ -51,8 +51,10 @@ class TorchGroupCollector(TorchCollector):
         seed: int = 0,
         rank: int = 0,
         verify_start: bool = True,
+        actor: MakeActor | None = None,
+        stepper: MakeStepper | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank)
+        super().__init__(env, policy, seed=seed, rank=rank, actor=actor, stepper=stepper)
         self.group_size = group_size
         self.collection = collection or CollectionCfg(partial_groups="truncate")
         self.horizon = self.collection.horizon

@@ -1,14 +1,13 @@
 """Fixed windows of experience from torch environments: for PPO."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from groupwise.collectors.base import EnvCollector
+from groupwise.collectors.base import EnvCollector, MakeActor
 from groupwise.collectors.vector import VectorCollector
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
@@ -31,8 +30,14 @@ class StepOutput(NamedTuple):
     """Further tensors that the collector carries to the next step."""
 
 
+Step: TypeAlias = Callable[..., StepOutput]
+
+
 class TorchCollector(EnvCollector):
     """Acts and steps all rows of a ``TorchGroupEnv`` by one function.
+
+    Args:
+        stepper: makes what acts and steps in place of ``reference_stepper``. None, and where it returns None: the method.
 
     Raises:
         EnvError: the policy is on another device than the environment, or recurrent.
@@ -41,7 +46,16 @@ class TorchCollector(EnvCollector):
     env: TorchGroupEnv
     step: Callable[..., StepOutput]
 
-    def __init__(self, env: TorchGroupEnv, policy: Policy, *, seed: int = 0, rank: int = 0) -> None:
+    def __init__(
+        self,
+        env: TorchGroupEnv,
+        policy: Policy,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        actor: MakeActor | None = None,
+        stepper: "MakeStepper | None" = None,
+    ) -> None:
         if policy.state_size:
             raise EnvError(
                 f"a recurrent policy cannot act within the steps of {env.env_id}; fix: VectorCollector for PPO, or "
@@ -51,32 +65,29 @@ class TorchCollector(EnvCollector):
             raise EnvError(
                 f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
             )
-        super().__init__(env, policy, seed=seed, rank=rank)
+        super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
+        self.fast_stepper = None if stepper is None else stepper(self)
 
-    def stepper(self, generator: torch.Generator) -> Callable[..., StepOutput]:
-        """What acts and steps all rows in one rollout. Replace it to compile ``step``."""
+    def reference_stepper(self, generator: torch.Generator) -> Step:
+        """Acts and steps all rows in one rollout."""
         return partial(self.step, partial(self.actor(), generator=generator))
 
-    @contextmanager
-    def calling(self, hook: Callable[[Tensor, EnvStep], None]) -> Iterator[None]:
-        """Call ``hook`` with actions and outcome of every step, until the context ends."""
-        stepper = self.stepper
+    def stepper(self, generator: torch.Generator) -> Step:
+        """Acts and steps all rows in one rollout, in the fastest way, and calls the hooks."""
+        step = (self.fast_stepper or self.reference_stepper)(generator)
+        if not self._hooks:
+            return step
 
-        def heard(generator: torch.Generator) -> Callable[..., StepOutput]:
-            step = stepper(generator)
-
-            def stepped(*inputs: Any) -> StepOutput:
-                output: StepOutput = step(*inputs)
+        def heard(*inputs: Any) -> StepOutput:
+            output = step(*inputs)
+            for hook in self._hooks:
                 hook(output.action.action, output.result)
-                return output
+            return output
 
-            return stepped
+        return heard
 
-        self.stepper = heard  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            self.stepper = stepper  # type: ignore[method-assign]
+
+MakeStepper: TypeAlias = Callable[[TorchCollector], Callable[[torch.Generator], Step] | None]
 
 
 class TorchVectorCollector(TorchCollector, VectorCollector):

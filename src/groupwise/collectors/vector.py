@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.collectors.base import EnvCollector, Episode, env_steps
+from groupwise.collectors.base import EnvCollector, Episode, MakeActor, env_steps
 from groupwise.collectors.writer import RolloutWriter
 from groupwise.data.rollout import Nested
 from groupwise.envs.base import VectorEnv
@@ -29,8 +29,10 @@ class VectorCollector(EnvCollector):
         rank: of this process; each draws its own streams.
     """
 
-    def __init__(self, env: VectorEnv, policy: Policy, *, seed: int = 0, rank: int = 0) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank)
+    def __init__(
+        self, env: VectorEnv, policy: Policy, *, seed: int = 0, rank: int = 0, actor: MakeActor | None = None
+    ) -> None:
+        super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
         self._obs: Nested | None = None
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:

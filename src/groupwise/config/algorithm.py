@@ -9,14 +9,14 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_validator
 
 from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
-from groupwise.config.choices import Choice, register_recipe
+from groupwise.config.choices import Choice, register_choice
 from groupwise.config.credit import CreditCfg as CreditCfg
 from groupwise.config.credit import PartsCfg
-from groupwise.config.objective import ClippedCfg, FixedLengthCfg, TrustRegionCfg
+from groupwise.config.objective import FixedLengthCfg, TrustRegionCfg
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
-from groupwise.config.ranges import ClipRange, RangeScheduleCfg, range_at
+from groupwise.config.ranges import ClipRange, LinearRangeCfg, range_at
 
-_CLIP_RANGE: TypeAdapter[float | RangeScheduleCfg] = TypeAdapter(ClipRange)
+_CLIP_RANGE: TypeAdapter[float | LinearRangeCfg] = TypeAdapter(ClipRange)
 OnNonFinite: TypeAlias = Literal["stop", "drop", "zero"]
 LearningRate: TypeAlias = Annotated[float, Gt(0), Le(1000)]
 """Bounded, so that no step makes a parameter infinite."""
@@ -30,7 +30,7 @@ class OptimizerCfg(Choice):
     known: ClassVar = {}
 
 
-@register_recipe
+@register_choice
 class AdamCfg(OptimizerCfg):
     """Adam."""
 
@@ -41,7 +41,7 @@ class AdamCfg(OptimizerCfg):
     """Decay of the moments."""
 
 
-@register_recipe
+@register_choice
 class AdamWCfg(AdamCfg):
     """Adam with decoupled weight decay."""
 
@@ -50,7 +50,7 @@ class AdamWCfg(AdamCfg):
     """Weight decay."""
 
 
-@register_recipe
+@register_choice
 class SGDCfg(OptimizerCfg):
     """Stochastic gradient descent."""
 
@@ -59,7 +59,7 @@ class SGDCfg(OptimizerCfg):
     """Momentum."""
 
 
-@register_recipe
+@register_choice
 class RMSpropCfg(OptimizerCfg):
     """RMSprop."""
 
@@ -78,14 +78,14 @@ class ScheduleCfg(Choice):
     known: ClassVar = {}
 
 
-@register_recipe
+@register_choice
 class ConstantCfg(ScheduleCfg):
     """A constant learning rate."""
 
     name: Literal["none"] = "none"
 
 
-@register_recipe
+@register_choice
 class LinearCfg(ScheduleCfg):
     """The learning rate falls linearly over training."""
 
@@ -96,14 +96,14 @@ class LinearCfg(ScheduleCfg):
     """The rate first rises linearly, then falls: over a share of training, or from 1 on over a number in the unit of the budget (steps, iterations, epochs). Of n iterations the first has 1/n of the rate."""
 
 
-@register_recipe
+@register_choice
 class CosineCfg(LinearCfg):
     """The learning rate falls along half a cosine."""
 
     name: Literal["cosine"] = "cosine"  # type: ignore[assignment]
 
 
-@register_recipe
+@register_choice
 class StepCfg(ScheduleCfg):
     """The learning rate drops at intervals."""
 
@@ -114,14 +114,14 @@ class StepCfg(ScheduleCfg):
     """Share of training between two decays."""
 
 
-@register_recipe
+@register_choice
 class ExponentialCfg(StepCfg):
     """The learning rate decays continuously, by ``decay`` over one interval."""
 
     name: Literal["exponential"] = "exponential"  # type: ignore[assignment]
 
 
-@register_recipe
+@register_choice
 class AdaptiveKLCfg(ScheduleCfg):
     """The learning rate follows the measured KL, by rsl_rl's rule."""
 
@@ -242,7 +242,7 @@ class AlgorithmCfg(Choice):
         objective = data.get("objective", {})
         values = dict(objective) if isinstance(objective, dict | ObjectiveCfg) else {}
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
-        if not isinstance(region, ClippedCfg):
+        if "clip_low" not in type(region).model_fields:
             raise ValueError(
                 f"clip_coef={data['clip_coef']!r} sets a clip range, which trust_region={region.name!r} does not have; fix: leave it out"
             )
@@ -257,7 +257,7 @@ C = TypeVar("C", bound=Cfg)
 
 def has_range_schedule(cfg: AlgorithmCfg) -> bool:
     """Whether a clip range changes over training."""
-    return any(isinstance(value, RangeScheduleCfg) for part in (cfg, cfg.objective.trust_region) for _, value in part)
+    return any(isinstance(value, LinearRangeCfg) for part in (cfg, cfg.objective.trust_region) for _, value in part)
 
 
 def at_progress(cfg: A, progress: float) -> A:
@@ -268,7 +268,7 @@ def at_progress(cfg: A, progress: float) -> A:
 
 
 def _with_numbers(cfg: C, progress: float) -> C:
-    scheduled = {name: value for name, value in cfg if isinstance(value, RangeScheduleCfg)}
+    scheduled = {name: value for name, value in cfg if isinstance(value, LinearRangeCfg)}
     return cfg.model_copy(update={name: range_at(value, progress) for name, value in scheduled.items()})
 
 
@@ -290,7 +290,7 @@ def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
     Raises:
         ConfigError: ``name`` has no default, or belongs to another config class.
     """
-    register_recipe(cfg_type)
+    register_choice(cfg_type)
 
     def register(target: T) -> T:
         cfg_type.algorithm = target
@@ -299,7 +299,7 @@ def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
     return register
 
 
-@register_recipe
+@register_choice
 class PPOCfg(AlgorithmCfg):
     """Proximal policy optimisation, with a critic."""
 
@@ -316,7 +316,7 @@ class PPOCfg(AlgorithmCfg):
     """Scale advantages to mean 0 and standard deviation 1: never, over the rollout, or over each minibatch (SB3)."""
 
 
-@register_recipe
+@register_choice
 class GRPOCfg(AlgorithmCfg):
     """Group relative policy optimisation: compares the members of a group, without a critic."""
 
@@ -358,7 +358,7 @@ class GRPOCfg(AlgorithmCfg):
         return self
 
 
-@register_recipe
+@register_choice
 class BCCfg(AlgorithmCfg):
     """Behaviour cloning: maximum likelihood of demonstrated actions."""
 

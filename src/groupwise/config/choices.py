@@ -1,19 +1,22 @@
 """Choices: settings with a name and parameters, as ``{"name": "cispo", "high": 5.0}`` or ``"cispo"``.
 
-``recipes/`` has those of papers; ``register_recipe`` adds yours. Imports no torch.
+A member is a settings class (``register_choice``), or a function whose signature is its settings (``settings_of``): trust
+regions, corrections and baselines are functions. Imports no torch.
 """
 
 import importlib
+import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
-from pydantic import GetJsonSchemaHandler, model_validator
+from pydantic import Field, GetJsonSchemaHandler, create_model, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from groupwise.config.base import OTHER_NAMES, Cfg
-from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.errors import ConfigError, UnknownNameError, require_name
 
 
 class Choice(Cfg):
@@ -34,6 +37,10 @@ class Choice(Cfg):
         super().__init__(**{"name": type(self).own_name()} | fields)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as in Cfg
+
+    def parameters(self) -> dict[str, Any]:
+        """Settings other than the name."""
+        return {name: value for name, value in vars(self).items() if name != "name"}
 
     @classmethod
     def own_name(cls) -> str | None:
@@ -98,8 +105,8 @@ class Choice(Cfg):
 C = TypeVar("C", bound=type[Choice])
 
 
-def register_recipe(choice: C) -> C:
-    """Class decorator that registers a trust region, a baseline or another choice under the default of its ``name``.
+def register_choice(choice: C) -> C:
+    """Class decorator that registers a tracker, a schedule or another choice under the default of its ``name``.
 
     Raises:
         ConfigError: ``name`` has no default, or belongs to another class.
@@ -110,6 +117,62 @@ def register_recipe(choice: C) -> C:
     taken = choice.known.get(name)
     again = repr(taken) == repr(choice)  # defined anew, as when a notebook's cell runs twice
     if taken not in (None, choice.__module__) and not again:
-        raise ConfigError(f"{choice.family} {name!r} is registered already; fix: give {choice.__name__} another name")
+        raise ConfigError(f"{choice.family} {name!r} is registered already; fix: another name")
     choice.known[name] = choice
     return choice
+
+
+def settings_of(
+    function: Callable[..., Any], name: str, family: type[Choice], check: Callable[..., None] | None, **attributes: Any
+) -> None:
+    """Register settings that a function's signature describes: types, bounds and defaults of all but its first parameter.
+
+    A setting's text stands under ``Args:`` of the docstring. A parameter that the family's default member has too, such as
+    ``clip_low``, takes type and text from there. ``Source:`` gives the URL. The class is the function's ``Settings``.
+
+    Args:
+        check: called with the settings; raises a ``ValueError`` where they contradict each other.
+        attributes: class attributes of the settings.
+
+    Raises:
+        ConfigError: the name is taken, or a parameter has no type.
+    """
+    require_name(family.family, name)
+    doc, hints = inspect.getdoc(function) or "", get_type_hints(function, include_extras=True)
+    arguments = re.search(r"^Args:\n((?:(?: {4}.*)?\n?)*)", doc, re.MULTILINE)
+    texts = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments[1] if arguments else "", re.MULTILINE))
+    shared = family.named(family.default).model_fields
+    fields: Any = {}
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        key, default = parameter.name, parameter.default
+        default = ... if default is parameter.empty else default
+        if key in shared:
+            fields[key] = shared[key].rebuild_annotation(), Field(default, description=shared[key].description)
+        elif key in hints:
+            fields[key] = hints[key], Field(default, description=" ".join(texts.get(key, "").split()) or None)
+        else:
+            raise ConfigError(f"setting {key!r} of {family.family} {name!r} has no type; fix: {key}: float")
+
+    def checked(self: Choice) -> Choice:
+        if check is not None:
+            check(**self.parameters())
+        return self
+
+    source = re.search(r"^Source: .*?(https://[^\s,;]+)", doc, re.MULTILINE)
+    made: dict[str, Any] = {
+        "__validators__": {"checked": model_validator(mode="after")(checked)},
+        "name": (Literal[name], name),
+        **fields,
+    }
+    settings: Any = create_model(
+        "Settings",
+        __base__=family,
+        __doc__=doc,
+        __module__=function.__module__,
+        __qualname__=f"{function.__qualname__}.Settings",
+        **made,
+    )
+    for attribute, value in {"source": source[1].rstrip(".") if source else Choice.source, **attributes}.items():
+        setattr(settings, attribute, value)
+    register_choice(settings)
+    vars(function)["Settings"] = settings

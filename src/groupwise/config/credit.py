@@ -1,29 +1,24 @@
-"""Settings of credit: how rewards of a group become advantages. Imports no torch."""
+"""Settings of credit: how rewards of a group become advantages. Imports no torch.
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Literal
+Baselines other than the mean are made from the functions of ``algorithms/advantages.py``.
+"""
+
+from typing import ClassVar, Literal
 
 from pydantic import SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, NonNegative
-from groupwise.config.choices import Choice, register_recipe
-from groupwise.errors import DataError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.advantages import CreditInput, Scores
-    from groupwise.policies.base import Policy
+from groupwise.config.choices import Choice, register_choice
 
 
 class BaselineCfg(Choice):
-    """What is subtracted from the score. Subclass it with ``of_episodes`` or ``of_steps``, and ``@register_recipe`` it."""
+    """What is subtracted from the score: settings of a function registered with ``register_baseline``."""
 
     family: ClassVar = "baseline"
     default: ClassVar = "mean"
     known: ClassVar = dict.fromkeys(
-        ["ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "optimal_token", "second_best"],
-        "groupwise.recipes.baselines",
+        ("ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "optimal_token", "second_best"),
+        "groupwise.algorithms.advantages",
     )
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Required values of other settings of credit."""
@@ -36,27 +31,8 @@ class BaselineCfg(Choice):
     needs_scores: ClassVar[bool] = False
     """Whether it reads ``CreditInput.start``."""
 
-    def check_policy(self, policy: "Policy") -> None:
-        """Refuse unsupported policies, by a ``ConfigError``."""
 
-    def advantage(self, credit: "CreditInput", compare: "Callable[[CreditInput], Tensor]") -> "Tensor":
-        """Advantage of each step; ``compare`` is the comparison of the other settings."""
-        return compare(credit)
-
-    def of_episodes(self, scores: "Scores") -> "Tensor":
-        """Advantage of each episode among its group's."""
-        return scores.relative()
-
-    def of_steps(self, scores: "Scores") -> "Tensor":
-        """Advantage of each step among those of its key."""
-        return scores.relative()
-
-    def next_state(self, credit: "CreditInput") -> "Tensor | None":
-        """The next rollout's ``CreditInput.state``."""
-        return None
-
-
-@register_recipe
+@register_choice
 class MeanCfg(BaselineCfg):
     """The mean of those compared."""
 
@@ -71,12 +47,8 @@ class CreditRewardCfg(Choice):
     default: ClassVar = "total"
     known: ClassVar = {}
 
-    def compared(self, credit: "CreditInput") -> "list[tuple[float, Tensor]]":
-        """What is compared, one after another, with the weights of the advantages."""
-        return [(1.0, credit.reward)]
 
-
-@register_recipe
+@register_choice
 class TotalCfg(CreditRewardCfg):
     """The reward as one number."""
 
@@ -84,7 +56,7 @@ class TotalCfg(CreditRewardCfg):
     source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
-@register_recipe
+@register_choice
 class PartsCfg(CreditRewardCfg):
     """Each part of the reward on its own, advantages added up (GDPO)."""
 
@@ -95,21 +67,6 @@ class PartsCfg(CreditRewardCfg):
     """Weight of each part's advantage. Empty: 1 each."""
     source: ClassVar = "https://arxiv.org/abs/2601.05242"
 
-    def compared(self, credit: "CreditInput") -> "list[tuple[float, Tensor]]":
-        """The parts. A ``DataError`` if there are none, or not as many as weights."""
-        found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
-        if found is None:
-            raise DataError(
-                "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in credit.reward.names"
-            )
-        parts = found.unbind(dim=-1)
-        weights = self.weights or (1.0,) * len(parts)
-        if len(weights) != len(parts):
-            raise DataError(
-                f"credit.reward.weights has {len(weights)} weights for {len(parts)} parts of the reward; fix: one for each"
-            )
-        return list(zip(weights, parts, strict=True))
-
 
 class GroupKeyCfg(Choice):
     """What is compared."""
@@ -119,7 +76,7 @@ class GroupKeyCfg(Choice):
     known: ClassVar = {}
 
 
-@register_recipe
+@register_choice
 class WholeGroupCfg(GroupKeyCfg):
     """Members are compared as a whole."""
 
@@ -127,7 +84,7 @@ class WholeGroupCfg(GroupKeyCfg):
     source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
-@register_recipe
+@register_choice
 class GroupStepCfg(GroupKeyCfg):
     """Members are compared at the same time step (with ``returns="turn"``: at the same turn)."""
 

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, model_validator
 
 from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
-from groupwise.config.choices import Choice, register_recipe
+from groupwise.config.choices import Choice, register_choice
 
 Value: TypeAlias = bool | int | float | str | None
 
@@ -45,7 +45,7 @@ Choices: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=2)]
 
 
 class MutationCfg(Choice):
-    """How a setting changes. Subclass it with a ``scale``, and ``@register_recipe`` it."""
+    """How a setting changes. Subclass it with a ``scale``, and ``@register_choice`` it."""
 
     family: ClassVar = "mutation"
     default: ClassVar = "grow_shrink"
@@ -76,7 +76,7 @@ class MutationCfg(Choice):
         return space[place if 0 <= place < len(space) else place - 2 * step]
 
 
-@register_recipe
+@register_choice
 class GrowShrinkCfg(MutationCfg):
     """Numbers grow or shrink by a factor, with equal chance (AgileRL)."""
 
@@ -92,7 +92,7 @@ class GrowShrinkCfg(MutationCfg):
         return random.choice((self.grow, self.shrink))
 
 
-@register_recipe
+@register_choice
 class LogNormalCfg(MutationCfg):
     """Numbers are multiplied by ``exp(N(0, std))``."""
 
@@ -116,7 +116,7 @@ class Place(NamedTuple):
 
 
 class SelectionCfg(Choice):
-    """Which members survive a round. Subclass it with a ``select``, and ``@register_recipe`` it."""
+    """Which members survive a round. Subclass it with a ``select``, and ``@register_choice`` it."""
 
     family: ClassVar = "selection"
     default: ClassVar = "tournament"
@@ -132,7 +132,7 @@ class SelectionCfg(Choice):
         raise NotImplementedError(f"{type(self).__name__} has no select()")
 
 
-@register_recipe
+@register_choice
 class TournamentCfg(SelectionCfg):
     """Each place goes to the best of ``size`` members drawn at random, as a mutated clone (AgileRL)."""
 
@@ -152,7 +152,7 @@ class TournamentCfg(SelectionCfg):
         return places
 
 
-@register_recipe
+@register_choice
 class TruncationCfg(SelectionCfg):
     """The worst members are replaced by mutated clones of the best; the others go on (PBT)."""
 
@@ -169,7 +169,7 @@ class TruncationCfg(SelectionCfg):
         return [Place(member, clone=False) for member in ranking[:kept]] + clones
 
 
-@register_recipe
+@register_choice
 class HalvingCfg(SelectionCfg):
     """The worst members end; nothing is cloned (successive halving)."""
 

@@ -8,7 +8,7 @@ from annotated_types import Ge
 from pydantic import Field, model_validator
 
 from groupwise.config.base import Positive
-from groupwise.config.choices import Choice, register_recipe
+from groupwise.config.choices import Choice, register_choice
 
 
 class GenerationCfg(Choice):
@@ -19,14 +19,14 @@ class GenerationCfg(Choice):
     known: ClassVar = {}
 
 
-@register_recipe
+@register_choice
 class NativeGenerationCfg(GenerationCfg):
     """By the model that is trained, in the process of training."""
 
     name: Literal["native"] = "native"
 
 
-@register_recipe
+@register_choice
 class ServerGenerationCfg(GenerationCfg):
     """By vLLM servers, which read the new weights before each iteration."""
 

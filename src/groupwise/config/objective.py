@@ -1,118 +1,55 @@
-"""Settings of the objective: the loss of a step, and how steps are aggregated. Imports no torch."""
+"""Settings of the objective: the loss of a step, and how steps are aggregated. Imports no torch.
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+Trust regions and corrections other than the defaults are made from the functions of ``algorithms/losses.py``.
+"""
+
+from typing import ClassVar, Literal
 
 from pydantic import SerializeAsAny, model_validator
 
-from groupwise.config.base import Cfg, Positive, PositiveInt
-from groupwise.config.choices import Choice, register_recipe
-from groupwise.config.ranges import ClipRange, range_at
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from groupwise.algorithms.loss import Counts, UpdateStart
-    from groupwise.policies.base import Batch, Policy
+from groupwise.config.base import Cfg, PositiveInt
+from groupwise.config.choices import Choice, register_choice
+from groupwise.config.ranges import ClipRange
 
 
 class TrustRegionCfg(Choice):
-    """How the policy update is limited. Subclass it with a ``loss``, and ``@register_recipe`` it."""
+    """How the policy update is limited: settings of a function registered with ``register_loss``."""
 
     family: ClassVar = "trust region"
     default: ClassVar = "clip"
     known: ClassVar = dict.fromkeys(
         ("cispo", "clip_cov", "dppo", "dual_clip", "gmpo", "kl_cov", "none", "reinforce", "sapo", "two_sided", "vespo"),
-        "groupwise.recipes.trust_regions",
+        "groupwise.algorithms.losses",
     )
     needs_ratio: ClassVar[str | None] = None
     """The required ``objective.ratio``. None: any."""
-    whole_episodes: ClassVar[bool] = False
-    """Whether minibatches must keep episodes whole."""
     needs_old_log_prob: ClassVar[bool] = False
-    """Whether ``at_start`` reads ``old_log_prob``."""
-
-    @property
-    def learns_alone(self) -> bool:
-        """Whether its loss has a gradient where all advantages are 0."""
-        return False
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """Distances below and above 1 from which a ratio counts in ``train/clip_fraction``."""
-        return 0.2, 0.2
-
-    def check_policy(self, policy: "Policy") -> None:
-        """Refuse unsupported policies, by a ``ConfigError``."""
-
-    def at_start(self, start: "UpdateStart") -> "dict[str, Tensor]":
-        """Further keys of ``loss``'s batch that depend on the whole rollout; ``policy_factor`` multiplies the loss."""
-        return {}
-
-    def loss(self, ratio: "Tensor", log_prob: "Tensor", batch: "Batch", counts: "Counts") -> "Tensor":
-        """Policy loss of each step; its advantage is ``batch["advantage"]``."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss()")
+    """Whether it reads ``old_log_prob`` before the first optimiser step."""
 
 
-class ClippedCfg(TrustRegionCfg):
-    """A trust region with a clip range of the ratio; its loss is PPO's."""
+@register_choice
+class ClipCfg(TrustRegionCfg):
+    """PPO's minimum of raw and clipped; with clip_high above clip_low DAPO's clip-higher."""
 
+    name: Literal["clip"] = "clip"
     clip_low: ClipRange = 0.2
     """The ratio is clipped at 1 - clip_low. A number, or a schedule over training: ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
     clip_high: ClipRange = 0.2
     """The ratio is clipped at 1 + clip_high. A number or a schedule."""
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """The clip range; of schedules, that at the beginning of training."""
-        return range_at(self.clip_low), range_at(self.clip_high)
-
-    def loss(self, ratio: "Tensor", log_prob: "Tensor", batch: "Batch", counts: "Counts") -> "Tensor":
-        """``-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``."""
-        from groupwise.functional.objective import clip_loss
-
-        return clip_loss(ratio, batch["advantage"], *self.clip_range)
-
-
-@register_recipe
-class ClipCfg(ClippedCfg):
-    """PPO's minimum of raw and clipped; with clip_high above clip_low DAPO's clip-higher."""
-
-    name: Literal["clip"] = "clip"
     source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
 class CorrectionCfg(Choice):
-    """How the difference between sampler and trainer is corrected."""
+    """How the difference between sampler and trainer is corrected: settings of a function registered with ``register_correction``."""
 
     family: ClassVar = "importance sampling correction"
     default: ClassVar = "none"
-    known: ClassVar = dict.fromkeys(("mis", "off_policy_mask", "tis"), "groupwise.recipes.corrections")
+    known: ClassVar = dict.fromkeys(("mis", "off_policy_mask", "tis"), "groupwise.algorithms.losses")
     reweights: ClassVar[bool] = False
-    """Whether it has a ``factor``, which needs ``old_log_prob="recomputed"``."""
-
-    @property
-    def mask_threshold(self) -> float | None:
-        """Steps of negative advantage are dropped where the episode's mean of ``sample_log_prob - log_prob`` exceeds this."""
-        return None
-
-    def factor(self, start: "UpdateStart") -> "Tensor":
-        """Weight of each step's policy loss."""
-        raise NotImplementedError(f"{type(self).__name__} has no factor()")
+    """Whether it weighs steps by ``old_log_prob`` against the sampler's, which needs ``old_log_prob="recomputed"``."""
 
 
-class MaskCorrectionCfg(CorrectionCfg):
-    """A correction with an off-policy mask."""
-
-    off_policy_mask_threshold: Positive | None = None
-    """Drops steps of negative advantage where the episode's mean of ``sample_log_prob - log_prob`` exceeds this (TRL 0.5, AgileRL 0.03). None: no limit."""
-
-    @property
-    def mask_threshold(self) -> float | None:
-        """The setting."""
-        return self.off_policy_mask_threshold
-
-
-@register_recipe
+@register_choice
 class NoCorrectionCfg(CorrectionCfg):
     """No correction."""
 
@@ -129,13 +66,8 @@ class AggregationCfg(Choice):
     by_episode: ClassVar[bool] = True
     """Whether minibatches must keep episodes whole."""
 
-    @property
-    def divisor(self) -> int | None:
-        """The constant that it divides by, if any."""
-        return None
 
-
-@register_recipe
+@register_choice
 class TokenMeanCfg(AggregationCfg):
     """Mean over all steps of the minibatch (DAPO)."""
 
@@ -144,7 +76,7 @@ class TokenMeanCfg(AggregationCfg):
     by_episode: ClassVar = False
 
 
-@register_recipe
+@register_choice
 class SeqMeanTokenMeanCfg(AggregationCfg):
     """Mean of episode means."""
 
@@ -152,7 +84,7 @@ class SeqMeanTokenMeanCfg(AggregationCfg):
     source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
-@register_recipe
+@register_choice
 class SeqMeanTokenSumCfg(AggregationCfg):
     """Mean of episode sums."""
 
@@ -166,13 +98,8 @@ class FixedLengthCfg(AggregationCfg):
     max_length: PositiveInt | None = None
     """Length of the longest episode. None: the step limit of the environment, or the token limit of a completion."""
 
-    @property
-    def divisor(self) -> int | None:
-        """The length."""
-        return self.max_length
 
-
-@register_recipe
+@register_choice
 class ConstantLengthCfg(FixedLengthCfg):
     """Sum over episodes times ``max_length`` (Dr. GRPO)."""
 
@@ -180,7 +107,7 @@ class ConstantLengthCfg(FixedLengthCfg):
     source: ClassVar = "https://arxiv.org/abs/2503.20783"
 
 
-@register_recipe
+@register_choice
 class SeqMeanTokenSumNormCfg(FixedLengthCfg):
     """Sum over ``max_length`` (Dr. GRPO in verl); grows with the batch."""
 

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
 from pydantic import Field, create_model, model_validator
 
 from groupwise.config.base import Cfg, Keys, Positive, PositiveInt
-from groupwise.config.choices import Choice, register_recipe
+from groupwise.config.choices import Choice, register_choice
 from groupwise.errors import require_name
 
 
@@ -25,7 +25,7 @@ class AnyPolicyCfg(Choice):
     """Run folder, or checkpoint, whose weights the policy begins with; a critic that is not in it starts fresh, and the statistics of observations stay as they are there. The run's settings of the policy replace those of the preset. None: random weights."""
 
 
-@register_recipe
+@register_choice
 class PolicyCfg(AnyPolicyCfg):
     """Networks, action distribution and normalisers of a control policy."""
 
@@ -81,13 +81,13 @@ def register_policy(name: str, cfg: type[AnyPolicyCfg] = PolicyCfg) -> Callable[
             name=(cast(Any, Literal[name]), Field(name, description="Name in the registry.")),
         )  # fmt: skip
         named.policy = policy
-        register_recipe(named)
+        register_choice(named)
         return policy
 
     return register
 
 
-@register_recipe
+@register_choice
 class RecurrentCfg(PolicyCfg):
     """A control policy with a memory: an LSTM or GRU between encoder and layers. Actor and critic have one each, unless ``trunk`` is ``shared``."""
 
@@ -111,7 +111,7 @@ class LoRACfg(Cfg):
     """Modules that get an adapter, by the ends of their names. ``all-linear``: every linear layer except the output head."""
 
 
-@register_recipe
+@register_choice
 class VLACfg(AnyPolicyCfg):
     """A vision-language-action policy: transformers' SigLIP and Llama, or a model of yours, with action tokens."""
 
@@ -145,7 +145,7 @@ class VLACfg(AnyPolicyCfg):
         return self
 
 
-@register_recipe
+@register_choice
 class FlowCfg(AnyPolicyCfg):
     """A flow-matching policy: transformers' PI0, new or a checkpoint of yours, with one stochastic denoising step."""
 

@@ -4,7 +4,7 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from groupwise.config.choices import Choice, register_recipe
+from groupwise.config.choices import Choice, register_choice
 
 if TYPE_CHECKING:
     from groupwise.training.trackers import Tracker
@@ -22,7 +22,7 @@ class TrackedRun(NamedTuple):
 
 
 class TrackerCfg(Choice):
-    """A place that metrics are sent to. Subclass it with a ``build``, and ``@register_recipe`` it."""
+    """A place that metrics are sent to. Subclass it with a ``build``, and ``@register_choice`` it."""
 
     family: ClassVar = "tracker"
     known: ClassVar = {}
@@ -35,7 +35,7 @@ class TrackerCfg(Choice):
         return made
 
 
-@register_recipe
+@register_choice
 class TensorBoardCfg(TrackerCfg):
     """TensorBoard, in the run folder."""
 
@@ -43,7 +43,7 @@ class TensorBoardCfg(TrackerCfg):
     tracker: ClassVar = "groupwise.training.trackers:TensorBoard"
 
 
-@register_recipe
+@register_choice
 class WandBCfg(TrackerCfg):
     """Weights & Biases. ``WANDB_*`` variables hold where a setting is None."""
 
@@ -63,7 +63,7 @@ class WandBCfg(TrackerCfg):
     """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
 
 
-@register_recipe
+@register_choice
 class TrackioCfg(TrackerCfg):
     """Trackio, on this machine or in a Space."""
 

@@ -3,15 +3,19 @@
 An *item* is what must not be cut: a transition, an episode (sequence ratios and per-episode means need it whole) or a
 row (sequence models score it whole). An epoch is one order of all items; minibatches and micro-batches are slices of
 it, so data is gathered once an epoch.
+
+Everything that differs between a network that scores single steps, a language model that scores whole texts and a policy with
+several probability ratios for each decision is in three layouts, ``Steps``, ``Rows`` and ``Units``; ``LAYOUTS`` has them by the
+policy's ``scored_by``. So the algorithms have no branch on it.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
@@ -29,6 +33,176 @@ class Epoch(NamedTuple):
     """For each optimiser step, the slices of ``order`` that are its micro-batches; none where this rank has no share."""
 
 
+class Scored(Protocol):
+    """What a layout reads of a policy."""
+
+    @property
+    def batch_keys(self) -> Collection[str]:
+        """Keys that it scores."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether members of a group in one micro-batch share what they have in common."""
+
+    def unit_mask(self, batch: Mapping[str, Nested]) -> Tensor:
+        """Units of each decision that were acted with."""
+
+
+class Maskable(Protocol):
+    """A policy's scores."""
+
+    def masked(self, padding: Tensor) -> Self:
+        """With 0 at the padding."""
+
+
+Scores = TypeVar("Scores", bound=Maskable)
+
+
+class Steps:
+    """Every step ``[N, T]`` is scored by itself: elements are steps.
+
+    Args:
+        finest: what the objective needs whole.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ()
+    """What cutting reads besides ``loss_mask`` and ``episode_id``."""
+    own_unit: ClassVar[Unit] = "transition"
+
+    def __init__(self, policy: Scored, finest: Unit) -> None:
+        self.policy = policy
+        self.unit = coarsest(self.own_unit, finest)
+        """What a micro-batch must not cut."""
+
+    def inputs(self, batch: Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
+        """What scoring reads, as the loss counts it."""
+        return inputs
+
+    def per_unit(self, data: Mapping[str, Nested], units: Bool[Tensor, "row step *unit"]) -> dict[str, Nested]:
+        """Numbers of steps ``[N, T]`` for each of their units; what the policy reads stays."""
+        return dict(data)
+
+    def elements(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
+        """All elements of ``[N, T]`` data, in one dimension."""
+        return flat(data)
+
+    def counted(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
+        """The elements that count."""
+        elements = flat(data)
+        return take(elements, elements["loss_mask"].nonzero()[:, 0])
+
+    def num_steps(self, mask: Tensor) -> Tensor:
+        """Steps that count; a decision is one, however many units it has."""
+        return mask.sum()
+
+    def shuffle(
+        self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator
+    ) -> Epoch:
+        """A random order of the elements, cut into minibatches, and these into micro-batches of at most ``most`` steps."""
+        mask, episode = elements["loss_mask"], elements["episode_id"]
+        how: Any = {"num_minibatches": num_minibatches, "micro_batch_size": most, "generator": generator}
+        return (
+            shuffle_items(episode, mask.long(), **how)
+            if self.unit == "episode"
+            else shuffle_transitions(len(mask), **how)
+        )
+
+    def in_order(
+        self, elements: Mapping[str, Nested], most: int | None, policy: Scored
+    ) -> tuple[Int[Tensor, " element"] | None, list[slice]]:
+        """Micro-batches that ``policy`` only scores, as slices of an order. None: the elements as they are."""
+        count = len(elements["loss_mask"])
+        return None, [slice(i, i + (most or count)) for i in range(0, count, most or count)]
+
+    def finish(self, scores: Scores, mask: Tensor) -> Scores:
+        """The policy's scores, shaped like the mask."""
+        return scores
+
+    def per_decision(self, score: Float[Tensor, "row step *unit"]) -> Float[Tensor, "row step"]:
+        """Scores of units, summed over each decision."""
+        return score
+
+
+class Rows(Steps):
+    """Rows are scored whole, as texts are: elements are rows, packed by length and by what they have in common."""
+
+    keys = ("valid", "group_id")
+    own_unit = "row"
+
+    def elements(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
+        """Rows as they are."""
+        return dict(data)
+
+    def counted(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
+        """Rows with a step that count."""
+        return take(data, data["loss_mask"].any(dim=1))
+
+    def shuffle(
+        self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator
+    ) -> Epoch:
+        """A random order of the rows; members spread over the minibatches."""
+        sizes = self._sizes(elements, self.policy)
+        return shuffle_rows(sizes, num_minibatches=num_minibatches, micro_batch_size=most, generator=generator)
+
+    def in_order(
+        self, elements: Mapping[str, Nested], most: int | None, policy: Scored
+    ) -> tuple[Int[Tensor, " element"] | None, list[slice]]:
+        """Packed rows."""
+        mask = elements["loss_mask"]
+        return pack(self._sizes(elements, policy), torch.arange(len(mask), device=mask.device), most)
+
+    def finish(self, scores: Scores, mask: Tensor) -> Scores:
+        """Scores with 0 at the padding, where they may be NaN."""
+        return scores.masked(~mask)
+
+    def _sizes(self, rows: Mapping[str, Nested], policy: Scored) -> "RowSizes":
+        sizes = RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
+        return sizes if policy.shares_prefixes else sizes.apart()
+
+
+class Units(Steps):
+    """A decision has K probability ratios, as the tokens of a robot's action: elements are decisions ``[K]``."""
+
+    def inputs(self, batch: Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
+        """Scored inputs, as the loss counts them: units that were acted with."""
+        units = self.policy.unit_mask({**batch})
+        inputs = self.per_unit(inputs, units)
+        return inputs | {"loss_mask": inputs["loss_mask"] & units}
+
+    def per_unit(self, data: Mapping[str, Nested], units: Bool[Tensor, "row step *unit"]) -> dict[str, Nested]:
+        """Numbers of decisions, repeated for each of their units."""
+        numbers = {key for key, value in data.items() if key not in self.policy.batch_keys and value.dim() == 2}
+        return {key: value.unsqueeze(-1).expand_as(units) if key in numbers else value for key, value in data.items()}
+
+    def counted(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
+        """Decisions that count."""
+        elements = flat(self.per_unit(data, data["loss_mask"]))
+        return take(elements, elements["loss_mask"].any(dim=1))
+
+    def num_steps(self, mask: Tensor) -> Tensor:
+        """Decisions that count."""
+        return mask.any(dim=-1).sum()
+
+    def shuffle(
+        self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator
+    ) -> Epoch:
+        """A random order of the decisions."""
+        decisions = {"loss_mask": elements["loss_mask"].any(dim=1), "episode_id": elements["episode_id"][:, 0]}
+        return super().shuffle(decisions, num_minibatches, most, generator)
+
+    def finish(self, scores: Scores, mask: Tensor) -> Scores:
+        """Scores with 0 at units that count for nothing, and values for each unit."""
+        return scores.masked(~mask)
+
+    def per_decision(self, score: Float[Tensor, "row step *unit"]) -> Float[Tensor, "row step"]:
+        """Sums over the units."""
+        return score.sum(dim=-1)
+
+
+LAYOUTS: dict[str, type[Steps]] = {"transition": Steps, "row": Rows, "token": Units}
+"""By a policy's ``scored_by``."""
+
+
 def coarsest(*units: Unit) -> Unit:
     """The unit that contains all the others."""
     return max(units, key=get_args(Unit).index)
@@ -37,6 +211,14 @@ def coarsest(*units: Unit) -> Unit:
 def take(batch: Mapping[str, Nested], index: Tensor | slice) -> dict[str, Nested]:
     """Every key indexed along its first dimension; a slice gives views."""
     return {key: tensor[index] for key, tensor in batch.items()}
+
+
+def flat(batch: Mapping[str, Nested]) -> dict[str, Nested]:
+    """Every key ``[N, T, ...]`` as transitions ``[N * T, ...]``."""
+    return {
+        key: value.reshape(-1, *value.shape[2:]) if isinstance(value, Tensor) else value.reshape(-1)
+        for key, value in batch.items()
+    }
 
 
 def cut(batch: Mapping[str, Nested], sizes: list[int]) -> Iterator[dict[str, Nested]]:
@@ -105,3 +287,96 @@ def _slices(ends: list[int], totals: list[int], first: int, final: int, most: in
     if final > first:
         borders.append(final)
     return [slice(ends[a], ends[b]) for a, b in pairwise(borders)]
+
+
+# --- packing of whole rows: members side by side, the longest first ---
+#
+# Members in one micro-batch can share their common prefix, and rows of like length waste little on padding. The first
+# micro-batch is the largest, so that a lack of memory shows at once.
+
+
+class RowSizes(NamedTuple):
+    """Sizes of each row that decide its place, in tokens."""
+
+    group: Int[Tensor, " row"]
+    head: Int[Tensor, " row"]
+    """Before the first token that counts: what members have in common."""
+    tail: Int[Tensor, " row"]
+    """From there on."""
+    counted: Int[Tensor, " row"]
+    """Tokens that count."""
+
+    @classmethod
+    def of(
+        cls, valid: Bool[Tensor, "row step"], loss_mask: Bool[Tensor, "row step"], group_id: Int[Tensor, "row step"]
+    ) -> "RowSizes":
+        """Sizes of rows; a row without a group is a group of its own."""
+        group = group_id.amax(dim=1)
+        # a rank may have no rows of what the others train on
+        alone = max(group.tolist(), default=-1) + 1 + torch.arange(len(group), device=group.device)
+        length = valid.sum(dim=1)
+        # where nothing counts, what members have in common is unknown: none of it is the safe guess
+        start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), 0)
+        return cls(torch.where(group >= 0, group, alone), start, length - start, loss_mask.sum(dim=1))
+
+    def apart(self) -> "RowSizes":
+        """The same rows for a model that reads each of them whole: none has members."""
+        return self._replace(group=torch.arange(len(self.group), device=self.group.device))
+
+
+def shuffle_rows(
+    sizes: RowSizes, *, num_minibatches: int, micro_batch_size: int | None, generator: torch.Generator
+) -> Epoch:
+    """A random order of the rows, cut into minibatches of nearly equal counted tokens, and each of these packed.
+
+    Members spread over the minibatches, so that each sees as many groups as it can.
+
+    Args:
+        micro_batch_size: most tokens in a slice (see ``pack``). None: one slice a minibatch.
+    """
+    number = torch.arange(len(sizes.group), device=sizes.group.device)
+    shuffled = shuffle_items(
+        number, sizes.counted, num_minibatches=num_minibatches, micro_batch_size=None, generator=generator
+    )
+    orders, minibatches, done = [], [], 0
+    for whole in shuffled.minibatches:
+        rows = shuffled.order[whole[0]] if whole else shuffled.order[:0]
+        order, slices = pack(sizes, rows, micro_batch_size)
+        orders.append(order)
+        minibatches.append([slice(s.start + done, s.stop + done) for s in slices])
+        done += len(order)
+    return Epoch(torch.cat(orders), minibatches)
+
+
+def pack(sizes: RowSizes, rows: Int[Tensor, " chosen"], most: int | None) -> tuple[Int[Tensor, " chosen"], list[slice]]:
+    """The rows with members together, longest group first, and slices of them.
+
+    A slice holds at most ``most`` tokens, padding included, or a single row. The heads of its groups count once each, as
+    wide as the widest; the tails of its rows as wide as the widest.
+    """
+    columns = (rows, *(column[rows] for column in (sizes.group, sizes.head, sizes.tail)))
+    packed = [_Row(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
+    longest: dict[int, int] = {}
+    for row in packed:
+        longest[row.group] = max(longest.get(row.group, 0), row.head + row.tail)
+    packed.sort(key=lambda row: (-longest[row.group], row.group, -row.tail))
+    borders = [0, *_borders(packed, most), len(packed)] if packed else []
+    return rows.new_tensor([row.number for row in packed]), [slice(a, b) for a, b in pairwise(borders)]
+
+
+class _Row(NamedTuple):
+    number: int
+    group: int
+    head: int
+    tail: int
+
+
+def _borders(rows: list[_Row], most: int | None) -> Iterator[int]:
+    """Where a slice ends because the next row would make it too large."""
+    groups: set[int] = set()
+    head = tail = begin = 0
+    for place, row in enumerate(rows):
+        groups, head, tail = groups | {row.group}, max(head, row.head), max(tail, row.tail)
+        if most is not None and place > begin and len(groups) * head + (place + 1 - begin) * tail > most:
+            yield place
+            groups, head, tail, begin = {row.group}, row.head, row.tail, place

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groupwise.envs.torch_env import TorchGroupEnv
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 
 class TorchCartPole(TorchGroupEnv):

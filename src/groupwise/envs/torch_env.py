@@ -13,7 +13,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.errors import EnvError
-from groupwise.functional.row_random import RowRandom, hash_pair, mix
+from groupwise.functional.random import RowRandom, hash_pair, mix
 from groupwise.seeding import derive_seed
 
 State: TypeAlias = Tensor | Mapping[str, Tensor]

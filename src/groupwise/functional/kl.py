@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence KL(first || other): estimates from one sample, and closed forms.
+"""Kullback-Leibler divergence KL(first || other) in closed form.
 
 Axes: batch = any shape, [B] or [B, T]; action = the last dimension, summed over.
 """
@@ -7,50 +7,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-
-
-def k1(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """``log_prob - ref_log_prob``: unbiased for samples of the policy, often negative.
-
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
-    """
-    return log_prob - ref_log_prob
-
-
-def k2(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """``(log_prob - ref_log_prob)^2 / 2``: biased in value, but its mean has the gradient of the KL.
-
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
-    """
-    return (log_prob - ref_log_prob).square() / 2
-
-
-def k3(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """``exp(d) - d - 1`` with ``d = ref_log_prob - log_prob``: unbiased for samples of the policy, never negative.
-
-    ``d`` counts as at most 20, as in verl, so that one improbable step cannot overflow the mean.
-
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO, https://arxiv.org/abs/2402.03300, eq. 4.
-    """
-    difference = ref_log_prob - log_prob
-    return difference.clamp(max=20).expm1() - difference.clamp(max=20)
-
-
-def k3_plus(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """The value of ``k3`` with the gradient of ``k2``: unbiased in value and, for samples of the policy, in gradient.
-
-    Source: verl's ``k3+``, https://github.com/volcengine/verl.
-    """
-    gradient = k2(log_prob, ref_log_prob)
-    return k3(log_prob, ref_log_prob).detach() + (gradient - gradient.detach())
-
-
-def absolute(log_prob: Float[Tensor, "*batch"], ref_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """``|log_prob - ref_log_prob|``: no estimate of the KL, but a distance with a gradient of constant size.
-
-    Source: verl's ``abs``, https://github.com/volcengine/verl.
-    """
-    return (log_prob - ref_log_prob).abs()
 
 
 def categorical_kl(

@@ -1,7 +1,8 @@
-"""Sums over segments and masks: means, variances and the weights that turn terms into one loss.
+"""Sums over segments, masks and ranks: means, variances, weights that turn terms into one loss, which elements stand out.
 
 Axes: batch = any shape, [B] or [B, T]; segment = dense ids 0..n-1, such as episodes or groups. An id of -1 marks an
-absent element. What is masked out may hold anything, NaN included. Nothing here waits for the device.
+absent element. What is masked out may hold anything, NaN included. Nothing here waits for the device, and no shape depends
+on the data.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+
+from groupwise.functional.random import hash_pair, unit
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over all ranks; carries no gradient where there are several."""
@@ -205,3 +208,164 @@ def _centre(
     rough = x - mean
     rest, _ = _mean_and_count(rough, mask, all_sum)
     return (rough - rest).masked_fill(~mask, 0), count
+
+
+# --- which elements stand out, over all ranks: the same ones however the batch is cut and spread ---
+
+_DIGIT_BITS = 8
+
+
+@torch.no_grad()
+def kth_largest(
+    x: Float[Tensor, "*batch"],
+    k: Float[Tensor, ""],
+    mask: Bool[Tensor, "*batch"],
+    all_sum: AllSum = local,
+) -> Float[Tensor, ""]:
+    """The k-th largest element over the mask and all ranks, in float32, k >= 1; minus infinity where there are fewer.
+
+    A radix selection: four counts of 256 digits find the element's 32 bits, from the highest on.
+    """
+    key, flat_mask = _sortable(x).flatten(), mask.flatten()
+    prefix, left = key.new_zeros(1), k.to(key.dtype).reshape(1)
+    enough = all_sum(flat_mask.sum()) >= k
+    for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        alike = flat_mask & (key >> (shift + _DIGIT_BITS) == prefix)
+        digit = key >> shift & (2**_DIGIT_BITS - 1)
+        count = all_sum(key.new_zeros(2**_DIGIT_BITS + 1).index_add(0, digit, alike.to(key.dtype)))
+        from_here_on = count.flip(0).cumsum(0).flip(0)  # how many have this digit or a higher one
+        chosen = ((from_here_on >= left).sum(0, keepdim=True) - 1).clamp(min=0)
+        left = left - from_here_on.gather(0, chosen + 1)
+        prefix = (prefix << _DIGIT_BITS) | chosen
+    return torch.where(enough, _unsortable(prefix)[0], -torch.inf)
+
+
+@torch.no_grad()
+def highest(
+    x: Float[Tensor, "*batch"], share: float, mask: Bool[Tensor, "*batch"], all_sum: AllSum = local
+) -> Bool[Tensor, "*batch"]:
+    """True on the elements at or above the ``1 - share`` quantile over the mask and all ranks, with what equals it.
+
+    The quantile is the interpolated one: the k-th largest of n, ``k = n - ceil((1 - share)(n - 1))``, is the least that
+    reaches it.
+
+    Source: the entropy filter of https://arxiv.org/abs/2506.01939 as in TRL, https://github.com/huggingface/trl.
+    """
+    count = all_sum(mask.sum()).double()
+    # the tolerance keeps 0.2 * 10 at 2 whatever the rounding
+    k = (count - ((1 - share) * (count - 1) - 1e-9).ceil()).clamp(min=1)
+    return (x.float() >= kth_largest(x, k, mask, all_sum)) & mask
+
+
+@torch.no_grad()
+def covariance(
+    log_prob: Float[Tensor, "*batch"],
+    advantage: Float[Tensor, "*batch"],
+    mask: Bool[Tensor, "*batch"],
+    all_sum: AllSum = local,
+) -> Float[Tensor, "*batch"]:
+    """``(A - mean A)(log_prob - mean log_prob)`` with means over the mask and all ranks; 0 outside the mask.
+
+    Where it is high, following the advantage costs entropy.
+
+    Source: https://arxiv.org/abs/2505.22617.
+    """
+    centred = [x - masked_mean(x, mask, all_sum) for x in (advantage, log_prob)]
+    return (centred[0] * centred[1]).masked_fill(~mask, 0)
+
+
+@torch.no_grad()
+def top_fraction(
+    x: Float[Tensor, "*batch"], fraction: float, mask: Bool[Tensor, "*batch"], all_sum: AllSum = local
+) -> Bool[Tensor, "*batch"]:
+    """True on the ``fraction`` of the mask (of all ranks) with the largest elements, at least one.
+
+    Elements that tie at the border are all left out: if all are equal, none is chosen.
+    """
+    beyond = kth_largest(x, _number(fraction, mask, all_sum) + 1, mask, all_sum)
+    return (x.float() > beyond) & mask
+
+
+@torch.no_grad()
+def random_fraction(
+    noise: Float[Tensor, "*batch"],
+    fraction: float,
+    candidate: Bool[Tensor, "*batch"],
+    mask: Bool[Tensor, "*batch"],
+    all_sum: AllSum = local,
+) -> Bool[Tensor, "*batch"]:
+    """True on as many random candidates as are ``fraction`` of the mask (of all ranks), at least one; all, if fewer.
+
+    Args:
+        noise: a random number of each element.
+    """
+    least = kth_largest(noise, _number(fraction, mask, all_sum), candidate, all_sum)
+    return (noise >= least) & candidate
+
+
+@torch.no_grad()
+def element_noise(seed: int, *content: Float[Tensor, "*batch"] | Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """A number of each element, uniform in [0, 1), that follows from the seed and what the element holds.
+
+    Unlike numbers drawn in order it depends neither on the place of the element nor on how the batch is spread over
+    ranks. Elements of the same content have the same number.
+    """
+    state = torch.full_like(content[0], seed, dtype=torch.int64)
+    for tensor in content:
+        # + 0.0 makes one zero of two
+        bits = (tensor + 0.0).float().view(torch.int32).long() if tensor.is_floating_point() else tensor.long()
+        state = hash_pair(state ^ bits, torch.zeros_like(state))
+    return unit(state)
+
+
+def _number(fraction: float, mask: Bool[Tensor, "*batch"], all_sum: AllSum) -> Float[Tensor, ""]:
+    """Elements in the fraction of the mask, rounded down but at least one."""
+    return (fraction * all_sum(mask.sum()).double() + 1e-9).floor().clamp(min=1)
+
+
+def _sortable(x: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+    """Whole numbers in [0, 2^32) in the order of the floats."""
+    bits = x.detach().float().contiguous().view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)  # the larger a negative float's bits, the less it is
+    return ordered.long() + 2**31
+
+
+def _unsortable(key: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    ordered = (key - 2**31).int()
+    bits: Tensor = torch.where(ordered < 0, ordered ^ 0x7FFF_FFFF, ordered)
+    return bits.view(torch.float32)
+
+
+# --- how an update went: 0-dim, over all ranks, never NaN for an empty mask ---
+
+
+@torch.no_grad()
+def explained_variance(
+    value: Float[Tensor, "*batch"],
+    target: Float[Tensor, "*batch"],
+    mask: Bool[Tensor, "*batch"],
+    all_sum: AllSum = local,
+) -> Float[Tensor, ""]:
+    """``1 - Var(target - value) / Var(target)``: 1 is perfect, 0 no better than a constant; 0 if the target is constant."""
+    total = masked_var(target, mask, unbiased=False, all_sum=all_sum)
+    unexplained = masked_var(target - value, mask, unbiased=False, all_sum=all_sum)
+    return (1 - unexplained / total).masked_fill(total == 0, 0)
+
+
+@torch.no_grad()
+def zero_variance_groups(
+    score: Float[Tensor, " episode *part"],
+    group_id: Int[Tensor, " episode"],
+    num_groups: int,
+    member: Bool[Tensor, " episode"],
+    all_sum: AllSum = local,
+) -> Float[Tensor, ""]:
+    """Share of the groups of two or more whose members all have the same score, and so teach nothing.
+
+    Where the score has parts, all of them must be the same.
+    """
+    parts = score.unbind(dim=-1) if score.dim() > 1 else (score,)
+    bounds = [segment_min_max(part, group_id, num_groups, member) for part in parts]
+    equal = torch.stack([lowest == highest for lowest, highest in bounds]).all(dim=0)
+    compared = segment_sum(member.to(score), group_id, num_groups) > 1
+    return masked_mean(equal.to(score), compared, all_sum)

@@ -50,6 +50,8 @@ class Evaluation(NamedTuple):
         """The same with 0 where there is ``padding``, a mask of the batch's shape."""
 
         def fill(scores: Tensor) -> Tensor:
+            if scores.dim() < padding.dim():  # one value for all units of a decision
+                scores = scores.unsqueeze(-1).expand_as(padding)
             return scores.masked_fill(padding if scores.dim() == padding.dim() else padding.unsqueeze(-1), 0.0)
 
         return Evaluation(

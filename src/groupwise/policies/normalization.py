@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, space_kind
+from groupwise.functional.advantages import return_to_go
 from groupwise.functional.reduce import AllSum, local
-from groupwise.functional.returns import return_to_go
 
 _EPS = 1e-8
 CLIP = 10.0

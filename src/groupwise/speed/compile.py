@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.loss import finest_unit
+from groupwise.algorithms.losses import finest_unit
 from groupwise.algorithms.ppo import PPO
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import subspaces
-from groupwise.errors import SlowPathWarning
+from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import has_hooks
-from groupwise.speed.flat import FlatParameters
+from groupwise.speed.flat import FlatAdam, FlatParameters
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ Built = TypeVar("Built")
 def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
     """What keeps the loss from being a function of parameters, buffers and micro-batch alone; None if nothing does."""
     cfg, policy = algorithm.cfg, algorithm.policy
+    if not isinstance(algorithm.optimizer, FlatAdam):
+        return "parameters are many or of several types, or the optimiser is not Adam"
     known = type(algorithm).loss in (PPO.loss, GRPO.loss) and type(algorithm).backward is BaseAlgorithm.backward
     if not known or type(policy).evaluate is not ActorCritic.evaluate:
         return "the loss or the policy's scores are a subclass's own"
@@ -63,6 +65,20 @@ def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
         return "the clip range has a schedule"
     if cfg.objective.old_log_prob == "recomputed" or has_hooks(policy):
         return "old_log_prob is recomputed, or there are hooks"
+    return None
+
+
+def compiled_gradient(algorithm: BaseAlgorithm, *, required: bool = False) -> "CompiledBackward | None":
+    """A compiled ``backward``, for ``BaseAlgorithm(gradient=compiled_gradient)``; None where it cannot be compiled.
+
+    Raises:
+        ConfigError: it is ``required`` and cannot be compiled.
+    """
+    why = why_not_compiled(algorithm)
+    if why is None:
+        return CompiledBackward(algorithm)
+    if required:
+        raise ConfigError(f"compile='on', but the update cannot be compiled: {why}; fix: compile='auto'")
     return None
 
 
@@ -106,10 +122,11 @@ class CompiledBackward:
     Where it cannot be compiled, or gives another gradient, a warning gives the reason, and the reference is used.
     """
 
-    def __init__(self, algorithm: BaseAlgorithm, flat: FlatParameters) -> None:
+    def __init__(self, algorithm: BaseAlgorithm) -> None:
+        assert isinstance(algorithm.optimizer, FlatAdam)
         self._algorithm = algorithm
-        self._flat = flat
-        self._vector = flat.vector.detach()
+        self._flat = algorithm.optimizer.flat
+        self._vector = self._flat.vector.detach()
         self._function: _Gradient | None = None
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.failed = False
@@ -118,7 +135,11 @@ class CompiledBackward:
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledBackward":
         """The compiled function reads this policy's buffers, so the copy compiles its own."""
         copied = memo[id(self)] = object.__new__(CompiledBackward)
-        copied.__init__(copy.deepcopy(self._algorithm, memo), copy.deepcopy(self._flat, memo))  # type: ignore[misc]
+        copied._algorithm = copy.deepcopy(self._algorithm, memo)
+        copied._flat = copy.deepcopy(self._flat, memo)
+        copied._vector = copied._flat.vector.detach()
+        copied._function = copied._compiled = None
+        copied.failed = False
         return copied
 
     def __call__(self, batch: Batch) -> Float[Tensor, " metric"]:

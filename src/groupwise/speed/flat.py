@@ -5,14 +5,14 @@ Of a dozen small tensors, clipping and stepping are nearly all operator overhead
 
 import copy
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.algorithms.base import build_optimizer
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.errors import ConfigError
 
 LIMIT = 2**20
@@ -78,14 +78,18 @@ class FlatAdam:
     """
 
     def __init__(self, flat: FlatParameters, group: dict[str, Any]) -> None:
-        self._flat = flat
+        self.flat = flat
         self.param_groups: list[dict[str, Any]] = [group | {"params": [flat.vector]}]
         moments = {name: torch.zeros_like(flat.gradient) for name in ("exp_avg", "exp_avg_sq")}
         self.state: dict[str, Tensor] = {"step": torch.zeros((), device=flat.vector.device), **moments}
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, in place."""
-        self._flat.zero_grad()
+        self.flat.zero_grad()
+
+    def clip(self, limit: float | None) -> Float[Tensor, ""]:
+        """Clip the gradient's norm; returns the norm before."""
+        return self.flat.clip(limit)
 
     def step(self) -> None:
         """One step along the gradient.
@@ -97,8 +101,8 @@ class FlatAdam:
         move = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         state["step"].add_(1)
         move(
-            [self._flat.vector.detach()],
-            [self._flat.gradient],
+            [self.flat.vector.detach()],
+            [self.flat.gradient],
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],
@@ -118,21 +122,17 @@ class FlatAdam:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``."""
-        self.param_groups[0].update(state["param_groups"][0] | {"params": [self._flat.vector]})
+        self.param_groups[0].update(state["param_groups"][0] | {"params": [self.flat.vector]})
         saved = state["state"].get(0, {})
         for name, value in self.state.items():
             value.copy_(saved.get(name, torch.zeros_like(value)))
 
 
-def flatten(algorithm: BaseAlgorithm) -> FlatParameters | None:
-    """An algorithm's parameters as one vector, which its optimiser moves from now on; None where that does not apply."""
-    parameters, optimizer = algorithm.parameters, algorithm.optimizer
+def flat_adam(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam | None:
+    """Adam on the parameters as one vector, for ``BaseAlgorithm(optimizer=flat_adam)``; None where that does not apply."""
     kinds = {(p.dtype, p.device) for p in parameters}
     small = sum(p.numel() for p in parameters) <= LIMIT
-    if len(kinds) != 1 or not small or algorithm.cfg.optimizer.name not in ("adam", "adamw"):
+    if len(kinds) != 1 or not small or cfg.optimizer.name not in ("adam", "adamw"):
         return None
-    flat = FlatParameters(parameters)
-    algorithm.parameters = [flat.vector]
-    algorithm.clip_gradients = partial(flat.clip, algorithm.cfg.max_grad_norm)  # type: ignore[method-assign]
-    algorithm.optimizer = algorithm.schedule.optimizer = FlatAdam(flat, optimizer.param_groups[0])  # type: ignore[assignment]
-    return flat
+    group = build_optimizer(cfg, parameters).param_groups[0]
+    return FlatAdam(FlatParameters(parameters), group)

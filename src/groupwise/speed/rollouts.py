@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from groupwise.collectors.base import Collector
-from groupwise.collectors.torch_groups import TorchGroupCollector
-from groupwise.collectors.torch_vector import StepOutput, TorchVectorCollector
+from groupwise.collectors.torch_vector import StepOutput, TorchCollector
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import has_hooks
 from groupwise.speed.compile import compiled_for, compiled_or_none
@@ -26,8 +25,12 @@ WORTH_STEPS = 50_000
 _RTOL, _ATOL = 1e-3, 1e-5
 """A compiled step whose numbers differ by more from the reference is not used."""
 
-TorchCollector: TypeAlias = TorchVectorCollector | TorchGroupCollector
 Step: TypeAlias = Callable[..., StepOutput]
+
+
+def compiled_stepper(collector: TorchCollector) -> "CompiledStepper | None":
+    """A compiled ``stepper``, for ``TorchCollector(stepper=compiled_stepper)``; None where it cannot be compiled."""
+    return CompiledStepper(collector) if why_not_compiled(collector) is None else None
 
 
 def why_not_compiled(collector: Collector) -> str | None:
@@ -50,7 +53,7 @@ class CompiledStepper:
     def __init__(self, collector: TorchCollector) -> None:
         self._step = collector.step
         self._policy = collector.policy
-        self._reference = collector.stepper
+        self._reference = collector.reference_stepper
         self._draws: list[Callable[..., Tensor]] = []
         self._compiled: Callable[..., StepOutput] | None = None
         self.failed = False

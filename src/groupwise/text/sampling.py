@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError
-from groupwise.functional.row_random import hash_pair, mix, unit
+from groupwise.functional.random import hash_pair, mix, unit
 from groupwise.text.processing import kept_tokens, penalized
 
 BLOCK = 256

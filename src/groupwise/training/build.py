@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import Collector, acting_on_finite
+from groupwise.collectors.base import Collector, MakeActor, acting_on_finite
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.torch_groups import TorchGroupCollector
-from groupwise.collectors.torch_vector import TorchVectorCollector
+from groupwise.collectors.torch_vector import MakeStepper, TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import BCCfg, GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
@@ -30,7 +30,9 @@ from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError
 from groupwise.seeding import derive_seed
-from groupwise.speed.install import install
+from groupwise.speed import compile, rollouts
+from groupwise.speed.flat import flat_adam
+from groupwise.speed.numpy_actor import numpy_actor
 from groupwise.training.base import Callback
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity
@@ -157,17 +159,14 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
     policy = build_policy(cfg, env, given, algorithm_type).to(device)
     initialized = "" if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
     cfg = _with_max_length(_with_horizon(cfg, env), env, policy.num_units)
-    algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
+    of_algorithm, of_collector = fast_paths(cfg, engine.world_size)
+    algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"), **of_algorithm)
     if isinstance(cfg.algorithm, BCCfg):
         collector = pkgutil.resolve_name(f"{CLONING}:demo_collector")(
             cfg, env, policy, engine, read=not restored, fit_normalizers=given.policy is None and not initialized
         )
     else:
-        collector = _build_collector(cfg, env, policy, engine)
-    install(cfg, algorithm, collector)
-    if cfg.algorithm.on_nonfinite != "stop":
-        actor = collector.actor
-        collector.actor = lambda: acting_on_finite(actor())
+        collector = _build_collector(cfg, env, policy, engine, **of_collector)
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,
@@ -184,6 +183,27 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
     check_rollout_fits(cfg, buffer.slot_bytes, device)
     identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))
     return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, initialized)
+
+
+def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the algorithm and the collector that speed up a run: flat parameters, acting in NumPy, what pays to compile."""
+    stops = cfg.algorithm.on_nonfinite == "stop"
+    of_algorithm: dict[str, Any] = {"optimizer": flat_adam}
+    of_collector: dict[str, Any] = {
+        "actor": numpy_actor if stops else lambda policy: acting_on_finite(numpy_actor(policy))
+    }
+    if cfg.compile == "off":
+        return of_algorithm, of_collector
+    always, steps, rows = cfg.compile == "on", cfg.expected_steps(world_size), cfg.env.num_envs * world_size
+    elements = rows * cfg.algorithm.num_steps
+    minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
+    if always or steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
+        of_algorithm["gradient"] = partial(compile.compiled_gradient, required=always)
+    if stops and (
+        always or steps // rows >= rollouts.WORTH_STEPS
+    ):  # else actions are replaced on their way to the environment
+        of_collector["stepper"] = rollouts.compiled_stepper
+    return of_algorithm, of_collector
 
 
 def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> Policy:
@@ -241,19 +261,23 @@ def _with_max_length(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
     return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
 
 
-def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine) -> Collector:
+def _build_collector(
+    cfg: RunCfg,
+    env: VectorEnv,
+    policy: Policy,
+    engine: Engine,
+    *,
+    actor: MakeActor | None = None,
+    stepper: MakeStepper | None = None,
+) -> Collector:
     algorithm = cfg.algorithm
+    shared: dict[str, Any] = {"seed": cfg.seed, "rank": engine.rank, "actor": actor}
     if not isinstance(algorithm, GRPOCfg) or not isinstance(env, GroupEnv):
         if isinstance(env, TorchGroupEnv) and not policy.state_size:
-            return TorchVectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
-        return VectorCollector(env, policy, seed=cfg.seed, rank=engine.rank)
+            return TorchVectorCollector(env, policy, stepper=stepper, **shared)
+        return VectorCollector(env, policy, **shared)
     greedy_members = algorithm.credit.baseline.greedy_members
-    shared: dict[str, Any] = {
-        "group_size": algorithm.group_size,
-        "collection": algorithm.collection,
-        "seed": cfg.seed,
-        "rank": engine.rank,
-    }
+    shared |= {"group_size": algorithm.group_size, "collection": algorithm.collection}
     if algorithm.collection.partial_groups == "complete":
         return GroupCollector(env, policy, greedy_members=greedy_members, **shared)
     if greedy_members:
@@ -265,4 +289,4 @@ def _build_collector(cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine
             f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
             f"fix: {torch_fix(env.env_id)}collection.partial_groups='complete'"
         )
-    return TorchGroupCollector(env, policy, **shared)
+    return TorchGroupCollector(env, policy, stepper=stepper, **shared)

@@ -25,6 +25,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.algorithms import grpo
+from groupwise.algorithms.losses import clip_range
 from groupwise.config.algorithm import AdaptiveEntropyCfg, CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.contrib.sb3.group_buffer import GroupBuffer, Tick, copy_obs, on_cpu
 from groupwise.contrib.sb3.policy import (
@@ -35,7 +36,7 @@ from groupwise.contrib.sb3.policy import (
     ScoredActor,
 )
 from groupwise.contrib.sb3.presets import DEFAULTS, preset_arguments
-from groupwise.contrib.sb3.settings import ARGUMENTS, refuse, update_cfg
+from groupwise.contrib.sb3.settings import ARGUMENTS, refuse, update_cfg, with_clip_range
 from groupwise.contrib.sb3.start import insert_shared_start, verify_shared_start
 from groupwise.errors import ConfigError, EnvError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed
@@ -269,7 +270,11 @@ class GRPO(OnPolicyAlgorithm):
         rollout = self.rollout_buffer.take_whole_groups(self.device)
         if rollout is None:
             return
-        self.core.set_progress(1 - self._current_progress_remaining)  # the clip range; SB3 sets the learning rate
+        schedule = vars(self)["clip_range"]
+        if callable(schedule):
+            self.core.cfg = with_clip_range(self.core.cfg, float(schedule(self._current_progress_remaining)))
+        else:
+            self.core.set_progress(1 - self._current_progress_remaining)  # SB3 sets the learning rate
         self._update_learning_rate(self.policy.optimizer)
         metrics = {name: value.item() for name, value in self.core.update(rollout).items()}
         state = self.core.state_dict()
@@ -378,7 +383,7 @@ class GRPO(OnPolicyAlgorithm):
         if self.policy.log_std is not None:
             record("train/std", self.policy.log_std.exp().mean().item())
         record("train/n_updates", self._n_updates, exclude="tensorboard")
-        record("train/clip_range", self.core.cfg.objective.trust_region.clip_range[1])
+        record("train/clip_range", clip_range(self.core.cfg.objective.trust_region)[1])
         record("rollout/groups", num_groups)
         record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
 

@@ -1,8 +1,8 @@
 """From the arguments of the Stable-Baselines3 class to the settings of the update, and back again in what errors say."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -10,7 +10,6 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.base import explain
 from groupwise.config.choices import Choice
 from groupwise.config.presets import objective_preset
-from groupwise.config.ranges import RangeScheduleCfg
 from groupwise.errors import ConfigError, UnknownNameError
 
 CFG_NAMES = {
@@ -71,17 +70,6 @@ _ABSENT = {
 """Choices that read what the rollouts of SB3's environments do not hold."""
 
 
-class FunctionRangeCfg(RangeScheduleCfg):
-    """A clip range by a function of the progress that remains."""
-
-    name: Literal["function"] = "function"
-    function: Callable[[float], float]
-
-    def at(self, progress: float) -> float:
-        """The function's value at ``1 - progress``."""
-        return float(self.function(1 - progress))
-
-
 def refuse(names: Iterable[str], algorithm: type) -> None:
     """Refuse names that are no arguments of the algorithm.
 
@@ -106,7 +94,7 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
     """
     tree = {CFG_NAMES.get(name, name): value for name, value in arguments.items()}
     if callable(tree["clip_coef"]):
-        tree["clip_coef"] = FunctionRangeCfg(function=tree["clip_coef"])
+        tree["clip_coef"] = float(tree["clip_coef"](1.0))
     starts, interval = tree.pop("shared_starts"), tree.pop("kl_ref_iterations")
     if starts not in SHARED_STARTS:
         raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
@@ -123,6 +111,12 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
         raise ConfigError("\n".join(_complaint(item) for item in error.errors())) from error
     _check_present(cfg)
     return cfg
+
+
+def with_clip_range(cfg: GRPOCfg, clip_range: float) -> GRPOCfg:
+    """The settings with another clip range."""
+    region = cfg.objective.trust_region.model_copy(update={"clip_low": clip_range, "clip_high": clip_range})
+    return cfg.model_copy(update={"objective": cfg.objective.model_copy(update={"trust_region": region})})
 
 
 def _check_present(cfg: GRPOCfg) -> None:

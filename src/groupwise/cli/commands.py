@@ -24,7 +24,7 @@ Reinforcement learning with GRPO and PPO.
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
   serve MODEL        start a vLLM server that generates for training
-  plan FILE          say what a run on texts needs of GPUs: memory, seconds of a step
+  plan FILE          say how much GPU memory a run on texts needs
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   report RUN         write a page about a run: did it learn, its health, its groups
   view [FOLDER]      follow runs in the browser while they train

@@ -2,7 +2,6 @@
 
 The expert decides at each step; noise is added to its action on the way to the environment. So the episode also visits states
 that the expert alone would avoid. What is stored is the expert's own action, without the noise: it shows how to get back.
-A clone that learned the noisy actions would learn the noise's mean, which is the same, with more variance.
 
 Source: Laskey et al. 2017, "DART: Noise Injection for Robust Imitation Learning", https://arxiv.org/abs/1703.09327.
 """
@@ -47,8 +46,7 @@ EXPERTS = {
 
 MAX_ATTEMPTS = 20
 """Episodes played for each one asked for."""
-MAX_STEPS = 10_000
-"""Steps of an episode in environments without a step limit."""
+MAX_STEPS = 10_000  # of an episode in environments without a step limit
 
 
 class Recording(NamedTuple):
@@ -150,9 +148,8 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
             break
     has_instruction = INSTRUCTION in leaf_spaces(env.observation_space)
     task = bytes(seen[0][INSTRUCTION].numpy()).rstrip(b"\0").decode() if has_instruction else name
-    return Demonstration(
-        torch.stack(seen), np.stack(actions), np.array(rewards, np.float32), success_of_row(info), task
-    )
+    scores = np.array(rewards, np.float32), success_of_row(info)
+    return Demonstration(torch.stack(seen), np.stack(actions), *scores, task)
 
 
 def _with_noise(space: Any, action: Any, noise: float, generator: np.random.Generator) -> Any:
@@ -194,9 +191,7 @@ def push(env: Any, info: dict[str, Any]) -> Expert:
         aside = float(np.linalg.norm(offset - along * direction))
         if distance < 0.02:
             return _towards(hand, hand, -1.0)
-        if (
-            hand[2] < cube[2] + 0.02 and along < -0.03 and aside < 0.025
-        ):  # in place: push, and hold the line through cube and goal
+        if hand[2] < cube[2] + 0.02 and along < -0.03 and aside < 0.025:  # in place: push along the line to the goal
             ahead = cube[:2] + (min(distance, 0.03) - 0.05) * direction
             return _towards(hand, np.array([*ahead, cube[2]]), -1.0)
         return _towards(hand, np.array([*behind, cube[2] + (0.0 if off < 0.015 else 0.08)]), -1.0)

@@ -43,7 +43,6 @@ EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
-STATE = "observation.state"
 INSTRUCTION = ("instruction",)
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -90,10 +89,6 @@ class Demonstrations(NamedTuple):
     """[M] the episode of each step, from 0."""
 
 
-_NEEDED = ("action", "next.reward", "episode_index", "task_index")
-"""Columns that are read besides those of observations. Recordings of LeRobot's may lack rewards."""
-
-
 class DemoWriter:
     """Writes episodes into a new folder; complete when closed.
 
@@ -133,9 +128,8 @@ class DemoWriter:
         values |= {"timestamp": (frame / self._fps).astype(np.float32), "frame_index": frame}
         values |= {"episode_index": np.full(steps, episode), "index": sum(self.lengths) + frame}
         values |= {"task_index": np.full(steps, self._tasks.setdefault(demo.task, len(self._tasks)))}
-        self._columns = {
-            name: self._columns.get(name, Column(value.dtype.name, (1,))) for name, value in values.items()
-        }
+        own = self._columns
+        self._columns = {name: own.get(name, Column(value.dtype.name, (1,))) for name, value in values.items()}
         table = pa.table({name: to_arrow(values[name], column) for name, column in self._columns.items()})
         if self._data is None:
             path = self.folder / DATA.format(chunk_index=0, file_index=0)
@@ -149,13 +143,9 @@ class DemoWriter:
 
     def _write_meta(self) -> None:
         ends = np.cumsum(self.lengths, dtype=np.int64)
-        episodes = {
-            "episode_index": np.arange(len(ends)),
-            "tasks": [[task] for task in self._task_of_episode],
-            "length": np.array(self.lengths, np.int64),
-            "dataset_from_index": ends - self.lengths,
-            "dataset_to_index": ends,
-        }
+        episodes = {"episode_index": np.arange(len(ends)), "tasks": [[task] for task in self._task_of_episode]}
+        episodes |= {"length": np.array(self.lengths, np.int64)}
+        episodes |= {"dataset_from_index": ends - self.lengths, "dataset_to_index": ends}
         zeros = ("data/chunk_index", "data/file_index", "meta/episodes/chunk_index", "meta/episodes/file_index")
         episodes |= {name: np.zeros(len(ends), np.int64) for name in zeros}
         (self.folder / EPISODES).parent.mkdir(parents=True)
@@ -210,7 +200,8 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
         raise DataError(
             f"{folder} is of format {version!r}, expected {VERSION!r}; fix: convert it with LeRobot's script"
         )
-    if absent := [name for name in _NEEDED if name not in features]:
+    needed = ("action", "next.reward", "episode_index", "task_index")  # recordings of LeRobot's may lack rewards
+    if absent := [name for name in needed if name not in features]:
         raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
     wanted = obs_columns(observation_space)
     for name, column in wanted.items():
@@ -296,7 +287,7 @@ def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]
             names = [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
             found.append((path, names, Column("image", tuple(leaf.shape[-3:]))))
         elif path != INSTRUCTION:
-            name = STATE if path in ((), ("proprio",)) else ".".join(("observation", *path))
+            name = "observation.state" if path in ((), ("proprio",)) else ".".join(("observation", *path))
             found.append((path, [name], number(leaf)))
     return found
 

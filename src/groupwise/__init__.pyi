@@ -19,11 +19,10 @@ from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg, BCCfg as BC
 from groupwise.config.choices import register_choice as register_choice
 from groupwise.config.evolution import EvolutionCfg as EvolutionCfg, MutationCfg as MutationCfg, Place as Place, SelectionCfg as SelectionCfg
 from groupwise.config.env import EnvCfg as EnvCfg
-from groupwise.config.policy import FlowCfg as FlowCfg, LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, RecurrentCfg as RecurrentCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg, register_policy as register_policy
+from groupwise.config.policy import LoRACfg as LoRACfg, ModelCfg as ModelCfg, PolicyCfg as PolicyCfg, RecurrentCfg as RecurrentCfg, SamplingCfg as SamplingCfg, VLACfg as VLACfg, register_policy as register_policy
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg, EvaluationCfg as EvaluationCfg, LoggingCfg as LoggingCfg, RunCfg as RunCfg, StopCfg as StopCfg, TextEvaluationCfg as TextEvaluationCfg, TextRunCfg as TextRunCfg
 from groupwise.config.trackers import TrackedRun as TrackedRun, TrackerCfg as TrackerCfg
 from groupwise.config.text import RewardCfg as RewardCfg, TextTaskCfg as TextTaskCfg
-from groupwise.embodied.flow import FlowPolicy as FlowPolicy
 from groupwise.embodied.vla import VLAPolicy as VLAPolicy
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer, transition_view as transition_view
 from groupwise.embodied.torch_sim import from_torch_sim as from_torch_sim

@@ -52,7 +52,7 @@ TASKS = {"Pendulum-v1": Task(10_000, -1200, -150), "LunarLander-v3": Task(10_000
 
 
 @gw.register_recipe
-class KeepCfg(gw.SelectionCfg):
+class KeepCfg(gw.config.SelectionCfg):
     """All members go on as they are: random search."""
 
     name: Literal["keep"] = "keep"

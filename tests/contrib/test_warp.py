@@ -11,6 +11,7 @@ from gymnasium import spaces
 import groupwise as gw
 from groupwise.contrib import warp
 from groupwise.contrib.warp import WarpGroupEnv
+from groupwise.envs.starts import verify_group_start
 from groupwise.functional.row_random import RowRandom
 
 BALL = """
@@ -145,7 +146,7 @@ class Shaken(Ball):
 
 
 def test_controls_can_be_noisy_and_members_draw_their_own():
-    report = gw.verify_group_start(Shaken(4))
+    report = verify_group_start(Shaken(4))
     assert (report.start_mode, report.start_varies, report.noise_varies) == ("native", True, True)
 
 
@@ -191,7 +192,7 @@ def test_all_rows_are_no_numbers_where_contacts_do_not_fit():
 
 def test_training_ends_where_contacts_are_lost(tmp_path):
     cfg = gw.PPOCfg(num_steps=40, num_epochs=1)
-    with pytest.raises(gw.DataError, match=r"reward of environment . at step .* of the rollout is not finite"):
+    with pytest.raises(gw.errors.DataError, match=r"reward of environment . at step .* of the rollout is not finite"):
         gw.train(
             lambda num_envs: Ball(num_envs, njmax=3, frame_skip=20),
             cfg,
@@ -222,7 +223,7 @@ NEITHER = BALL.replace("<worldbody>", '<option integrator="discrete" noslip_iter
     ],
 )
 def test_what_cannot_be_simulated_is_refused(given, says):
-    with pytest.raises(gw.EnvError, match=says):
+    with pytest.raises(gw.errors.EnvError, match=says):
         Ball(2, **given)
 
 
@@ -235,7 +236,7 @@ def test_controls_of_another_shape_are_refused():
     env = Short(3)
     env.reset(seed=0)
     with pytest.raises(
-        gw.EnvError, match=r"control of Ball returned \[3, 1\], expected \[3, 2\]; fix: a number for each"
+        gw.errors.EnvError, match=r"control of Ball returned \[3, 1\], expected \[3, 2\]; fix: a number for each"
     ):
         env.step(torch.zeros(3, 2))
 
@@ -251,9 +252,13 @@ class Taken(Ball):
 
 
 def test_starts_of_another_shape_or_name_are_refused():
-    with pytest.raises(gw.EnvError, match=r"begin of Ball returned {'qpos': \(2, 3\).*expected {'qpos': \(2, 2\)"):
+    with pytest.raises(
+        gw.errors.EnvError, match=r"begin of Ball returned {'qpos': \(2, 3\).*expected {'qpos': \(2, 2\)"
+    ):
         Misplaced(2).reset(seed=0)
-    with pytest.raises(gw.EnvError, match=r"begin of Ball returned \['act'\], which the state has already; fix: other"):
+    with pytest.raises(
+        gw.errors.EnvError, match=r"begin of Ball returned \['act'\], which the state has already; fix: other"
+    ):
         Taken(2).reset(seed=0)
 
 
@@ -270,7 +275,7 @@ def test_a_missing_extra_is_named(missing, monkeypatch):
     find = gw.errors.find_spec
     monkeypatch.setattr("groupwise.errors.find_spec", lambda name: None if name == missing else find(name))
     with pytest.raises(
-        gw.MissingExtraError, match=rf"'{missing}' is not installed; fix: pip install -e '\.\[mujoco-warp\]'"
+        gw.errors.MissingExtraError, match=rf"'{missing}' is not installed; fix: pip install -e '\.\[mujoco-warp\]'"
     ):
         Ball(2)
 

@@ -8,6 +8,8 @@ from no_waiting import NoWaiting
 from torch_rollouts import same
 
 import groupwise as gw
+from groupwise.collectors.torch_groups import TorchGroupCollector
+from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.functional.row_random import RowRandom
 
@@ -144,7 +146,7 @@ def made(task, kind):
     """A collector of 8 rows and its buffer, with the same policy each time."""
     env = TASKS[task](8)
     torch.manual_seed(0)
-    groups = kind is gw.TorchGroupCollector
+    groups = kind is TorchGroupCollector
     policy = gw.ActorCritic(env.observation_space, env.action_space, gw.PolicyCfg(hidden_sizes=(8,)), actor_only=groups)
     spec = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec, "value": not groups}
     buffer = gw.RolloutBuffer(8, 7, **spec)
@@ -160,13 +162,13 @@ def rollouts(collector, buffer, count):
 
 @tasks
 def test_windows_are_those_of_the_reference(task):
-    found = rollouts(*made(task, gw.TorchVectorCollector), 3)
+    found = rollouts(*made(task, TorchVectorCollector), 3)
     for rollout, expected in zip(found, rollouts(*made(task, gw.VectorCollector), 3), strict=True):
         same(rollout, expected)
 
 
 def test_members_begin_together_and_branch_where_their_first_member_was():
-    collector, buffer = made("cube", gw.TorchGroupCollector)
+    collector, buffer = made("cube", TorchGroupCollector)
     assert collector.env.start_report.start_mode == "native"
     last = None
     for rollout in rollouts(collector, buffer, 3):

@@ -10,6 +10,7 @@ import groupwise as gw
 from groupwise.config import resolve
 from groupwise.config.policy import FlowCfg
 from groupwise.embodied.chunks import ActionChunk
+from groupwise.embodied.demos import record_demos
 from groupwise.engines.base import Engine
 from groupwise.report.folder import RunFolder
 from groupwise.run import build
@@ -31,7 +32,7 @@ SETTINGS = {"policy": POLICY, "evaluation": {"episodes": 40}, "logging": {"progr
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return gw.record_demos("Robot-v0", towards_its_side, episodes=20, out=tmp_path_factory.mktemp("demos")).path
+    return record_demos("Robot-v0", towards_its_side, episodes=20, out=tmp_path_factory.mktemp("demos")).path
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_noise_and_times_are_drawn_anew_and_actions_stay(policy):
 
 
 def parts_of(data, **algorithm):
-    cfg = resolve("Robot-v0", gw.BCCfg(data=data, num_steps=8, **algorithm), env=ROBOT, policy=POLICY)
+    cfg = resolve("Robot-v0", gw.config.BCCfg(data=data, num_steps=8, **algorithm), env=ROBOT, policy=POLICY)
     parts = build(cfg, UserObjects(), Engine())
     parts.close()
     return parts
@@ -117,7 +118,7 @@ def test_held_out_scores_are_the_same_each_time(data):
 
 
 def test_a_clone_resumes_bit_for_bit(data, tmp_path):
-    settings = SETTINGS | {"algorithm": gw.BCCfg(data=data, num_steps=8), "checkpoint_interval": 1}
+    settings = SETTINGS | {"algorithm": gw.config.BCCfg(data=data, num_steps=8), "checkpoint_interval": 1}
     settings |= {"evaluation": {"interval": 128, "episodes": 2}}
     whole = gw.train(ROBOT, total_steps=256, run_dir=tmp_path / "whole", **settings)
     gw.train(ROBOT, total_steps=128, run_dir=tmp_path / "cut", **settings)
@@ -128,7 +129,7 @@ def test_a_clone_resumes_bit_for_bit(data, tmp_path):
 
 
 def cloned(data, steps, folder):
-    algorithm = gw.BCCfg(data=data, num_steps=16, minibatch_size=64, learning_rate=1e-3)
+    algorithm = gw.config.BCCfg(data=data, num_steps=16, minibatch_size=64, learning_rate=1e-3)
     return gw.train(ROBOT, algorithm, total_steps=steps, run_dir=folder, **SETTINGS)
 
 

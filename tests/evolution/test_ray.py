@@ -51,7 +51,7 @@ def holding(folder):
 
 def test_with_a_node_lost_in_mid_round_the_search_ends_as_on_this_machine(ray, nodes, tmp_path, caplog):
     cluster, second = nodes
-    with pytest.raises(gw.ConfigError, match=r"gpus = 0\.5: no node of the Ray cluster has as many"):
+    with pytest.raises(gw.errors.ConfigError, match=r"gpus = 0\.5: no node of the Ray cluster has as many"):
         gw.evolve("CartPole-v1", PPO, run_dir=tmp_path / "gpu", launcher="ray", gpus=0.5, **SMALL)
     (tmp_path / "seen").mkdir()
     env, hold = holding(tmp_path / "seen"), tmp_path / "seen/hold"

@@ -67,11 +67,11 @@ def test_a_run_that_diverges_fails_and_the_others_go_on(tmp_path):
 
 def test_what_is_no_setting_is_refused_before_a_trial(tmp_path):
     found = study()
-    with pytest.raises(gw.ConfigError, match=r"did you mean 'algorithm\.gamma'"):
+    with pytest.raises(gw.errors.ConfigError, match=r"did you mean 'algorithm\.gamma'"):
         optimize(found, algorithm=PPO, search={"algorithm.gama": [0.9, 1.0]}, trials=1, run_dir=tmp_path)
     assert not found.trials
 
 
 def test_a_study_that_minimises_is_refused(tmp_path):
-    with pytest.raises(gw.ConfigError, match="fix: create_study"):
+    with pytest.raises(gw.errors.ConfigError, match="fix: create_study"):
         optimize(optuna.create_study(), search={"algorithm.num_epochs": [1, 2]}, trials=1, run_dir=tmp_path)

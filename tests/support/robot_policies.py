@@ -10,10 +10,11 @@ import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.embodied.chunks import ActionChunk
+from groupwise.embodied.flow import FlowPolicy
 
 C, A, BINS = 3, 2, 5
 ENV = ActionChunk(Robot(), C)
-KINDS = {"vla": gw.VLAPolicy, "flow": gw.FlowPolicy}
+KINDS = {"vla": gw.VLAPolicy, "flow": FlowPolicy}
 TINY = {
     "vla": {"hidden_size": 32, "num_layers": 1, "patch_size": 4, "bins": BINS},
     "flow": {"hidden_size": 32, "num_layers": 1, "patch_size": 8},

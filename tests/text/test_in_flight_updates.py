@@ -144,7 +144,7 @@ def test_sglang_without_versions_of_tokens_is_refused_in_flight(model):
         double.generate = older_release
         request = GroupRequest([5, 6], 2, 1, SamplingCfg(max_new_tokens=4), (0,), 15, "default")
         assert {version for answer in server.generate(request) for version in answer.versions} == {"default"}
-        with pytest.raises(gw.ServerError, match=r"in another format .*weight_versions.*; fix: SGLang"):
+        with pytest.raises(gw.errors.ServerError, match=r"in another format .*weight_versions.*; fix: SGLang"):
             in_flight.generate(request)
 
 

@@ -91,7 +91,7 @@ def test_a_server_that_cannot_take_them_ends_the_update_at_once(model, double, e
     generate = sending(model, tmp_path, double)
     double.faults[f"/{phase}"] = ["500"]
     begun = time.monotonic()
-    with pytest.raises(gw.ServerError, match=f"{phase}: no answer in 1 tries: .*EngineDeadError: out of memory"):
+    with pytest.raises(gw.errors.ServerError, match=f"{phase}: no answer in 1 tries: .*EngineDeadError: out of memory"):
         generate.update(0)
     assert time.monotonic() - begun < 4  # not as long as the exchange waits
     assert all(link.aborted.is_set() for link in exchange.links.values() if link.joined.is_set())
@@ -103,7 +103,7 @@ def test_an_exchange_that_fails_ends_the_update_at_once(model, double, exchange,
     exchange.fault = "NCCL versions differ"
     begun = time.monotonic()
     with pytest.raises(
-        gw.ServerError, match=r"exchange of weights failed: .*NCCL versions differ.*; fix: the same NCCL"
+        gw.errors.ServerError, match=r"exchange of weights failed: .*NCCL versions differ.*; fix: the same NCCL"
     ):
         generate.update(0)
     assert time.monotonic() - begun < 4
@@ -114,7 +114,7 @@ def test_a_communicator_whose_first_exchange_fails_is_aborted(model, double, exc
         raise RuntimeError("unhandled system error")
 
     monkeypatch.setattr(Link, "allreduce", fails)
-    with pytest.raises(gw.ServerError, match=r"exchange of weights failed: .*unhandled system error"):
+    with pytest.raises(gw.errors.ServerError, match=r"exchange of weights failed: .*unhandled system error"):
         sending(model, tmp_path, double).update(0)
     (link,) = exchange.links.values()
     assert link.aborted.is_set()
@@ -123,7 +123,7 @@ def test_a_communicator_whose_first_exchange_fails_is_aborted(model, double, exc
 def test_a_server_without_nccl_is_refused(model, double, tmp_path):
     double.config["weight_transfer_config"] = None
     with pytest.raises(
-        gw.ServerError, match=r"weight_transfer_config=None, expected .*; fix: .*--weight-transfer-config"
+        gw.errors.ServerError, match=r"weight_transfer_config=None, expected .*; fix: .*--weight-transfer-config"
     ):
         sending(model, tmp_path, double)
 
@@ -147,17 +147,17 @@ def test_the_setting_has_weights_sent(model, double, monkeypatch):
 def test_what_cannot_be_sent_is_refused(model, double, tmp_path):
     def refused(said, url=double.url, **more):
         generation = {"name": "server", "urls": [url], "transfer": "nccl"} | more
-        with pytest.raises(gw.ConfigError, match=said):
+        with pytest.raises(gw.errors.ConfigError, match=said):
             train(copying(), model, tmp_path / "run", generation=generation)
 
     refused("sends weights from a GPU, got device='cpu'; fix: transfer='folder'")
     with SGLangDouble(model) as other:
         refused("sends weights to vLLM, got http", other.url)
     refused("max_staleness=1, expected None and 0", max_staleness=1)
-    with pytest.raises(gw.ConfigError, match="python='py' and max_staleness=0, expected None and 0"):
+    with pytest.raises(gw.errors.ConfigError, match="python='py' and max_staleness=0, expected None and 0"):
         gw.TextRunCfg(generation={"name": "server", "python": "py", "transfer": "nccl"})
     double.config["lora_config"] = {"max_lora_rank": 16}
-    adapted = CausalLM(with_adapters(tiny_model(), gw.LoRACfg(r=2)))
+    adapted = CausalLM(with_adapters(tiny_model(), gw.config.LoRACfg(r=2)))
     cfg = gw.TextRunCfg(generation={"name": "server", "urls": [double.url], "transfer": "nccl"})
-    with pytest.raises(gw.ConfigError, match="sends weights of whole models, got adapters"):
+    with pytest.raises(gw.errors.ConfigError, match="sends weights of whole models, got adapters"):
         connect(cfg, adapted, Engine())

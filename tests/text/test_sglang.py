@@ -46,12 +46,12 @@ def test_the_server_is_told_by_what_it_says(model):
         assert isinstance(found(vllm), VLLMServer)
         assert isinstance(found(sglang), SGLangServer)
         with pytest.raises(
-            gw.ServerError, match=r"has no /server_info, as vLLM without .*; fix: start it by groupwise serve"
+            gw.errors.ServerError, match=r"has no /server_info, as vLLM without .*; fix: start it by groupwise serve"
         ):
             found(foreign)
         for info in ({"version": "1"}, [], "hello"):
             foreign.info = info
-            with pytest.raises(gw.ServerError, match=r"is neither vLLM nor SGLang.*; fix: generation\.urls of"):
+            with pytest.raises(gw.errors.ServerError, match=r"is neither vLLM nor SGLang.*; fix: generation\.urls of"):
                 found(foreign)
 
 
@@ -75,18 +75,24 @@ REFUSED = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_server_whose_log_probs_are_not_of_what_it_samples_is_refused(model, why):
     settings, said = REFUSED[why]
-    with SGLangDouble(model, **settings) as double, pytest.raises(gw.ServerError, match=said):
+    with SGLangDouble(model, **settings) as double, pytest.raises(gw.errors.ServerError, match=said):
         found(double).check()
 
 
 def test_a_server_without_adapters_is_refused(model):
-    with SGLangDouble(model) as double, pytest.raises(gw.ServerError, match="serves no adapters; fix: --enable-lora"):
+    with (
+        SGLangDouble(model) as double,
+        pytest.raises(gw.errors.ServerError, match="serves no adapters; fix: --enable-lora"),
+    ):
         found(double, adapters=True).check()
 
 
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "presence_penalty"])
 def test_penalties_that_differ_from_those_of_training_are_refused(model, penalty):
-    with SGLangDouble(model) as double, pytest.raises(gw.ConfigError, match=rf"{penalty}=1\.5 .*; fix: leave them out"):
+    with (
+        SGLangDouble(model) as double,
+        pytest.raises(gw.errors.ConfigError, match=rf"{penalty}=1\.5 .*; fix: leave them out"),
+    ):
         found(double).generate(request(**{penalty: 1.5}))
 
 
@@ -98,7 +104,7 @@ def test_a_completion_that_ends_where_training_does_not_is_refused(model):
         assert any(answer.stop != "length" for answer in server.generate(ends))
         double.faults[GENERATE] = ["end"]
         with pytest.raises(
-            gw.ServerError, match=r"by token 7, and training does only by \[0\]; fix: the same eos_token_id"
+            gw.errors.ServerError, match=r"by token 7, and training does only by \[0\]; fix: the same eos_token_id"
         ):
             server.generate(ends)
 
@@ -108,10 +114,10 @@ def test_answers_in_another_format_say_so(model):
         server = found(double)
         server.check()
         double.generate = lambda *call: (200, [{"meta_info": {"finish_reason": None}}])
-        with pytest.raises(gw.ServerError, match=r"in another format .*; fix: SGLang 0\.5\.23 or later"):
+        with pytest.raises(gw.errors.ServerError, match=r"in another format .*; fix: SGLang 0\.5\.23 or later"):
             server.generate(request())
         double.generate = lambda *call: (400, {"error": {"message": "too long"}})
-        with pytest.raises(gw.ServerError, match=r"was refused: status 400: .*too long"):
+        with pytest.raises(gw.errors.ServerError, match=r"was refused: status 400: .*too long"):
             server.generate(request())
 
 
@@ -127,7 +133,7 @@ def test_a_check_that_is_answered_in_another_format_says_so(model, call, answer)
     with SGLangDouble(model) as double:
         server = found(double)
         setattr(double, call, lambda *call: (200, answer))
-        with pytest.raises(gw.ServerError, match=r"in another format .*; fix: SGLang 0\.5\.23 or later"):
+        with pytest.raises(gw.errors.ServerError, match=r"in another format .*; fix: SGLang 0\.5\.23 or later"):
             server.check()
 
 
@@ -135,7 +141,7 @@ def test_a_list_of_models_in_another_format_says_so(model):
     with SGLangDouble(model, lora=True) as double:
         server = found(double, adapters=True)
         double.v1_models = lambda *call: (200, {"models": []})
-        with pytest.raises(gw.ServerError, match=r"in another format \(KeyError\('data'\)\); fix: SGLang"):
+        with pytest.raises(gw.errors.ServerError, match=r"in another format \(KeyError\('data'\)\); fix: SGLang"):
             server.update(model, "a")
 
 
@@ -154,7 +160,7 @@ def test_adapters_change_once_if_an_answer_is_lost(model, verb, fault):
         with pytest.raises(LostWeightsError, match="has no adapter 'groupwise-c'"):
             server.generate(request("c"))
         double.load_lora_adapter = lambda *call: (400, {"error_message": "rank 64 is incompatible"})
-        with pytest.raises(gw.ServerError, match="rank 64 is incompatible"):
+        with pytest.raises(gw.errors.ServerError, match="rank 64 is incompatible"):
             server.update(model, "c")
 
 

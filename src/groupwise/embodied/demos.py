@@ -124,7 +124,7 @@ def _maker(env_id: str) -> ExpertMaker:
             return found
     raise ConfigError(
         f"no expert is known for {env_id!r}, only for {', '.join(EXPERTS)}; fix: from Python, "
-        f"gw.record_demos({env_id!r}, expert=...), a function from an observation to an action"
+        f"record_demos({env_id!r}, expert=...), a function from an observation to an action"
     )
 
 

@@ -27,7 +27,7 @@ RESULT = Path(__file__).parent / "results" / "cube_push.json"
 STEPS = 1_500_000
 SEEDS = (100, 101, 102)
 EPISODES = 256
-SETTINGS: dict[str, gw.AlgorithmCfg] = {
+SETTINGS: dict[str, gw.config.AlgorithmCfg] = {
     "ppo": gw.PPOCfg(
         num_steps=32, num_epochs=8, minibatch_size=512, learning_rate=7e-4, gamma=0.95, schedule={"name": "linear"}
     ),

@@ -52,7 +52,7 @@ TASKS = {"Pendulum-v1": Task(10_000, -1200, -150), "LunarLander-v3": Task(10_000
 
 
 @gw.register_choice
-class KeepCfg(gw.SelectionCfg):
+class KeepCfg(gw.config.SelectionCfg):
     """All members go on as they are: random search."""
 
     name: Literal["keep"] = "keep"
@@ -135,7 +135,7 @@ def tpe(env: str, algorithm: str, seed: int, folder: Path) -> tuple[list[Point],
     left, curve, last = MEMBERS * ROUNDS * size, [], {}
     while left >= size:
         number = len(study.trials)
-        study.optimize(train, n_trials=1, catch=gw.DivergedError)
+        study.optimize(train, n_trials=1, catch=gw.errors.DivergedError)
         done = study.trials[number].intermediate_values
         for steps, score in done.items():
             last[number] = score

@@ -57,7 +57,7 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
     clock = Clock(WARM_UP[device], torch.cuda.synchronize if device == "cuda" else None)
     with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
-            gw.TorchCartPole,
+            TorchCartPole,
             cfg,
             num_envs=num_envs,
             device=device,
@@ -116,7 +116,7 @@ def train_peer(peer: str, num_envs: int, device: str, threads: int) -> dict[str,
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    env = gw.TorchCartPole(num_envs, device=device)
+    env = TorchCartPole(num_envs, device=device)
     settings = PPO | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
     if peer == "leanrl":
         from peers import leanrl_ppo

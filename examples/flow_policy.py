@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import groupwise as gw
+from groupwise.embodied.demos import record_demos
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.policies.base import Action, Evaluation, Policy
@@ -57,7 +58,7 @@ class FlowPolicy(Policy):
     def __init__(self, observation_space, action_space, cfg, *, actor_only=False, gamma=0.99):
         super().__init__()
         if not action_space.is_bounded():
-            raise gw.UnsupportedSpaceError(f"a flow policy needs a bounded Box, got {action_space}; fix: RescaleAction")
+            raise gw.errors.UnsupportedSpaceError(f"a flow policy needs a bounded Box, got {action_space}; fix: RescaleAction")
         self.observation_space, self.action_space = observation_space, action_space
         self.cfg, self.actor_only = cfg, actor_only
         inputs, self.size = math.prod(observation_space.shape), math.prod(action_space.shape)
@@ -178,9 +179,9 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/flow"))
     args = parser.parse_args()
 
-    demos = gw.record_demos("Pendulum-v1", swing_up, episodes=5, out=args.run_dir / "demos")
+    demos = record_demos("Pendulum-v1", swing_up, episodes=5, out=args.run_dir / "demos")
     settings = {"policy": {"name": "flow"}, "total_steps": args.total_steps}
-    clone = gw.train("Pendulum-v1", gw.BCCfg(data=demos.path), run_dir=args.run_dir / "clone", **settings)
+    clone = gw.train("Pendulum-v1", gw.config.BCCfg(data=demos.path), run_dir=args.run_dir / "clone", **settings)
     print(f"clone: {clone.summary['return_mean']:.0f}")
 
     cfg = gw.GRPOCfg(group_size=8, num_steps=200, num_epochs=4, minibatch_size=400, learning_rate=1e-4)

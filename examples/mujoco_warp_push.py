@@ -19,6 +19,7 @@ import warp as wp
 from gymnasium import spaces
 
 import groupwise as gw
+from groupwise.envs.starts import verify_group_start
 
 wp.config.log_level = wp.LOG_WARNING
 import mujoco_warp as mjw  # noqa: E402  (logs while it is imported)
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--run-dir")
     args = parser.parse_args()
 
-    report = gw.verify_group_start(CubePush(4))
+    report = verify_group_start(CubePush(4))
     print(f"members of a group share their start by {report.start_mode}")
     cfg = gw.PPOCfg(
         num_steps=32, num_epochs=8, minibatch_size=512, learning_rate=7e-4, gamma=0.95, schedule={"name": "linear"}

@@ -42,7 +42,7 @@ def main() -> None:
         return run.summary["return_mean"]
 
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2))
-    study.optimize(train, n_trials=args.trials, catch=gw.DivergedError)
+    study.optimize(train, n_trials=args.trials, catch=gw.errors.DivergedError)
     print(
         f"trial {study.best_trial.number} of {len(study.trials)} is the best, {study.best_value:.1f}: {study.best_params}"
     )

@@ -24,6 +24,7 @@ args = parse()
 
 from groupwise import Population, PPOCfg, Run, evolve, register_choice
 from groupwise.config.evolution import Place, TournamentCfg
+from groupwise.evolution.population import Population
 
 CORES = 2
 

@@ -8,7 +8,9 @@ from no_waiting import NoWaiting
 from torch_rollouts import ENVS, named, same
 
 import groupwise as gw
+from groupwise.collectors.torch_groups import TorchGroupCollector
 from groupwise.config.algorithm import CollectionCfg
+from groupwise.envs.torch_control import TorchCartPole
 
 
 def made(
@@ -28,7 +30,7 @@ def made(
         env.observation_space, env.action_space, gw.PolicyCfg(hidden_sizes=(8,), **cfg), actor_only=True
     )
     buffer = gw.RolloutBuffer(groups * size, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec)
-    collector = gw.TorchGroupCollector(
+    collector = TorchGroupCollector(
         env,
         policy,
         group_size=size,
@@ -211,15 +213,15 @@ def test_a_resumed_collector_goes_on_bit_for_bit():
     ],
 )
 def test_what_it_cannot_do_is_refused(how, says):
-    env = gw.TorchCartPole(8)
+    env = TorchCartPole(8)
     how = {"group_size": 4, "actor_only": True} | how
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=how.pop("actor_only"))
-    with pytest.raises(gw.EnvError, match=says):
-        gw.TorchGroupCollector(env, policy, **how)
+    with pytest.raises(gw.errors.EnvError, match=says):
+        TorchGroupCollector(env, policy, **how)
 
 
 def test_the_other_collector_refuses_branch():
-    env = gw.TorchCartPole(8)
+    env = TorchCartPole(8)
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=True)
-    with pytest.raises(gw.EnvError, match="needs TorchGroupCollector"):
+    with pytest.raises(gw.errors.EnvError, match="needs TorchGroupCollector"):
         gw.GroupCollector(env, policy, group_size=4, collection=CollectionCfg(partial_groups="truncate"))

@@ -112,5 +112,5 @@ def test_a_schedule_of_your_own(registry: None):
     ],
 )
 def test_mistakes_are_named(given: dict, said: str):
-    with pytest.raises(gw.ConfigError, match=re.escape(said)):
+    with pytest.raises(gw.errors.ConfigError, match=re.escape(said)):
         gw.PPOCfg(**given)

@@ -247,7 +247,7 @@ from robot_policies import ENV, KINDS
 for policy in KINDS.values():
     try:
         policy(ENV.observation_space, ENV.action_space)
-    except gw.MissingExtraError as error:
+    except gw.errors.MissingExtraError as error:
         print(error)
 """
 

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 
 import groupwise as gw
+from groupwise.text.tools import Tool
 from groupwise import config
 from groupwise.config import presets
 
@@ -323,7 +324,7 @@ def used_a_tool():
     from text_runs import numbers as rows
     from text_runs import save_model, share_copied, train
 
-    class Count(gw.Tool):
+    class Count(Tool):
         """Ends turns at some digits, and answers with how many characters they have."""
 
         stop = ("5", "6", "7")

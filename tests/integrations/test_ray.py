@@ -80,9 +80,9 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_pa
     killer.join()
     print(f"from the kill to two further iterations: {killer.seconds:.1f} s")
     assert learned(killed) == learned(whole)  # each iteration once
-    with pytest.raises(gw.RunFolderError, match="whole"):
+    with pytest.raises(gw.errors.RunFolderError, match="whole"):
         train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "whole", **OPTIONS)
-    with pytest.raises(gw.ConfigError, match=r"3 workers .* the Ray cluster has 2 cores and 0 GPUs"):
+    with pytest.raises(gw.errors.ConfigError, match=r"3 workers .* the Ray cluster has 2 cores and 0 GPUs"):
         train_on_ray("CartPole-v1", GRPO, workers=Workers(3), run_dir=tmp_path / "many", **OPTIONS)
     again = resume_on_ray(whole.path)
     assert learned(again) == learned(whole)
@@ -91,7 +91,7 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_pa
 def test_an_error_of_the_run_is_raised_at_once(cluster, tmp_path):
     from groupwise.integrations.ray import train_on_ray
 
-    with pytest.raises(gw.ConfigError, match="NoSuchEnv-v0"):
+    with pytest.raises(gw.errors.ConfigError, match="NoSuchEnv-v0"):
         train_on_ray("NoSuchEnv-v0", GRPO, run_dir=tmp_path / "run", **OPTIONS)
 
 
@@ -101,19 +101,19 @@ def test_a_worker_has_as_many_processes_for_environments_as_cores(cluster, tmp_p
     def make(**options):
         from groupwise.system.cpus import num_cpus
 
-        raise gw.EnvError(f"environments have {num_cpus()} cores")
+        raise gw.errors.EnvError(f"environments have {num_cpus()} cores")
 
-    with pytest.raises(gw.EnvError, match="environments have 1 cores"):  # of at least two here
+    with pytest.raises(gw.errors.EnvError, match="environments have 1 cores"):  # of at least two here
         train_on_ray(make, GRPO, workers=Workers(1, cpus=1), run_dir=tmp_path / "run", **OPTIONS)
 
 
 def test_a_cluster_that_was_started_here_ends_with_the_run(ray, tmp_path):
     from groupwise.integrations.ray import Workers, train_on_ray
 
-    with pytest.raises(gw.ConfigError, match=r"1 workers with cpus = 1000"):
+    with pytest.raises(gw.errors.ConfigError, match=r"1 workers with cpus = 1000"):
         train_on_ray("CartPole-v1", GRPO, workers=Workers(1, cpus=1000), run_dir=tmp_path / "run", **OPTIONS)
     assert not ray.is_initialized()
-    with pytest.raises(gw.ConfigError, match="no node of the Ray cluster has as many"):
+    with pytest.raises(gw.errors.ConfigError, match="no node of the Ray cluster has as many"):
         gw.evolve("CartPole-v1", PPO, run_dir=tmp_path / "search", launcher="ray", cpus=1000.0, **SMALL)
     assert not ray.is_initialized()
 
@@ -158,7 +158,7 @@ def holding(folder):
 
 def test_with_a_node_lost_in_mid_round_the_search_ends_as_on_this_machine(ray, nodes, tmp_path, caplog):
     cluster, second = nodes
-    with pytest.raises(gw.ConfigError, match=r"gpus = 0\.5: no node of the Ray cluster has as many"):
+    with pytest.raises(gw.errors.ConfigError, match=r"gpus = 0\.5: no node of the Ray cluster has as many"):
         gw.evolve("CartPole-v1", PPO, run_dir=tmp_path / "gpu", launcher="ray", gpus=0.5, **SMALL)
     (tmp_path / "seen").mkdir()
     env, hold = holding(tmp_path / "seen"), tmp_path / "seen/hold"

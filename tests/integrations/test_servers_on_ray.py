@@ -143,7 +143,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_error(cluster, model, 
     options = {"model": str(model), "workers": Workers(1), "run_dir": tmp_path / "run", **SETTINGS}
     broken = generation | {"args": ["--seconds-per-token", "fast"]}
     with pytest.raises(
-        gw.ServerError, match=r"exit code 1; its errors:\nValueError: could not convert string to float"
+        gw.errors.ServerError, match=r"exit code 1; its errors:\nValueError: could not convert string to float"
     ):
         train_on_ray(copying(), GRPO, generation=broken, **options)
     for changed, message in [
@@ -151,7 +151,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_error(cluster, model, 
         ({"generation": generation, "servers": Servers(3)}, "1 workers with .* and 3 servers with .* has 3 cores"),
         ({"servers": Servers(1)}, r"1 servers, and the run starts none; fix: .* generation\.python"),
     ]:
-        with pytest.raises(gw.ConfigError, match=message):
+        with pytest.raises(gw.errors.ConfigError, match=message):
             train_on_ray(copying(), GRPO, **changed, **options)
 
 
@@ -164,5 +164,5 @@ def test_an_error_of_one_worker_ends_all_of_them(cluster, model, tmp_path):
         return [0.0 if text else 1.0 for text in completions]
 
     options = {"model": str(model), "workers": Workers(2), **SETTINGS, "total_steps": 1000}
-    with pytest.raises(gw.RewardError, match="no score"):
+    with pytest.raises(gw.errors.RewardError, match="no score"):
         train_on_ray(copying(reward), GRPO, run_dir=tmp_path / "run", **options)

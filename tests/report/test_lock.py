@@ -51,7 +51,7 @@ def test_a_second_process_is_refused_by_name_until_the_first_ends(tmp_path: Path
     process = hold(run.path)
     try:
         with pytest.raises(
-            gw.RunFolderError, match=rf"process {process.pid} on '{socket.gethostname()}' trains in it; fix"
+            gw.errors.RunFolderError, match=rf"process {process.pid} on '{socket.gethostname()}' trains in it; fix"
         ):
             gw.resume(run.path, total_steps=128)
         assert len(run.metrics()) == 1
@@ -64,7 +64,7 @@ def test_a_second_process_is_refused_by_name_until_the_first_ends(tmp_path: Path
 def test_one_process_does_not_train_in_a_folder_twice_either(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     with folder.locked():
-        with pytest.raises(gw.RunFolderError, match=f"process {os.getpid()} on "), folder.locked():
+        with pytest.raises(gw.errors.RunFolderError, match=f"process {os.getpid()} on "), folder.locked():
             pass
         assert (folder.path / LOCK).exists()
     with folder.locked():

@@ -7,6 +7,7 @@ from tensordict import TensorDict
 from torch_pendulum import TorchPendulum
 
 import groupwise as gw
+from groupwise.envs.torch_control import TorchCartPole
 from groupwise.envs.torch_env import TorchGroupEnv
 
 
@@ -36,8 +37,8 @@ class Corridor(TorchGroupEnv):
 
 
 ENVS = {
-    "cartpole": gw.TorchCartPole,
-    "cut often": lambda n: gw.TorchCartPole(n, max_episode_steps=7),
+    "cartpole": TorchCartPole,
+    "cut often": lambda n: TorchCartPole(n, max_episode_steps=7),
     "pendulum": lambda n: TorchPendulum(n, max_episode_steps=9),
     "named": Corridor,
     "never cut": lambda n: Corridor(n, max_episode_steps=None),

@@ -97,7 +97,7 @@ def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path)
     assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
     moving.double.__exit__()
     generate.servers[0]._client.timeout = 0.2
-    with pytest.raises(gw.ServerError, match=r"http://.* was lost, and not started again in 0\.4 s"):
+    with pytest.raises(gw.errors.ServerError, match=r"http://.* was lost, and not started again in 0\.4 s"):
         generate(**TASK, sampling=SAMPLING["plain"])
 
 
@@ -135,7 +135,7 @@ def test_without_retries_no_restart_is_waited_for():
         raise AssertionError("asked where the server is, though no call follows")
 
     client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0, locate=never)
-    with pytest.raises(gw.ServerError, match="no answer in 1 tries"):
+    with pytest.raises(gw.errors.ServerError, match="no answer in 1 tries"):
         client.get("/health")
 
 
@@ -143,7 +143,7 @@ def test_calls_of_other_threads_that_fail_do_not_repeat_an_update():
     client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0)
 
     def fail():
-        with pytest.raises(gw.ServerError):
+        with pytest.raises(gw.errors.ServerError):
             client.get("/health")
         return client.failures
 
@@ -165,7 +165,7 @@ def test_an_interrupt_does_not_wait_for_servers_that_load_weights(model, tmp_pat
                 time.sleep(0.01)
             begun = time.monotonic()
             generate.close()
-            with pytest.raises(gw.ServerError, match="the client was closed"):
+            with pytest.raises(gw.errors.ServerError, match="the client was closed"):
                 loading.result()
         assert time.monotonic() - begun < 10
     assert list((tmp_path / "weights").iterdir()) == []

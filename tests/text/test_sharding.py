@@ -229,12 +229,12 @@ def test_one_process_trains_without_parts(monkeypatch):
 
 @pytest.mark.parametrize("settings", [{"compile": "on"}, {"model": {"quantization": "int8", "lora": {"r": 4}}}])
 def test_what_parts_cannot_be_is_refused(settings):
-    with pytest.raises(gw.ConfigError, match=r"engine='fsdp' cannot .*; fix: "):
+    with pytest.raises(gw.errors.ConfigError, match=r"engine='fsdp' cannot .*; fix: "):
         gw.TextRunCfg(engine="fsdp", **settings)
 
 
 def test_parts_that_there_are_not_are_not_offloaded():
-    with pytest.raises(gw.ConfigError, match=r"cpu_offload=True .* engine='ddp'; fix: engine='fsdp'"):
+    with pytest.raises(gw.errors.ConfigError, match=r"cpu_offload=True .* engine='ddp'; fix: engine='fsdp'"):
         gw.TextRunCfg(cpu_offload=True)
 
 

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch_pendulum import TorchPendulum
 
 import groupwise as gw
+from groupwise.envs.torch_control import TorchPendulum
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import load_checkpoint
 
@@ -177,7 +178,7 @@ def test_a_run_of_an_earlier_version_is_refused_in_a_line(uninterrupted: gw.Run,
     (path / "config.json").write_text(json.dumps(settings))
     for again in (gw.resume, gw.evaluate, gw.Run.load):
         with pytest.raises(
-            gw.RunFolderError, match=r"old was made by an earlier version .*format 1.*; fix: train again"
+            gw.errors.RunFolderError, match=r"old was made by an earlier version .*format 1.*; fix: train again"
         ) as caught:
             again(path)
         assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.training import trackers
-from groupwise.training.trackers import Report
+from groupwise.training.trackers import Report, Tracker
 
 FAKE = """
 import json, os, threading, time
@@ -124,12 +124,12 @@ def test_trackers_get_every_iteration(untracked: Any):
     assert lines == [["groupwise", 32, 4], [64, True], [128, True], [192, True], ["finished"]]
 
 
-def tracked_run(folder: str = "arms") -> gw.TrackedRun:
-    return gw.TrackedRun(Path(folder), "0123456789abcdef", {"seed": 4, "env": {"id": "x", "sizes": [64, 64]}})
+def tracked_run(folder: str = "arms") -> gw.config.TrackedRun:
+    return gw.config.TrackedRun(Path(folder), "0123456789abcdef", {"seed": 4, "env": {"id": "x", "sizes": [64, 64]}})
 
 
 def sent_to_wandb(**parameters: Any) -> dict[str, Any]:
-    tracker = gw.LoggingCfg(report_to=[{"name": "wandb", **parameters}]).report_to[0].build(tracked_run())
+    tracker = gw.config.LoggingCfg(report_to=[{"name": "wandb", **parameters}]).report_to[0].build(tracked_run())
     tracker.open(0)
     return sys.modules["wandb"].CALLS[-1]
 
@@ -157,7 +157,7 @@ def test_wandb_offline_needs_no_key(by_variable: bool, monkeypatch: pytest.Monke
     if by_variable:
         monkeypatch.setenv("WANDB_MODE", "offline")
     assert sent_to_wandb(**{} if by_variable else {"mode": "offline"})["project"] == "groupwise"
-    with pytest.raises(gw.ConfigError, match="no API key"):
+    with pytest.raises(gw.errors.ConfigError, match="no API key"):
         sent_to_wandb(mode="online")
 
 
@@ -222,20 +222,20 @@ def test_the_tracker_of_the_docs_gets_every_iteration(registry: None, monkeypatc
     ],
 )
 def test_mistakes_are_named(given: Any, said: str):
-    with pytest.raises(gw.ConfigError, match=re.escape(said)):
-        gw.LoggingCfg(report_to=given)
+    with pytest.raises(gw.errors.ConfigError, match=re.escape(said)):
+        gw.config.LoggingCfg(report_to=given)
 
 
 def test_a_registered_tracker_is_named_like_a_built_in_one(registry: None):
     kept = Slow(0.0)
 
     @gw.register_choice
-    class KeepCfg(gw.TrackerCfg):
+    class KeepCfg(gw.config.TrackerCfg):
         """Keeps the steps in a list."""
 
         name: Literal["keep"] = "keep"
 
-        def build(self, run: gw.TrackedRun) -> gw.Tracker:
+        def build(self, run: gw.config.TrackedRun) -> Tracker:
             return kept
 
     gw.train("CartPole-v1", **TINY | {"logging": {"report_to": ["keep"], "progress": "none"}})

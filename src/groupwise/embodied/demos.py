@@ -100,7 +100,7 @@ def record_demos(
     if expert is None and place is None:
         raise ConfigError(
             f"no expert is known for {cfg.id!r}, only for {', '.join(EXPERTS)}; fix: from Python, "
-            f"gw.record_demos({cfg.id!r}, expert=...), a function from an observation to an action"
+            f"record_demos({cfg.id!r}, expert=...), a function from an observation to an action"
         )
     make_expert: ExpertMaker = pkgutil.resolve_name(str(place)) if expert is None else lambda env, info: expert
     with closing(make_one(cfg, make)) as made:

@@ -66,7 +66,7 @@ def is_before() -> bool:
     """Whether the library is the one with the earlier names."""
     import groupwise as gw
 
-    return "compile" not in gw.RunCfg.model_fields
+    return "speed" not in gw.RunCfg.model_fields and "compile" not in gw.RunCfg.model_fields
 
 
 def own_cartpole_off() -> dict[str, Any]:
@@ -82,7 +82,11 @@ def truncate() -> dict[str, str]:
 def how(compiled: bool, in_torch: bool) -> dict[str, Any]:
     """The settings that compile, or do not."""
     if not is_before():
-        return {"compile": "on" if compiled else "off"}
+        from groupwise.speed import compile as compiling
+        from groupwise.speed import rollouts
+
+        compiling.WORTH_STEPS = rollouts.WORTH_STEPS = 0 if compiled else 10**18  # compile at once, or never
+        return {}
     settings: dict[str, Any] = {"policy": {"mlp_kernel": "compiled" if compiled else "torch"}}
     return settings | ({"compile_rollouts": "always"} if compiled and in_torch else {})
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 RESULT = Path(__file__).parent / "results" / "learn.json"
 REFERENCE_RESULT = RESULT.with_name("learn_reference.json")
-REFERENCE = ("--compile", "off", "--env.vectorization", "sync")
+REFERENCE = ("--speed", "off", "--env.vectorization", "sync")
 
 
 OVERSHOOT = 0.04

@@ -115,7 +115,7 @@ def main() -> None:
                 "CartPole-v1",
                 "ppo",
                 total_steps=STEPS,
-                compile="off",
+                speed="off",
                 run_dir=folder / "run",
                 callbacks=[times],
                 evaluation={"interval": 20_000, "episodes": 1},

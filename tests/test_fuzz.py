@@ -120,7 +120,7 @@ def trained(folder: Path) -> Path:
     path = folder / "run"
     gw.train(
         "CartPole-v1", gw.PPOCfg(num_steps=8, num_epochs=1, minibatch_size=16), num_envs=2, total_steps=32, run_dir=path,
-        evaluation={"episodes": 1}, compile="off", keep_checkpoints=1, logging={"progress": "none"},
+        evaluation={"episodes": 1}, speed="off", keep_checkpoints=1, logging={"progress": "none"},
     )  # fmt: skip
     return path
 
@@ -159,7 +159,7 @@ class StopsAtOnce(gw.Callback):
 def saved_run(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A run folder, and what has to be given to resume it."""
     path = folder / request.param
-    common: dict[str, Any] = {"run_dir": path, "compile": "off", "keep_checkpoints": 1, "logging": {"progress": "none"}}
+    common: dict[str, Any] = {"run_dir": path, "speed": "off", "keep_checkpoints": 1, "logging": {"progress": "none"}}
     if request.param == "text":
         task = copying()
         save_model(folder / "model")

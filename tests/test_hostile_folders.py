@@ -131,7 +131,7 @@ CASES: list[tuple[str, str, str | Path, Damage, str]] = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stranger") / "run"
     gw.train(
-        "CartPole-v1", "ppo", total_steps=2048, num_envs=4, run_dir=folder, evaluation={"episodes": 2}, compile="off",
+        "CartPole-v1", "ppo", total_steps=2048, num_envs=4, run_dir=folder, evaluation={"episodes": 2}, speed="off",
         logging={"progress": "none"}, keep_checkpoints=1,
     )  # fmt: skip
     return folder

@@ -222,7 +222,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "--model.precision bfloat16", "model", {"precision": "bfloat16"}
     if not cfg.model.gradient_checkpointing:
         yield "--model.gradient-checkpointing", "model", {"gradient_checkpointing": True}
-    if plan.ranks > 1 and cfg.engine != "fsdp" and cfg.model.quantization == "none" and cfg.compile != "on":
+    if plan.ranks > 1 and cfg.engine != "fsdp" and cfg.model.quantization == "none":
         yield "--engine fsdp", "", {"engine": "fsdp"}
     if cfg.generation.name == "native" and not cfg.sampling.has_filters:
         yield "--generation server", "", {"generation": ServerGenerationCfg()}

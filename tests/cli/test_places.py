@@ -104,7 +104,7 @@ def test_without_any_open_stream(tmp_path: Path):
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_saves_the_run(tmp_path: Path):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "groupwise", "train", "CartPole-v1", "--algorithm", "ppo", "--compile", "off"]
+    command = [sys.executable, "-m", "groupwise", "train", "CartPole-v1", "--algorithm", "ppo", "--speed", "off"]
     take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
         [sys.executable, "-c", take, *command, "--run-dir", "run", "--total-steps", "10000000"],

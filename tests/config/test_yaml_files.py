@@ -31,7 +31,7 @@ def test_values_are_those_of_json(tmp_path):
     (tmp_path / "run.yaml").write_text(SETTINGS)
     tree = {
         "env": {"id": "CartPole-v1", "kwargs": {}},
-        "compile": "off",
+        "speed": "off",
         "algorithm": {"name": "ppo", "learning_rate": 1e-4, "target_kl": None, "clip_coef": 0.2},
         "policy": {"hidden_sizes": [32, 64], "normalize_obs": True},
         "seed": 7,

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
@@ -29,12 +28,7 @@ FILE = Path(os.environ.get("GOLDEN_FILE", HERE / "golden.json"))
 sys.path.insert(0, str(HERE.parent / "support"))
 
 
-def reference_path():
-    """Every fast path of control off."""
-    return patch("groupwise.training.build.fast_paths", return_value=({}, {}))
-
-
-QUIET = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
+QUIET = {"speed": "off", "logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
 CONTROL = ("CartPole-v1", "Pendulum-v1")
 ALGORITHMS = ("ppo", "grpo")
 ROWS, STEPS = 8, 12
@@ -130,7 +124,7 @@ def trained(env, algorithm):
     algorithm = settings_of(env, algorithm)
     keep, cfg = Keep(), config.resolve(env, algorithm)
     steps = 3 * cfg.env.num_envs * cfg.algorithm.num_steps
-    with tempfile.TemporaryDirectory() as folder, reference_path():
+    with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
             env,
             algorithm,
@@ -148,7 +142,7 @@ def resumed(algorithm):
     algorithm = settings_of("CartPole-v1", algorithm)
     keep, cfg = Keep(), config.resolve("CartPole-v1", algorithm)
     steps = cfg.env.num_envs * cfg.algorithm.num_steps
-    with tempfile.TemporaryDirectory() as folder, reference_path():
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         gw.train("CartPole-v1", algorithm, seed=4, run_dir=path, total_steps=2 * steps, **QUIET)
         run = gw.resume(path, total_steps=4 * steps, callbacks=[keep])
@@ -209,7 +203,7 @@ def updated_on_two_ranks(name):
 def remembered(algorithm):
     """Three iterations of a recurrent policy."""
     keep = Keep()
-    with tempfile.TemporaryDirectory() as folder, reference_path():
+    with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
             "CartPole-v1",
             {"name": algorithm, "num_steps": 32, "minibatch_size": 64, "micro_batch_size": 24, "num_epochs": 2},
@@ -230,7 +224,7 @@ def moved(algorithm):
 
     robots.register()
     keep = Keep()
-    with tempfile.TemporaryDirectory() as folder, reference_path():
+    with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
             gw.EnvCfg(id="Robot-v0", action_chunk=3, num_action_steps=2, num_envs=4),
             {"name": algorithm, "num_steps": 8, "minibatch_size": 16, "micro_batch_size": 6, "num_epochs": 2},

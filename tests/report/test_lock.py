@@ -44,7 +44,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 def test_a_second_process_is_refused_by_name_until_the_first_ends(tmp_path: Path):
     run = gw.train(
-        "CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64), num_envs=4, total_steps=64, compile="off",
+        "CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64), num_envs=4, total_steps=64, speed="off",
         logging={"progress": "none"}, run_dir=tmp_path / "run", evaluation={"episodes": 1},
     )  # fmt: skip
     before = {path.name for path in run.path.iterdir()}

@@ -12,7 +12,7 @@ from small_updates import OBS, build, make_rollout
 import groupwise as gw
 from groupwise.collectors.base import Collector
 from groupwise.config.policy import PolicyCfg
-from groupwise.errors import ConfigError, SlowPathWarning
+from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.speed import install
 from groupwise.speed.compile import CompiledBackward, why_not_compiled
@@ -115,20 +115,13 @@ class Stepping(Collector):
 
 @pytest.mark.parametrize(
     ("how", "total_steps", "is_compiled"),
-    [("auto", 19_999, False), ("auto", 20_000, True), ("off", 10**6, False), ("on", 1, True)],
+    [("auto", 19_999, False), ("auto", 20_000, True), ("off", 10**6, False)],
 )
 def test_runs_of_many_optimiser_steps_are_compiled(how, total_steps, is_compiled):
     algorithm = make("ppo", {"num_epochs": 10, "minibatch_size": 10, "num_steps": 20})
-    cfg = gw.RunCfg(env={"num_envs": 5}, algorithm=algorithm.cfg, compile=how, total_steps=total_steps)
+    cfg = gw.RunCfg(env={"num_envs": 5}, algorithm=algorithm.cfg, speed=how, total_steps=total_steps)
     collector = Stepping(algorithm.policy)
     install.install(cfg, algorithm, collector)
     assert isinstance(algorithm.backward, CompiledBackward) is is_compiled
-    assert isinstance(collector.actor(), NumPyActor)
-    assert len(algorithm.parameters) == 1
-
-
-def test_asking_for_what_cannot_be_compiled_is_an_error():
-    algorithm = build("ppo", optimizer={"name": "sgd"})
-    cfg = gw.RunCfg(algorithm=algorithm.cfg, compile="on")
-    with pytest.raises(ConfigError, match="the optimiser is not Adam; fix: compile='auto'"):
-        install.install(cfg, algorithm, Stepping(algorithm.policy))
+    assert isinstance(collector.actor(), NumPyActor) is (how == "auto")
+    assert (len(algorithm.parameters) == 1) is (how == "auto")

@@ -75,6 +75,14 @@ class Copies(gw.Callback):
             shutil.copytree(self.run_dir, self.to)
 
 
+class Ends(gw.Callback):
+    """Ends a run after five iterations of its many."""
+
+    def on_iteration_end(self, trainer, rollout, metrics):
+        if trainer.iteration == 5:
+            trainer.stop("five iterations")
+
+
 def whole(folder):
     """A whole run of groups, of which a copy is kept; its first iterations are those of a run that is not compiled."""
     settings = gw.RunCfg(
@@ -88,15 +96,16 @@ def whole(folder):
             schedule={"name": "linear"},
             collection={"partial_groups": "truncate"},
         ),
-        compile="on",
-        total_steps=320,
+        total_steps=2_000_000,  # so many that it pays to compile
         run_dir=folder / "whole",
         checkpoint_interval=1,
         evaluation={"episodes": 1},
         logging={"progress": "none"},
     )
-    compiled = gw.train(settings, callbacks=[Copies(folder / "whole", folder / "copy")])
-    reference = gw.train(settings.model_copy(update={"compile": "off", "run_dir": folder / "reference"}))
+    compiled = gw.train(settings, callbacks=[Copies(folder / "whole", folder / "copy"), Ends()])
+    reference = gw.train(
+        settings.model_copy(update={"speed": "off", "run_dir": folder / "reference"}), callbacks=[Ends()]
+    )
     for found, expected in itertools.islice(zip(compiled.metrics(), reference.metrics(), strict=True), 2):
         for name, value in expected.items():
             if not name.startswith("time/"):
@@ -105,7 +114,7 @@ def whole(folder):
 
 def resumed(folder):
     """In another process than before: equal to the whole one bit for bit."""
-    found, whole = gw.resume(folder / "copy"), gw.Run.load(folder / "whole")
+    found, whole = gw.resume(folder / "copy", callbacks=[Ends()]), gw.Run.load(folder / "whole")
     assert len(found.metrics()) > 2
     for one, other in zip(found.metrics(), whole.metrics(), strict=True):
         shared = [key for key in one if not key.startswith("time/")]

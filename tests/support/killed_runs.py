@@ -24,7 +24,7 @@ from groupwise.training import env_evaluator
 from groupwise.training.checkpoint import load_checkpoint, saved_counts
 
 INTERVAL = {"control": 128, "text": 40}
-COMMON = {"seed": 3, "compile": "off", "logging": {"progress": "none"}}
+COMMON = {"seed": 3, "speed": "off", "logging": {"progress": "none"}}
 RENAMES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
 
 

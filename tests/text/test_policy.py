@@ -1,4 +1,3 @@
-import copy
 import warnings
 from functools import partial
 
@@ -311,22 +310,6 @@ def test_the_first_ratio_is_exactly_one_though_the_model_has_dropout():
     assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
     policy.train()
     assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
-
-
-@pytest.mark.slow
-def test_a_compiled_policy_scores_alike_and_so_does_its_clone(monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    weight, batch = torch.tensor([1.0, -2.0, 0.5, 3.0]), batch_of([r._replace(group=i) for i, r in enumerate(ROWS)])
-    config = LlamaConfig(**{**tiny_model().config.to_dict(), "num_hidden_layers": 1})  # tracing takes seconds a layer
-    model = LlamaForCausalLM(config)
-    plain, compiled = CausalLM(model), CausalLM(copy.deepcopy(model), compile=True)
-    for one, other in zip(
-        scores_and_gradient(plain, batch, weight), scores_and_gradient(compiled, batch, weight), strict=True
-    ):
-        torch.testing.assert_close(other, one)
-    clone = compiled.clone()
-    shake(compiled)
-    torch.testing.assert_close(clone.evaluate(batch).log_prob, plain.evaluate(batch).log_prob)
 
 
 class Broken(LlamaForCausalLM):

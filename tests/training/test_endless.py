@@ -59,7 +59,7 @@ def test_evaluations_say_once_that_they_cut(tmp_path, caplog):
 @pytest.mark.slow
 def test_where_an_evaluation_cuts_does_not_depend_on_the_budget(tmp_path):
     stop = {"time_limit": 1e-9}  # after the first iteration
-    settings = SMALL | {"total_steps": 300_000, "stop": stop, "compile": "off"}
+    settings = SMALL | {"total_steps": 300_000, "stop": stop, "speed": "off"}
     run = gw.train(Endless, gw.PPOCfg(num_steps=4), run_dir=tmp_path / "run", **settings)
     assert run.summary["return_mean"] == 1_000
     assert gw.resume(run.path, env=Endless, total_steps=900_000).summary["return_mean"] == 1_000

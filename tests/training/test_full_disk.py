@@ -16,7 +16,7 @@ from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint,
 from groupwise.training.saving import SaveCheckpoints
 
 SETTINGS: dict[str, Any] = {
-    "num_envs": 4, "compile": "off", "seed": 3, "total_steps": 640, "checkpoint_interval": 64,
+    "num_envs": 4, "speed": "off", "seed": 3, "total_steps": 640, "checkpoint_interval": 64,
     "evaluation": {"interval": 128, "episodes": 1}, "logging": {"progress": "none"},
 }  # fmt: skip
 PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)

@@ -20,7 +20,7 @@ class Memory(gw.Callback):
         if trainer.iteration == END:
             trainer.stop("measured")
 
-settings = {"run_dir": sys.argv[1], "callbacks": [Memory()], "logging": {"progress": "none"}, "total_steps": 10**7, "compile": "off"}
+settings = {"run_dir": sys.argv[1], "callbacks": [Memory()], "logging": {"progress": "none"}, "total_steps": 10**7, "speed": "off"}
 """
 CONTROL = """
 algorithm = {"grpo": gw.GRPOCfg, "ppo": gw.PPOCfg}[sys.argv[2]](num_steps=16, num_epochs=1, minibatch_size=64)

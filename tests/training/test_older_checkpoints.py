@@ -38,7 +38,7 @@ def names(folder: Path) -> set[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
     """A checkpoint after each of its five iterations; the last three stay."""
     return gw.train(
-        "CartPole-v1", PPO, num_envs=4, total_steps=320, checkpoint_interval=64, compile="off", seed=3,
+        "CartPole-v1", PPO, num_envs=4, total_steps=320, checkpoint_interval=64, speed="off", seed=3,
         evaluation={"interval": 128, "episodes": 1}, logging={"progress": "none"},
         run_dir=tmp_path_factory.mktemp("runs") / "trained",
     )  # fmt: skip

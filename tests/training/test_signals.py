@@ -24,7 +24,7 @@ from groupwise.training.checkpoint import load_checkpoint, saved_counts
 from groupwise.training.signals import STOP
 
 ROUNDS = int(os.environ.get("TORTURE_ROUNDS", "1"))
-CONTROL = ["CartPole-v1", "--algorithm", "ppo", "--total-steps", "30000", "--compile", "off"]
+CONTROL = ["CartPole-v1", "--algorithm", "ppo", "--total-steps", "30000", "--speed", "off"]
 
 
 class Hangs(gymnasium.Env[Any, Any]):

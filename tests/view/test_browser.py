@@ -222,7 +222,7 @@ def test_the_viewer_follows_a_run_that_trains(tmp_path, open_page):
             "CartPole-v1",
             "--total-steps",
             200_000,
-            "--compile",
+            "--speed",
             "off",
             "--run-dir",
             tmp_path / "live",

@@ -127,7 +127,7 @@ def training(seconds: float) -> Finding:
         try:
             run = train(
                 total_steps=100_000,
-                compile="off",
+                speed="off",
                 run_dir=Path(place, "run"),
                 stop={"time_limit": seconds},
                 logging={"progress": "none"},

@@ -113,8 +113,8 @@ class CommonCfg(Cfg):
     """Device of the policy: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
     ddp_timeout: Annotated[float, Gt(0)] = 1800.0
     """Seconds that processes of ``torchrun`` wait for one another; longer than evaluations and checkpoints, which rank 0 makes alone."""
-    compile: Literal["auto", "off", "on"] = "auto"
-    """``torch.compile``. ``auto``: updates of runs on environments with 20,000 optimiser steps or more; ``on``: always, also the forward pass of a language model."""
+    speed: Literal["auto", "off"] = "auto"
+    """Fast paths. ``auto``: where they pay, updates are compiled from 20,000 optimiser steps on; ``off``: none, every step is computed by the code that the docs explain."""
     checkpoint_interval: PositiveInt | None = None
     """Steps between checkpoints. None: a tenth of the budget. Does not change what is learned."""
     keep_checkpoints: PositiveInt = 3
@@ -260,8 +260,6 @@ class TextRunCfg(CommonCfg):
             raise ValueError(
                 f"cpu_offload=True has no effect with engine={self.engine!r}; fix: engine='fsdp', or cpu_offload=False"
             )
-        if self.engine == "fsdp" and self.compile == "on":
-            raise ValueError("engine='fsdp' cannot train a compiled forward pass; fix: compile='off', or engine='ddp'")
         if self.engine == "fsdp" and self.model.quantization != "none":
             raise ValueError(
                 f"engine='fsdp' cannot divide weights with model.quantization={self.model.quantization!r}; fix: 'none', or "

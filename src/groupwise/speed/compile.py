@@ -107,7 +107,7 @@ def compiled_or_none(what: str, build: Callable[[], Built]) -> Built | None:
     except Exception as error:  # the compiler raises errors of any type
         why = str(error).strip().split("\n")[0][:300]
         warnings.warn(
-            f"{what} are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or compile='off'",
+            f"{what} are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or speed='off'",
             SlowPathWarning,
             stacklevel=5,
         )

@@ -40,7 +40,7 @@ from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_poli
 Experiences = tuple[Any, Sequence[Tensor], Any]
 """Completions and masks of ``get_action``, and their rewards ``[B, G]``."""
 _OF_PROMPTS = ("chat", "chat_template_kwargs", "max_prompt_tokens", "system_prompt")
-_OF_RUN = ("compile", "device", "mask_truncated_completions", "overlong_buffer", "sampler_mismatch")
+_OF_RUN = ("device", "mask_truncated_completions", "overlong_buffer", "sampler_mismatch")
 
 
 class LanguageAgent:
@@ -54,7 +54,7 @@ class LanguageAgent:
         preset: credit and objective of a paper or library, by name.
         lora: trains adapters.
         index: a number of your own, which ``clone`` changes.
-        settings: further fields of ``TextRunCfg``: ``device``, ``compile``, ``mask_truncated_completions``, ``overlong_buffer``
+        settings: further fields of ``TextRunCfg``: ``device``, ``mask_truncated_completions``, ``overlong_buffer``
             and ``sampler_mismatch``; and of ``TextTaskCfg``: ``system_prompt``, ``chat``, ``chat_template_kwargs`` and
             ``max_prompt_tokens``.
 

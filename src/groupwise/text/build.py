@@ -124,7 +124,8 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
     """
     algorithm_type = cfg.algorithm.load()
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(pick_device(cfg.device))
-    policy.decoder = FastDecoder()
+    if cfg.speed == "auto":
+        policy.decoder = FastDecoder()
     algorithm: BaseAlgorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     return algorithm
 
@@ -158,8 +159,8 @@ def _policy(cfg: TextRunCfg, policy: Policy | None, *, actor_only: bool) -> Caus
     if policy is None:
         with torch.random.fork_rng(devices=[]):  # adapters start from random weights
             torch.manual_seed(derive_seed(cfg.seed, "policy"))
-            device, compiled = pick_device(cfg.device), cfg.compile == "on"
-            return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=device, compile=compiled)
+            device = pick_device(cfg.device)
+            return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=device)
     if not isinstance(policy, CausalLM):
         raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, fix: gw.CausalLM(model, ...)")
     if policy.tokenizer is None:

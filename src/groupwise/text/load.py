@@ -25,14 +25,10 @@ def load_causal_lm(
     *,
     actor_only: bool = True,
     device: torch.device | str = "cpu",
-    compile: bool = False,
 ) -> CausalLM:
     """The policy that ``cfg`` describes, with its tokenizer.
 
     Adapters in a folder of peft's are loaded onto their base, and trained further.
-
-    Args:
-        compile: ``torch.compile`` what the policy's ``evaluate`` computes.
 
     Raises:
         ConfigError: no such model, no tokenizer with it, or settings that do not fit it; says which.
@@ -54,7 +50,6 @@ def load_causal_lm(
         tokenizer=tokenizer,
         autocast=torch.bfloat16 if cfg.precision == "autocast" else None,
         gradient_checkpointing=cfg.gradient_checkpointing,
-        compile=compile,
     )
     policy.max_prompt_length(policy.sampling.max_new_tokens)
     return policy

@@ -44,7 +44,6 @@ class CausalLM(Policy):
         actor_only: False adds a value head: a linear layer in float32 on the last hidden state, 0 at first.
         autocast: type of matrix products, in training and sampling. None: that of the weights.
         gradient_checkpointing: recompute layers in the backward pass.
-        compile: ``torch.compile`` the forward pass of ``evaluate``.
 
     Raises:
         ConfigError: the model's logits are not its hidden states times its output embeddings, or the tokenizer does not fit.
@@ -64,7 +63,6 @@ class CausalLM(Policy):
         tokenizer: Any = None,
         autocast: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
-        compile: bool = False,
     ) -> None:
         from groupwise.text.generation import Decoder
         from groupwise.text.layers import recompute_layers, silence_dropout
@@ -88,7 +86,6 @@ class CausalLM(Policy):
         self.value_head = None if actor_only else self._make_value_head()
         if gradient_checkpointing:
             recompute_layers(self.network)
-        self._forward = torch.compile(_last_hidden, dynamic=True) if compile else _last_hidden
         self.decoder = Decoder()
         """The decoding step in generation."""
         self._saved = self._names_to_save()
@@ -162,23 +159,19 @@ class CausalLM(Policy):
         tokens: Int[Tensor, "row step"],
         valid: Bool[Tensor, "row context"],
         cache: Any = None,
-        *,
-        compiled: bool = False,
     ) -> Float[Tensor, "row step width"]:
         """Last hidden states of the tokens; positions count from each row's first valid token.
 
         Args:
             valid: False at padding, of the tokens in the cache and the new ones.
             cache: of transformers; read and extended.
-            compiled: use the compiled forward pass if the policy has one.
         """
         # attention never sees padding on the right: without a mask it takes its fast path
         mask = position = None
         if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
             mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
-        forward = self._forward if compiled else _last_hidden
         with self.computing():
-            hidden: Tensor = forward(self.network.base_model, tokens, mask, position, cache)
+            hidden: Tensor = _last_hidden(self.network.base_model, tokens, mask, position, cache)
         return hidden
 
     def blocks(self) -> list[nn.Module]:
@@ -230,7 +223,7 @@ class CausalLM(Policy):
     def _hidden_separately(self, tokens: Tensor, valid: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask, each row by itself."""
         width = max(1, int(valid.sum(dim=1).max()))  # these rows may be shorter than the rollout's widest
-        return self.hidden_states(tokens[:, :width], valid[:, :width], compiled=True)[mask[:, :width]]
+        return self.hidden_states(tokens[:, :width], valid[:, :width])[mask[:, :width]]
 
     def _hidden_shared(self, prefixes: Prefixes, mask: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask, each prefix encoded once; a ``ConfigError`` if the cache forbids it."""
@@ -238,10 +231,10 @@ class CausalLM(Policy):
 
         cache = prefix_cache(self.network.config)
         with self.computing():  # around both, so that weights are cast once
-            head = self.hidden_states(prefixes.head, prefixes.head_valid, cache, compiled=True)
+            head = self.hidden_states(prefixes.head, prefixes.head_valid, cache)
             cache = suffix_cache(self.network.config, cache, prefixes.number)
             context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
-            tail = self.hidden_states(prefixes.tail, context, cache, compiled=True)
+            tail = self.hidden_states(prefixes.tail, context, cache)
         return prefixes.gather(head, tail, mask)
 
     @functools.cached_property

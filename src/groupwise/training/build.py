@@ -2,6 +2,7 @@
 
 import logging
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, torch_fix
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, EnvError
-from groupwise.policies.base import Policy
+from groupwise.policies.base import Action, Policy
 from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError
 from groupwise.seeding import derive_seed
@@ -187,21 +188,23 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
 
 def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of the algorithm and the collector that speed up a run: flat parameters, acting in NumPy, what pays to compile."""
-    stops = cfg.algorithm.on_nonfinite == "stop"
-    of_algorithm: dict[str, Any] = {"optimizer": flat_adam}
-    of_collector: dict[str, Any] = {
-        "actor": numpy_actor if stops else lambda policy: acting_on_finite(numpy_actor(policy))
-    }
-    if cfg.compile == "off":
+    fast, stops = cfg.speed == "auto", cfg.algorithm.on_nonfinite == "stop"
+
+    def actor(policy: Policy) -> Callable[..., Action]:
+        act = numpy_actor(policy) if fast else policy.act
+        return act if stops else acting_on_finite(act)
+
+    of_algorithm: dict[str, Any] = {}
+    of_collector: dict[str, Any] = {"actor": actor}
+    if not fast:
         return of_algorithm, of_collector
-    always, steps, rows = cfg.compile == "on", cfg.expected_steps(world_size), cfg.env.num_envs * world_size
+    of_algorithm["optimizer"] = flat_adam
+    steps, rows = cfg.expected_steps(world_size), cfg.env.num_envs * world_size
     elements = rows * cfg.algorithm.num_steps
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
-    if always or steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
-        of_algorithm["gradient"] = partial(compile.compiled_gradient, required=always)
-    if stops and (
-        always or steps // rows >= rollouts.WORTH_STEPS
-    ):  # else actions are replaced on their way to the environment
+    if steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
+        of_algorithm["gradient"] = compile.compiled_gradient
+    if stops and steps // rows >= rollouts.WORTH_STEPS:  # else actions are replaced on their way to the environment
         of_collector["stepper"] = rollouts.compiled_stepper
     return of_algorithm, of_collector
 

@@ -1,0 +1,23 @@
+"""How much code one training iteration runs through. Limits may only be lowered: a change that needs more has to save elsewhere."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "step_path.py"
+LIMITS = {
+    "control ppo": {"files": 42, "functions": 179, "lines": 1074},
+    "control grpo": {"files": 47, "functions": 211, "lines": 1289},
+    "text": {"files": 52, "functions": 253, "lines": 1786},
+}
+
+
+@pytest.mark.parametrize("path", LIMITS)
+def test_reading_paths_do_not_grow(path):
+    done = subprocess.run([sys.executable, TOOL, *path.split()], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found[what] <= limit for what, limit in LIMITS[path].items()), found

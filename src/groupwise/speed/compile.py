@@ -68,18 +68,9 @@ def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
     return None
 
 
-def compiled_gradient(algorithm: BaseAlgorithm, *, required: bool = False) -> "CompiledBackward | None":
-    """A compiled ``backward``, for ``BaseAlgorithm(gradient=compiled_gradient)``; None where it cannot be compiled.
-
-    Raises:
-        ConfigError: it is ``required`` and cannot be compiled.
-    """
-    why = why_not_compiled(algorithm)
-    if why is None:
-        return CompiledBackward(algorithm)
-    if required:
-        raise ConfigError(f"compile='on', but the update cannot be compiled: {why}; fix: compile='auto'")
-    return None
+def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
+    """A compiled ``backward``, for ``BaseAlgorithm(gradient=compiled_gradient)``; None where it cannot be compiled."""
+    return CompiledBackward(algorithm) if why_not_compiled(algorithm) is None else None
 
 
 def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Callable[..., Any]:

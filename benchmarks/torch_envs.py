@@ -110,7 +110,6 @@ def train_peer(peer: str, num_envs: int, device: str, threads: int) -> dict[str,
     """Rate of another library's PPO at PPO's settings above, and what was reached."""
     import torch
 
-    import groupwise as gw
 
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(threads)

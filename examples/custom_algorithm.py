@@ -16,8 +16,8 @@ import groupwise as gw
 from groupwise.algorithms.advantages import episode_groups
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.data.rollout import transition_view
-from groupwise.functional.reduce import gather_segments, segment_min_max
 from groupwise.functional.advantages import episode_return
+from groupwise.functional.reduce import gather_segments, segment_min_max
 
 
 class ImitateBestCfg(gw.GRPOCfg):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import groupwise as gw
 from groupwise.algorithms.advantages import CreditInput, episode_groups
-from groupwise.functional.reduce import gather_segments
 from groupwise.functional.advantages import episode_return
+from groupwise.functional.reduce import gather_segments
 
 
 @gw.register_credit("wins")

@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 import groupwise as gw
-from groupwise.embodied.demos import record_demos
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.data.rollout import TensorSpec
+from groupwise.embodied.demos import record_demos
 from groupwise.policies.base import Action, Evaluation, Policy
 
 
@@ -58,7 +58,9 @@ class FlowPolicy(Policy):
     def __init__(self, observation_space, action_space, cfg, *, actor_only=False, gamma=0.99):
         super().__init__()
         if not action_space.is_bounded():
-            raise gw.errors.UnsupportedSpaceError(f"a flow policy needs a bounded Box, got {action_space}; fix: RescaleAction")
+            raise gw.errors.UnsupportedSpaceError(
+                f"a flow policy needs a bounded Box, got {action_space}; fix: RescaleAction"
+            )
         self.observation_space, self.action_space = observation_space, action_space
         self.cfg, self.actor_only = cfg, actor_only
         inputs, self.size = math.prod(observation_space.shape), math.prod(action_space.shape)

@@ -38,7 +38,7 @@ def rate(args: Any, how: Any) -> None:
             cfg,
             policy=gw.PolicyCfg(**normalized),
             num_envs=settings.num_envs,
-            compile=how,
+            speed=how,
             seed=args.seed,
             total_steps=args.steps,
             run_dir=f"{folder}/run",
@@ -88,10 +88,10 @@ def listener(args: Any) -> Any:
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--algorithm", choices=["ppo", "grpo"], default="ppo")
-    own.add_argument("--compile", choices=["off", "on"], default="off")
+    own.add_argument("--speed", choices=["auto", "off"], default="auto")
     chosen, sys.argv[1:] = own.parse_known_args()
     args = parse("zoo", ENVS)
     if args.task == "rate":
-        rate(args, chosen.compile)
+        rate(args, chosen.speed)
     else:
         until_pass(args, chosen.algorithm)

@@ -51,10 +51,9 @@ LIBRARIES = {
     "torchrl": Library("torchrl_ppo.py", ".venv-peers-torchrl"),
     "jax": Library("jax_ppo.py", ".venv-peers-jax"),
     "groupwise-ppo": OURS,
-    "groupwise-compiled": OURS._replace(options=("--compile", "on")),
     "groupwise-grpo": OURS._replace(options=("--algorithm", "grpo")),
 }
-IN_PASSES = tuple(name for name in LIBRARIES if name != "groupwise-compiled")
+IN_PASSES = tuple(LIBRARIES)
 PPO = tuple(name for name in LIBRARIES if name != "groupwise-grpo")
 
 

@@ -3,8 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional.advantages import comparable, finished_count, group_relative
-from groupwise.functional.advantages import episode_return, return_to_go
+from groupwise.functional.advantages import comparable, episode_return, finished_count, group_relative, return_to_go
 
 NAN = float("nan")
 SEEDS = st.integers(0, 2**31 - 1)

@@ -3,8 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional.advantages import gae
-from groupwise.functional.advantages import return_to_go
+from groupwise.functional.advantages import gae, return_to_go
 
 NAN = float("nan")
 SEEDS = st.integers(0, 2**31 - 1)

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import groupwise as gw
-from groupwise.text.tools import Tool
 from groupwise import config
 from groupwise.config import presets
+from groupwise.text.tools import Tool
 
 HERE = Path(__file__).parent
 FILE = Path(os.environ.get("GOLDEN_FILE", HERE / "golden.json"))

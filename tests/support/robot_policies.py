@@ -10,7 +10,6 @@ import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.embodied.chunks import ActionChunk
-from groupwise.embodied.flow import FlowPolicy
 
 C, A, BINS = 3, 2, 5
 ENV = ActionChunk(Robot(), C)

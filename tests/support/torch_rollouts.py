@@ -6,7 +6,6 @@ import torch
 from tensordict import TensorDict
 from torch_pendulum import TorchPendulum
 
-import groupwise as gw
 from groupwise.envs.torch_control import TorchCartPole
 from groupwise.envs.torch_env import TorchGroupEnv
 

@@ -22,7 +22,7 @@ from groupwise.algorithms.losses import finest_unit
 from groupwise.algorithms.ppo import PPO
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import subspaces
-from groupwise.errors import ConfigError, SlowPathWarning
+from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import has_hooks
 from groupwise.speed.flat import FlatAdam, FlatParameters

@@ -71,12 +71,12 @@ class Task(NamedTuple):
         return "rate" in self.variants[0]
 
 
-BOTH = ("sb3", "groupwise-ppo", "groupwise-compiled")
+BOTH = ("sb3", "groupwise-ppo")
 PRESETS = ("sb3", "groupwise-ppo", "groupwise-grpo")
 TASKS = {
     "zoo_rate": Task(
         "CartPole-v1, settings of SB3's zoo: steps/s",
-        ("sb3", "sbx", "groupwise-ppo", "groupwise-compiled"),
+        ("sb3", "sbx", "groupwise-ppo"),
         ("--task rate --settings zoo",),
     ),
     "first_pass": Task(

@@ -14,7 +14,6 @@ from tensordict import TensorDict
 from torch_pendulum import TorchPendulum
 
 import groupwise as gw
-from groupwise.envs.torch_control import TorchPendulum
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import load_checkpoint
 

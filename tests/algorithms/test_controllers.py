@@ -9,7 +9,7 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.controllers import EntropyController
+from groupwise.algorithms.base import EntropyBonus
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import AdaptiveEntropyCfg, GRPOCfg
 from groupwise.errors import ConfigError
@@ -19,7 +19,7 @@ ADAPTIVE = {"target": 0.5, "step": 0.1, "max_coef": 0.25}
 
 def entropy_control(ent_coef=0.0, **entropy):
     cfg = GRPOCfg(ent_coef=ent_coef, adaptive_entropy=entropy or None)
-    return EntropyController(cfg, torch.device("cpu"))
+    return EntropyBonus(cfg, torch.device("cpu"))
 
 
 def test_the_bonus_rises_while_the_entropy_is_low_and_is_off_while_it_is_high():

@@ -20,14 +20,13 @@ from objective_updates import (
     updated,
 )
 
-from groupwise.algorithms.losses import UpdateStart, finest_unit, reference_kl
+from groupwise.algorithms.losses import LOSSES, UpdateStart, finest_unit, reference_kl
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.reduce import local
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Evaluation
-from groupwise.recipes.trust_regions import ClipCovCfg
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_the_highest_entropies_alone_have_a_policy_loss():
 
 def test_clip_cov_leaves_out_a_random_share_that_changes_with_the_update():
     data = factors({"trust_region": CLIP_COV | {"fraction": 0.1}})
-    out = data["policy_factor"] == 0
+    out = data["chosen"]
     assert out.sum() == 6  # of 68 steps
     centred = (data["advantage"] - data["advantage"].mean()) * (data["old_log_prob"] - data["old_log_prob"].mean())
     assert (centred[out] > 0).all()
@@ -72,7 +71,7 @@ def test_clip_cov_leaves_out_a_random_share_that_changes_with_the_update():
         more = algorithm.loss_inputs(
             rollout[:, :-1], data, torch.randn(ROWS, STEPS, generator=torch.Generator().manual_seed(1)), 8
         )
-        drawn.append(more["policy_factor"])
+        drawn.append(more["chosen"])
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
@@ -83,9 +82,8 @@ def test_clip_cov_tells_steps_of_one_probability_apart_by_their_actions(size):
     action = torch.arange(32 * math.prod(size)).view(2, 16, *size)
     batch = {"action": action, "step": torch.zeros(2, 16).long(), "sample_log_prob": torch.zeros(2, 16)}
     old = torch.tensor([[-1.0] * 16, [-3.0] * 16])
-    cfg = ClipCovCfg(fraction=0.25, low=0.0, high=9.0)
-    kept = cfg.at_start(UpdateStart(batch, advantage, mask, old, 2, 7, local))["policy_factor"]
-    assert (kept == 0).sum() == 8
+    start = UpdateStart(batch, advantage, mask, old, 2, 7, local)
+    assert LOSSES["clip_cov"].select(start, fraction=0.25, low=0.0, high=9.0).sum() == 8
 
 
 def test_correction_weighs_by_the_mismatch_at_the_updates_start():

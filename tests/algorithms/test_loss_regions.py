@@ -33,7 +33,7 @@ def made_up_batch(seed, name):
     advantage = torch.randn(4, 1 if name in ("gmpo", "gspo") else 5, generator=g).expand(4, 5).contiguous()
     batch = {"old_log_prob": log_prob.clone(), "sample_log_prob": log_prob.clone(), "loss_mask": mask}
     batch |= {"advantage": advantage, "episode_id": episode, "turn": episode * 3 + torch.arange(5) // 2}
-    return log_prob, batch | {"pulled": torch.rand(4, 5, generator=g) < 0.5}
+    return log_prob, batch | {"chosen": torch.rand(4, 5, generator=g) < 0.5}
 
 
 @settings(max_examples=10)
@@ -47,7 +47,8 @@ def test_at_ratio_one_the_gradient_is_minus_the_advantage(name, seed):
     counts = Counts(4, 12)
     ratio = policy_ratio(cfg, log_prob, batch, counts)
     assert torch.equal(ratio, torch.ones(4, 5))
-    loss = policy_loss(cfg, ratio, log_prob, batch, counts)
+    batch["chosen"] &= name == "kl_cov"  # clip_cov leaves out what is chosen
+    loss, _ = policy_loss(cfg, log_prob, batch, counts)
     loss[batch["loss_mask"]].sum().backward()
     expected = torch.where(batch["loss_mask"], -batch["advantage"], 0.0)
     torch.testing.assert_close(log_prob.grad, expected, atol=1e-5, rtol=1e-5)
@@ -68,7 +69,7 @@ def test_far_beyond_the_region_only_policy_gradients_go_on(name, towards_gain, a
         "episode_id": torch.tensor([0]),
     }
     log_prob = torch.tensor([-2.0 + advantage]).requires_grad_()
-    policy_loss(cfg, policy_ratio(cfg, log_prob, batch, Counts(1)), log_prob, batch, Counts(1)).sum().backward()
+    policy_loss(cfg, log_prob, batch, Counts(1))[0].sum().backward()
     if towards_gain == "flat":
         assert log_prob.grad.item() == 0
     else:
@@ -87,7 +88,7 @@ def test_the_way_back_is_always_open(name, advantage):
         "episode_id": torch.tensor([0]),
     }
     log_prob = torch.tensor([-2.0 - 0.25 * advantage]).requires_grad_()
-    policy_loss(cfg, policy_ratio(cfg, log_prob, batch, Counts(1)), log_prob, batch, Counts(1)).sum().backward()
+    policy_loss(cfg, log_prob, batch, Counts(1))[0].sum().backward()
     assert -advantage * log_prob.grad.item() > 0.5
 
 
@@ -98,7 +99,7 @@ def test_dppo_pulls_every_step_back_to_where_it_was():
     sampled = torch.tensor([-1.9, -2.1])  # decides what is dropped, and nothing is pulled towards it
     batch = {"old_log_prob": old, "sample_log_prob": sampled, "advantage": torch.tensor([2.0, 2.0])}
     log_prob = torch.tensor([-1.7, -0.5]).requires_grad_()
-    loss = policy_loss(cfg, policy_ratio(cfg, log_prob, batch | EPISODE, Counts(1)), log_prob, batch, Counts(1))
+    loss, _ = policy_loss(cfg, log_prob, batch | EPISODE, Counts(1))
     torch.testing.assert_close(loss, torch.tensor([2 * 1.3498588 * 1.7 + 0.045, 1.125]))
     loss.sum().backward()
     torch.testing.assert_close(log_prob.grad, torch.tensor([-2 * 1.3498588 + 0.3, 1.5]))

@@ -12,7 +12,7 @@ from small_updates import SGD, build
 from small_updates import make_rollout as small_rollout
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.speed.flat import flatten
+from groupwise.speed.flat import FlatAdam, flat_adam
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried ...")
@@ -49,10 +49,10 @@ def test_halved_micro_batches_never_change_the_update(name, monkeypatch):
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_the_gradient_is_the_same_to_1e_6_and_a_warning_names_the_setting(kind, error, is_flat, monkeypatch, caplog):
     settings = {"optimizer": "adam", "learning_rate": 1e-3} if is_flat else {"optimizer": SGD, "learning_rate": 1.0}
-    algorithms = [build(kind, **settings) for _ in range(2)]
+    fast = {"optimizer": flat_adam} if is_flat else {}
+    algorithms = [build(kind, fast=fast, **settings) for _ in range(2)]
+    assert all(isinstance(algorithm.optimizer, FlatAdam) is is_flat for algorithm in algorithms)
     rollout = small_rollout(algorithms[0].policy)
-    if is_flat:
-        assert all(flatten(algorithm) for algorithm in algorithms)
     before = parameters(algorithms[0])
     algorithms[0].update(rollout)
     whole = parameters(algorithms[0])

@@ -7,7 +7,7 @@ import torch
 from small_updates import build, make_rollout, parameters
 
 from groupwise.errors import DivergedError
-from groupwise.speed.flat import flatten
+from groupwise.speed.flat import FlatAdam, flat_adam
 
 ADAM = {"optimizer": "adam", "learning_rate": 1e-2, "num_epochs": 3}
 SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 1e-2, "num_epochs": 3}
@@ -38,8 +38,9 @@ def finite(algorithm):
 @pytest.mark.parametrize(("optimizer", "is_flat"), [(ADAM, False), (ADAM, True), (SGD, False)])
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_the_step_is_not_taken(kind, value, limit, optimizer, is_flat):
-    algorithm = build(kind, max_grad_norm=limit, **optimizer)
-    assert not is_flat or flatten(algorithm)
+    fast = {"optimizer": flat_adam} if is_flat else {}
+    algorithm = build(kind, max_grad_norm=limit, fast=fast, **optimizer)
+    assert isinstance(algorithm.optimizer, FlatAdam) is is_flat
     spoil(algorithm, value, [1])
     with pytest.raises(DivergedError, match=r"the gradient of step 2 of update 1 is (not finite|too large)"):
         algorithm.update(make_rollout(algorithm.policy))
@@ -47,8 +48,7 @@ def test_the_step_is_not_taken(kind, value, limit, optimizer, is_flat):
 
 
 def test_the_parameter_is_named():
-    algorithm = build("ppo", **ADAM)
-    flatten(algorithm)
+    algorithm = build("ppo", fast={"optimizer": flat_adam}, **ADAM)
     spoil(algorithm, math.nan, [0])
     with pytest.raises(
         DivergedError, match=r"step 1 of update 1 is not finite \(first actor.head.bias\); fix: lower learning_rate"

@@ -9,13 +9,12 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.losses import cispo, clip_cov, dppo, mis
 from groupwise.config import presets, resolve
 from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg, register_algorithm
 from groupwise.config.base import GIVEN
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
-from groupwise.recipes.corrections import MisCfg
-from groupwise.recipes.trust_regions import CispoCfg, ClipCovCfg, DppoCfg
 from groupwise.training.build import build_components
 from groupwise.training.components import UserObjects
 
@@ -150,10 +149,10 @@ def test_presets_of_one_name_in_several_libraries_are_those_libraries():
     def region(name):
         return objective(name).trust_region
 
-    assert region("cispo") == CispoCfg(low=None, high=5.0)
-    assert region("cispo_verl") == CispoCfg(low=0.8, high=1.2)
-    assert region("cispo_agilerl") == CispoCfg(low=None, high=1.2)
-    assert region("prime_rl") == DppoCfg(divergence="tv", low=0.2, high=0.2, max_ratio=None, pull=1e-3)
+    assert region("cispo") == cispo.Settings(low=None, high=5.0)
+    assert region("cispo_verl") == cispo.Settings(low=0.8, high=1.2)
+    assert region("cispo_agilerl") == cispo.Settings(low=None, high=1.2)
+    assert region("prime_rl") == dppo.Settings(divergence="tv", low=0.2, high=0.2, max_ratio=None, pull=1e-3)
     assert (region("dppo_kl").divergence, region("dppo_kl").low, region("dppo_kl").high) == ("kl", 0.05, 0.05)
-    assert objective("trl").importance_sampling_correction == MisCfg(level="sequence", high=3.0)
-    assert region("clip_cov") == ClipCovCfg(fraction=2e-4, low=1.0, high=5.0)
+    assert objective("trl").importance_sampling_correction == mis.Settings(level="sequence", high=3.0)
+    assert region("clip_cov") == clip_cov.Settings(fraction=2e-4, low=1.0, high=5.0)

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.data.row_batches import RowSizes, pack, shuffle_rows
+from groupwise.data.minibatch import RowSizes, pack, shuffle_rows
 
 
 def sizes(*rows):

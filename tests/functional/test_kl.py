@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Bernoulli, Categorical, Normal
 
-from groupwise.functional.kl import absolute, bernoulli_kl, categorical_kl, gaussian_kl, k1, k2, k3, k3_plus
+from groupwise.algorithms.losses import absolute, k1, k2, k3, k3_plus
+from groupwise.functional.kl import bernoulli_kl, categorical_kl, gaussian_kl
 
 INF = math.inf
 

@@ -12,14 +12,8 @@ from shapes import CHECKED_CALLS
 import groupwise.functional
 from groupwise.functional import (
     advantages,
-    correction,
-    diagnostics,
     kl,
-    objective,
     reduce,
-    returns,
-    selection,
-    trust_regions,
 )
 
 torch.manual_seed(0)
@@ -44,10 +38,10 @@ CALLS = {
     reduce.whiten_segments: ((X, IDS, 4, MASK), {}),
     reduce.token_mean_weights: ((MASK, IDS, 4), {}),
     reduce.loss_weights: ((MASK, IDS, 4, "seq_mean_token_mean"), {}),
-    returns.discounted_sum: ((X, Y), {}),
-    returns.return_to_go: ((X, MASK, 0.9), {}),
-    returns.episode_return: ((X, IDS, 4), {}),
-    returns.running_sum: ((X, IDS), {}),
+    advantages.discounted_sum: ((X, Y), {}),
+    advantages.return_to_go: ((X, MASK, 0.9), {}),
+    advantages.episode_return: ((X, IDS, 4), {}),
+    advantages.running_sum: ((X, IDS), {}),
     advantages.gae: ((X, Y, Z, MASK, OFF), {"gamma": 0.9, "gae_lambda": 0.9}),
     advantages.group_relative: (
         (X, IDS, 4),
@@ -59,46 +53,17 @@ CALLS = {
     advantages.kl_shaping: ((X, IDS, 4, MASK), {}),
     advantages.comparable: ((IDS, 4, MASK, PER_KEY), {}),
     advantages.finished_count: ((IDS, STEP, MASK, 4, 6), {}),
-    objective.bounded_exp: ((X,), {}),
-    objective.token_ratio: ((X, Y), {}),
-    objective.sequence_ratio: ((X, Y, MASK, IDS, 4), {}),
-    objective.sequence_token_ratio: ((X, Y, MASK, IDS, 4), {}),
-    objective.sequence_product_ratio: ((X, Y, MASK, IDS, 4), {}),
-    objective.clip_loss: ((X, Y, 0.2, 0.2), {}),
-    objective.dual_clip_loss: ((X, Y, 0.2, 0.2, 3.0), {}),
-    objective.unclipped_loss: ((X, Y), {}),
-    objective.value_loss: ((X, Y), {}),
-    objective.clipped_value_loss: ((X, Y, Z, 0.2), {}),
-    trust_regions.two_sided_loss: ((X, Y, 0.2, 0.2, 4.0), {}),
-    trust_regions.reinforce_loss: ((X, Y), {}),
-    trust_regions.cispo_loss: ((X, Y, Z, 0.8, 1.2), {}),
-    trust_regions.sapo_loss: ((X, Y, 1.0, 1.05), {}),
-    trust_regions.gmpo_loss: ((X, Y, Z, MASK, IDS, 4, 0.4, 0.4), {}),
-    trust_regions.vespo_loss: ((X, Y, Z), {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}),
-    trust_regions.kl_cov_loss: ((X, Y, X, Z, MASK, 1.0), {}),
-    trust_regions.dppo_keeps: ((X, Y, Z, "kl", 0.2, 0.2), {}),
-    trust_regions.dppo_loss: ((X, Y, Z, MASK, 20.0), {}),
-    selection.kth_largest: ((X, COUNT, MASK), {}),
-    selection.highest: ((X, 0.2, MASK), {}),
-    selection.covariance: ((X, Y, MASK), {}),
-    selection.top_fraction: ((X, 0.2, MASK), {}),
-    selection.random_fraction: ((X, 0.2, OFF, MASK), {}),
-    selection.element_noise: ((7, X, STEP), {}),
-    correction.token_weight: ((X, Y), {}),
-    correction.sequence_weight: ((X, Y, MASK, IDS, 4), {}),
-    correction.truncated: ((X, 2.0), {}),
-    correction.masked: ((X, 0.5, 5.0), {}),
-    correction.off_policy_keeps: ((X, Y, Z, MASK, IDS, 4, 0.5), {}),
-    kl.k1: ((X, Y), {}),
-    kl.k2: ((X, Y), {}),
-    kl.k3: ((X, Y), {}),
-    kl.k3_plus: ((X, Y), {}),
-    kl.absolute: ((X, Y), {}),
+    reduce.kth_largest: ((X, COUNT, MASK), {}),
+    reduce.highest: ((X, 0.2, MASK), {}),
+    reduce.covariance: ((X, Y, MASK), {}),
+    reduce.top_fraction: ((X, 0.2, MASK), {}),
+    reduce.random_fraction: ((X, 0.2, OFF, MASK), {}),
+    reduce.element_noise: ((7, X, STEP), {}),
     kl.categorical_kl: ((X, Y), {}),
     kl.bernoulli_kl: ((X, Y), {}),
     kl.gaussian_kl: ((X, Y, Z, X), {}),
-    diagnostics.explained_variance: ((X, Y, MASK), {}),
-    diagnostics.zero_variance_groups: ((LINE, LINE_IDS, 6, LINE_MASK), {}),
+    reduce.explained_variance: ((X, Y, MASK), {}),
+    reduce.zero_variance_groups: ((LINE, LINE_IDS, 6, LINE_MASK), {}),
 }
 CHOICES = [
     *({"scale": scale} for scale in ("std", "population_std", "batch_std", "mean", "nonzero_share", "none")),
@@ -112,7 +77,7 @@ EVERY += [
     if f is advantages.group_relative
     for i, choice in enumerate(CHOICES)
 ]
-MODULES = [reduce, returns, advantages, objective, trust_regions, selection, correction, kl, diagnostics]
+MODULES = [reduce, advantages, kl]
 
 
 def on_meta(x):

@@ -10,29 +10,27 @@ from compiled_cases import check_compiled
 from small_updates import OBS, build, make_rollout
 
 import groupwise as gw
-from groupwise.collectors.base import Collector
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.speed import install
-from groupwise.speed.compile import CompiledBackward, why_not_compiled
-from groupwise.speed.flat import flatten
-from groupwise.speed.numpy_actor import NumPyActor
+from groupwise.speed.compile import CompiledBackward, compiled_gradient, why_not_compiled
+from groupwise.speed.flat import flat_adam
+from groupwise.speed.numpy_actor import numpy_actor
+from groupwise.training.build import fast_paths
 
 ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-3}
 PPO = ("ppo", {"num_epochs": 3, "minibatch_size": 30, "max_grad_norm": 0.5})
 
 
-def make(kind, settings):
+FLAT = {"optimizer": flat_adam}
+COMPILED = FLAT | {"gradient": compiled_gradient}
+
+
+def make(kind, settings, fast=FLAT):
     torch.manual_seed(1)
     cfg = PolicyCfg(hidden_sizes=(16, 8))
     policy = ActorCritic(OBS, gym.spaces.Discrete(3), cfg, actor_only=kind == "grpo")
-    return build(kind, policy=policy, **ADAM | settings)
-
-
-def compiled(algorithm):
-    algorithm.backward = CompiledBackward(algorithm, flatten(algorithm))
-    return algorithm
+    return build(kind, policy=policy, fast=fast, **ADAM | settings)
 
 
 @pytest.mark.slow
@@ -43,8 +41,7 @@ def test_updates_rollouts_and_runs_are_compiled_in_one_process_and_resumed_exact
 
 
 def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on(monkeypatch):
-    reference, fast = (make(*PPO) for _ in range(2))
-    compiled(fast)
+    reference, fast = (make(*PPO, fast=how) for how in (FLAT, COMPILED))
 
     def fail(*args, **more):
         raise OSError("no compiler")
@@ -64,7 +61,7 @@ def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on
 
 def test_a_copied_algorithm_compiles_for_its_own_policy(monkeypatch):
     monkeypatch.setattr("groupwise.speed.compile.compiled_for", lambda function, example, **options: function)
-    original = compiled(make(*PPO))
+    original = make(*PPO, fast=COMPILED)
     rollout = make_rollout(original.policy)
     original.update(rollout)
     copied = copy.deepcopy(original)
@@ -73,7 +70,7 @@ def test_a_copied_algorithm_compiles_for_its_own_policy(monkeypatch):
     assert torch.equal(original.parameters[0], before)
     original.update(rollout)
     assert torch.equal(copied.parameters[0], original.parameters[0])
-    assert not copied.backward.failed
+    assert not copied.gradient.failed
 
 
 class OwnLoss(gw.PPO):
@@ -96,23 +93,6 @@ def test_what_is_no_function_of_the_micro_batch_is_not_compiled():
     assert "subclass" in why_not_compiled(own)
 
 
-class Stepping(Collector):
-    """Collects nothing."""
-
-    def __init__(self, policy):
-        super().__init__()
-        self.policy = policy
-
-    def collect(self, num_steps, rollout):
-        raise NotImplementedError
-
-    def restart(self):
-        raise NotImplementedError
-
-    def close(self):
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(
     ("how", "total_steps", "is_compiled"),
     [("auto", 19_999, False), ("auto", 20_000, True), ("off", 10**6, False)],
@@ -120,8 +100,9 @@ class Stepping(Collector):
 def test_runs_of_many_optimiser_steps_are_compiled(how, total_steps, is_compiled):
     algorithm = make("ppo", {"num_epochs": 10, "minibatch_size": 10, "num_steps": 20})
     cfg = gw.RunCfg(env={"num_envs": 5}, algorithm=algorithm.cfg, speed=how, total_steps=total_steps)
-    collector = Stepping(algorithm.policy)
-    install.install(cfg, algorithm, collector)
-    assert isinstance(algorithm.backward, CompiledBackward) is is_compiled
-    assert isinstance(collector.actor(), NumPyActor) is (how == "auto")
-    assert (len(algorithm.parameters) == 1) is (how == "auto")
+    of_algorithm, of_collector = fast_paths(cfg)
+    made = make("ppo", {}, fast=of_algorithm)
+    assert isinstance(made.gradient, CompiledBackward) is is_compiled
+    assert (len(made.parameters) == 1) is (how == "auto")
+    assert (of_collector["actor"] is numpy_actor) is (how == "auto")
+    assert of_collector.get("stepper") is None

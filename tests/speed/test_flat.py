@@ -7,8 +7,9 @@ import torch
 from small_updates import build, make_policy, make_rollout
 
 from groupwise.errors import ConfigError
-from groupwise.speed.flat import FlatAdam, flatten
+from groupwise.speed.flat import FlatAdam, flat_adam
 
+FLAT = {"optimizer": flat_adam}
 ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-2}
 
 
@@ -17,8 +18,7 @@ ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-2}
     "more", [{}, {"num_epochs": 3, "minibatch_size": 40, "micro_batch_size": 7, "max_grad_norm": 0.5}]
 )
 def test_updates_give_the_references_parameters_and_metrics(kind, more):
-    reference, fast = (build(kind, **ADAM | more) for _ in range(2))
-    assert flatten(fast) is not None
+    reference, fast = (build(kind, fast=how, **ADAM | more) for how in ({}, FLAT))
     for seed in range(5):
         rollout = make_rollout(reference.policy, seed)
         expected, found = reference.update(rollout), fast.update(rollout)
@@ -32,10 +32,10 @@ def test_updates_give_the_references_parameters_and_metrics(kind, more):
 def test_the_vectors_adam_is_torchs(name):
     torch.manual_seed(0)
     settings = {"betas": (0.8, 0.99), "eps": 1e-6} | ({"weight_decay": 0.1} if name == "adamw" else {})
-    algorithm = build("ppo", optimizer={"name": name, **settings}, learning_rate=0.03)
+    algorithm = build("ppo", optimizer={"name": name, **settings}, learning_rate=0.03, fast=FLAT)
     single = copy.deepcopy(algorithm.policy)
     torchs = torch.optim.Adam(single.parameters(), lr=0.03, decoupled_weight_decay=name == "adamw", **settings)
-    flat = flatten(algorithm)
+    flat = algorithm.optimizer.flat
     for _ in range(4):
         algorithm.optimizer.zero_grad()
         for parameter, other in zip(algorithm.policy.parameters(), single.parameters(), strict=True):
@@ -47,8 +47,7 @@ def test_the_vectors_adam_is_torchs(name):
 
 
 def test_training_goes_on_from_a_saved_state():
-    one, other = (build("ppo", **ADAM) for _ in range(2))
-    flatten(one), flatten(other)
+    one, other = (build("ppo", fast=FLAT, **ADAM) for _ in range(2))
     rollout = make_rollout(one.policy)
     one.update(rollout)
     other.policy.load_state_dict(one.policy.state_dict())
@@ -59,8 +58,8 @@ def test_training_goes_on_from_a_saved_state():
 
 
 def test_a_gradient_set_to_none_comes_back():
-    algorithm = build("ppo", **ADAM)
-    flat = flatten(algorithm)
+    algorithm = build("ppo", fast=FLAT, **ADAM)
+    flat = algorithm.optimizer.flat
     algorithm.policy.zero_grad(set_to_none=True)
     before = flat.vector.detach().clone()
     algorithm.update(make_rollout(algorithm.policy))
@@ -68,14 +67,12 @@ def test_a_gradient_set_to_none_comes_back():
 
 
 def test_what_is_large_of_several_types_or_moved_by_another_optimiser_stays_single(monkeypatch):
-    assert flatten(build("ppo", optimizer={"name": "sgd"})) is None
     mixed = make_policy(actor_only=False)
     mixed.critic.double()
-    assert flatten(build("ppo", policy=mixed, **ADAM)) is None
+    for settings in ({"optimizer": "sgd"}, ADAM | {"policy": mixed}):
+        assert not isinstance(build("ppo", fast=FLAT, **settings).optimizer, FlatAdam)
     monkeypatch.setattr("groupwise.speed.flat.LIMIT", 10)
-    algorithm = build("ppo", **ADAM)
-    assert flatten(algorithm) is None
-    assert not isinstance(algorithm.optimizer, FlatAdam)
+    assert not isinstance(build("ppo", fast=FLAT, **ADAM).optimizer, FlatAdam)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +86,7 @@ def test_what_is_large_of_several_types_or_moved_by_another_optimiser_stays_sing
 )
 def test_parameters_that_were_replaced_are_refused(change):
     """They would never be trained."""
-    algorithm = build("ppo", **ADAM)
-    flatten(algorithm)
+    algorithm = build("ppo", fast=FLAT, **ADAM)
     rollout = make_rollout(algorithm.policy)
     change(algorithm.policy)
     with pytest.raises(ConfigError, match="after the algorithm was built; fix: do it before"):
@@ -98,16 +94,15 @@ def test_parameters_that_were_replaced_are_refused(change):
 
 
 def test_loaded_weights_reach_the_vector():
-    algorithm = build("ppo", **ADAM)
-    flat = flatten(algorithm)
+    algorithm = build("ppo", fast=FLAT, **ADAM)
+    flat = algorithm.optimizer.flat
     algorithm.policy.load_state_dict({name: torch.ones_like(v) for name, v in algorithm.policy.state_dict().items()})
     assert (flat.vector == 1).all()
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_a_copied_algorithm_trains_on_its_own_as_the_original_would(kind):
-    original = build(kind, **ADAM)
-    flatten(original)
+    original = build(kind, fast=FLAT, **ADAM)
     first, second = (make_rollout(original.policy, seed) for seed in (0, 1))
     original.update(first)
     copied = copy.deepcopy(original)

@@ -6,15 +6,14 @@ from compiled_cases import STEPS, collecting
 
 import groupwise as gw
 from groupwise.errors import SlowPathWarning
-from groupwise.speed.rollouts import CompiledStepper, why_not_compiled
+from groupwise.speed.rollouts import compiled_stepper, why_not_compiled
 
 
 def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypatch):
     def fail(*args, **more):
         raise OSError("no compiler")
 
-    (reference, buffer), (fast, other) = collecting("ppo"), collecting("ppo")
-    fast.stepper = CompiledStepper(fast)
+    (reference, buffer), (fast, other) = collecting("ppo"), collecting("ppo", stepper=compiled_stepper)
     monkeypatch.setattr("groupwise.speed.rollouts.compiled_for", lambda function, example, **options: fail)
     with pytest.warns(SlowPathWarning, match="no compiler"):
         found = fast.collect(STEPS, rollout=other.start_rollout())

@@ -18,9 +18,9 @@ from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.config.policy import PolicyCfg
 from groupwise.envs.torch_control import TorchCartPole
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.speed.compile import CompiledBackward
-from groupwise.speed.flat import flatten
-from groupwise.speed.rollouts import CompiledStepper
+from groupwise.speed.compile import compiled_gradient
+from groupwise.speed.flat import flat_adam
+from groupwise.speed.rollouts import compiled_stepper
 
 ROWS, STEPS = 24, 20
 
@@ -32,13 +32,13 @@ def check_compiled(folder, *cases):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def make():
+def make(**fast):
     torch.manual_seed(1)
     policy = ActorCritic(
         OBS, gym.spaces.Box(-1, 1, (2,), np.float32), PolicyCfg(hidden_sizes=(16, 8), normalize_obs=True)
     )
     settings = {"num_epochs": 3, "minibatch_size": 30, "max_grad_norm": 0.5, "learning_rate": 1e-3}
-    return build("ppo", policy=policy, optimizer={"name": "adam"}, **settings)
+    return build("ppo", policy=policy, fast=fast, optimizer={"name": "adam"}, **settings)
 
 
 def close(found, expected, name="", **tolerance):
@@ -47,14 +47,13 @@ def close(found, expected, name="", **tolerance):
 
 def updates(folder):
     """Of PPO with continuous actions and scaled observations."""
-    reference, fast = make(), make()
-    fast.backward = CompiledBackward(fast, flatten(fast))
+    reference, fast = make(), make(optimizer=flat_adam, gradient=compiled_gradient)
     for seed in range(10):
         rollout = make_rollout(reference.policy, seed)
         expected, found = reference.update(rollout), fast.update(rollout)
         for name, value in expected.items():
             close(found[name], value, name, rtol=1e-3, atol=1e-5)
-    assert not fast.backward.failed
+    assert not fast.gradient.failed
     for one, other in zip(fast.policy.parameters(), reference.policy.parameters(), strict=True):
         close(one, other, rtol=0, atol=1e-5)
 
@@ -123,15 +122,20 @@ def resumed(folder):
         assert torch.equal(one, other)
 
 
-def collecting(kind):
+def collecting(kind, **fast):
     torch.manual_seed(0)
     env = TorchCartPole(ROWS)
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=kind == "grpo")
     collector = (
-        TorchVectorCollector(env, policy, seed=1)
+        TorchVectorCollector(env, policy, seed=1, **fast)
         if kind == "ppo"
         else TorchGroupCollector(
-            env, policy, group_size=8, collection=gw.CollectionCfg(partial_groups="truncate", horizon=30), seed=1
+            env,
+            policy,
+            group_size=8,
+            collection=gw.CollectionCfg(partial_groups="truncate", horizon=30),
+            seed=1,
+            **fast,
         )
     )
     specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
@@ -145,12 +149,11 @@ def rollouts(folder):
 
 
 def compare_rollouts(kind):
-    (reference, buffer), (fast, other) = collecting(kind), collecting(kind)
-    stepper = fast.stepper = CompiledStepper(fast)
+    (reference, buffer), (fast, other) = collecting(kind), collecting(kind, stepper=compiled_stepper)
     for _ in range(4):
         expected = reference.collect(STEPS, rollout=buffer.start_rollout())
         found = fast.collect(STEPS, rollout=other.start_rollout())
-        assert not stepper.failed
+        assert not fast.fast_stepper.failed
         for key in expected.keys():  # noqa: SIM118  iterating goes over rows
             close(found[key], expected[key], str(key), rtol=1e-3, atol=1e-3)
         with torch.no_grad():

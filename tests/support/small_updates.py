@@ -53,7 +53,8 @@ def make_rollout(policy, seed=0, rows=8, steps=12):
     return buffer.get()
 
 
-def build(kind, seed=0, policy=None, **cfg):
+def build(kind, seed=0, policy=None, fast=None, **cfg):
+    """``fast``: arguments that replace parts of the algorithm."""
     cls, cfg_cls = {"ppo": (PPO, PPOCfg), "grpo": (GRPO, GRPOCfg)}[kind]
     policy = policy or make_policy(cls.actor_only)
     settings = {
@@ -63,7 +64,7 @@ def build(kind, seed=0, policy=None, **cfg):
         "learning_rate": 0.5,
         "max_grad_norm": None,
     }
-    return cls(cfg_cls(**settings | cfg), policy, seed=seed)
+    return cls(cfg_cls(**settings | cfg), policy, seed=seed, **fast or {})
 
 
 def parameters(algorithm):

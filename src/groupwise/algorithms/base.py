@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -58,6 +58,7 @@ class LossOutput(NamedTuple):
     """In the order of ``metric_names``."""
 
 
+@runtime_checkable
 class FastOptimizer(Protocol):
     """An optimiser that clips the gradient itself."""
 

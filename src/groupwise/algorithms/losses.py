@@ -445,9 +445,7 @@ def dppo(
 ) -> Tensor:
     """Steps whose probability has moved too far are dropped; discrete actions.
 
-    ``-sg(min(r, max_ratio)) A log_prob`` of the steps that are kept, plus ``pull (log_prob - old_log_prob)^2``. Dropped are those
-    that moved in the direction of their advantage by more than the bound. With p the probability now and q the sampler's, of
-    "this action or another", the distance is ``|p - q|`` (``tv``) or ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))`` (``kl``).
+    ``-sg(min(r, max_ratio)) A log_prob`` of the steps that ``dppo_keeps``, plus ``pull (log_prob - old_log_prob)^2``.
 
     Args:
         divergence: Of "this action or another": total variation (the difference of probabilities), or KL(sampler || policy).
@@ -458,15 +456,23 @@ def dppo(
 
     Source: DPPO as in prime-rl, https://github.com/PrimeIntellect-ai/prime-rl, and TRL.
     """
-    with torch.no_grad():
-        rose = x.log_prob > x.sample_log_prob
-        if divergence == "tv":
-            moved = (x.log_prob.exp() - x.sample_log_prob.exp()).abs()
-        else:
-            moved = _coin_kl(x.sample_log_prob, x.log_prob)
-        keeps = torch.where(x.advantage > 0, ~(rose & (moved > high)), rose | (moved <= low))
-    loss = cispo(x, None, max_ratio).masked_fill(~keeps, 0)
+    loss = cispo(x, None, max_ratio).masked_fill(~dppo_keeps(x, divergence, low, high), 0)
     return loss + pull * (x.log_prob - x.old_log_prob).square() if pull else loss
+
+
+@torch.no_grad()
+def dppo_keeps(x: LossInputs, divergence: Literal["tv", "kl"], low: float, high: float) -> Bool[Tensor, "*batch"]:
+    """False where the action's probability has moved further than the bound in the direction of its advantage.
+
+    With p the probability now and q the sampler's, of "this action or another", the distance is ``|p - q|`` (``tv``) or
+    ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))`` (``kl``).
+    """
+    rose = x.log_prob > x.sample_log_prob
+    if divergence == "tv":
+        moved = (x.log_prob.exp() - x.sample_log_prob.exp()).abs()
+    else:
+        moved = _coin_kl(x.sample_log_prob, x.log_prob)
+    return torch.where(x.advantage > 0, ~(rose & (moved > high)), rose | (moved <= low))
 
 
 def _coin_kl(log_prob: Float[Tensor, "*batch"], other_log_prob: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:

@@ -12,7 +12,7 @@ policy's ``scored_by``. So the algorithms have no branch on it.
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,6 +33,7 @@ class Epoch(NamedTuple):
     """For each optimiser step, the slices of ``order`` that are its micro-batches; none where this rank has no share."""
 
 
+@runtime_checkable
 class Scored(Protocol):
     """What a layout reads of a policy."""
 
@@ -48,10 +49,11 @@ class Scored(Protocol):
         """Units of each decision that were acted with."""
 
 
+@runtime_checkable
 class Maskable(Protocol):
     """A policy's scores."""
 
-    def masked(self, padding: Tensor) -> Self:
+    def masked(self, padding: Tensor) -> Any:
         """With 0 at the padding."""
 
 
@@ -153,7 +155,8 @@ class Rows(Steps):
 
     def finish(self, scores: Scores, mask: Tensor) -> Scores:
         """Scores with 0 at the padding, where they may be NaN."""
-        return scores.masked(~mask)
+        finished: Scores = scores.masked(~mask)
+        return finished
 
     def _sizes(self, rows: Mapping[str, Nested], policy: Scored) -> "RowSizes":
         sizes = RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
@@ -192,7 +195,8 @@ class Units(Steps):
 
     def finish(self, scores: Scores, mask: Tensor) -> Scores:
         """Scores with 0 at units that count for nothing, and values for each unit."""
-        return scores.masked(~mask)
+        finished: Scores = scores.masked(~mask)
+        return finished
 
     def per_decision(self, score: Float[Tensor, "row step *unit"]) -> Float[Tensor, "row step"]:
         """Sums over the units."""

@@ -2,7 +2,6 @@
 
 import logging
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, torch_fix
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, EnvError
-from groupwise.policies.base import Action, Policy
+from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError
 from groupwise.seeding import derive_seed
@@ -189,11 +188,8 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
 def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of the algorithm and the collector that speed up a run: flat parameters, acting in NumPy, what pays to compile."""
     fast, stops = cfg.speed == "auto", cfg.algorithm.on_nonfinite == "stop"
-
-    def actor(policy: Policy) -> Callable[..., Action]:
-        act = numpy_actor(policy) if fast else policy.act
-        return act if stops else acting_on_finite(act)
-
+    act: MakeActor = numpy_actor if fast else lambda policy: policy.act
+    actor = act if stops else lambda policy: acting_on_finite(act(policy))
     of_algorithm: dict[str, Any] = {}
     of_collector: dict[str, Any] = {"actor": actor}
     if not fast:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional import neighbours
+from groupwise.algorithms import advantages as neighbours
 
 
 def near_values(state, score, episode, *, k, pool=None):

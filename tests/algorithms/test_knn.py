@@ -6,10 +6,10 @@ from credit_rollouts import OneOfTwo, credit
 from tensordict import TensorDict
 
 import groupwise as gw
+from groupwise.algorithms import advantages as credit_rules
 from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
-from groupwise.recipes import knn_values
 
 CREDIT = {"group_key": "group", "returns": "return_to_go", "scale": "none"}
 
@@ -118,7 +118,7 @@ def test_ranks_exchange_what_the_next_round_reads_and_no_more(cut, rounds):
 @pytest.mark.parametrize("pool", [4096, 20])
 def test_two_ranks_are_one_batch(two_ranks, monkeypatch, pool):
     """Episodes of one rank are near those of the other; some are cut, and one rank has more than the other."""
-    monkeypatch.setattr(knn_values, "POOL", pool)
+    monkeypatch.setattr(credit_rules, "POOL", pool)
     rows, steps = 7, 9
     generator = torch.Generator().manual_seed(0)
     last = torch.arange(steps) == torch.randint(4, steps, (rows, 1), generator=generator)
@@ -173,7 +173,7 @@ def test_normalised_over_the_batch():
 
 def test_no_more_states_than_the_pool_holds_are_looked_at(monkeypatch):
     """Evenly spaced: of five, at most two are every third, the first ones of both episodes."""
-    monkeypatch.setattr(knn_values, "POOL", 2)
+    monkeypatch.setattr(credit_rules, "POOL", 2)
     found = credit_of(rollout(), gae_lambda=1.0)
     # behind the cut stands 1.75: the first episode's values are 3 + 1.75 / 4
     torch.testing.assert_close(found[0], torch.tensor([1.75, 1.5, 1.0]) - 3.4375)

@@ -3,7 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from groupwise.recipes.anchors import anchors
+from groupwise.algorithms.advantages import anchors
 
 
 def test_anchors_are_of_one_group_and_of_members_only():

@@ -1,16 +1,14 @@
 """Choices by name, with parameters of their own: how they are read, merged, saved and registered."""
 
 import json
-import subprocess
-import sys
-from typing import Literal
+import pickle
 
 import pytest
-import torch
 from objective_updates import make_policy, make_rollout
 
 import groupwise as gw
-from groupwise.algorithms.losses import Counts, policy_loss
+from groupwise.algorithms.advantages import Scores
+from groupwise.algorithms.losses import LossInputs, cispo, sapo
 from groupwise.cli.options import parse_options
 from groupwise.config import load_config, resolve, to_json
 from groupwise.config.algorithm import OptimizerCfg, ScheduleCfg
@@ -18,16 +16,16 @@ from groupwise.config.choices import register_choice
 from groupwise.config.credit import BaselineCfg, CreditCfg
 from groupwise.config.objective import AggregationCfg, ClipCfg, CorrectionCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.errors import ConfigError
-from groupwise.recipes.trust_regions import CispoCfg, SapoCfg
 
 FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, AggregationCfg, OptimizerCfg, ScheduleCfg)
 
 
 @pytest.mark.parametrize(
-    "given", ["cispo", {"name": "cispo"}, CispoCfg(), {"name": "cispo", "high": 5.0}, {"name": "cispo", "low": None}]
+    "given",
+    ["cispo", {"name": "cispo"}, cispo.Settings(), {"name": "cispo", "high": 5.0}, {"name": "cispo", "low": None}],
 )
 def test_a_name_alone_stands_for_its_defaults(given):
-    assert ObjectiveCfg(trust_region=given).trust_region == CispoCfg(low=None, high=5.0)
+    assert ObjectiveCfg(trust_region=given).trust_region == cispo.Settings(low=None, high=5.0)
 
 
 def test_parameters_without_a_name_are_the_defaults():
@@ -61,11 +59,11 @@ def test_mistakes_name_the_nearest(given, message):
 @pytest.mark.parametrize(
     ("preset", "given", "expected"),
     [
-        ("cispo_verl", {"high": 2.0}, CispoCfg(low=0.8, high=2.0)),
-        ("cispo_verl", {"name": "cispo", "high": 2.0}, CispoCfg(low=0.8, high=2.0)),
-        ("cispo_verl", "cispo", CispoCfg(low=0.8, high=1.2)),
-        ("cispo_verl", "sapo", SapoCfg()),
-        ("cispo_verl", {"name": "sapo", "positive": 2.0}, SapoCfg(positive=2.0)),
+        ("cispo_verl", {"high": 2.0}, cispo.Settings(low=0.8, high=2.0)),
+        ("cispo_verl", {"name": "cispo", "high": 2.0}, cispo.Settings(low=0.8, high=2.0)),
+        ("cispo_verl", "cispo", cispo.Settings(low=0.8, high=1.2)),
+        ("cispo_verl", "sapo", sapo.Settings()),
+        ("cispo_verl", {"name": "sapo", "positive": 2.0}, sapo.Settings(positive=2.0)),
     ],
 )
 def test_over_a_preset_parameters_are_merged_and_other_names_replace(preset, given, expected):
@@ -78,7 +76,7 @@ def test_over_a_preset_parameters_are_merged_and_other_names_replace(preset, giv
 
 def test_clip_coef_sets_the_range_of_whatever_clips():
     region = resolve("CartPole-v1", gw.GRPOCfg(clip_coef=0.3), preset="verl").algorithm.objective.trust_region
-    assert (region.name, region.clip_range) == ("dual_clip", (0.3, 0.3))
+    assert (region.name, region.clip_low, region.clip_high) == ("dual_clip", 0.3, 0.3)
     with pytest.raises(
         ConfigError, match=r"clip_coef=0\.3 sets a clip range, which trust_region='cispo' does not have"
     ):
@@ -107,37 +105,33 @@ def test_a_choice_and_its_parameters_on_the_command_line():
     ]
     words += ["--algorithm.credit.baseline", "leave_one_out"]
     algorithm = parse_options(words, prog="train", description="").algorithm
-    assert algorithm.objective.trust_region == CispoCfg(high=4.0)
+    assert algorithm.objective.trust_region == cispo.Settings(high=4.0)
     assert algorithm.credit.baseline.name == "leave_one_out"
     with pytest.raises(ConfigError, match="unknown trust region 'cisp'"):
         parse_options([*words[:2], "cisp"], prog="train", description="")
 
 
-def test_a_recipe_of_the_users_own(registry, tmp_path):
-    @register_choice
-    class HalfCfg(TrustRegionCfg):
-        """Half the policy gradient."""
+def test_a_loss_and_a_baseline_of_the_users_own(registry, tmp_path):
+    @gw.register_loss("half")
+    def half(x: LossInputs, share: float = 0.5):
+        """Half the policy gradient.
 
-        name: Literal["half"] = "half"
-        share: float = 0.5
+        Args:
+            share: How much of it.
+        """
+        return -share * x.ratio * x.advantage
 
-        def loss(self, ratio, log_prob, batch, counts):
-            return -self.share * ratio * batch["advantage"]
-
-    @register_choice
-    class ZeroCfg(BaselineCfg):
+    @gw.register_baseline("twice")
+    def twice(scores: Scores):
         """Twice the mean's advantage."""
-
-        name: Literal["twice"] = "twice"
-
-        def of_episodes(self, scores):
-            return 2 * scores.relative()
+        return 2 * scores.relative()
 
     path = tmp_path / "run.json"
     credit = {"baseline": "twice"}
     path.write_text(json.dumps({"env": {"id": "X-v0"}, "algorithm": {"objective": {"trust_region": "half"}}}))
     cfg = load_config(path, {"credit": credit | {"group_key": "group", "returns": "outcome"}}).algorithm
-    assert cfg.objective.trust_region == HalfCfg()
+    assert cfg.objective.trust_region == TrustRegionCfg.named("half")(share=0.5)
+    assert TrustRegionCfg.named("half").model_fields["share"].description == "How much of it."
     one, two = (
         gw.GRPO(
             gw.GRPOCfg(credit=CreditCfg(**kind), objective=objective, num_epochs=1, minibatch_size=None), make_policy()
@@ -149,12 +143,23 @@ def test_a_recipe_of_the_users_own(registry, tmp_path):
     )
     losses = [float(algorithm.update(make_rollout(algorithm.policy))["train/policy_loss"]) for algorithm in (one, two)]
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-5)
+
+
+def test_names_that_are_taken_or_missing_and_settings_without_a_type_are_refused(registry):
+    def mine(x: LossInputs, share: float = 0.5):
+        return x.ratio
+
+    def untyped(x, share=0.5):
+        return x.ratio
+
     with pytest.raises(ConfigError, match="trust region 'clip' is registered already"):
-
-        @register_choice
-        class OtherCfg(TrustRegionCfg):
-            name: Literal["clip"] = "clip"
-
+        gw.register_loss("clip")(mine)
+    with pytest.raises(ConfigError, match="baseline 'mean' is registered already"):
+        gw.register_baseline("mean")(mine)
+    with pytest.raises(ConfigError, match="the name of a trust region is"):
+        gw.register_loss(mine)(mine)
+    with pytest.raises(ConfigError, match="setting 'share' of trust region 'untyped' has no type"):
+        gw.register_loss("untyped")(untyped)
     with pytest.raises(ConfigError, match="NamelessCfg has no name"):
 
         @register_choice
@@ -162,22 +167,6 @@ def test_a_recipe_of_the_users_own(registry, tmp_path):
             pass
 
 
-def test_a_loss_of_a_class_derived_from_the_clip_counts():
-    class TwiceCfg(ClipCfg):
-        def loss(self, ratio, log_prob, batch, counts):
-            return 2 * super().loss(ratio, log_prob, batch, counts)
-
-    batch, ratio = {"advantage": torch.tensor([1.0, -2.0])}, torch.tensor([1.5, 1.1])
-    losses = [
-        policy_loss(ObjectiveCfg(trust_region=one), ratio, ratio, batch, Counts(1)) for one in (ClipCfg(), TwiceCfg())
-    ]
-    assert torch.equal(losses[0], torch.tensor([-1.2, 2.2]))
-    assert torch.equal(losses[1], 2 * losses[0])
-
-
-def test_settings_of_every_recipe_are_read_without_torch():
-    code = (
-        "import sys; from groupwise.config import json_schema, presets; presets.choices(); json_schema(); "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize("cfg", [cispo.Settings(low=0.5), ObjectiveCfg(trust_region={"name": "cispo", "high": 2.0})])
+def test_settings_made_from_a_signature_are_pickled(cfg):
+    assert pickle.loads(pickle.dumps(cfg)) == cfg

@@ -1,21 +1,23 @@
+"""Ratios, the clip and the value loss: numbers by hand."""
+
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from groupwise.functional.objective import (
+from loss_calls import (
     clip_loss,
-    clipped_value_loss,
     dual_clip_loss,
     sequence_product_ratio,
     sequence_ratio,
     sequence_token_ratio,
     token_ratio,
+    turn_ratio,
     unclipped_loss,
-    value_loss,
 )
+
+from groupwise.algorithms.losses import value_loss
 from groupwise.functional.reduce import loss_weights
 
 NAN = float("nan")
@@ -62,7 +64,7 @@ def test_sequence_ratios_follow_episodes_not_rows(ratio):
 def test_with_the_ids_of_turns_the_sequence_ratio_is_that_of_turns():
     # an episode of two turns: x = .1, -.3 with mean -.1, and .4 alone
     turn = torch.tensor([0, 0, 1])
-    out = sequence_ratio(OLD + torch.tensor([0.1, -0.3, 0.4]), OLD, ON, turn, 2)
+    out = turn_ratio(OLD + torch.tensor([0.1, -0.3, 0.4]), OLD, ON, turn, 2)
     assert_near(out, [0.904837, 0.904837, 1.491825])
 
 
@@ -207,5 +209,5 @@ def test_value_loss_has_no_half():
     ],
 )
 def test_clipped_value_loss_takes_the_greater_error(value, target, expected):
-    out = clipped_value_loss(torch.tensor([value]), torch.tensor([1.0]), torch.tensor([target]), 0.5)
+    out = value_loss(torch.tensor([value]), torch.tensor([target]), torch.tensor([1.0]), 0.5)
     assert_near(out, [expected])

@@ -1,9 +1,10 @@
+"""Corrections of the sampler: numbers by hand."""
+
 import math
 
 import pytest
 import torch
-
-from groupwise.functional.correction import masked, off_policy_keeps, sequence_weight, token_weight, truncated
+from loss_calls import corrected, off_policy_keeps
 
 NAN = float("nan")
 OLD = torch.tensor([-1.0, -2.0, -0.5, -1.0])
@@ -18,25 +19,33 @@ def assert_near(out, expected):
 
 
 def test_weights_by_hand():
-    assert_near(token_weight(OLD, SAMPLED), [2.0, 0.5, 4.0, 0.25])
-    assert_near(sequence_weight(OLD, SAMPLED, ON, IDS, 2), [4.0, 4.0, 4.0, 0.25])  # 2 * 1/2 * 4
+    wide = {"high": 1e9}
+    assert_near(corrected("tis", OLD, SAMPLED, **wide), [2.0, 0.5, 4.0, 0.25])
+    wide["level"] = "sequence"
+    assert_near(corrected("tis", OLD, SAMPLED, ON, IDS, 2, **wide), [4.0, 4.0, 4.0, 0.25])  # 2 * 1/2 * 4
     mask = torch.tensor([True, False, True, True])
-    assert_near(sequence_weight(OLD, SAMPLED.masked_fill(~mask, NAN), mask, IDS, 2), [8.0, 1.0, 8.0, 0.25])
+    sampled = SAMPLED.masked_fill(~mask, NAN)
+    assert_near(corrected("tis", OLD, sampled, mask, IDS, 2, **wide), [8.0, 1.0, 8.0, 0.25])
 
 
 def test_truncating_and_masking_by_hand():
-    weight = torch.tensor([2.0, 0.5, 4.0, 0.25, 3.0])
-    assert truncated(weight, 3.0).tolist() == [2.0, 0.5, 3.0, 0.25, 3.0]
-    assert masked(weight, 0.5, 3.0).tolist() == [2.0, 0.5, 0.0, 0.0, 3.0]
-    assert masked(weight, None, 3.0).tolist() == [2.0, 0.5, 0.0, 0.25, 3.0]
+    old, sampled = torch.tensor([2.0, 0.5, 4.0, 0.25, 2.99]).log(), torch.zeros(5)
+    assert_near(corrected("tis", old, sampled, high=3.0), [2.0, 0.5, 3.0, 0.25, 2.99])
+    assert_near(corrected("mis", old, sampled, low=0.4, high=3.0), [2.0, 0.5, 0.0, 0.0, 2.99])
+    assert_near(corrected("mis", old, sampled, high=3.0), [2.0, 0.5, 0.0, 0.25, 2.99])
+
+
+def test_bounds_are_inclusive():
+    assert corrected("mis", torch.zeros(2), torch.zeros(2), low=1.0, high=1.0).tolist() == [1.0, 1.0]
 
 
 def test_weights_have_no_gradient_and_no_overflow():
     old = (OLD + 500).requires_grad_()
-    for weight in (token_weight(old, SAMPLED), sequence_weight(old, SAMPLED, ON, IDS, 2)):
+    for level in ("token", "sequence"):
+        weight = corrected("tis", old, SAMPLED, ON, IDS, 2, level=level, high=1e30)
         assert not weight.requires_grad
         assert weight.isfinite().all()
-        assert masked(weight, 0.5, 5.0).tolist() == [0.0] * 4
+        assert corrected("mis", old, SAMPLED, ON, IDS, 2, level=level, low=0.5, high=5.0).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0.4, False), (0.41, False), (0.43, True)])

@@ -44,7 +44,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 $(PEERS)/.done: benchmarks/peers/requirements.txt pyproject.toml constraints.txt
 	@echo "installing groupwise and its peers into $(PEERS), $(PEERS)-torchrl and $(PEERS)-jax (a few minutes)"
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/$(PEERS_PIP) -c constraints.txt -e '.[box2d,envpool,mujoco]' -r $<
+	$(PEERS)/bin/$(PEERS_PIP) -c constraints.txt -e '.[box2d,mujoco]' -r $<
 	@touch $@
 
 $(PEERS)-%/.done: benchmarks/peers/requirements_%.txt
@@ -78,8 +78,8 @@ $(VLLM)/.done:
 test-vllm: $(VENV)/.dev $(VLLM)/.done  ## The adapter for vLLM against vLLM itself, ten minutes
 	GROUPWISE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -q -s tests/serving/test_vllm.py
 
-test-ray: $(VENV)/.dev  ## Populations and trials on a local Ray cluster, in a process of their own
-	GROUPWISE_RAY=1 $(BIN)/python -m pytest tests/evolution/test_ray.py tests/integrations/test_ray_tune.py tests/integrations/test_ray_train.py tests/integrations/test_ray_servers.py
+test-ray: $(VENV)/.dev  ## Runs and populations on a local Ray cluster, in a process of their own
+	GROUPWISE_RAY=1 $(BIN)/python -m pytest tests/integrations
 
 test-browser: $(VENV)/.dev  ## The pages in Chromium, which must be there (apt-get install chromium), and axe-core
 	command -v chromium

@@ -51,14 +51,14 @@ def worker(task: str, side: str, steps: int) -> float:
         settings = {"num_steps": 256, "num_epochs": 10, "minibatch_size": 64, "learning_rate": 3e-4, "ent_coef": 0.0}
         return rate("HalfCheetah-v5", "ppo", settings, 8, steps, compiled=True)
     if task.startswith("torch"):
-        import groupwise as gw
+        from groupwise.envs.torch_control import TorchCartPole
 
         settings = {"num_steps": 64, "num_epochs": 1, "minibatch_size": 8192, "learning_rate": 4e-3}
         algorithm = task.removeprefix("torch_")
         if algorithm == "grpo":
             credit = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
             settings |= {"group_size": 8, "credit": credit, "collection": truncate()}
-        return rate(gw.TorchCartPole, algorithm, settings, 1024, steps, compiled=True)
+        return rate(TorchCartPole, algorithm, settings, 1024, steps, compiled=True)
     return text(steps) if task == "text" else until_pass(steps)
 
 

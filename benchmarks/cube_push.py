@@ -8,6 +8,7 @@ Beside it stand random actions and an arm that does nothing. Settings were tuned
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,13 +19,15 @@ import torch
 from throughput import CREDIT
 
 import groupwise as gw
-from groupwise.contrib.warp_tasks import WarpCubePush
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from mujoco_warp_push import CubePush
 
 RESULT = Path(__file__).parent / "results" / "cube_push.json"
 STEPS = 1_500_000
 SEEDS = (100, 101, 102)
 EPISODES = 256
-SETTINGS: dict[str, gw.AlgorithmCfg] = {
+SETTINGS: dict[str, gw.config.AlgorithmCfg] = {
     "ppo": gw.PPOCfg(
         num_steps=32, num_epochs=8, minibatch_size=512, learning_rate=7e-4, gamma=0.95, schedule={"name": "linear"}
     ),
@@ -46,7 +49,7 @@ Act = Callable[[torch.Tensor], torch.Tensor]
 @torch.no_grad()
 def played(act: Act, seed: int) -> dict[str, float]:
     """What the actions come to over fresh episodes."""
-    env = WarpCubePush(EPISODES)
+    env = CubePush(EPISODES)
     obs, returns = env.reset(seed=seed), torch.zeros(EPISODES)
     for _ in range(env.max_episode_steps or 0):
         step = env.step(act(obs))
@@ -59,7 +62,7 @@ def learned(name: str, seed: int, folder: str) -> dict[str, Any]:
     """One run, and how its policy does."""
     start = time.perf_counter()
     run = gw.train(
-        WarpCubePush,
+        CubePush,
         SETTINGS[name],
         num_envs=64,
         total_steps=STEPS,

@@ -21,6 +21,7 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 import gymnasium
 
 import groupwise as gw
+from groupwise.embodied.demos import record_demos
 from groupwise.embodied.metaworld import MetaWorldEnv, instruction_bytes
 from groupwise.embodied.metaworld_tasks import INSTRUCTIONS
 from groupwise.training.evaluation import EvaluationResult, evaluate_policy
@@ -92,11 +93,11 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        demos = gw.record_demos(ENV, episodes=args.demos, out=folder / "demos", seed=args.seed)
+        demos = record_demos(ENV, episodes=args.demos, out=folder / "demos", seed=args.seed)
         began = time.perf_counter()
         clone = gw.train(
             ENV.model_copy(update={"num_envs": 8}),
-            gw.BCCfg(data=demos.path, holdout=0.1, num_steps=64, minibatch_size=32, num_epochs=1, learning_rate=1e-3,
+            gw.config.BCCfg(data=demos.path, holdout=0.1, num_steps=64, minibatch_size=32, num_epochs=1, learning_rate=1e-3,
                      schedule="cosine"),
             total_steps=args.passes * demos.steps,
             policy="vla",
@@ -112,7 +113,7 @@ def main() -> None:
              "learning_rate": 5e-5},
             preset="vla",
             total_steps=args.steps,
-            policy=gw.VLACfg(init_from=str(clone.path)),
+            policy=gw.config.VLACfg(init_from=str(clone.path)),
             seed=args.seed,
             evaluation={"interval": 10**9, "episodes": 8},
             run_dir=folder / "run",

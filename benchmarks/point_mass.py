@@ -21,7 +21,7 @@ import groupwise as gw
 
 BONUS = 50.0
 """Of success. Below about 25, staying next to the goal until the limit earns more than reaching it."""
-ALGORITHMS: dict[str, gw.AlgorithmCfg] = {
+ALGORITHMS: dict[str, gw.config.AlgorithmCfg] = {
     "ppo": gw.PPOCfg(num_steps=32, minibatch_size=512, num_epochs=6, learning_rate=1e-3),
     "grpo": gw.GRPOCfg(num_steps=64, group_size=8, minibatch_size=1024, num_epochs=4, learning_rate=1e-3),
 }

@@ -52,7 +52,7 @@ TASKS = {"Pendulum-v1": Task(10_000, -1200, -150), "LunarLander-v3": Task(10_000
 
 
 @gw.register_choice
-class KeepCfg(gw.SelectionCfg):
+class KeepCfg(gw.config.SelectionCfg):
     """All members go on as they are: random search."""
 
     name: Literal["keep"] = "keep"
@@ -91,7 +91,43 @@ def tpe(env: str, algorithm: str, seed: int, folder: Path) -> tuple[list[Point],
     """Curve and best run of Optuna's TPE with its median pruner, until the steps are used up."""
     import optuna
 
-    from groupwise.integrations.optuna import optimize
+    class Report(gw.Callback):
+        """Reports each evaluation, and stops a run that is pruned."""
+
+        def __init__(self, trial: optuna.Trial) -> None:
+            self.trial = trial
+
+        def on_evaluation_end(self, trainer: gw.Trainer, evaluation: Any) -> None:
+            self.last = evaluation.return_mean
+            self.trial.report(self.last, trainer.env_steps)
+            if not trainer.is_done() and self.trial.should_prune():
+                trainer.stop("pruned")
+
+    def train(trial: optuna.Trial) -> float:
+        settings = {
+            path.removeprefix("algorithm."): trial.suggest_categorical(path, space)
+            if isinstance(space, list)
+            else suggest_number(trial, path, **space)
+            for path, space in SEARCH.items()
+        }
+        scores = Report(trial)
+        run = gw.train(
+            env,
+            {"name": algorithm} | settings,
+            run_dir=folder / f"trial-{trial.number}",
+            seed=100 * seed + trial.number,
+            total_steps=min(ROUNDS * size, left),
+            evaluation={"interval": size, "episodes": EPISODES},
+            logging={"progress": "none"},
+            callbacks=[scores],
+        )
+        if run.summary["stopped"] == "pruned":
+            raise optuna.TrialPruned
+        return scores.last
+
+    def suggest_number(trial: optuna.Trial, path: str, min: float, max: float, log: bool = False) -> float:
+        suggest = trial.suggest_int if isinstance(min, int) else trial.suggest_float
+        return suggest(path, min, max, log=log)
 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=4)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner)
@@ -99,18 +135,7 @@ def tpe(env: str, algorithm: str, seed: int, folder: Path) -> tuple[list[Point],
     left, curve, last = MEMBERS * ROUNDS * size, [], {}
     while left >= size:
         number = len(study.trials)
-        optimize(
-            study,
-            env,
-            algorithm,
-            search=SEARCH,
-            trials=1,
-            run_dir=folder,
-            seed=100 * seed + number,
-            total_steps=min(ROUNDS * size, left),
-            evaluation={"interval": size, "episodes": EPISODES},
-            logging={"progress": "none"},
-        )
+        study.optimize(train, n_trials=1, catch=gw.errors.DivergedError)
         done = study.trials[number].intermediate_values
         for steps, score in done.items():
             last[number] = score

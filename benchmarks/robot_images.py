@@ -121,7 +121,7 @@ def train(side: str, settings: dict[str, Any]) -> dict[str, Any]:
             vectorization="async" if side == "workers" else "sync",
         ),
         gw.GRPOCfg(group_size=GROUP, num_steps=DECISIONS, num_epochs=1, minibatch_size=MINIBATCH, micro_batch_size=32),
-        policy=gw.VLACfg(),
+        policy=gw.config.VLACfg(),
         total_steps=(1 + TIMED) * MEMBERS * DECISIONS * CHUNK,
         evaluation={"interval": 10**9, "episodes": 1},
         callbacks=[clock],

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import groupwise as gw
+from groupwise.embodied.demos import record_demos
 from groupwise.report.scores import wilson_95
 
 RESULT = Path(__file__).parent / "results" / "robot_learning.json"
@@ -76,9 +77,9 @@ def success(run: Any, seed: int) -> float:
 def clone(task: Task, seed: int, folder: Path) -> Path:
     """The run folder of a clone."""
     env = gw.EnvCfg(id=task.env, action_chunk=task.chunk)
-    demos = gw.record_demos(env, episodes=task.demos, out=folder / "demos", seed=seed, noise=0.1)
+    demos = record_demos(env, episodes=task.demos, out=folder / "demos", seed=seed, noise=0.1)
     policy = {"log_std_init": -1.0, **NETWORK}
-    cfg = gw.BCCfg(data=demos.path, holdout=0.0, label_noise=task.label_noise)
+    cfg = gw.config.BCCfg(data=demos.path, holdout=0.0, label_noise=task.label_noise)
     return gw.train(env, cfg, total_steps=task.cloned_steps, seed=seed, policy=policy, run_dir=folder / "clone").path
 
 

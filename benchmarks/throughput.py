@@ -59,6 +59,7 @@ def train_ours(name: str, seed: int) -> tuple[float, float]:
     import torch
 
     import groupwise as gw
+    from groupwise.envs.torch_control import TorchCartPole
 
     torch.set_num_threads(1)
 
@@ -86,7 +87,7 @@ def train_ours(name: str, seed: int) -> tuple[float, float]:
         cfg = gw.GRPOCfg(**GRPO, credit=CREDIT, schedule=linear)
     with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
-            gw.TorchCartPole if in_torch else "CartPole-v1",
+            TorchCartPole if in_torch else "CartPole-v1",
             cfg,
             num_envs=NUM_ENVS[name],
             seed=seed,

@@ -4,17 +4,14 @@ Each run trains in a process of its own. On a CPU rollouts and updates are compi
 not timed. The mean return of training episodes stands beside the rate: of the latest in ours, of all timed ones in the
 peers. A compiled loop in the way of LeanRL, and rsl_rl where it is installed, run PPO on the same environment in turn.
 
-``--task cheetah`` and ``--task cube`` are simulated by MuJoCo Warp (extra ``mujoco-warp``) and trained for four epochs.
 Numbers of environments that are not asked for keep their earlier results.
 
     python benchmarks/torch_envs.py                      # or: --device cuda --envs 4096 65536 --rounds 5 --threads 1
-    python benchmarks/torch_envs.py --task cheetah --envs 64 --rounds 1
 """
 
 import argparse
 import json
 import os
-import pkgutil
 import platform
 import statistics
 import subprocess
@@ -29,7 +26,7 @@ from throughput import CREDIT
 
 RESULTS = Path(__file__).parent / "results"
 ENVS = (1024, 4096, 65_536)
-STEPS = {64: 64, 256: 64, 1024: 64, 4096: 32, 65_536: 16}
+STEPS = {1024: 64, 4096: 32, 65_536: 16}
 """Of each environment in an iteration."""
 WARM_UP = {"cpu": 2, "cuda": 6}
 """Iterations that are not timed."""
@@ -38,16 +35,6 @@ SECONDS = 6.0
 GROUP = 8
 PPO: dict[str, Any] = {"num_epochs": 1, "learning_rate": 4e-3, "gamma": 0.99, "gae_lambda": 0.9}
 GRPO: dict[str, Any] = {"num_epochs": 1, "learning_rate": 6e-3, "gamma": 0.99, "group_size": GROUP, "credit": CREDIT}
-ARM: tuple[dict[str, Any], dict[str, Any]] = (
-    {"num_epochs": 4, "learning_rate": 1e-3, "gamma": 0.97, "gae_lambda": 0.95},
-    {"num_epochs": 4, "learning_rate": 1e-3, "gamma": 0.97, "group_size": GROUP, "credit": CREDIT},
-)
-TASKS = {
-    "cartpole": ("groupwise.envs.torch_control:TorchCartPole", PPO, GRPO),
-    "cheetah": ("groupwise.contrib.warp_tasks:WarpHalfCheetah", ARM[0] | {"gamma": 0.99}, ARM[1] | {"gamma": 0.99}),
-    "cube": ("groupwise.contrib.warp_tasks:WarpCubePush", *ARM),
-}
-"""Class, and settings of PPO and GRPO."""
 PEERS = ("leanrl", "rsl_rl")
 
 
@@ -56,22 +43,22 @@ def minibatch_size(num_envs: int) -> int:
     return num_envs * STEPS[num_envs] // 8
 
 
-def train(task: str, algorithm: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
     """Rate, and what was reached."""
     import torch
 
     import groupwise as gw
+    from groupwise.envs.torch_control import TorchCartPole
 
     torch.set_num_threads(threads)
-    name, ppo, grpo = TASKS[task]
     shared = {"num_steps": STEPS[num_envs], "minibatch_size": minibatch_size(num_envs)}
-    cfg: Any = gw.PPOCfg(**ppo, **shared)
+    cfg: Any = gw.PPOCfg(**PPO, **shared)
     if algorithm == "grpo":
-        cfg = gw.GRPOCfg(**grpo, **shared, collection={"partial_groups": "truncate"})
+        cfg = gw.GRPOCfg(**GRPO, **shared, collection={"partial_groups": "truncate"})
     clock = Clock(WARM_UP[device], torch.cuda.synchronize if device == "cuda" else None)
     with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
-            pkgutil.resolve_name(name),
+            TorchCartPole,
             cfg,
             num_envs=num_envs,
             device=device,
@@ -120,32 +107,31 @@ class Clock:
         return Timed()
 
 
-def train_peer(peer: str, task: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+def train_peer(peer: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
     """Rate of another library's PPO at PPO's settings above, and what was reached."""
     import torch
 
-    sys.path.insert(0, str(Path(__file__).parent))
+    from groupwise.envs.torch_control import TorchCartPole
 
+    sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    name, ppo, _ = TASKS[task]
-    env = pkgutil.resolve_name(name)(num_envs, device=device)
-    settings = ppo | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
+    env = TorchCartPole(num_envs, device=device)
+    settings = PPO | {"num_steps": STEPS[num_envs], "num_minibatches": 8}
     if peer == "leanrl":
         from peers import leanrl_ppo
 
         return leanrl_ppo.train(env, settings, warm_up=WARM_UP[device], seconds=SECONDS)
     from peers import rsl_rl_ppo
 
-    rows = rsl_rl_ppo.pushed_by_sign(env) if task == "cartpole" else rsl_rl_ppo.continuous(env)
-    return rsl_rl_ppo.train(rows, settings, warm_up=WARM_UP[device], seconds=SECONDS)
+    return rsl_rl_ppo.train(rsl_rl_ppo.pushed_by_sign(env), settings, warm_up=WARM_UP[device], seconds=SECONDS)
 
 
-def measured(task: str, run: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+def measured(run: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
     """One run in a process of its own."""
     command = [sys.executable, __file__, "--worker", run, "--envs", str(num_envs), "--device", device]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    command += ["--threads", str(threads), "--task", task]
+    command += ["--threads", str(threads)]
     out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return {"run": run, "num_envs": num_envs, "threads": threads} | found
@@ -155,36 +141,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default=None, help="cpu or cuda; the GPU if there is one")
     parser.add_argument("--envs", type=int, nargs="+", default=ENVS, choices=STEPS)
-    parser.add_argument("--task", default="cartpole", choices=TASKS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--worker", choices=["ppo", "grpo", *PEERS])
     args = parser.parse_args()
     device = args.device or default_device()
     if args.worker in PEERS:
-        print(json.dumps(train_peer(args.worker, args.task, args.envs[0], device, args.threads)))
+        print(json.dumps(train_peer(args.worker, args.envs[0], device, args.threads)))
         return
     if args.worker:
-        print(json.dumps(train(args.task, args.worker, args.envs[0], device, args.threads)))
+        print(json.dumps(train(args.worker, args.envs[0], device, args.threads)))
         return
     turns = ["ppo", "grpo", "leanrl"]
     if find_spec("rsl_rl") is None:
         print("rsl_rl is not installed, so it does not run; fix: pip install rsl-rl-lib==5.5.1")
     else:
         turns.append("rsl_rl")
-    kind = "torch_envs" if args.task == "cartpole" else f"warp_{args.task}"
-    path = RESULTS / f"{kind}_{device}.json"
+    path = RESULTS / f"torch_envs_{device}.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     runs = [r for r in runs if r["num_envs"] not in args.envs]
     for _ in range(args.rounds):
         for num_envs in args.envs:
             for run in turns:
-                runs.append(measured(args.task, run, num_envs, device, args.threads))
+                runs.append(measured(run, num_envs, device, args.threads))
                 print(runs[-1], flush=True)
     result = {
-        "what": f"{TASKS[args.task][0]} on {device}, 64-64 tanh, eight minibatches an epoch, whole training, in turn",
+        "what": f"TorchCartPole on {device}, 64-64 tanh, eight minibatches an epoch, whole training, in turn",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "device": device_name(device)},
-        "settings": {"num_steps": STEPS, "ppo": TASKS[args.task][1], "grpo": TASKS[args.task][2]},
+        "settings": {"num_steps": STEPS, "ppo": PPO, "grpo": GRPO},
         "runs": runs,
         "median": medians(runs),
     }

@@ -1,4 +1,4 @@
-"""Milliseconds of new VLA and flow policies on one thread: acting, and scoring with its gradient.
+"""Milliseconds of a new VLA policy on one thread: acting, and scoring with its gradient.
 
 python benchmarks/vla.py
 """
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from groupwise.embodied.flow import FlowPolicy
 from groupwise.embodied.vla import VLAPolicy
 
 PIXELS, TEXT = 64, b"push the puck to the goal"
@@ -41,8 +40,7 @@ def milliseconds(function, repeats=5):
 def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    for kind in (VLAPolicy, FlowPolicy):
-        measure(kind(OBS, CHUNKS, actor_only=True))
+    measure(VLAPolicy(OBS, CHUNKS, actor_only=True))
 
 
 def measure(policy):

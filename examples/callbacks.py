@@ -8,13 +8,14 @@ One logs a statistic of the rollout. The other stops the run at a score, and kee
 import argparse
 
 import groupwise as gw
+from groupwise.data.rollout import transition_view
 
 
 class CartDistance(gw.Callback):
     """Logs the mean distance of the cart from the middle. Values added to ``metrics`` go to every log."""
 
     def on_iteration_end(self, trainer, rollout, metrics):
-        steps = gw.transition_view(rollout)
+        steps = transition_view(rollout)
         # Other slots hold no step of an episode.
         position = steps["obs"][..., 0][steps["valid"]]
         metrics["rollout/cart_distance"] = position.abs().mean().item()

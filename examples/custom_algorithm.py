@@ -13,8 +13,11 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 import groupwise as gw
-from groupwise.functional.reduce import gather_segments, segment_min_max
+from groupwise.algorithms.advantages import episode_groups
+from groupwise.algorithms.base import BaseAlgorithm, LossOutput
+from groupwise.data.rollout import transition_view
 from groupwise.functional.advantages import episode_return
+from groupwise.functional.reduce import gather_segments, segment_min_max
 
 
 class ImitateBestCfg(gw.GRPOCfg):
@@ -29,7 +32,7 @@ class ImitateBestCfg(gw.GRPOCfg):
 
 
 @gw.register_algorithm(ImitateBestCfg)
-class ImitateBest(gw.BaseAlgorithm):
+class ImitateBest(BaseAlgorithm):
     """Maximises the likelihood of the actions in the best episodes of each group."""
 
     grouped = True
@@ -38,9 +41,9 @@ class ImitateBest(gw.BaseAlgorithm):
 
     def update(self, rollout):
         """Improve the policy by one rollout; returns 0-dim metrics."""
-        batch = gw.transition_view(rollout)
+        batch = transition_view(rollout)
         num_episodes = int(batch["episode_id"].max()) + 1
-        group, _ = gw.episode_groups(batch, num_episodes)
+        group, _ = episode_groups(batch, num_episodes)
         score = episode_return(batch["reward"], batch["episode_id"], num_episodes)
         low, high = segment_min_max(score, group, int(group.max()) + 1)
         # A group with equal returns is imitated as a whole, so that no batch is empty.
@@ -57,7 +60,7 @@ class ImitateBest(gw.BaseAlgorithm):
     def loss(self, batch, evaluation):
         """``-log_prob - ent_coef * entropy`` of each step; ``optimize`` takes the mean."""
         loss = -evaluation.log_prob - self.cfg.ent_coef * evaluation.entropy
-        return gw.LossOutput(loss, (loss, evaluation.entropy))
+        return LossOutput(loss, (loss, evaluation.entropy))
 
 
 def main() -> None:

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 import groupwise as gw
-from groupwise.functional.reduce import gather_segments
+from groupwise.algorithms.advantages import CreditInput, episode_groups
 from groupwise.functional.advantages import episode_return
+from groupwise.functional.reduce import gather_segments
 
 
 @gw.register_credit("wins")
-def wins(credit: gw.CreditInput) -> Tensor:
+def wins(credit: CreditInput) -> Tensor:
     """Share of members beaten less share of members lost to, in [-1, 1], at every step of the episode."""
     batch = credit.batch
     # Ids say which episodes are one group. Rows do not: members may run one after another in one row.
-    group, scored = gw.episode_groups(batch, credit.num_episodes)
+    group, scored = episode_groups(batch, credit.num_episodes)
     score = episode_return(credit.reward, batch["episode_id"], credit.num_episodes)
     others = (group[:, None] == group) & scored & scored[:, None]
     balance = (score[:, None] - score).sign() * others
@@ -38,7 +39,7 @@ def show() -> None:
         "group_id": torch.zeros(4, 1, dtype=torch.int64),
         "loss_mask": torch.ones(4, 1, dtype=torch.bool),
     }
-    credit = gw.CreditInput(rollout, rollout["reward"], gw.CreditCfg(rule="wins"), 1.0, num_groups=1, num_episodes=4)
+    credit = CreditInput(rollout, rollout["reward"], gw.CreditCfg(rule="wins"), 1.0, num_groups=1, num_episodes=4)
     print("returns 1, 2, 3, 1000 are worth", wins(credit)[:, 0].numpy().round(2))
 
 

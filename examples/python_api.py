@@ -11,6 +11,7 @@ import gymnasium
 import torch
 
 import groupwise as gw
+from groupwise.policies.base import Policy
 
 EVALUATED_EPISODES = 20
 
@@ -20,7 +21,7 @@ def train_in_one_call(total_steps: int, run_dir: str | None) -> gw.Run:
     return gw.train("CartPole-v1", gw.GRPOCfg(group_size=8), seed=0, total_steps=total_steps, run_dir=run_dir)
 
 
-def play(policy: gw.Policy) -> float:
+def play(policy: Policy) -> float:
     """The return of one greedy episode."""
     env = gymnasium.make("CartPole-v1")
     obs, _ = env.reset(seed=1)
@@ -34,7 +35,7 @@ def play(policy: gw.Policy) -> float:
     return score
 
 
-def ppo_from_parts(total_steps: int) -> gw.Policy:
+def ppo_from_parts(total_steps: int) -> Policy:
     cfg = gw.PPOCfg(gamma=0.98, gae_lambda=0.8, learning_rate=1e-3)  # parts apply no presets
     num_steps = 32
     env = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=8))
@@ -53,7 +54,7 @@ def ppo_from_parts(total_steps: int) -> gw.Policy:
     return policy
 
 
-def grpo_from_parts(total_steps: int) -> gw.Policy:
+def grpo_from_parts(total_steps: int) -> Policy:
     credit = gw.CreditCfg(group_key="group_step", returns="return_to_go", scale="population_std")
     cfg = gw.GRPOCfg(group_size=4, gamma=1.0, learning_rate=1e-3, minibatch_size=128, credit=credit)
     num_steps = 250

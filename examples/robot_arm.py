@@ -10,17 +10,18 @@ from datetime import datetime
 from pathlib import Path
 
 import groupwise as gw
+from groupwise.embodied.demos import record_demos
 
 TASK = gw.EnvCfg(id="MetaWorld/push-v3", action_chunk=5)
 
 
 def clone_expert(folder: Path, seed: int, episodes: int, total_steps: int) -> gw.Run:
     """A policy that imitates a few successful episodes of the scripted expert."""
-    demos = gw.record_demos(TASK, episodes=episodes, seed=seed, out=folder / "demos")
+    demos = record_demos(TASK, episodes=episodes, seed=seed, out=folder / "demos")
     return gw.train(
         TASK,
         # noise on the demonstrated actions: a clone without it would not explore afterwards
-        gw.BCCfg(data=demos.path, holdout=0.0, label_noise=0.3),
+        gw.config.BCCfg(data=demos.path, holdout=0.0, label_noise=0.3),
         policy={"hidden_sizes": [128, 128], "log_std_init": -1.0},
         total_steps=total_steps,
         seed=seed,

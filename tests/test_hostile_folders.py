@@ -201,7 +201,7 @@ def test_links_out_of_the_folder_are_refused_and_their_targets_stay(
     before = sorted((path.name, path.stat().st_mtime_ns) for path in (target, *target.rglob("*")))
     os.symlink(target, link)
     run = {"resume": lambda: gw.resume(folder, 4096), "evaluate": lambda: gw.evaluate(folder, 2), "compare": lambda: gw.compare([folder])}  # fmt: skip
-    with pytest.raises(gw.RunFolderError, match="is a link that leads out of the run folder; fix: "):
+    with pytest.raises(gw.errors.RunFolderError, match="is a link that leads out of the run folder; fix: "):
         run[call]()
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (target, *target.rglob("*"))) == before
 

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 
 import groupwise as gw
+from groupwise.policies.base import Policy
 
 NUM_STEPS = 24
 FIELDS: dict[str, Any] = {"num_epochs": 2, "minibatch_size": 32}
 
 
-def assert_learned(before: dict[str, torch.Tensor], policy: gw.Policy, metrics: dict[str, torch.Tensor]) -> None:
+def assert_learned(before: dict[str, torch.Tensor], policy: Policy, metrics: dict[str, torch.Tensor]) -> None:
     after = policy.state_dict()
     assert all(not torch.equal(value, after[name]) for name, value in before.items())
     assert all(metric.dim() == 0 and metric.isfinite() for metric in metrics.values())

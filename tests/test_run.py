@@ -112,7 +112,7 @@ def test_run_can_be_loaded_and_plays_the_same(cartpole: gw.Run):
 def test_settings_come_as_a_config_alone(cartpole: gw.Run):
     run = gw.train(cartpole.cfg)
     assert run.cfg == cartpole.cfg
-    with pytest.raises(gw.ConfigError, match="got seed too"):
+    with pytest.raises(gw.errors.ConfigError, match="got seed too"):
         gw.train(cartpole.cfg, seed=3)
 
 
@@ -120,7 +120,7 @@ def test_environment_given_as_a_callable_must_be_given_again():
     run = gw.train(Corridor, **TINY)
     assert run.cfg.env.id == "<given in Python>"
     assert gw.evaluate(run, 3).lengths == (10, 10, 10)
-    with pytest.raises(gw.ConfigError, match=r"was given env in Python; fix: .* env=\.\.\."):
+    with pytest.raises(gw.errors.ConfigError, match=r"was given env in Python; fix: .* env=\.\.\."):
         gw.resume(run.path)
     assert gw.resume(run.path, total_steps=192, env=Corridor).summary["env_steps"] == 192
 
@@ -149,10 +149,10 @@ def test_a_vector_that_cannot_be_made_again_is_not_evaluated(kind: str, caplog: 
     run = gw.train(env, **TINY | {"num_envs": None})
     assert "return_mean" not in run.summary
     assert "no evaluation" in caplog.text
-    with pytest.raises(gw.ConfigError, match="cannot be made a second time"):
+    with pytest.raises(gw.errors.ConfigError, match="cannot be made a second time"):
         gw.evaluate(run)
     folders = list(run.path.parent.iterdir())
-    with pytest.raises(gw.ConfigError, match=r"fix: leave evaluation\.interval out"):
+    with pytest.raises(gw.errors.ConfigError, match=r"fix: leave evaluation\.interval out"):
         gw.train(env, **TINY | {"num_envs": None, "evaluation": {"interval": 10}})
     assert list(run.path.parent.iterdir()) == folders
 
@@ -166,7 +166,7 @@ def test_policy_given_in_python_is_trained_and_taken_again():
     run = gw.train(Corridor, policy=policy, **TINY)
     assert run.policy is policy
     assert any(not torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
-    with pytest.raises(gw.ConfigError, match="was given policy in Python"):
+    with pytest.raises(gw.errors.ConfigError, match="was given policy in Python"):
         gw.Run.load(run.path, env=Corridor)
     again = gw.Run.load(run.path, env=Corridor, policy=fresh())
     assert all(torch.equal(policy.state_dict()[name], tensor) for name, tensor in again.policy.state_dict().items())
@@ -188,12 +188,12 @@ def test_a_policys_settings_may_come_as_their_fields() -> None:
 
 @pytest.mark.parametrize("policy", [torch.nn.Linear(2, 2), [3], 3])
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(gw.ConfigError, match=r"policy = .*expected a gw\.Policy, a gw\.PolicyCfg or its fields"):
+    with pytest.raises(gw.errors.ConfigError, match=r"policy = .*expected a Policy, a gw\.PolicyCfg or its fields"):
         inspect.unwrap(gw.train)(Corridor, policy=policy, **TINY)  # the types are checked in tests only
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(gw.ConfigError, match="unknown policy 'vlaa': did you mean 'vla'"):
+    with pytest.raises(gw.errors.ConfigError, match="unknown policy 'vlaa': did you mean 'vla'"):
         gw.train(Corridor, policy="vlaa", **TINY)
 
 
@@ -272,7 +272,7 @@ def test_an_interrupted_run_says_how_to_go_on(checkpointed: bool):
 
 
 def test_a_run_that_failed_leaves_a_summary():
-    with pytest.raises(gw.DataError, match=r"reward of environment 0 at step \d+"):
+    with pytest.raises(gw.errors.DataError, match=r"reward of environment 0 at step \d+"):
         gw.train(lambda: Corridor(reward=float("nan")), run_dir="mine", **TINY)
     summary = json.loads(Path("mine/summary.json").read_text())
     assert summary["stopped"] == "failed"
@@ -312,9 +312,9 @@ def test_thread_count_is_given_back():
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"num_envs": 0}, gw.ConfigError, r"env\.num_envs = 0"),
-        ({"total_steps": 0}, gw.ConfigError, "total_steps = 0"),
-        ({"sead": 1}, gw.ConfigError, "did you mean 'seed'"),
+        ({"num_envs": 0}, gw.errors.ConfigError, r"env\.num_envs = 0"),
+        ({"total_steps": 0}, gw.errors.ConfigError, "total_steps = 0"),
+        ({"sead": 1}, gw.errors.ConfigError, "did you mean 'seed'"),
     ],
 )
 def test_settings_that_cannot_be_leave_no_folder(change: dict[str, Any], error: type[Exception], says: str):
@@ -324,16 +324,16 @@ def test_settings_that_cannot_be_leave_no_folder(change: dict[str, Any], error: 
 
 
 def test_unknown_names_leave_no_folder():
-    with pytest.raises(gw.UnknownNameError, match="did you mean 'CartPole-v1'"):
+    with pytest.raises(gw.errors.UnknownNameError, match="did you mean 'CartPole-v1'"):
         gw.train("CartPol-v1", **TINY)
-    with pytest.raises(gw.UnknownNameError, match="did you mean 'grpo'"):
+    with pytest.raises(gw.errors.UnknownNameError, match="did you mean 'grpo'"):
         gw.train("CartPole-v1", **TINY | {"algorithm": "grppo"})
     assert not Path("runs").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_missing_gpu_is_named():
-    with pytest.raises(gw.ConfigError, match="torch finds no GPU; fix: device='cpu'"):
+    with pytest.raises(gw.errors.ConfigError, match="torch finds no GPU; fix: device='cpu'"):
         gw.train("CartPole-v1", device="cuda", **TINY)
 
 
@@ -346,20 +346,22 @@ def test_a_run_of_a_gpu_is_loaded_without_one_and_not_trained(cartpole: gw.Run, 
     assert loaded.policy.state_dict().keys() == cartpole.policy.state_dict().keys()
     assert loaded.policy.device.type == "cpu"
     assert gw.evaluate(loaded, 2).return_mean == gw.evaluate(cartpole, 2).return_mean
-    with pytest.raises(gw.ConfigError, match="device = 'cuda:1', but torch finds no GPU"):
+    with pytest.raises(gw.errors.ConfigError, match="device = 'cuda:1', but torch finds no GPU"):
         gw.resume(tmp_path / "run", total_steps=256)
 
 
 def test_actor_without_a_critic_is_refused_where_one_is_needed():
     space = gymnasium.make("CartPole-v1")
     policy = gw.ActorCritic(space.observation_space, space.action_space, actor_only=True)
-    with pytest.raises(gw.ConfigError, match="ppo needs a critic"):
+    with pytest.raises(gw.errors.ConfigError, match="ppo needs a critic"):
         gw.train("CartPole-v1", policy=policy, **TINY)
 
 
 def test_arguments_in_the_order_of_stable_baselines3_are_answered_by_a_call():
     fix = r"fix: gw\.train\('CartPole-v1'\), or .* groupwise\.contrib\.sb3\.GRPO\('MlpPolicy', 'CartPole-v1'\)"
-    with pytest.raises(gw.ConfigError, match=f"'MlpPolicy' is a policy in Stable-Baselines3, expected an env.*; {fix}"):
+    with pytest.raises(
+        gw.errors.ConfigError, match=f"'MlpPolicy' is a policy in Stable-Baselines3, expected an env.*; {fix}"
+    ):
         gw.train("MlpPolicy", "CartPole-v1")
 
 
@@ -373,40 +375,40 @@ def test_an_algorithm_takes_its_settings_and_a_policy(name: str):
 
 def test_checkpoint_of_another_environment_or_architecture_is_refused():
     run = gw.train(Corridor, **TINY)
-    with pytest.raises(gw.CheckpointError, match="its observation_space is"):
+    with pytest.raises(gw.errors.CheckpointError, match="its observation_space is"):
         gw.resume(run.path, env=lambda: Corridor(size=5))
     settings = json.loads((run.path / "config.json").read_text())
     settings["policy"]["hidden_sizes"] = [8]
     (run.path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(gw.CheckpointError, match="has shape"):
+    with pytest.raises(gw.errors.CheckpointError, match="has shape"):
         gw.resume(run.path, env=Corridor)
 
 
 def test_no_episodes_are_no_evaluation(cartpole: gw.Run):
-    with pytest.raises(gw.ConfigError, match="episodes = 0: expected at least 1"):
+    with pytest.raises(gw.errors.ConfigError, match="episodes = 0: expected at least 1"):
         gw.evaluate(cartpole, 0)
 
 
 def test_what_is_no_run_is_refused(cartpole: gw.Run):
     for call in (gw.resume, gw.evaluate, gw.Run.load):
-        with pytest.raises(gw.RunFolderError, match="there is no run folder 'nowhere'"):
+        with pytest.raises(gw.errors.RunFolderError, match="there is no run folder 'nowhere'"):
             call("nowhere")
         with pytest.raises(
-            gw.RunFolderError, match=r"config\.json is a file, expected a run folder; fix: its folder, "
+            gw.errors.RunFolderError, match=r"config\.json is a file, expected a run folder; fix: its folder, "
         ):
             call(cartpole.path / "config.json")
     with pytest.raises(
-        gw.EnvError, match=r"is a run folder, .* fix: groupwise resume .*groupwise train .*config\.json"
+        gw.errors.EnvError, match=r"is a run folder, .* fix: groupwise resume .*groupwise train .*config\.json"
     ):
         gw.train(str(cartpole.path))
-    with pytest.raises(gw.ConfigError, match="total_steps = 0"):
+    with pytest.raises(gw.errors.ConfigError, match="total_steps = 0"):
         gw.resume(cartpole.path, 0)
-    with pytest.raises(gw.RunFolderError, match="is taken"):
+    with pytest.raises(gw.errors.RunFolderError, match="is taken"):
         gw.train("CartPole-v1", run_dir=cartpole.path, **TINY)
     Path("broken").mkdir()
     known = {"algorithm": {"name": "grpo"}, "seed": 0, "provenance": {"format": 2}}
     Path("broken", "config.json").write_text(json.dumps(known | {"total_steps": "many"}))
-    with pytest.raises(gw.RunFolderError, match="does not fit: total_steps = 'many': input should be"):
+    with pytest.raises(gw.errors.RunFolderError, match="does not fit: total_steps = 'many': input should be"):
         gw.resume("broken")
 
 
@@ -421,7 +423,7 @@ def test_environments_that_do_not_render_are_no_obstacle(caplog: pytest.LogCaptu
     run = gw.train(Corridor, **TINY)
     assert not (run.path / "policy.gif").exists()
     assert [r.levelname for r in caplog.records if "does not render to arrays" in r.message] == ["INFO"]
-    with pytest.raises(gw.EnvError, match="does not render to arrays"):
+    with pytest.raises(gw.errors.EnvError, match="does not render to arrays"):
         gw.evaluate(run, 1, video=True)  # asked for, it is an error
 
 
@@ -444,7 +446,7 @@ def test_a_renderer_that_fails_at_the_end_of_training_is_a_warning(caplog: pytes
     told = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert any("no video" in line and "FatalError: no OpenGL" in line and "fix: " in line for line in told)
     gw.resume(run.path, run.cfg.total_steps + 1, env=NoOpenGL)
-    with pytest.raises(gw.EnvError, match="FatalError: no OpenGL"):
+    with pytest.raises(gw.errors.EnvError, match="FatalError: no OpenGL"):
         gw.evaluate(run, 1, video=True)
 
 
@@ -485,5 +487,5 @@ def test_a_run_and_a_wrong_name_say_what_they_are_in_a_line(cartpole: gw.Run):
 
 
 def test_check_env_imports_no_module_of_an_id():
-    with pytest.raises(gw.EnvError, match="would import 'evil'"):
+    with pytest.raises(gw.errors.EnvError, match="would import 'evil'"):
         gw.check_env("evil:Mine-v0")

@@ -22,8 +22,9 @@ from evolution_watch import (
 
 args = parse()
 
-from groupwise import Population, PPOCfg, Run, evolve, register_choice
+from groupwise import PPOCfg, Run, evolve, register_choice
 from groupwise.config.evolution import Place, TournamentCfg
+from groupwise.evolution.population import Population
 
 CORES = 2
 

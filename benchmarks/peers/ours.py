@@ -1,4 +1,4 @@
-"""groupwise: PPO, or with ``--algorithm grpo`` GRPO, or with ``--vectorization envpool`` in EnvPool's environments.
+"""groupwise: PPO, or with ``--algorithm grpo`` GRPO.
 
 All use ``gw.train``, as a user calls it: rates at the peers' settings, passes with the preset and all that a run
 writes.
@@ -38,7 +38,7 @@ def rate(args: Any, how: Any) -> None:
             cfg,
             policy=gw.PolicyCfg(**normalized),
             num_envs=settings.num_envs,
-            compile=how,
+            speed=how,
             seed=args.seed,
             total_steps=args.steps,
             run_dir=f"{folder}/run",
@@ -49,17 +49,16 @@ def rate(args: Any, how: Any) -> None:
         )
 
 
-def until_pass(args: Any, algorithm: str, vectorization: str) -> None:
+def until_pass(args: Any, algorithm: str) -> None:
     """The preset, with everything that a run writes."""
     import groupwise as gw
     from groupwise.config import resolve
 
     if args.env != "CartPole-v1":  # whose budget is the same for all
         args.steps = resolve(args.env, algorithm).total_steps
-    kwargs = {"num_threads": 1} if vectorization == "envpool" else {}
     with tempfile.TemporaryDirectory() as folder:
         gw.train(
-            gw.EnvCfg(id=args.env, vectorization=vectorization, kwargs=kwargs),
+            args.env,
             algorithm,
             seed=args.seed,
             total_steps=args.steps,
@@ -89,11 +88,10 @@ def listener(args: Any) -> Any:
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--algorithm", choices=["ppo", "grpo"], default="ppo")
-    own.add_argument("--compile", choices=["off", "on"], default="off")
-    own.add_argument("--vectorization", choices=["auto", "envpool"], default="auto")
+    own.add_argument("--speed", choices=["auto", "off"], default="auto")
     chosen, sys.argv[1:] = own.parse_known_args()
     args = parse("zoo", ENVS)
     if args.task == "rate":
-        rate(args, chosen.compile)
+        rate(args, chosen.speed)
     else:
-        until_pass(args, chosen.algorithm, chosen.vectorization)
+        until_pass(args, chosen.algorithm)

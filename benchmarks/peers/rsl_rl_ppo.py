@@ -50,12 +50,6 @@ def pushed_by_sign(env: gw.TorchGroupEnv) -> Rows:
     return Rows(env, lambda actions: (actions[:, 0] > 0).long(), 1)
 
 
-def continuous(env: gw.TorchGroupEnv) -> Rows:
-    """An environment whose actions are numbers within bounds."""
-    low, high = (torch.as_tensor(bound, device=env.device) for bound in (env.action_space.low, env.action_space.high))
-    return Rows(env, lambda actions: actions.clamp(low, high), len(low))
-
-
 def train(env: Rows, settings: dict[str, Any], *, warm_up: int, seconds: float) -> dict[str, Any]:
     """Env steps per second of iterations that follow ``warm_up`` of them, and the mean return of episodes in them."""
     model = {"class_name": "MLPModel", "hidden_dims": [64, 64], "activation": "tanh"}

@@ -51,12 +51,10 @@ LIBRARIES = {
     "torchrl": Library("torchrl_ppo.py", ".venv-peers-torchrl"),
     "jax": Library("jax_ppo.py", ".venv-peers-jax"),
     "groupwise-ppo": OURS,
-    "groupwise-compiled": OURS._replace(options=("--compile", "on")),
     "groupwise-grpo": OURS._replace(options=("--algorithm", "grpo")),
-    "groupwise-ppo-envpool": OURS._replace(options=("--vectorization", "envpool")),
 }
-IN_PASSES = tuple(name for name in LIBRARIES if name not in ("groupwise-compiled", "groupwise-ppo-envpool"))
-PPO = tuple(name for name in LIBRARIES if name not in ("groupwise-grpo", "groupwise-ppo-envpool"))
+IN_PASSES = tuple(LIBRARIES)
+PPO = tuple(name for name in LIBRARIES if name != "groupwise-grpo")
 
 
 class Task(NamedTuple):
@@ -73,12 +71,12 @@ class Task(NamedTuple):
         return "rate" in self.variants[0]
 
 
-BOTH = ("sb3", "groupwise-ppo", "groupwise-compiled")
-PRESETS = ("sb3", "groupwise-ppo", "groupwise-grpo", "groupwise-ppo-envpool")
+BOTH = ("sb3", "groupwise-ppo")
+PRESETS = ("sb3", "groupwise-ppo", "groupwise-grpo")
 TASKS = {
     "zoo_rate": Task(
         "CartPole-v1, settings of SB3's zoo: steps/s",
-        ("sb3", "sbx", "groupwise-ppo", "groupwise-compiled"),
+        ("sb3", "sbx", "groupwise-ppo"),
         ("--task rate --settings zoo",),
     ),
     "first_pass": Task(

@@ -1,44 +1,80 @@
 """Reinforcement learning with GRPO and PPO.
 
-``__init__.pyi`` lists the public names. They are imported on first use, so ``import groupwise`` is fast.
+The public names are imported on first use (PEP 562), so ``import groupwise`` is fast. Other settings are in
+``groupwise.config``, errors in ``groupwise.errors``. ``__init__.pyi`` says the same to type checkers.
 """
 
-import ast
 from importlib import import_module
-from pathlib import Path
 
-from groupwise.speed import lean_imports
-
-lean_imports.install()
-
-
-def _homes() -> dict[str, str]:
-    """The module of each public name."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-_HOMES = _homes()
-__all__ = sorted([*_HOMES, "__version__"])
+_MODULES = {
+    "ActorCritic": "groupwise.policies.actor_critic",
+    "Callback": "groupwise.training.base",
+    "CausalLM": "groupwise.text.policy",
+    "CollectionCfg": "groupwise.config.algorithm",
+    "CreditCfg": "groupwise.config.algorithm",
+    "EnvCfg": "groupwise.config.env",
+    "GRPO": "groupwise.algorithms.grpo",
+    "GRPOCfg": "groupwise.config.algorithm",
+    "GroupCollector": "groupwise.collectors.groups",
+    "LanguageAgent": "groupwise.text.agent",
+    "ModelCfg": "groupwise.config.policy",
+    "ObjectiveCfg": "groupwise.config.algorithm",
+    "PPO": "groupwise.algorithms.ppo",
+    "PPOCfg": "groupwise.config.algorithm",
+    "PolicyCfg": "groupwise.config.policy",
+    "PromptEnv": "groupwise.text.prompt_env",
+    "RolloutBuffer": "groupwise.data.rollout",
+    "Run": "groupwise.run",
+    "RunCfg": "groupwise.config.run",
+    "SamplingCfg": "groupwise.config.policy",
+    "TextRunCfg": "groupwise.config.run",
+    "TextTask": "groupwise.text.task",
+    "TorchGroupEnv": "groupwise.envs.torch_env",
+    "Trainer": "groupwise.training.trainer",
+    "VLAPolicy": "groupwise.embodied.vla",
+    "VectorCollector": "groupwise.collectors.vector",
+    "check_env": "groupwise.check",
+    "compare": "groupwise.comparison.runs",
+    "evaluate": "groupwise.run",
+    "evolve": "groupwise.evolution.evolve",
+    "fork": "groupwise.training.fork",
+    "from_torch_sim": "groupwise.embodied.torch_sim",
+    "load_config": "groupwise.config",
+    "make_env": "groupwise.envs.make",
+    "register_algorithm": "groupwise.config.algorithm",
+    "register_baseline": "groupwise.algorithms.advantages",
+    "register_choice": "groupwise.config.choices",
+    "register_credit": "groupwise.algorithms.advantages",
+    "register_loss": "groupwise.algorithms.losses",
+    "register_policy": "groupwise.config.policy",
+    "register_reward": "groupwise.text.rewards",
+    "register_tool": "groupwise.text.tools",
+    "resume": "groupwise.run",
+    "sample": "groupwise.run",
+    "train": "groupwise.run",
+}
+"""Public names, and the module of each."""
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use (PEP 562)."""
+    """Import a public name on first use."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("groupwise")
-    if name not in _HOMES:
+    if name in ("config", "errors"):
+        return import_module(f"groupwise.{name}")
+    if name not in _MODULES:
         from groupwise.errors import nearest
 
         loads = "; fix: gw.Run.load for a run folder, gw.load_config for a file of settings"
         hint = loads if name.startswith("load") else nearest(name, __all__)
         raise AttributeError(f"module 'groupwise' has no attribute {name!r}{hint}")
-    value = vars(import_module(_HOMES[name]))[name]
+    value = vars(import_module(_MODULES[name]))[name]
     globals()[name] = value  # the next use does not call this function
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "config", "errors"})

@@ -145,7 +145,7 @@ def check_env(env: object) -> EnvReport:
     """
     multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child
     cfg, make = _source(env)
-    rows = cfg.vectorization in ("envpool", "torch") or (make is not None and makes_rows(make))
+    rows = cfg.vectorization == "torch" or (make is not None and makes_rows(make))
     measure = _measure_rows if rows else _measure_single
     name, space, actions, max_steps, success, modes, speeds = measure(cfg, make)
     start_varies, noise_varies, training = _training(cfg, make)

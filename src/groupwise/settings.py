@@ -35,8 +35,8 @@ def read_settings(
         return cfg, UserObjects(**env.given, policy=given.policy)
     if not isinstance(policy_fields, AnyPolicyCfg | str | Mapping | None):
         raise ConfigError(
-            f"policy = {policy_fields!r:.80}: expected a gw.Policy, a gw.PolicyCfg or its fields, as "
-            "{'normalize_obs': True}, or a name, as 'vla'; fix: make networks of your own a gw.Policy"
+            f"policy = {policy_fields!r:.80}: expected a Policy, a gw.PolicyCfg or its fields, as "
+            "{'normalize_obs': True}, or a name, as 'vla'; fix: make networks of your own a groupwise.policies.base.Policy"
         )
     env_id, env_fields = _describe_env(env)
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)

@@ -7,7 +7,8 @@ import pytest
 from objective_updates import make_policy, make_rollout
 
 import groupwise as gw
-from groupwise.algorithms.losses import cispo, sapo
+from groupwise.algorithms.advantages import Scores
+from groupwise.algorithms.losses import LossInputs, cispo, sapo
 from groupwise.cli.options import parse_options
 from groupwise.config import load_config, resolve, to_json
 from groupwise.config.algorithm import OptimizerCfg, ScheduleCfg
@@ -112,7 +113,7 @@ def test_a_choice_and_its_parameters_on_the_command_line():
 
 def test_a_loss_and_a_baseline_of_the_users_own(registry, tmp_path):
     @gw.register_loss("half")
-    def half(x: gw.LossInputs, share: float = 0.5):
+    def half(x: LossInputs, share: float = 0.5):
         """Half the policy gradient.
 
         Args:
@@ -121,7 +122,7 @@ def test_a_loss_and_a_baseline_of_the_users_own(registry, tmp_path):
         return -share * x.ratio * x.advantage
 
     @gw.register_baseline("twice")
-    def twice(scores: gw.Scores):
+    def twice(scores: Scores):
         """Twice the mean's advantage."""
         return 2 * scores.relative()
 
@@ -145,7 +146,7 @@ def test_a_loss_and_a_baseline_of_the_users_own(registry, tmp_path):
 
 
 def test_names_that_are_taken_or_missing_and_settings_without_a_type_are_refused(registry):
-    def mine(x: gw.LossInputs, share: float = 0.5):
+    def mine(x: LossInputs, share: float = 0.5):
         return x.ratio
 
     def untyped(x, share=0.5):

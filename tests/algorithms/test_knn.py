@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.algorithms import advantages as credit_rules
-from groupwise.algorithms.advantages import advantages
+from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.engines.base import Engine
 from groupwise.errors import DataError
 
@@ -38,7 +38,7 @@ def rollout():
 
 def credit_of(batch, gamma=0.5, k=1, gae_lambda=0.95, **options):
     cfg = gw.CreditCfg(**knn(k, gae_lambda) | options)
-    return advantages(gw.CreditInput(batch, batch["reward"], cfg, gamma, num_groups=1, num_episodes=2))
+    return advantages(CreditInput(batch, batch["reward"], cfg, gamma, num_groups=1, num_episodes=2))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,8 @@ def test_settings_that_contradict_it_are_refused(change):
 
 def test_environments_without_vectors_are_refused_before_a_rollout(tmp_path):
     with pytest.raises(
-        gw.ConfigError, match=r"needs vectors of floats as observations, got Discrete\(16\); fix: baseline='mean'"
+        gw.errors.ConfigError,
+        match=r"needs vectors of floats as observations, got Discrete\(16\); fix: baseline='mean'",
     ):
         gw.train("FrozenLake-v1", preset="knn", total_steps=100, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -185,7 +185,7 @@ def test_words_that_cannot_be_read_are_named_in_one_line(api, capsys, argv, mess
 
 
 def test_debug_shows_the_traceback():
-    with pytest.raises(groupwise.UnknownNameError):
+    with pytest.raises(groupwise.errors.UnknownNameError):
         cli.main(["--debug", "train", "CartPole-v9"])
 
 

@@ -66,8 +66,7 @@ def test_torchrun_gets_all_other_words(command, monkeypatch, tmp_path):
 
 def test_ray_gets_what_it_keeps_for_workers_and_servers(capsys):
     pytest.importorskip("ray")
-    from groupwise.integrations.ray_servers import Servers
-    from groupwise.integrations.ray_train import Workers
+    from groupwise.integrations.ray import Servers, Workers
 
     words = "train text.json --launcher ray --cpus 3 --servers 2 --server-cpus 4 --server-gpus 1"
     launched, rest = launch.parse_launch(words.split())

@@ -79,12 +79,14 @@ def test_a_policy_of_a_plugin_is_chosen_by_name_and_every_command_finds_it_again
 @pytest.mark.parametrize("kind", ["policy", "credit rule"])
 def test_a_decorator_without_a_name_is_refused(kind):
     fix = re.escape(f"fix: @register_{kind.split()[0]}('my_name')")
-    with pytest.raises(gw.ConfigError, match=f"the name of a {kind} is .*ActorCritic.*, expected a string; {fix}"):
+    with pytest.raises(
+        gw.errors.ConfigError, match=f"the name of a {kind} is .*ActorCritic.*, expected a string; {fix}"
+    ):
         require_name(kind, gw.ActorCritic)  # as in @register_policy without brackets
 
 
 def test_a_taken_name_of_a_policy_is_refused(registry):
-    with pytest.raises(gw.ConfigError, match="policy 'actor_critic' is registered already; fix: give Wide"):
+    with pytest.raises(gw.errors.ConfigError, match="policy 'actor_critic' is registered already; fix: give Wide"):
 
         @gw.register_policy("actor_critic")
         class Wide(gw.ActorCritic):

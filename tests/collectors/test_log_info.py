@@ -98,12 +98,12 @@ def test_episodes_that_the_horizon_cuts_have_none(counting, tmp_path):
     ],
 )
 def test_an_entry_that_is_missing_or_no_number_is_named(counting, tmp_path, keys, message):
-    with pytest.raises(gw.EnvError, match=message):
+    with pytest.raises(gw.errors.EnvError, match=message):
         train(tmp_path, log_info=keys)
 
 
 def test_environments_that_vectorise_themselves_refuse_it():
-    with pytest.raises(gw.EnvError, match="does not support log_info"):
+    with pytest.raises(gw.errors.EnvError, match="does not support log_info"):
         gw.make_env(gw.EnvCfg(id="CartPole-v1", vectorization="torch", log_info=("x",)))
 
 

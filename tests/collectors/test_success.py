@@ -10,6 +10,8 @@ from success_envs import TorchTouch, Touch, TouchEither
 import groupwise as gw
 from groupwise.collectors.base import Episode
 from groupwise.collectors.groups import GroupCollector
+from groupwise.collectors.torch_groups import TorchGroupCollector
+from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.config.env import EnvCfg
@@ -132,7 +134,7 @@ def torch_collector(kind, lengths, **settings):
 
 
 def test_windows_in_torch_know_it_too():
-    reference, ours = (torch_collector(kind, [2, 3, 4]) for kind in (gw.VectorCollector, gw.TorchVectorCollector))
+    reference, ours = (torch_collector(kind, [2, 3, 4]) for kind in (gw.VectorCollector, TorchVectorCollector))
     rollout = collected(ours, 9, windows=2)
     collected(reference, 9, windows=2)
     assert ours.finished == reference.finished
@@ -142,7 +144,7 @@ def test_windows_in_torch_know_it_too():
 
 def test_first_members_in_torch_know_it_too():
     # groups of rows 0, 1 and of 2, 3; first members last 2 and 3 steps, and wait for the second ones
-    collector = torch_collector(gw.TorchGroupCollector, [2, 4, 3, 3], group_size=2, verify_start=False)
+    collector = torch_collector(TorchGroupCollector, [2, 4, 3, 3], group_size=2, verify_start=False)
     rollout = collected(collector, 8)
     action = rollout["action"].reshape(rollout.shape)
     ends = [(0, 1), (2, 2), (0, 5), (2, 5)]

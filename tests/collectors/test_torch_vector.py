@@ -8,6 +8,8 @@ from no_waiting import NoWaiting
 from torch_rollouts import ENVS, same
 
 import groupwise as gw
+from groupwise.collectors.torch_vector import TorchVectorCollector
+from groupwise.envs.torch_control import TorchCartPole
 
 
 def made(env, num_envs, num_steps, *, in_torch, seed=0, actor_only=False, **cfg):
@@ -25,7 +27,7 @@ def made(env, num_envs, num_steps, *, in_torch, seed=0, actor_only=False, **cfg)
     )
     if not in_torch:
         return gw.VectorCollector(env, policy, seed=seed), buffer
-    return gw.TorchVectorCollector(env, policy, seed=seed), buffer
+    return TorchVectorCollector(env, policy, seed=seed), buffer
 
 
 def same_metrics(found, expected):
@@ -87,12 +89,12 @@ def test_no_step_waits_for_the_device(env):
 
 
 def test_a_resumed_collector_goes_on_bit_for_bit():
-    collector, buffer = made("mountain car", 9, 6, in_torch=True)
+    collector, buffer = made("pendulum", 9, 6, in_torch=True)
     for _ in range(3):
         collector.collect(6, buffer.start_rollout())
         collector.metrics()
     state = collector.state_dict()
-    resumed, other = made("mountain car", 9, 6, in_torch=True)
+    resumed, other = made("pendulum", 9, 6, in_torch=True)
     resumed.load_state_dict(state)
     resumed.iteration = 3
     for _ in range(2):
@@ -101,7 +103,7 @@ def test_a_resumed_collector_goes_on_bit_for_bit():
 
 
 def test_another_device_is_refused():
-    env = gw.TorchCartPole(4)
+    env = TorchCartPole(4)
     policy = gw.ActorCritic(env.observation_space, env.action_space).to("meta")
-    with pytest.raises(gw.EnvError, match="TorchCartPole is on cpu, and the policy on meta; fix: device='meta'"):
-        gw.TorchVectorCollector(env, policy)
+    with pytest.raises(gw.errors.EnvError, match="TorchCartPole is on cpu, and the policy on meta; fix: device='meta'"):
+        TorchVectorCollector(env, policy)

@@ -7,8 +7,7 @@ import pytest
 from run_folders import write_run, write_seeds
 
 import groupwise as gw
-from groupwise import RunFolderError
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, RunFolderError
 
 
 @pytest.fixture(autouse=True)

@@ -94,5 +94,5 @@ def test_a_run_with_schedules_resumes_exactly(tmp_path):
     ],
 )
 def test_mistakes_are_named(given: dict, said: str):
-    with pytest.raises(gw.ConfigError, match=re.escape(said)):
+    with pytest.raises(gw.errors.ConfigError, match=re.escape(said)):
         gw.PPOCfg(**given)

@@ -49,7 +49,6 @@ CALLS = {page: _calls(page) for page in PAGES}
 PYTHON = _blocks("python")
 FILES = {name[1]: block.text for block in PYTHON if (name := re.match(r"# (\w+\.py)\n", block.text))}
 """Blocks whose first line names a file are that file in the commands."""
-FILES["agent.json"] = next(block.text for block in _blocks("json") if block.page.stem == "coming_from")
 COMMANDS = {
     line.removeprefix("$ "): block.page.relative_to(ROOT)
     for block in _blocks("console")

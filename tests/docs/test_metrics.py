@@ -11,6 +11,8 @@ from text_runs import save_model, share_copied, train
 from vllm_double import VLLMDouble
 
 import groupwise as gw
+from groupwise.embodied.demos import record_demos
+from groupwise.envs.torch_control import TorchCartPole
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -46,8 +48,8 @@ def two_choices():
 def clones(folder, env, action):
     """Settings that clone an expert who always does the same."""
     number = len(list(folder.iterdir()))
-    path = gw.record_demos(env, lambda obs: action, episodes=2, out=folder / f"demos{number}").path
-    return gw.BCCfg(data=path, num_steps=16)
+    path = record_demos(env, lambda obs: action, episodes=2, out=folder / f"demos{number}").path
+    return gw.config.BCCfg(data=path, num_steps=16)
 
 
 class SpoilsAGradient(gw.Callback):
@@ -83,7 +85,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         ),
         gw.train(Touch, gw.PPOCfg(num_steps=16), run_dir=folder / "success", **short),
         gw.train("CliffWalking-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "endless", **short),
-        gw.train(gw.TorchCartPole, truncating, run_dir=folder / "truncate", **short),
+        gw.train(TorchCartPole, truncating, run_dir=folder / "truncate", **short),
         gw.train("CartPole-v1", clones(folder, "CartPole-v1", 1), run_dir=folder / "bc", **short),
         gw.train("Pendulum-v1", clones(folder, "Pendulum-v1", [1.0]), run_dir=folder / "bc_box", **short),
         gw.train(two_choices, clones(folder, two_choices, [0, 1]), run_dir=folder / "bc_two", **short),

@@ -9,6 +9,7 @@ import docs_generator
 import pytest
 
 import groupwise as gw
+from groupwise import config
 from groupwise.config.choices import Choice
 from groupwise.config.presets import objective_presets
 from groupwise.config.run import RunCfg
@@ -25,8 +26,8 @@ def test_generated_page_is_current(name: str):
 
 def test_every_config_class_and_field_is_described():
     page = (ROOT / "docs" / "generated" / "settings.md").read_text(encoding="utf-8")
-    for name in gw.__all__:
-        if name.endswith("Cfg") and not issubclass(getattr(gw, name), Choice):
+    for name in config.__all__:
+        if name.endswith("Cfg") and not issubclass(getattr(config, name), Choice):
             section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
             fields = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
             assert fields, name

@@ -122,7 +122,7 @@ def test_other_actions_are_refused():
 
 def test_batched_environments_are_refused():
     with pytest.raises(EnvError, match=r"does not support action_chunk = 2; fix: vectorization='sync'"):
-        make_env(EnvCfg(id="Pendulum-v1", action_chunk=2, vectorization="torch"), grouped=True)
+        make_env(EnvCfg(id="CartPole-v1", action_chunk=2, vectorization="torch"), grouped=True)
 
 
 @pytest.mark.parametrize(("end", "last"), [(7, 3), (2, 2)])

@@ -14,6 +14,7 @@ from toy_robots import along_the_longer_axis, straight
 import groupwise as gw
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.embodied.cloning import DemoCollector
+from groupwise.embodied.demos import record_demos
 from groupwise.embodied.lerobot import Demonstration, DemoWriter
 from groupwise.engines.base import Engine
 from groupwise.envs.base import VectorEnv
@@ -33,13 +34,13 @@ STATE = toy_robots.Reaching.observation_space
 
 @pytest.fixture(scope="module")
 def reaching(tmp_path_factory) -> Path:
-    return gw.record_demos("ToyReaching-v0", straight, episodes=30, out=tmp_path_factory.mktemp("reaching")).path
+    return record_demos("ToyReaching-v0", straight, episodes=30, out=tmp_path_factory.mktemp("reaching")).path
 
 
 @pytest.fixture(scope="module")
 def turning(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("turning")
-    return gw.record_demos("ToyTurning-v0", along_the_longer_axis, episodes=30, out=out).path
+    return record_demos("ToyTurning-v0", along_the_longer_axis, episodes=30, out=out).path
 
 
 def write(folder: Path, episodes: list[tuple[np.ndarray, np.ndarray]], actions) -> Path:
@@ -81,7 +82,7 @@ def collector(folder, actions, *, rank=0, world_size=1, num_envs=2, seed=0, **se
     engine.rank, engine.world_size = rank, world_size
     policy = ActorCritic(STATE, actions, actor_only=True)
     settings = {"label_noise": 0.0, "holdout": 0.0} | settings
-    return DemoCollector(env, policy, gw.BCCfg(data=folder, **settings), engine, seed=seed)
+    return DemoCollector(env, policy, gw.config.BCCfg(data=folder, **settings), engine, seed=seed)
 
 
 def collected(demos: DemoCollector, num_steps: int):
@@ -173,7 +174,7 @@ def test_discrete_labels_are_the_policy_s_own_without_noise(turning):
 
 
 def test_normalizers_get_the_statistics_of_the_steps_that_are_trained_on(reaching, tmp_path):
-    cfg = gw.BCCfg(data=reaching, num_steps=4, holdout=0.3)
+    cfg = gw.config.BCCfg(data=reaching, num_steps=4, holdout=0.3)
     run = gw.train(
         "ToyReaching-v0", cfg, policy={"normalize_obs": True}, total_steps=64, run_dir=tmp_path / "x", **QUIET
     )
@@ -214,7 +215,7 @@ def test_actions_without_chunks_are_executed_once(tmp_path):
 )
 def test_other_actions_are_refused(tmp_path, space):
     folder = write(tmp_path / "x", numbered([4]), toy_robots.Reaching.action_space)
-    with pytest.raises(gw.DataError, match=r"has actions float32 of shape \[2\]"):
+    with pytest.raises(gw.errors.DataError, match=r"has actions float32 of shape \[2\]"):
         _ = collector(folder, space).labels
 
 
@@ -237,7 +238,7 @@ def test_squashed_labels_lead_back_to_the_action():
 
 def first_update(env_id, data, tmp_path, **settings):
     """Metrics of a run of one iteration, whose policy's outputs are all 0 before its only optimiser step."""
-    cfg = gw.BCCfg(data=data, num_steps=64, minibatch_size=None, learning_rate=1e-9, **settings)
+    cfg = gw.config.BCCfg(data=data, num_steps=64, minibatch_size=None, learning_rate=1e-9, **settings)
     policy = zero_policy(env_id)
     run = gw.train(
         env_id,
@@ -295,7 +296,7 @@ def test_each_dimension_has_an_accuracy(tmp_path):
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.zero_()
-    cfg = gw.BCCfg(data=folder, num_steps=4, learning_rate=1e-9, holdout=0.5)
+    cfg = gw.config.BCCfg(data=folder, num_steps=4, learning_rate=1e-9, holdout=0.5)
     evaluation = {"episodes": 1}
     components = build(
         gw.RunCfg(env={"id": "<given in Python>", "num_envs": 1}, algorithm=cfg, evaluation=evaluation),
@@ -315,7 +316,7 @@ def test_each_dimension_has_an_accuracy(tmp_path):
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(reaching, tmp_path):
-    cfg = gw.BCCfg(data=reaching, num_steps=16, minibatch_size=32)
+    cfg = gw.config.BCCfg(data=reaching, num_steps=16, minibatch_size=32)
     common = {"evaluation": {"interval": 100_000, "episodes": 2}, "policy": {"normalize_obs": True}, **QUIET}
     whole = gw.train("ToyReaching-v0", cfg, total_steps=1024, run_dir=tmp_path / "whole", **common)
     gw.train("ToyReaching-v0", cfg, total_steps=512, run_dir=tmp_path / "parts", **common)
@@ -327,12 +328,12 @@ def test_a_resumed_run_equals_one_that_never_stopped(reaching, tmp_path):
 
 def test_a_clone_is_evaluated_without_its_data(reaching, tmp_path):
     data = shutil.copytree(reaching, tmp_path / "data")
-    cfg = gw.BCCfg(data=data, num_steps=16)
+    cfg = gw.config.BCCfg(data=data, num_steps=16)
     run = gw.train("ToyReaching-v0", cfg, total_steps=128, run_dir=tmp_path / "run", **QUIET)
     before = gw.evaluate(run, 5, seed=3).returns
     shutil.rmtree(data)
     assert gw.evaluate(tmp_path / "run", 5, seed=3).returns == before
-    with pytest.raises(gw.DataError, match="holds no demonstrations"):
+    with pytest.raises(gw.errors.DataError, match="holds no demonstrations"):
         gw.train("ToyReaching-v0", cfg, total_steps=128, run_dir=tmp_path / "other", **QUIET)
     assert not (tmp_path / "other").exists(), "the mistake shows before there is a run"
 
@@ -342,7 +343,7 @@ def test_mistakes(tmp_path):
         gw.train("ToyReaching-v0", "bc", run_dir=tmp_path / "x", **QUIET)
     for settings in ({"target_kl": 0.1}, {"objective": {"ratio": "sequence"}}, {"clip_coef": 0.3}):
         with pytest.raises(ConfigError, match="has no effect on behaviour cloning"):
-            gw.BCCfg(**settings)
+            gw.config.BCCfg(**settings)
     with pytest.raises(ConfigError, match="clones demonstrations in environments"):
         gw.TextRunCfg(algorithm={"name": "bc"})
 
@@ -359,9 +360,13 @@ def test_a_clone_reaches_its_expert_and_grpo_starts_there(tmp_path):
             total, over = total + reward, terminated or truncated
         returns.append(total)
     expert = float(np.mean(returns))
-    gw.record_demos("ToyReaching-v0", straight, episodes=100, out=tmp_path / "demos")
+    record_demos("ToyReaching-v0", straight, episodes=100, out=tmp_path / "demos")
     clone = gw.train(
-        "ToyReaching-v0", gw.BCCfg(data=tmp_path / "demos"), total_steps=200_000, run_dir=tmp_path / "bc", **QUIET
+        "ToyReaching-v0",
+        gw.config.BCCfg(data=tmp_path / "demos"),
+        total_steps=200_000,
+        run_dir=tmp_path / "bc",
+        **QUIET,
     )
     cloned = gw.evaluate(clone, 200).return_mean
     assert cloned == pytest.approx(expert, abs=0.06), "0.1 is one step of an episode"

@@ -8,6 +8,7 @@ import toy_robots
 
 import groupwise as gw
 from groupwise.config import resolve
+from groupwise.embodied.demos import record_demos
 from groupwise.engines.base import Engine
 from groupwise.report.folder import RunFolder
 from groupwise.run import build
@@ -22,12 +23,12 @@ CHUNK = 3
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return gw.record_demos("ToyReaching-v0", toy_robots.straight, episodes=8, out=tmp_path_factory.mktemp("demos")).path
+    return record_demos("ToyReaching-v0", toy_robots.straight, episodes=8, out=tmp_path_factory.mktemp("demos")).path
 
 
 def parts_of(data):
     env = {"num_envs": 2, "action_chunk": CHUNK}
-    cfg = resolve("ToyReaching-v0", gw.BCCfg(data=data, num_steps=16, label_noise=0.0), env=env)
+    cfg = resolve("ToyReaching-v0", gw.config.BCCfg(data=data, num_steps=16, label_noise=0.0), env=env)
     parts = build(cfg, UserObjects(), Engine())
     parts.close()
     return parts

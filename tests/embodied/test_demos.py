@@ -9,6 +9,7 @@ from toy_robots import STEP, along_the_longer_axis, straight
 import groupwise as gw
 from groupwise import cli
 from groupwise.embodied import demos
+from groupwise.embodied.demos import record_demos
 from groupwise.embodied.lerobot import read_demos
 
 pytest.importorskip("pyarrow")
@@ -31,14 +32,14 @@ def noise_of(folder):
 
 
 def test_stored_actions_are_the_expert_s_at_what_it_saw(tmp_path):
-    gw.record_demos("ToyReaching-v0", straight, episodes=10, noise=0.5, out=tmp_path / "x")
+    record_demos("ToyReaching-v0", straight, episodes=10, noise=0.5, out=tmp_path / "x")
     found = read_demos(tmp_path / "x", REACHING)
     expected = np.stack([straight(obs) for obs in found.obs.numpy()])
     np.testing.assert_allclose(found.action, expected, atol=1e-6)
 
 
 def test_without_noise_the_stored_actions_are_executed(tmp_path):
-    gw.record_demos("ToyReaching-v0", straight, episodes=10, noise=0.0, out=tmp_path / "x")
+    record_demos("ToyReaching-v0", straight, episodes=10, noise=0.0, out=tmp_path / "x")
     np.testing.assert_allclose(noise_of(tmp_path / "x"), 0, atol=1e-5)
 
 
@@ -46,7 +47,7 @@ def test_noise_has_the_deviation_that_was_asked_for(tmp_path):
     def slow(obs):
         return straight(obs) / 4
 
-    gw.record_demos("ToyReaching-v0", slow, episodes=60, noise=0.1, out=tmp_path / "x", keep_failures=True)
+    record_demos("ToyReaching-v0", slow, episodes=60, noise=0.1, out=tmp_path / "x", keep_failures=True)
     noise = noise_of(tmp_path / "x")
     assert len(noise) > 500
     assert noise.std() == pytest.approx(0.1, rel=0.1), "half of the range is 1"
@@ -54,9 +55,7 @@ def test_noise_has_the_deviation_that_was_asked_for(tmp_path):
 
 
 def test_discrete_noise_is_a_random_action(tmp_path):
-    gw.record_demos(
-        "ToyTurning-v0", along_the_longer_axis, episodes=5, noise=1.0, out=tmp_path / "x", keep_failures=True
-    )
+    record_demos("ToyTurning-v0", along_the_longer_axis, episodes=5, noise=1.0, out=tmp_path / "x", keep_failures=True)
     found = read_demos(tmp_path / "x", REACHING)
     assert found.action[:, 0].tolist() == [along_the_longer_axis(obs) for obs in found.obs.numpy()]
     moves = np.diff(found.obs.numpy()[:, :2], axis=0)[found.episode[1:] == found.episode[:-1]]
@@ -68,12 +67,12 @@ def test_only_successes_are_kept(tmp_path):
     def sometimes(obs):
         return straight(obs) if obs[2] > 0 else np.zeros(2)
 
-    found = gw.record_demos("ToyReaching-v0", sometimes, episodes=8, noise=0.0, out=tmp_path / "x")
+    found = record_demos("ToyReaching-v0", sometimes, episodes=8, noise=0.0, out=tmp_path / "x")
     assert found.episodes == 8
     assert found.attempts > 8
     obs = read_demos(tmp_path / "x", REACHING).obs.numpy()
     assert (obs[:, 2] > 0).all()
-    everything = gw.record_demos(
+    everything = record_demos(
         "ToyReaching-v0", sometimes, episodes=8, noise=0.0, out=tmp_path / "y", keep_failures=True
     )
     assert everything.attempts == 8
@@ -81,25 +80,25 @@ def test_only_successes_are_kept(tmp_path):
 
 
 def test_an_environment_that_does_not_say_keeps_all(tmp_path):
-    found = gw.record_demos("Pendulum-v1", lambda obs: [0.0], episodes=2, out=tmp_path / "x")
+    found = record_demos("Pendulum-v1", lambda obs: [0.0], episodes=2, out=tmp_path / "x")
     assert (found.episodes, found.attempts, found.steps) == (2, 2, 400)
 
 
 def test_an_expert_that_always_fails_is_an_error(tmp_path):
-    with pytest.raises(gw.DataError, match=r"the expert succeeded in [01] of 40 episodes"):
-        gw.record_demos("ToyReaching-v0", lambda obs: -straight(obs), episodes=2, noise=0.0, out=tmp_path / "x")
+    with pytest.raises(gw.errors.DataError, match=r"the expert succeeded in [01] of 40 episodes"):
+        record_demos("ToyReaching-v0", lambda obs: -straight(obs), episodes=2, noise=0.0, out=tmp_path / "x")
 
 
 def test_the_same_seed_records_the_same(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        gw.record_demos("ToyReaching-v0", straight, episodes=3, seed=seed, out=tmp_path / name)
+        record_demos("ToyReaching-v0", straight, episodes=3, seed=seed, out=tmp_path / name)
     data = [(tmp_path / name / "data/chunk-000/file-000.parquet").read_bytes() for name in "abc"]
     assert data[0] == data[1]
     assert data[0] != data[2]
 
 
 def test_images_and_instructions_are_kept(tmp_path):
-    gw.record_demos("ToySeeing-v0", straight, episodes=12, out=tmp_path / "x")
+    record_demos("ToySeeing-v0", straight, episodes=12, out=tmp_path / "x")
     found = read_demos(tmp_path / "x", toy_robots.Seeing.observation_space)
     env = toy_robots.Seeing()
     for obs, image, text in zip(*(found.obs[key].numpy() for key in ("proprio", "image", "instruction")), strict=True):
@@ -111,42 +110,42 @@ def test_images_and_instructions_are_kept(tmp_path):
 
 def test_a_callable_and_a_limit_of_steps(tmp_path):
     cfg = gw.EnvCfg(id="ToyReaching-v0", max_episode_steps=2)
-    found = gw.record_demos(cfg, straight, episodes=4, out=tmp_path / "x", keep_failures=True)
+    found = record_demos(cfg, straight, episodes=4, out=tmp_path / "x", keep_failures=True)
     assert found.steps <= 8
-    made = gw.record_demos(lambda: gymnasium.make("ToyReaching-v0"), straight, episodes=1, out=tmp_path / "y")
+    made = record_demos(lambda: gymnasium.make("ToyReaching-v0"), straight, episodes=1, out=tmp_path / "y")
     assert made.episodes == 1
 
 
 def test_single_actions_are_recorded_of_an_environment_with_chunks(tmp_path):
     for name, chunk in (("chunks", 3), ("steps", 1)):
         cfg = gw.EnvCfg(id="ToyReaching-v0", action_chunk=chunk)
-        gw.record_demos(cfg, straight, episodes=2, out=tmp_path / name)
+        record_demos(cfg, straight, episodes=2, out=tmp_path / name)
     chunks, steps = (read_demos(tmp_path / name, REACHING) for name in ("chunks", "steps"))
     np.testing.assert_array_equal(chunks.action, steps.action)
 
 
 def test_mistakes(tmp_path):
     with pytest.raises(
-        gw.ConfigError, match=r"no expert is known for 'CartPole-v1'.*gw.record_demos\('CartPole-v1', expert="
+        gw.errors.ConfigError, match=r"no expert is known for 'CartPole-v1'.*record_demos\('CartPole-v1', expert="
     ):
-        gw.record_demos("CartPole-v1", out=tmp_path / "x")
-    with pytest.raises(gw.DataError, match=r"shape \[3\], expected \[2\]"):
-        gw.record_demos("ToyReaching-v0", lambda obs: np.zeros(3), out=tmp_path / "x")
+        record_demos("CartPole-v1", out=tmp_path / "x")
+    with pytest.raises(gw.errors.DataError, match=r"shape \[3\], expected \[2\]"):
+        record_demos("ToyReaching-v0", lambda obs: np.zeros(3), out=tmp_path / "x")
 
 
 def test_a_folder_that_is_taken_is_refused_and_left_as_it_is(tmp_path):
-    kept = gw.record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "x").path
+    kept = record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "x").path
     before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
     with pytest.raises(
-        gw.ConfigError, match=r"folder of demonstrations '.*x' is taken; fix: delete it, or name another"
+        gw.errors.ConfigError, match=r"folder of demonstrations '.*x' is taken; fix: delete it, or name another"
     ):
-        gw.record_demos("ToyReaching-v0", straight, episodes=2, out=kept)
+        record_demos("ToyReaching-v0", straight, episodes=2, out=kept)
     assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(gw.ConfigError, match="is taken"):
-        gw.record_demos("ToyReaching-v0", straight, out=tmp_path / "file")
+    with pytest.raises(gw.errors.ConfigError, match="is taken"):
+        record_demos("ToyReaching-v0", straight, out=tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert gw.record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "empty").episodes == 1
+    assert record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "empty").episodes == 1
 
 
 def test_the_command_records_the_expert_of_the_table(tmp_path, monkeypatch, capsys):
@@ -167,5 +166,7 @@ def test_the_command_records_the_expert_of_the_table(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize("numbers", [{"episodes": 0}, {"noise": -0.1}, {"noise": np.nan}])
 def test_impossible_numbers_are_refused(numbers, tmp_path):
-    with pytest.raises(gw.ConfigError, match=r"episodes=.* and noise=.*: expected at least 1 and at least 0; fix: "):
-        gw.record_demos("ToyReaching-v0", straight, out=tmp_path / "x", **numbers)
+    with pytest.raises(
+        gw.errors.ConfigError, match=r"episodes=.* and noise=.*: expected at least 1 and at least 0; fix: "
+    ):
+        record_demos("ToyReaching-v0", straight, out=tmp_path / "x", **numbers)

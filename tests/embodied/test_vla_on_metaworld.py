@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import groupwise as gw
+from groupwise.embodied.demos import record_demos
 from groupwise.training.checkpoint import load_checkpoint
 
 for package in ("metaworld", "transformers", "pyarrow"):
@@ -15,15 +16,15 @@ pytestmark = [pytest.mark.contrib, pytest.mark.slow]
 
 IMAGES = {"obs": "image", "views": ["corner2"], "pixels": 32, "hide_arm": True, "reward": "dense"}
 ENV = gw.EnvCfg(id="MetaWorld/button-press-topdown-v3", action_chunk=5, kwargs=IMAGES)
-POLICY = gw.VLACfg(hidden_size=32, num_layers=1, bins=11)
+POLICY = gw.config.VLACfg(hidden_size=32, num_layers=1, bins=11)
 SETTINGS: dict[str, Any] = {"num_envs": 4, "logging": {"progress": "none"}}
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
     folder: Path = tmp_path_factory.mktemp("cloning")
-    demos = gw.record_demos(ENV, episodes=3, out=folder / "demos")
-    cfg = gw.BCCfg(data=demos.path, holdout=0.3, num_steps=16, minibatch_size=64, learning_rate=3e-3)
+    demos = record_demos(ENV, episodes=3, out=folder / "demos")
+    cfg = gw.config.BCCfg(data=demos.path, holdout=0.3, num_steps=16, minibatch_size=64, learning_rate=3e-3)
     evaluation = {"episodes": 1, "interval": 10 * 64}
     return gw.train(
         ENV, cfg, policy=POLICY, total_steps=20 * 64, evaluation=evaluation, run_dir=folder / "run", **SETTINGS

@@ -1,36 +1,23 @@
-"""What all of the tasks that come in torch promise: shared starts, exact copies, no waiting for the device."""
+"""What tasks in torch promise: shared starts, exact copies, no waiting for the device."""
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from no_waiting import NoWaiting
+from torch_pendulum import TorchPendulum
 
-from groupwise.contrib.torch_tasks import TorchAcrobot, TorchMountainCar, TorchMountainCarContinuous
-from groupwise.contrib.warp_tasks import WarpCubePush, WarpHalfCheetah
 from groupwise.envs.starts import verify_group_start
-from groupwise.envs.torch_control import TorchCartPole, TorchPendulum
+from groupwise.envs.torch_control import TorchCartPole
 from groupwise.functional.random import RowRandom
 
 LIMITS = {
     TorchCartPole: 500,
     TorchPendulum: 200,
-    TorchAcrobot: 500,
-    TorchMountainCar: 200,
-    TorchMountainCarContinuous: 999,
-    WarpHalfCheetah: 1000,
-    WarpCubePush: 60,
 }
 
 
-def marked(tasks):
-    """Those of contrib with its marker."""
-    contrib = pytest.mark.contrib
-    return [pytest.param(task, marks=contrib) if "contrib" in task.__module__ else task for task in tasks]
-
-
-tasks = pytest.mark.parametrize("task", marked(LIMITS))
-all_in_torch = pytest.mark.parametrize("task", marked(task for task in LIMITS if not task.__name__.startswith("Warp")))
+tasks = pytest.mark.parametrize("task", LIMITS)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -149,7 +136,7 @@ def test_never_waits_for_the_device(task):
         env.step(action)
 
 
-@all_in_torch
+@tasks
 def test_a_step_needs_no_number_from_the_device(task):
     """Meta tensors have shapes but no numbers: whatever reads one raises, ``tolist`` and ``numpy`` included."""
     env = task(8, device="meta")

@@ -130,5 +130,5 @@ def test_log_normal_factors_have_this_deviation_of_the_logarithm():
 
 @pytest.mark.parametrize("wrong", [{"min": 2, "max": 1}, {"min": 0, "max": 1, "log": True}, {"min": 1}, [1]])
 def test_a_wrong_space_is_refused(wrong):
-    with pytest.raises(gw.ConfigError, match="search"):
-        gw.EvolutionCfg(search={"algorithm.learning_rate": wrong})
+    with pytest.raises(gw.errors.ConfigError, match="search"):
+        gw.config.EvolutionCfg(search={"algorithm.learning_rate": wrong})

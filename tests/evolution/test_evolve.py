@@ -20,6 +20,7 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.config.evolution import LaunchCfg
 from groupwise.evolution.member import AddNoise, Round
+from groupwise.evolution.population import Member, Population
 from groupwise.evolution.workers import Processes, answered
 from groupwise.plugins import pickled
 from groupwise.run import read_settings
@@ -43,7 +44,7 @@ def whole(tmp_path_factory):
 
 def test_a_search_leaves_runs_a_state_a_picture_and_a_table(whole):
     pq = pytest.importorskip("pyarrow.parquet")
-    found = gw.Population.load(whole.path)
+    found = Population.load(whole.path)
     assert found.round == 2
     assert {member.parent for member in found.members.values() if member.born == 1} <= {f"r0-{n}" for n in range(4)}
     assert len(found.goes_on) == 4
@@ -94,7 +95,7 @@ def test_a_killed_search_goes_on_as_if_nothing_happened(whole, tmp_path, finishe
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
     assert not (path / "best").exists()
-    gw.Population.resume(path, workers=2)
+    Population.resume(path, workers=2)
     check_same(path, whole.path)
 
 
@@ -119,7 +120,7 @@ def test_a_member_that_diverges_is_replaced_and_named(tmp_path, caplog):
 
 
 def test_where_all_diverge_the_search_ends(tmp_path):
-    with pytest.raises(gw.DivergedError, match="all members in round 1"):
+    with pytest.raises(gw.errors.DivergedError, match="all members in round 1"):
         evolve(tmp_path / "p", search={"algorithm.vf_coef": [2e38, 3e38]}, population=2)
 
 
@@ -144,10 +145,10 @@ def test_a_member_that_crashes_three_times_ends_the_search_and_fewer_times_chang
     for times in (2, 3):
         (tmp_path / str(times)).mkdir()
     two, three = (crashing(tmp_path / str(times), times) for times in (2, 3))
-    with pytest.raises(gw.MemberError, match=r"r0-0 failed 3 times in round 1: .* exit code 7"):
+    with pytest.raises(gw.errors.MemberError, match=r"r0-0 failed 3 times in round 1: .* exit code 7"):
         gw.evolve(three, PPO, run_dir=tmp_path / "three/p", workers=1, **SMALL)
     assert len(list(tmp_path.glob("three/p/members/*/evolution.jsonl"))) == 3  # the others are saved
-    found = gw.Population.resume(tmp_path / "three/p", env=three)
+    found = Population.resume(tmp_path / "three/p", env=three)
     caplog.clear()
     other = gw.evolve(two, PPO, run_dir=tmp_path / "two/p", workers=1, **SMALL)
     assert "r0-0 failed (time 2): its process ended with exit code 7" in caplog.text
@@ -158,7 +159,7 @@ def test_an_error_in_training_is_named_and_logged(tmp_path):
     def make(**options):
         raise RuntimeError("no such robot")
 
-    with pytest.raises(gw.MemberError, match="no such robot"):
+    with pytest.raises(gw.errors.MemberError, match="no such robot"):
         gw.evolve(make, PPO, run_dir=tmp_path / "p", workers=1, **SMALL | {"population": 2})
     assert "Traceback" in (tmp_path / "p/members.log").read_text()
 
@@ -173,8 +174,8 @@ def test_on_mutation_sees_each_clone_and_may_change_it(tmp_path):
     found = evolve(tmp_path / "p", on_mutation=hook, population=2)
     assert seen == ["r1-1"]
     assert found.members["r1-1"].settings["algorithm.num_epochs"] == 2
-    with pytest.raises(gw.ConfigError, match="was started with on_mutation"):
-        gw.Population.resume(tmp_path / "p")
+    with pytest.raises(gw.errors.ConfigError, match="was started with on_mutation"):
+        Population.resume(tmp_path / "p")
 
 
 def test_halving_ends_with_one_member_and_groups_can_change_size(tmp_path):
@@ -209,7 +210,7 @@ def test_members_may_use_up_all_steps_before_the_last_round(tmp_path):
 
 
 def test_rounds_shorter_than_an_iteration_end_after_the_first(tmp_path):
-    with pytest.raises(gw.ConfigError, match="round_steps = 400: an iteration takes about 800 steps"):
+    with pytest.raises(gw.errors.ConfigError, match="round_steps = 400: an iteration takes about 800 steps"):
         evolve(tmp_path / "p", env="Pendulum-v1", algorithm=GROUPS, **RATES, round_steps=400)
 
 
@@ -218,8 +219,8 @@ def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, ca
 
     def stand_in(cfg, base, **options):
         seen.update(cfg=cfg, base=base, **options)
-        found = gw.Population(tmp_path / "p", cfg, base)
-        found.members["r0-0"] = gw.Member("r0-0", None, 0, {"algorithm.gamma": 0.9}, {0: {"status": "ok", "mean": 3.0}})
+        found = Population(tmp_path / "p", cfg, base)
+        found.members["r0-0"] = Member("r0-0", None, 0, {"algorithm.gamma": 0.9}, {0: {"status": "ok", "mean": 3.0}})
         found.round = 1
         return found
 
@@ -280,21 +281,21 @@ def test_the_help_shows_the_search(capsys):
     ],
 )
 def test_what_cannot_be_searched_is_refused_before_anything_starts(options, message, tmp_path):
-    with pytest.raises(gw.ConfigError, match=message):
+    with pytest.raises(gw.errors.ConfigError, match=message):
         evolve(tmp_path / "p", **options)
     assert not (tmp_path / "p").exists()
 
 
 def test_a_coefficient_without_a_reference_cannot_begin_later(tmp_path):
-    with pytest.raises(gw.ConfigError, match=r"algorithm\.kl_coef = 0 cannot change"):
+    with pytest.raises(gw.errors.ConfigError, match=r"algorithm\.kl_coef = 0 cannot change"):
         gw.evolve("CartPole-v1", "grpo", search={"algorithm.kl_coef": [0, 0.1]}, run_dir=tmp_path / "p")
 
 
 def test_a_taken_folder_and_a_missing_one_are_refused(whole, tmp_path):
-    with pytest.raises(gw.RunFolderError, match="is taken"):
+    with pytest.raises(gw.errors.RunFolderError, match="is taken"):
         evolve(whole.path)
-    with pytest.raises(gw.RunFolderError, match="is no population"):
-        gw.Population.resume(tmp_path)
+    with pytest.raises(gw.errors.RunFolderError, match="is no population"):
+        Population.resume(tmp_path)
 
 
 def test_noise_changes_a_tenth_of_the_weights_once():

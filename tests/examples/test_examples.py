@@ -8,8 +8,8 @@ import pytest
 from forked import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ELSEWHERE = {"grpo_from_scratch"}
-"""Tested in a file of its own."""
+ELSEWHERE = {"flow_policy", "grpo_from_scratch", "mujoco_warp_push", "ray_tune_search"}
+"""Tested in files of their own."""
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 
 
@@ -85,6 +85,13 @@ def check_sb3_grpo(out: str, run_dir: Path) -> None:
     assert (run_dir / "model.zip").exists()
 
 
+def check_optuna_search(out: str, run_dir: Path) -> None:
+    best, count, score = re.search(rf"trial (\d) of (\d) is the best, {NUMBER}: {{'learning_rate'", out).groups()
+    assert int(count) == 4
+    finals = [metrics_of(run_dir / f"trial-{trial}")[-1]["eval/return_mean"] for trial in range(4)]
+    assert finals[int(best)] == pytest.approx(float(score), abs=0.06)
+
+
 def check_text_copy(out: str, run_dir: Path) -> None:
     assert re.search(
         rf"return_mean={NUMBER} ci95=\[{NUMBER}, {NUMBER}\] pass@1={NUMBER} .* prompts=145 completions_per_prompt=1",
@@ -118,6 +125,7 @@ CASES = {
         ["--demos", "2", "--clone-steps", "400", "--total-steps", "1000", "--episodes", "2"],
         check_robot_arm,
     ),
+    "optuna_search": (["--trials", "4", "--total-steps", "5000"], check_optuna_search),
     "distributed": (["--total-steps", "200"], check_distributed),
     "text_copy": (["--total-steps", "1000"], check_text_copy),
     "sb3_grpo": (["--total-steps", "1000"], check_sb3_grpo),

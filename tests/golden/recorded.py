@@ -21,6 +21,7 @@ import torch
 import groupwise as gw
 from groupwise import config
 from groupwise.config import presets
+from groupwise.text.tools import Tool
 
 HERE = Path(__file__).parent
 FILE = Path(os.environ.get("GOLDEN_FILE", HERE / "golden.json"))
@@ -317,7 +318,7 @@ def used_a_tool():
     from text_runs import numbers as rows
     from text_runs import save_model, share_copied, train
 
-    class Count(gw.Tool):
+    class Count(Tool):
         """Ends turns at some digits, and answers with how many characters they have."""
 
         stop = ("5", "6", "7")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import groupwise as gw
 from groupwise.errors import ConfigError
-from groupwise.policies.export import DeterministicActor
+from groupwise.policies.export import DeterministicActor, export
 
 SPACES: dict[str, tuple[spaces.Space, spaces.Space]] = {
     "numbers": (spaces.Box(-np.inf, np.inf, (3,), np.float64), spaces.Discrete(3, start=2)),
@@ -49,7 +49,7 @@ def test_onnx_takes_the_actions_of_predict(kind: str, tmp_path: Path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     made = policy(kind)
-    gw.export(made, tmp_path / "p.onnx", to="onnx")
+    export(made, tmp_path / "p.onnx", to="onnx")
     session = runtime.InferenceSession(tmp_path / "p.onnx")
     names = [put.name for put in session.get_inputs()]
     assert names == {"nested": ["arm.joints", "arm.on", "goal"]}.get(kind, ["obs"])
@@ -77,7 +77,7 @@ def test_onnx_takes_the_actions_of_predict(kind: str, tmp_path: Path):
 
 def test_weights_make_the_same_policy_again(tmp_path: Path):
     made = policy("nested")
-    gw.export(made, tmp_path / "new" / "p.safetensors", to="safetensors")
+    export(made, tmp_path / "new" / "p.safetensors", to="safetensors")
     again = gw.ActorCritic(*SPACES["nested"], gw.PolicyCfg(normalize_obs=True))
     again.load_state_dict(load_file(tmp_path / "new" / "p.safetensors"))
     obs = SPACES["nested"][0].sample()
@@ -89,10 +89,10 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_overwritten(tmp_path:
     with pytest.raises(
         ConfigError, match=r"ActorCritic cannot be exported to 'transformers'; fix: onnx or safetensors"
     ):
-        gw.export(made, tmp_path / "p", to="transformers")
+        export(made, tmp_path / "p", to="transformers")
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(ConfigError, match=r"mine' exists; fix: "):
-        gw.export(made, tmp_path / "mine", to="safetensors")
+        export(made, tmp_path / "mine", to="safetensors")
     assert (tmp_path / "mine").read_text() == "mine"
 
 
@@ -107,5 +107,5 @@ def test_a_file_with_other_actions_is_not_written(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(DeterministicActor, "forward", wrong_at_first)
     with pytest.raises(ConfigError, match="ONNX Runtime takes other actions than the policy"):
-        gw.export(policy("numbers"), tmp_path / "p.onnx", to="onnx")
+        export(policy("numbers"), tmp_path / "p.onnx", to="onnx")
     assert not (tmp_path / "p.onnx").exists()

@@ -81,7 +81,7 @@ def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python
     for words in ("--logprobs-mode processed_logprobs", "--generation-config vllm", "--max-lora-rank 16", "--extra"):
         assert words in args
     assert started(tmp_path)["dev"] == "1"
-    with pytest.raises(gw.ConfigError, match=f"port {port} cannot be used .*fix: another one"):
+    with pytest.raises(gw.errors.ConfigError, match=f"port {port} cannot be used .*fix: another one"):
         LocalServer(started_by, tmp_path / "log", port=port)
     server.close()
     assert not server.is_healthy()

@@ -14,9 +14,9 @@ from text_runs import copying, save_model, train
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
-from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer, command
+from groupwise.serving.vllm import VLLMServer
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.rollout import TextRow, text_rollout
@@ -70,7 +70,7 @@ def generator_of(server, model, rank, folder, **options):
     policy = load_causal_lm(gw.ModelCfg(path=str(model), lora=lora), SamplingCfg(max_new_tokens=8))
     move(policy)
     client = HttpClient(server.url, timeout=60.0, retries=0)
-    servers = [find_server(client, adapters=rank is not None, **options)]
+    servers = [VLLMServer(client, adapters=rank is not None, **options)]
     return ServedGenerator(servers, policy, folder / "weights")
 
 

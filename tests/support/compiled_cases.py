@@ -13,7 +13,10 @@ import torch
 from small_updates import OBS, build, make_rollout
 
 import groupwise as gw
+from groupwise.collectors.torch_groups import TorchGroupCollector
+from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.config.policy import PolicyCfg
+from groupwise.envs.torch_control import TorchCartPole
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.speed.compile import compiled_gradient
 from groupwise.speed.flat import flat_adam
@@ -121,12 +124,12 @@ def resumed(folder):
 
 def collecting(kind, **fast):
     torch.manual_seed(0)
-    env = gw.TorchCartPole(ROWS)
+    env = TorchCartPole(ROWS)
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=kind == "grpo")
     collector = (
-        gw.TorchVectorCollector(env, policy, seed=1, **fast)
+        TorchVectorCollector(env, policy, seed=1, **fast)
         if kind == "ppo"
-        else gw.TorchGroupCollector(
+        else TorchGroupCollector(
             env,
             policy,
             group_size=8,

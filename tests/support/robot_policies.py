@@ -13,10 +13,9 @@ from groupwise.embodied.chunks import ActionChunk
 
 C, A, BINS = 3, 2, 5
 ENV = ActionChunk(Robot(), C)
-KINDS = {"vla": gw.VLAPolicy, "flow": gw.FlowPolicy}
+KINDS = {"vla": gw.VLAPolicy}
 TINY = {
     "vla": {"hidden_size": 32, "num_layers": 1, "patch_size": 4, "bins": BINS},
-    "flow": {"hidden_size": 32, "num_layers": 1, "patch_size": 8},
 }
 observations = partial(robots.observations, ENV)
 

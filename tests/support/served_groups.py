@@ -1,19 +1,16 @@
 """Groups that servers generate, beside those that the policy itself would."""
 
 import torch
-from sglang_double import SGLangDouble
-from vllm_double import VLLMDouble
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
-from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
+from groupwise.serving.vllm import VLLMServer
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.served import ServedGenerator
 
 TASK = {"prompts": [[5, 6, 7], [9, 8], [4]], "seeds": torch.arange(100, 112).view(3, 4)}
-KINDS = {"vllm": VLLMDouble, "sglang": SGLangDouble}
 
 
 def move(policy):
@@ -30,7 +27,7 @@ def served(model, tmp_path, *doubles, timeout=20.0, retries=2, lora=None):
     policy = load_causal_lm(gw.ModelCfg(path=str(model), lora=lora), SamplingCfg(max_new_tokens=4))
     move(policy)
     clients = [HttpClient(double.url, timeout=timeout, retries=retries) for double in doubles]
-    servers = [find_server(client, adapters=policy.has_adapters) for client in clients]
+    servers = [VLLMServer(client, adapters=policy.has_adapters) for client in clients]
     return ServedGenerator(servers, policy, tmp_path / "weights")
 
 

@@ -39,7 +39,6 @@ class ServerDouble:
     """
 
     generate_path = load_path = ""
-    health_path = "/health"
 
     def __init__(self, model, *, port=0, host="127.0.0.1"):
         self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
@@ -74,7 +73,7 @@ class ServerDouble:
         self.calls.append((path, body))
         if fault == "500":
             return 500, {"error": "EngineDeadError: out of memory"}
-        if path == self.health_path:  # also while it does something else
+        if path == "/health":  # also while it does something else
             return 200, {}
         with self._lock:
             if fault == "restart":
@@ -87,15 +86,7 @@ class ServerDouble:
 
     def _load(self, folder):
         assert folder.is_absolute()
-        self._use(AutoModelForCausalLM.from_pretrained(folder))
-
-    def _set(self, weights):
-        """Of a model that a folder has no files of."""
-        model = AutoModelForCausalLM.from_pretrained(self._model)
-        model.load_state_dict(weights)
-        self._use(model)
-
-    def _use(self, model):
+        model = AutoModelForCausalLM.from_pretrained(folder)
         self._policy = CausalLM(model, tokenizer=self._policy.tokenizer)
         self._policy.decoder = FastDecoder()
 
@@ -168,7 +159,7 @@ def _handler(double):
             if fault == "slow":
                 time.sleep(0.5)
             if fault == "hang":  # its engine is gone, and its front does not say so to those that wait
-                double.faults[double.health_path] = ["500"]
+                double.faults["/health"] = ["500"]
                 double.closing.wait(double.seconds_of_a_hang)
                 return
             if fault == "drop":

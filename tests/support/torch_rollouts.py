@@ -4,9 +4,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch_pendulum import TorchPendulum
 
-import groupwise as gw
-from groupwise.contrib.torch_tasks import TorchMountainCarContinuous
+from groupwise.envs.torch_control import TorchCartPole
 from groupwise.envs.torch_env import TorchGroupEnv
 
 
@@ -36,11 +36,10 @@ class Corridor(TorchGroupEnv):
 
 
 ENVS = {
-    "cartpole": gw.TorchCartPole,
-    "cut often": lambda n: gw.TorchCartPole(n, max_episode_steps=7),
-    "pendulum": lambda n: gw.TorchPendulum(n, max_episode_steps=9),
+    "cartpole": TorchCartPole,
+    "cut often": lambda n: TorchCartPole(n, max_episode_steps=7),
+    "pendulum": lambda n: TorchPendulum(n, max_episode_steps=9),
     "named": Corridor,
-    "mountain car": TorchMountainCarContinuous,
     "never cut": lambda n: Corridor(n, max_episode_steps=None),
 }
 

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from base64 import b64decode
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +23,7 @@ class VLLMDouble(ServerDouble):
         self.config = {
             "model_config": {"logprobs_mode": logprobs_mode, "generation_config": "vllm"},
             "lora_config": {"max_lora_rank": 16} if lora else None,
-            "weight_transfer_config": None,
         }
-        self._link, self._receiving = None, False
         self._paused, self.holds_requests = False, False
         super().__init__(model, **address)
 
@@ -76,47 +73,6 @@ class VLLMDouble(ServerDouble):
     def update_weight_version(self, body, query, fault):
         self.version = body["new_version"]
         return 200, {"success": True}
-
-    def receives_from(self, exchange):
-        """Takes weights by NCCL on two GPUs, and not from files."""
-        self.config["weight_transfer_config"] = {"backend": "nccl"}
-        self._exchange, self.collective_rpc = exchange, None
-
-    def get_world_size(self, body, query, fault):
-        return 200, {"world_size": 2}
-
-    def init_weight_transfer_engine(self, body, query, fault):
-        assert self._paused
-        assert self._link is None
-        info = body["init_info"]
-        self._link = self._exchange.links[b64decode(info.pop("nccl_unique_id_b64"), validate=True)]
-        assert info == {"rank_offset": 1, "world_size": 3, "packed": False}
-        self._link.joined.set()
-        assert self._link.take().shape == (1,)
-        return 200, {}
-
-    def start_weight_update(self, body, query, fault):
-        self._receiving = self._link is not None
-        return 200, {}
-
-    def update_weights(self, body, query, fault):
-        assert self._receiving
-        names, dtypes, shapes = (body["update_info"][key] for key in ("names", "dtype_names", "shapes"))
-        tensors = [self._link.take() for _ in names]
-        assert [[*tensor.shape] for tensor in tensors] == shapes
-        assert [tensor.dtype for tensor in tensors] == [getattr(torch, dtype) for dtype in dtypes]
-        self._set(dict(zip(names, tensors, strict=True)))
-        return 200, {}
-
-    def finish_weight_update(self, body, query, fault):
-        assert self._receiving
-        self._receiving, self.version = False, body["weight_version"]
-        return 200, {}
-
-    def shutdown_weight_transfer_engine(self, body, query, fault):
-        assert not self._receiving
-        self._link = None
-        return 200, {}
 
     def reset_prefix_cache(self, body, query, fault):
         assert query == ("reset_running_requests=true" if self.in_flight else "")

@@ -227,22 +227,22 @@ def test_a_saved_agent_is_sampled_from_and_exported_like_a_run(model, tmp_path, 
     agent.save(tmp_path / "agent")
     assert gw.sample(tmp_path / "agent", "123", deterministic=True) == [agent.policy.predict("123")]
     assert cli.main(["export", str(tmp_path / "agent"), "--to", "transformers"]) == 0
-    with pytest.raises(gw.RunFolderError, match=r"agent.*fix"):
+    with pytest.raises(gw.errors.RunFolderError, match=r"agent.*fix"):
         gw.LanguageAgent.load(tmp_path)
     (tmp_path / "agent/metrics.jsonl").touch()
-    with pytest.raises(gw.RunFolderError, match="of a training run, which would be lost; fix: another folder"):
+    with pytest.raises(gw.errors.RunFolderError, match="of a training run, which would be lost; fix: another folder"):
         agent.save(tmp_path / "agent")
 
 
 def test_a_model_of_the_users_is_given_again(model, tmp_path):
     def policy():
-        adapted = with_adapters(AutoModelForCausalLM.from_pretrained(model), gw.LoRACfg(r=2))
+        adapted = with_adapters(AutoModelForCausalLM.from_pretrained(model), gw.config.LoRACfg(r=2))
         return gw.CausalLM(adapted, gw.SamplingCfg(**SHORT), tokenizer=AutoTokenizer.from_pretrained(model))
 
     agent = gw.LanguageAgent(policy(), {"group_size": 4})
     assert agent.cfg.algorithm.learning_rate == 1e-5
     loop(agent, digits(), iterations=1).save(tmp_path / "agent")
-    with pytest.raises(gw.ConfigError, match=r"was given a model in Python; fix: .*model=\.\.\."):
+    with pytest.raises(gw.errors.ConfigError, match=r"was given a model in Python; fix: .*model=\.\.\."):
         gw.LanguageAgent.load(tmp_path / "agent")
     loaded = gw.LanguageAgent.load(tmp_path / "agent", policy())
     assert_equal(weights(loaded.policy), weights(agent.policy))
@@ -281,7 +281,7 @@ def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
     ],
 )
 def test_settings_that_an_agent_cannot_have(model, settings, message):
-    with pytest.raises(gw.ConfigError, match=message):
+    with pytest.raises(gw.errors.ConfigError, match=message):
         gw.LanguageAgent(model, settings.pop("algorithm", None), **settings)
 
 
@@ -297,37 +297,41 @@ def test_settings_that_an_agent_cannot_have(model, settings, message):
 )
 def test_experiences_that_do_not_fit(model, change, message):
     agent = agent_of(model)
-    with pytest.raises(gw.DataError, match=message):
+    with pytest.raises(gw.errors.DataError, match=message):
         agent.learn(change(*agent.get_action(["123", "456"]), torch.ones(2, 4)))
 
 
 def test_an_environment_says_what_it_cannot_do():
     reward = len
     rows = [{"question": "1+1"}]
-    with pytest.raises(gw.ConfigError, match=r"there is no reward; fix: reward=my_function"):
+    with pytest.raises(gw.errors.ConfigError, match=r"there is no reward; fix: reward=my_function"):
         gw.PromptEnv(["a"])
-    with pytest.raises(gw.ConfigError, match=r"unknown setting 'data_sise' of a PromptEnv.*'data_size'"):
+    with pytest.raises(gw.errors.ConfigError, match=r"unknown setting 'data_sise' of a PromptEnv.*'data_size'"):
         gw.PromptEnv(["a"], reward=reward, data_sise=3)
-    with pytest.raises(gw.ConfigError, match=r"unknown setting 'reward_fn' of a PromptEnv.*'reward'"):
+    with pytest.raises(gw.errors.ConfigError, match=r"unknown setting 'reward_fn' of a PromptEnv.*'reward'"):
         gw.PromptEnv(["a"], reward_fn=reward)
-    with pytest.raises(gw.ConfigError, match=r"batch_size = 0: expected at least 1"):
+    with pytest.raises(gw.errors.ConfigError, match=r"batch_size = 0: expected at least 1"):
         gw.PromptEnv(["a"], reward=reward, batch_size=0)
-    with pytest.raises(gw.ConfigError, match=r"prompt makes the prompts that prompt_column would name"):
+    with pytest.raises(gw.errors.ConfigError, match=r"prompt makes the prompts that prompt_column would name"):
         gw.PromptEnv(rows, reward=reward, prompt="{question}", prompt_column="question")
-    with pytest.raises(gw.DataError, match=r"example 0 has no column 'problem' for the prompt; it has 'question'"):
+    with pytest.raises(
+        gw.errors.DataError, match=r"example 0 has no column 'problem' for the prompt; it has 'question'"
+    ):
         gw.PromptEnv(rows, reward=reward, prompt="{problem}")
-    with pytest.raises(gw.DataError, match=r"example 0: expected a mapping of columns; got 'a'"):
+    with pytest.raises(gw.errors.DataError, match=r"example 0: expected a mapping of columns; got 'a'"):
         gw.PromptEnv(["a"], reward=reward, prompt="{problem}")
-    with pytest.raises(gw.ConfigError, match=r"reasoning-gym:chain_sum has prompts of its own"):
+    with pytest.raises(gw.errors.ConfigError, match=r"reasoning-gym:chain_sum has prompts of its own"):
         gw.PromptEnv("reasoning-gym:chain_sum", prompt="{question}")
     env = gw.PromptEnv(["a", "b"], reward=lambda completions: [0.0] * len(completions), batch_size=2)
-    with pytest.raises(gw.DataError, match=r"1 groups, of \[1\] completions, for 0 prompts; fix: reset\(\)"):
+    with pytest.raises(gw.errors.DataError, match=r"1 groups, of \[1\] completions, for 0 prompts; fix: reset\(\)"):
         env.step([["x"]])
     env.reset()
-    with pytest.raises(gw.DataError, match=r"2 groups, of \[1, 2\] completions, for 2 prompts; fix: .*equally many"):
+    with pytest.raises(
+        gw.errors.DataError, match=r"2 groups, of \[1, 2\] completions, for 2 prompts; fix: .*equally many"
+    ):
         env.step([["x"], ["x", "y"]])
     with (
-        pytest.raises(gw.ConfigError, match=r"no prompts are held out; fix: PromptEnv\(data, eval_data"),
+        pytest.raises(gw.errors.ConfigError, match=r"no prompts are held out; fix: PromptEnv\(data, eval_data"),
         env.eval_mode(),
     ):
         pass

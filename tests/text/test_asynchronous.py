@@ -154,7 +154,7 @@ def test_a_run_that_was_killed_takes_every_prompt_once(model, either, tmp_path):
 )
 def test_an_error_behind_the_learner_ends_the_run(model, either, tmp_path, fault, said):
     either.faults[GENERATE] = [None] * 2 * PROMPTS + [fault] * 100  # the third rollout, by the weights of the second
-    with pytest.raises(gw.ServerError, match=said):
+    with pytest.raises(gw.errors.ServerError, match=said):
         run(model, tmp_path / "run", either, 1)
     assert_nothing_runs()
     assert list((tmp_path / "weights").iterdir()) == []
@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused(model, double, tmp_path):
     cfg = {"generation": {"name": "server", "max_staleness": 1}}
     adapted = load_causal_lm(gw.ModelCfg(path=str(model), lora={"r": 2}), SamplingCfg(max_new_tokens=1))
     in_flight = TextRunCfg(generation=cfg["generation"] | {"in_flight_updates": True})
-    with pytest.raises(gw.ConfigError, match=r"in_flight_updates=True with adapters: .*, or lora=None"):
+    with pytest.raises(gw.errors.ConfigError, match=r"in_flight_updates=True with adapters: .*, or lora=None"):
         connect.connect(in_flight, adapted, Engine())
     for algorithm, said in [
         (
@@ -196,7 +196,7 @@ def test_what_cannot_be_is_refused(model, double, tmp_path):
     ]:
         with pytest.raises(ValueError, match=said):
             TextRunCfg(algorithm=algorithm, **cfg)
-    with pytest.raises(gw.ConfigError, match="max_staleness=1 needs one process, got 2; fix: max_staleness=0"):
+    with pytest.raises(gw.errors.ConfigError, match="max_staleness=1 needs one process, got 2; fix: max_staleness=0"):
         connect.connect(TextRunCfg(**cfg), CausalLM(tiny_model()), TwoThreads(0, None, None))
 
 

@@ -8,7 +8,6 @@ from copy import deepcopy
 import pytest
 import torch
 from async_runs import ITERATIONS, PROMPTS, assert_nothing_runs, run
-from sglang_double import SGLangDouble
 from vllm_double import GENERATE, VLLMDouble
 
 import groupwise as gw
@@ -16,7 +15,6 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.text import TextTaskCfg
 from groupwise.serving import http
 from groupwise.serving.base import GroupRequest
-from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
 from groupwise.serving.vllm import VLLMServer
 from groupwise.text.data import Example
@@ -48,10 +46,9 @@ class Weights(gw.Callback):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kind", [VLLMDouble, SGLangDouble])
-def test_completions_go_on_under_new_weights(model, tmp_path, kind):
+def test_completions_go_on_under_new_weights(model, tmp_path):
     seen = Weights()
-    with kind(model) as double:
+    with VLLMDouble(model) as double:
         double.in_flight, double.seconds_per_token = True, 0.01
         found = run(model, tmp_path / "run", double, 2, callbacks=[seen], total_iterations=8)
     metrics = found.metrics()
@@ -114,7 +111,7 @@ def test_only_the_policy_asked_for_or_a_later_one_of_the_run_may_generate():
 
 def test_servers_never_go_back_to_an_earlier_policy(model, double, tmp_path):
     policy = load_causal_lm(gw.ModelCfg(path=str(model)), SamplingCfg(max_new_tokens=1))
-    server = find_server(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)
+    server = VLLMServer(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)
     generate = ServedGenerator([server], policy, tmp_path / "weights")
     for iteration in (1, 2):
         generate.save(iteration)
@@ -126,26 +123,6 @@ def test_servers_never_go_back_to_an_earlier_policy(model, double, tmp_path):
     generate.save(3)
     generate.load(3)
     assert double.version.endswith("-3")
-
-
-def test_sglang_without_versions_of_tokens_is_refused_in_flight(model):
-    with SGLangDouble(model) as double:
-        client = HttpClient(double.url, timeout=20.0, retries=0)
-        server, in_flight = (find_server(client, adapters=False, in_flight_updates=flag) for flag in (False, True))
-        server.check()
-        answered = double.generate
-
-        def older_release(*call):
-            status, found = answered(*call)
-            for entry in found:
-                entry["meta_info"].pop("weight_versions")
-            return status, found
-
-        double.generate = older_release
-        request = GroupRequest([5, 6], 2, 1, SamplingCfg(max_new_tokens=4), (0,), 15, "default")
-        assert {version for answer in server.generate(request) for version in answer.versions} == {"default"}
-        with pytest.raises(gw.ServerError, match=r"in another format .*weight_versions.*; fix: SGLang"):
-            in_flight.generate(request)
 
 
 class OneAtATime:

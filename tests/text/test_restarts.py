@@ -6,14 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served_groups import KINDS, SAMPLING, TASK, assert_alike, move, native, served
+from served_groups import SAMPLING, TASK, assert_alike, move, native, served
 from vllm_double import VLLMDouble
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
 from groupwise.serving import http, placed
-from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
+from groupwise.serving.vllm import VLLMServer
 from groupwise.text import connect
 from groupwise.text import served as serving
 from groupwise.text.load import load_causal_lm
@@ -25,29 +25,24 @@ def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
-def kind(request):
-    return request.param
-
-
 @pytest.fixture
-def double(kind, model):
-    with kind(model) as server:
+def double(model):
+    with VLLMDouble(model) as server:
         yield server
 
 
 class Moving:
     """A server that is started again at another address, when it is told to."""
 
-    def __init__(self, kind, model):
-        self.kind, self.model, self.stack = kind, model, contextlib.ExitStack()
-        self.double = self.stack.enter_context(kind(model))
+    def __init__(self, model):
+        self.model, self.stack = model, contextlib.ExitStack()
+        self.double = self.stack.enter_context(VLLMDouble(model))
 
     def url(self):
         return self.double.url
 
     def move(self):
-        before, self.double = self.double, self.stack.enter_context(self.kind(self.model))
+        before, self.double = self.double, self.stack.enter_context(VLLMDouble(self.model))
         self.double._paused = False
         before.__exit__()
         return "drop"
@@ -66,8 +61,8 @@ class Moving:
 
 
 @pytest.fixture
-def moving(kind, model):
-    server = Moving(kind, model)
+def moving(model):
+    server = Moving(model)
     with server.stack:
         yield server
 
@@ -76,14 +71,14 @@ def generator_of(moving, tmp_path):
     policy = load_causal_lm(gw.ModelCfg(path=str(moving.model)), SamplingCfg(max_new_tokens=4))
     move(policy)
     client = HttpClient(moving.url(), timeout=20.0, retries=2, locate=moving.url)
-    return ServedGenerator([find_server(client, adapters=False)], policy, tmp_path / "weights")
+    return ServedGenerator([VLLMServer(client, adapters=False)], policy, tmp_path / "weights")
 
 
-MOVES = [(kind, path) for kind in KINDS.values() for path in (kind.generate_path, kind.load_path)]
-MOVES += [(VLLMDouble, path) for path in ("/pause", "/update_weight_version", "/reset_prefix_cache", "/resume")]
+MOVES = [VLLMDouble.generate_path, VLLMDouble.load_path]
+MOVES += ["/pause", "/update_weight_version", "/reset_prefix_cache", "/resume"]
 
 
-@pytest.mark.parametrize(("kind", "path"), MOVES)
+@pytest.mark.parametrize("path", MOVES)
 def test_a_server_that_is_started_again_elsewhere_gets_its_weights_again(moving, tmp_path, path):
     generate = generator_of(moving, tmp_path)
     before = moving.url()
@@ -93,7 +88,6 @@ def test_a_server_that_is_started_again_elsewhere_gets_its_weights_again(moving,
     assert generate.servers[0].url == moving.url() != before
 
 
-@pytest.mark.parametrize("kind", [VLLMDouble])
 def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path):
     generate = generator_of(moving, tmp_path)
     generate.update(0)
@@ -103,11 +97,10 @@ def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path)
     assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
     moving.double.__exit__()
     generate.servers[0]._client.timeout = 0.2
-    with pytest.raises(gw.ServerError, match=r"http://.* was lost, and not started again in 0\.4 s"):
+    with pytest.raises(gw.errors.ServerError, match=r"http://.* was lost, and not started again in 0\.4 s"):
         generate(**TASK, sampling=SAMPLING["plain"])
 
 
-@pytest.mark.parametrize("kind", [VLLMDouble])
 def test_a_server_that_is_lost_while_its_weights_get_their_name_gets_them_again(model, double, tmp_path):
     generate, fault, named = served(model, tmp_path, double), double.fault, []
 
@@ -124,7 +117,6 @@ def test_a_server_that_is_lost_while_its_weights_get_their_name_gets_them_again(
     assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
 
 
-@pytest.mark.parametrize("kind", [VLLMDouble])
 def test_a_run_that_begins_after_a_restart_finds_the_new_address(moving, tmp_path):
     (place,) = placed.create(tmp_path, 1)
     before = moving.url()
@@ -135,7 +127,7 @@ def test_a_run_that_begins_after_a_restart_finds_the_new_address(moving, tmp_pat
     client = connect._client_of(place, {"timeout": 20.0, "retries": 2})
     timer.join()
     assert client.url == moving.url() != before
-    find_server(client, adapters=False).check()
+    VLLMServer(client, adapters=False).check()
 
 
 def test_without_retries_no_restart_is_waited_for():
@@ -143,7 +135,7 @@ def test_without_retries_no_restart_is_waited_for():
         raise AssertionError("asked where the server is, though no call follows")
 
     client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0, locate=never)
-    with pytest.raises(gw.ServerError, match="no answer in 1 tries"):
+    with pytest.raises(gw.errors.ServerError, match="no answer in 1 tries"):
         client.get("/health")
 
 
@@ -151,7 +143,7 @@ def test_calls_of_other_threads_that_fail_do_not_repeat_an_update():
     client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0)
 
     def fail():
-        with pytest.raises(gw.ServerError):
+        with pytest.raises(gw.errors.ServerError):
             client.get("/health")
         return client.failures
 
@@ -160,10 +152,10 @@ def test_calls_of_other_threads_that_fail_do_not_repeat_an_update():
     assert client.failures == 0
 
 
-def test_an_interrupt_does_not_wait_for_servers_that_load_weights(kind, model, tmp_path, monkeypatch):
+def test_an_interrupt_does_not_wait_for_servers_that_load_weights(model, tmp_path, monkeypatch):
     monkeypatch.setattr(http, "_HEALTH_INTERVAL", 60.0)
     monkeypatch.setattr(serving, "_SECONDS_TO_LOAD", 0.3)
-    with kind(model) as double:
+    with VLLMDouble(model) as double:
         double.seconds_of_a_hang = 60.0
         generate = served(model, tmp_path, double)
         double.faults[double.load_path] = ["hang"]
@@ -173,7 +165,7 @@ def test_an_interrupt_does_not_wait_for_servers_that_load_weights(kind, model, t
                 time.sleep(0.01)
             begun = time.monotonic()
             generate.close()
-            with pytest.raises(gw.ServerError, match="the client was closed"):
+            with pytest.raises(gw.errors.ServerError, match="the client was closed"):
                 loading.result()
         assert time.monotonic() - begun < 10
     assert list((tmp_path / "weights").iterdir()) == []

@@ -93,7 +93,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(algorithm, model, tm
 
 
 def test_a_given_reward_must_be_given_again(copied):
-    with pytest.raises(gw.ConfigError, match=r"was given data and eval_data and reward in Python; fix: .*data=\.\.\."):
+    with pytest.raises(
+        gw.errors.ConfigError, match=r"was given data and eval_data and reward in Python; fix: .*data=\.\.\."
+    ):
         gw.resume(copied.path)
 
 
@@ -105,9 +107,11 @@ def test_a_run_is_loaded_sampled_and_exported_without_its_data_and_rewards(copie
     assert all(weights(copied)[f"model.{name}"].equal(value) for name, value in exported.items())
     rows = numbers()[60:68]
     assert gw.evaluate(copied.path, eval_data=rows, reward=share_copied) == gw.evaluate(copied)
-    with pytest.raises(gw.ConfigError, match=r"eval_data were given in Python; fix: give them again as eval_data="):
+    with pytest.raises(
+        gw.errors.ConfigError, match=r"eval_data were given in Python; fix: give them again as eval_data="
+    ):
         gw.evaluate(loaded)
-    with pytest.raises(gw.ConfigError, match=r"1 reward.* given in Python, but now 0; fix: give them again"):
+    with pytest.raises(gw.errors.ConfigError, match=r"1 reward.* given in Python, but now 0; fix: give them again"):
         gw.evaluate(copied.path, eval_data=rows)
 
 
@@ -123,9 +127,11 @@ def test_prompts_are_sampled_alone_or_together(copied):
     together = gw.sample(copied, ["123", "456"], 2)
     assert [len(of_prompt) for of_prompt in together] == [2, 2]
     assert together[0] == gw.sample(copied, "123", 2)
-    with pytest.raises(gw.ConfigError, match=r"the data's prompts are for conversations, but .* has no chat template"):
+    with pytest.raises(
+        gw.errors.ConfigError, match=r"the data's prompts are for conversations, but .* has no chat template"
+    ):
         gw.sample(copied, [{"role": "user", "content": "123"}])
-    with pytest.raises(gw.DataError, match=r"1 of 2 prompts have more than 60 tokens"):
+    with pytest.raises(gw.errors.DataError, match=r"1 of 2 prompts have more than 60 tokens"):
         gw.sample(copied, ["123", "1" * 70])
 
 
@@ -142,7 +148,7 @@ def test_evaluation_tells_mean_and_pass_rates_with_intervals(copied):
 
 
 def test_a_run_on_texts_has_no_video(copied):
-    with pytest.raises(gw.ConfigError, match=r"video is of environments; .*fix: groupwise sample"):
+    with pytest.raises(gw.errors.ConfigError, match=r"video is of environments; .*fix: groupwise sample"):
         gw.evaluate(copied, video=True)
 
 
@@ -201,26 +207,28 @@ def test_adapters_begin_as_the_seed_says(model, tmp_path):
 def test_columns_are_wanted_of_held_out_data_too(model, tmp_path):
     rows = [row | {"answer": row["prompt"]} for row in numbers()[:20]]
     task = gw.TextTask(rows, reward="exact", eval_data=["123", "321"])
-    with pytest.raises(gw.DataError, match=r"reward 'exact' needs the column 'answer'; the eval_data have none .*fix"):
+    with pytest.raises(
+        gw.errors.DataError, match=r"reward 'exact' needs the column 'answer'; the eval_data have none .*fix"
+    ):
         train(task, model, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_score_to_stop_at_wants_held_out_prompts(model, tmp_path):
     task = gw.TextTask(numbers()[:20], reward=share_copied)
-    with pytest.raises(gw.ConfigError, match=r"stop.threshold=0.5 needs held-out prompts; fix: task.eval_data"):
+    with pytest.raises(gw.errors.ConfigError, match=r"stop.threshold=0.5 needs held-out prompts; fix: task.eval_data"):
         train(task, model, tmp_path / "run", stop={"threshold": 0.5})
 
 
 def test_a_given_model_is_given_again_and_its_adapters_have_their_own_rate(model, tmp_path):
     def policy():
-        made = with_adapters(AutoModelForCausalLM.from_pretrained(model), gw.LoRACfg(r=2))
+        made = with_adapters(AutoModelForCausalLM.from_pretrained(model), gw.config.LoRACfg(r=2))
         return gw.CausalLM(made, gw.SamplingCfg(max_new_tokens=4), tokenizer=AutoTokenizer.from_pretrained(model))
 
     settings = {key: value for key, value in SETTINGS.items() if key != "sampling"} | {"total_steps": 40}
     run = gw.train(copying(), policy=policy(), run_dir=tmp_path / "run", **settings)
     assert run.cfg.algorithm.learning_rate == 1e-5
-    with pytest.raises(gw.ConfigError, match=r"was given policy in Python; fix: .*policy=\.\.\."):
+    with pytest.raises(gw.errors.ConfigError, match=r"was given policy in Python; fix: .*policy=\.\.\."):
         gw.sample(run.path, "123")
     assert gw.sample(run.path, "123", policy=policy()) == gw.sample(run, "123")
 
@@ -240,7 +248,7 @@ def test_a_given_model_is_given_again_and_its_adapters_have_their_own_rate(model
     ],
 )
 def test_what_would_be_ignored_is_refused(copied, call, message):
-    with pytest.raises(gw.ConfigError, match=message):
+    with pytest.raises(gw.errors.ConfigError, match=message):
         call(copied)
 
 
@@ -281,7 +289,7 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_trained(change, message, model, tmp_path):
-    with pytest.raises((gw.ConfigError, gw.DataError), match=message):
+    with pytest.raises((gw.errors.ConfigError, gw.errors.DataError), match=message):
         train(copying(), **{"model": model, "run_dir": tmp_path / "run"} | change)
     assert not (tmp_path / "run").exists()
 
@@ -291,7 +299,7 @@ def test_a_reward_that_knows_nothing_stops_the_run_after_a_while(model, tmp_path
         return [None] * len(prompts)
 
     with pytest.raises(
-        gw.DataError, match=r"no completion of 3 iterations in a row could be scored: .*fix: the rewards silent"
+        gw.errors.DataError, match=r"no completion of 3 iterations in a row could be scored: .*fix: the rewards silent"
     ):
         train(gw.TextTask(numbers(), reward=silent), model, tmp_path / "run", total_steps=1000)
 
@@ -300,7 +308,7 @@ def test_a_failing_reward_names_itself(model, tmp_path):
     def broken(prompts, completions, **rest):
         raise KeyError("solution")
 
-    with pytest.raises(gw.RewardError, match=r"reward 'broken' raised KeyError: 'solution'; fix") as caught:
+    with pytest.raises(gw.errors.RewardError, match=r"reward 'broken' raised KeyError: 'solution'; fix") as caught:
         train(gw.TextTask(numbers(), reward=broken), model, tmp_path / "run")
     assert "on_env_error" not in caught.value.__notes__[-1]  # a setting of environments
 
@@ -315,7 +323,9 @@ def test_a_sampler_that_is_another_policy_stops_the_run(model, tmp_path, monkeyp
         return [[c._replace(log_probs=[p + 0.6 for p in c.log_probs]) for c in group] for group in groups]
 
     monkeypatch.setattr(build, "complete", other)
-    with pytest.raises(gw.SamplerMismatchError, match=r"sampler and trainer differ: KL 0\.149 .*more than 0.1; fix"):
+    with pytest.raises(
+        gw.errors.SamplerMismatchError, match=r"sampler and trainer differ: KL 0\.149 .*more than 0.1; fix"
+    ):
         train(copying(), model, tmp_path / "run")
 
 
@@ -327,7 +337,7 @@ def scored(value):
 
 
 def test_a_reward_that_is_not_finite_stops_is_dropped_or_is_0(model, tmp_path):
-    with pytest.raises(gw.RewardError, match="reward 'reward' is nan for completion 0 of 16"):
+    with pytest.raises(gw.errors.RewardError, match="reward 'reward' is nan for completion 0 of 16"):
         train(copying(scored(math.nan)), model, tmp_path / "stop")
     for mode, unscorable in (("drop", 6), ("zero", 0)):
         cfg = gw.GRPOCfg(group_size=4, on_nonfinite=mode)

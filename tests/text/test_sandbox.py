@@ -2,8 +2,6 @@
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import RewardError
-from groupwise.text import sandbox
 from groupwise.text.sandbox import MathVerifier
 
 ENDLESS = "9^{9^{9^{9}}}"
@@ -106,74 +103,18 @@ def test_no_answer_is_run(tmp_path):
     verifier.close()
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc, namespaces")
-
-
-@linux
-def test_the_process_has_no_keys_of_the_user_and_an_empty_folder_of_its_own(verifier, monkeypatch, tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_process_has_no_keys_of_the_user_and_limits_of_memory_files_and_processes(verifier, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.chdir(tmp_path)
     assert verifier.same("1/2", "0.5")
     process = Path("/proc", str(pid(verifier)))
     names = {line.partition("=")[0] for line in (process / "environ").read_text().split("\0") if line}
     assert names <= {"PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LC_CTYPE"}
-    folder = (process / "cwd").resolve()
-    assert folder != tmp_path.resolve()
-    assert list(folder.iterdir()) == []
-    verifier.close()
-    assert not folder.exists()
-
-
-@linux
-def test_the_process_has_limits_of_memory_files_and_processes(verifier):
-    verifier.same("1/2", "0.5")
-    rows = Path("/proc", str(pid(verifier)), "limits").read_text().splitlines()[1:]
-    soft = {row[:26].strip(): row[26:].split()[0] for row in rows}
-    assert soft["Max address space"] == str(4 * 2**30)
-    assert soft["Max file size"] == str(2**20)
-    assert soft["Max processes"] == "0"
-    assert soft["Max core file size"] == "0"
-
-
-def confined(code: str) -> str:
-    """What a process prints that is confined and then runs ``code``."""
-    script = f"import runpy; runpy.run_path({sandbox.__file__!r})['confine']()\n{code}"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def attempt(code: str) -> str:
-    return f"try:\n    {code}\nexcept OSError: print('refused')\nelse: print('done')"
-
-
-def has_namespaces() -> bool:
-    return subprocess.run(["unshare", "--user", "--net", "--mount", "true"], capture_output=True).returncode == 0
-
-
-@linux
-@pytest.mark.skipif(not has_namespaces(), reason="the system allows no new namespaces")
-def test_a_confined_process_reaches_no_server_and_writes_no_file(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
-        assert confined(attempt(connect)) == "refused"
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    assert confined(attempt(f"open({str(mine)!r}, 'w').write('x')")) == "refused"
-    assert confined(attempt(f"import os; os.unlink({str(mine)!r})")) == "refused"
-    assert confined(f"print(open({str(mine)!r}).read())") == "mine"
-
-
-@linux
-def test_a_confined_process_writes_no_large_file(tmp_path):
-    write = f"f = open({str(tmp_path / 'x')!r}, 'wb'); f.write(bytes(2**21)); f.close()"
-    assert confined(attempt(write)) == "refused"
-
-
-@linux
-@pytest.mark.skipif(os.getuid() == 0, reason="the limit of processes does not hold for root")
-def test_a_confined_process_starts_no_other():
-    assert confined(attempt("import os; os._exit(0) if os.fork() == 0 else None")) == "refused"
+    rows = (process / "limits").read_text().splitlines()[1:]
+    hard = {row[:26].strip(): row[26:].split()[1] for row in rows}
+    assert {name: hard[f"Max {name}"] for name in ("address space", "file size", "processes", "core file size")} == {
+        "address space": str(4 * 2**30), "file size": "0", "processes": "0", "core file size": "0",
+    }  # fmt: skip
 
 
 def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch, verifier):

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
-from served_groups import KINDS, SAMPLING, TASK, assert_alike, move, native, served
-from sglang_double import SGLangDouble
+from served_groups import SAMPLING, TASK, assert_alike, move, native, served
+from server_double import ServerDouble
 from text_runs import copying, train
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
@@ -17,13 +17,14 @@ import groupwise as gw
 from groupwise.config.policy import SamplingCfg
 from groupwise.engines.base import Engine
 from groupwise.serving import http
-from groupwise.serving.find import find_server
 from groupwise.serving.http import HttpClient
 from groupwise.serving.launch import LocalServer
+from groupwise.serving.vllm import VLLMServer
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedGenerator
+from groupwise.text.tools import Tool
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 
@@ -33,14 +34,9 @@ def _quick(monkeypatch):
     monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
-def kind(request):
-    return request.param
-
-
 @pytest.fixture
-def double(kind, model):
-    with kind(model) as server:
+def double(model):
+    with VLLMDouble(model) as server:
         yield server
 
 
@@ -49,11 +45,9 @@ def settings(*servers, **more):
 
 
 @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
-def test_servers_write_what_the_policy_would(model, kind, double, tmp_path, sampling):
-    with kind(model) as second:
+def test_servers_write_what_the_policy_would(model, double, tmp_path, sampling):
+    with VLLMDouble(model) as second:
         generate = served(model, tmp_path, double, second)
-        if kind is SGLangDouble and sampling.has_penalties:
-            return assert_refused(generate, sampling)
         generate.update(0)
         assert_alike(generate(**TASK, sampling=sampling), native(generate.policy, sampling))
         greedy = generate(**TASK, sampling=sampling, deterministic=True)
@@ -64,18 +58,10 @@ def test_servers_write_what_the_policy_would(model, kind, double, tmp_path, samp
         asked = [[prompt for prompt, _ in server.prompts()] for server in (double, second)]
         assert [sorted(prompts) for prompts in asked] == [sorted(2 * TASK["prompts"][::2]), 2 * TASK["prompts"][1:2]]
         assert {size for _, size in double.prompts()} == {4}
-    return None
 
 
-def assert_refused(generate, sampling):
-    with pytest.raises(
-        gw.ConfigError, match=r"repetition_penalty=1\.5 and presence_penalty=0\.5 on SGLang, expected 1 and 0"
-    ):
-        generate(**TASK, sampling=sampling)
-
-
-def test_adapters_are_served(model, kind, tmp_path):
-    with kind(model, lora=True) as double:
+def test_adapters_are_served(model, tmp_path):
+    with VLLMDouble(model, lora=True) as double:
         generate = served(model, tmp_path, double, lora={"r": 2})
         for iteration in range(2):
             move(generate.policy)
@@ -86,12 +72,11 @@ def test_adapters_are_served(model, kind, tmp_path):
         assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
 
 
-RECOVERS = [(kind, kind.generate_path, fault) for kind in KINDS.values() for fault in ("500", "drop", "cut", "slow")]
-RECOVERS += [(kind, kind.generate_path, fault) for kind in KINDS.values() for fault in ("version", "restart", "hang")]
-RECOVERS += [(kind, *fault) for kind in KINDS.values() for fault in kind.passing]
+RECOVERS = [(VLLMDouble.generate_path, fault) for fault in ("500", "drop", "cut", "slow", "version", "restart", "hang")]
+RECOVERS += VLLMDouble.passing
 
 
-@pytest.mark.parametrize(("kind", "path", "fault"), RECOVERS)
+@pytest.mark.parametrize(("path", "fault"), RECOVERS)
 def test_a_fault_that_passes_costs_nothing(model, double, tmp_path, monkeypatch, path, fault):
     generate = served(
         model, tmp_path, double, timeout={"slow": 0.3, "hang": 1000.0}.get(fault, 20.0)
@@ -123,14 +108,14 @@ def test_a_fault_that_stays_ends_clearly(model, double, tmp_path, fault):
     generate = served(model, tmp_path, double, timeout=0.3 if fault == "slow" else 20.0)
     generate.update(0)
     double.faults[double.generate_path] = [fault] * 100
-    with pytest.raises(gw.ServerError, match=ENDS[fault]):
+    with pytest.raises(gw.errors.ServerError, match=ENDS[fault]):
         generate(**TASK, sampling=SAMPLING["plain"])
 
 
 def test_old_weights_in_the_cache_end_clearly(model, tmp_path):
     with VLLMDouble(model) as double:
         double.faults["/reset_prefix_cache"] = ["busy"]
-        with pytest.raises(gw.ServerError, match="keeps cached prompts of the old weights"):
+        with pytest.raises(gw.errors.ServerError, match="keeps cached prompts of the old weights"):
             served(model, tmp_path, double).update(0)
 
 
@@ -138,15 +123,56 @@ def test_no_server_and_one_with_other_log_probs_are_refused(model, tmp_path):
     with (
         VLLMDouble(model, logprobs_mode="raw_logprobs") as double,
         pytest.raises(
-            gw.ServerError,
+            gw.errors.ServerError,
             match="has logprobs_mode='raw_logprobs', expected 'processed_logprobs'; fix: start it by groupwise serve",
         ),
     ):
         served(model, tmp_path, double)
-    with pytest.raises(gw.ServerError, match="no answer in 3 tries: ConnectionRefusedError"):
+    with pytest.raises(gw.errors.ServerError, match="no answer in 3 tries: ConnectionRefusedError"):
         served(model, tmp_path, double)
-    with VLLMDouble(model) as double, pytest.raises(gw.ServerError, match="serves no adapters; fix: --enable-lora"):
+    with (
+        VLLMDouble(model) as double,
+        pytest.raises(gw.errors.ServerError, match="serves no adapters; fix: --enable-lora"),
+    ):
         served(model, tmp_path, double, lora={"r": 2})
+
+
+class Foreign(ServerDouble):
+    """Another server, which may have a ``/server_info``."""
+
+    info = None
+
+    def server_info(self, body, query, fault):
+        return (404, {}) if self.info is None else (200, self.info)
+
+
+def test_other_servers_are_refused(model, tmp_path):
+    with Foreign(model) as foreign:
+        with pytest.raises(gw.errors.ServerError, match=r"has no /server_info; fix: start it by groupwise serve"):
+            served(model, tmp_path, foreign)
+        for info in ({"version": "1"}, [], "hello", {"vllm_config": []}):
+            foreign.info = info
+            with pytest.raises(gw.errors.ServerError, match=r"in another format .*; fix: vLLM 0\.32 or later"):
+                served(model, tmp_path, foreign)
+
+
+def test_answers_in_another_format_are_refused(model, double, tmp_path):
+    generate = served(model, tmp_path, double)
+    generate.update(0)
+    double.inference_v1_generate = lambda *call: (200, {"choices": [{"index": 0, "token_ids": []}]})
+    with pytest.raises(gw.errors.ServerError, match=r"in another format .*; fix: vLLM 0\.32 or later"):
+        generate(**TASK, sampling=SAMPLING["plain"])
+    double.inference_v1_generate = lambda *call: (400, {"error": {"message": "too long"}})
+    with pytest.raises(gw.errors.ServerError, match=r"was refused: status 400: .*too long"):
+        generate(**TASK, sampling=SAMPLING["plain"])
+
+
+def test_weights_that_take_long_are_waited_for(model, double, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "_HEALTH_INTERVAL", 0.3)
+    generate = served(model, tmp_path, double, retries=0)
+    double.faults[double.load_path] = ["slow"]
+    generate.update(0)
+    assert double.version.endswith("-0")
 
 
 def weights(run):
@@ -161,7 +187,7 @@ def without(run, *names):
     return [{k: v for k, v in entry.items() if not k.startswith(("time/", *names))} for entry in run.metrics()]
 
 
-class Count(gw.Tool):
+class Count(Tool):
     """Ends turns at some digits, and answers with how many characters they have."""
 
     stop = ("5", "6", "7")
@@ -200,7 +226,7 @@ def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp
     calls = len(double.prompts())
     double.faults[double.generate_path] = [None] * (calls // 2 + 1) + ["drop"] * 50
     task = copying()
-    with pytest.raises(gw.ServerError, match="no answer in 3 tries"):
+    with pytest.raises(gw.errors.ServerError, match="no answer in 3 tries"):
         train(task, model, tmp_path / "part", generation=settings(double), **few)
     double.faults.clear()
     double.restart()
@@ -212,7 +238,7 @@ def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp
 def test_tokens_that_the_policy_did_not_write_stop_the_run(model, double, tmp_path):
     double.faults[double.generate_path] = ["shifted"] * 100
     sharp = {"sampling": {"max_new_tokens": 4, "temperature": 0.05}}
-    with pytest.raises(gw.SamplerMismatchError, match="sampler and trainer differ"):
+    with pytest.raises(gw.errors.SamplerMismatchError, match="sampler and trainer differ"):
         train(copying(), model, tmp_path / "run", generation=settings(double), **sharp)
 
 
@@ -223,9 +249,9 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
         ({"name": "server", "urls": ["localhost:8000"]}, "urls"),
         (settings(double, args=["--enforce-eager"]), "are of a server that the run starts"),
     ]:
-        with pytest.raises(gw.ConfigError, match=said):
+        with pytest.raises(gw.errors.ConfigError, match=said):
             train(copying(), model, tmp_path / "run", generation=generation)
-    with pytest.raises(gw.ConfigError, match="gives no tokens that top_k, top_p and min_p keep"):
+    with pytest.raises(gw.errors.ConfigError, match="gives no tokens that top_k, top_p and min_p keep"):
         train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"top_k": 5})
 
 
@@ -234,9 +260,9 @@ def test_a_policy_without_a_folder_has_no_server_of_its_own(tmp_path):
     from groupwise.text.connect import connect
 
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
-    with pytest.raises(gw.ConfigError, match="made in Python is in no folder"):
+    with pytest.raises(gw.errors.ConfigError, match="made in Python is in no folder"):
         connect(cfg, CausalLM(tiny_model()), Engine())
-    with pytest.raises(gw.ConfigError, match="2 processes cannot share a server of one; fix: groupwise serve"):
+    with pytest.raises(gw.errors.ConfigError, match="2 processes cannot share a server of one; fix: groupwise serve"):
         connect(cfg, CausalLM(tiny_model()), TwoThreads(0, None, None))
 
 
@@ -246,7 +272,7 @@ def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_pat
     def work(rank):
         policy = load_causal_lm(gw.ModelCfg(path=str(model)), SamplingCfg(max_new_tokens=4))
         move(policy)
-        servers = [find_server(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)]
+        servers = [VLLMServer(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)]
         generate = ServedGenerator(servers, policy, tmp_path / f"rank{rank}", TwoThreads(rank, meeting, table))
         for iteration in range(2):
             generate.update(iteration)
@@ -274,7 +300,7 @@ def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, 
     watch.on_rollout_end = lambda trainer, rollout: seen.append(len(list(folders.iterdir())))
     double.faults[double.load_path] = [None, "500", "500", "500"]
     generation, task = settings(double, weights_dir=str(folders)), copying()
-    with pytest.raises(gw.ServerError, match="no answer in 3 tries"):
+    with pytest.raises(gw.errors.ServerError, match="no answer in 3 tries"):
         train(task, model, tmp_path / "run", generation=generation, total_steps=60, callbacks=[watch])
     assert list(folders.iterdir()) == []
     gw.resume(tmp_path / "run", callbacks=[watch], **task.given)
@@ -292,7 +318,7 @@ def test_an_error_before_the_first_iteration_ends_the_server_of_the_run(model, t
             started.append(self)
 
     def fail(*args, **options):
-        raise gw.RunFolderError("no room")
+        raise gw.errors.RunFolderError("no room")
 
     monkeypatch.setattr("groupwise.text.connect.LocalServer", Seen)
     if where == "the folder":
@@ -300,14 +326,13 @@ def test_an_error_before_the_first_iteration_ends_the_server_of_the_run(model, t
     else:
         monkeypatch.setattr("groupwise.text.served.TextCollector.__init__", fail)
     generation = {"name": "server", "python": str(python_of_double(tmp_path))}
-    with pytest.raises(gw.RunFolderError, match="no room"):
+    with pytest.raises(gw.errors.RunFolderError, match="no room"):
         train(copying(), model, tmp_path / "run", generation=generation)
     [server] = started
     assert not server.is_healthy()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [VLLMDouble])
 def test_a_run_has_a_server_of_its_own(model, double, tmp_path):
     generation = {"name": "server", "python": str(python_of_double(tmp_path)), "retries": 1}
     run = train(copying(), model, tmp_path / "run", generation=settings(double))
@@ -324,6 +349,6 @@ def test_a_run_has_a_server_of_its_own(model, double, tmp_path):
     assert [entry["rollout/staleness"] for entry in ahead.metrics()] == [0, 1]
     (dying / "dies").write_text("always")
     with pytest.raises(
-        gw.ServerError, match=r"no answer in 2 tries: .*its errors:\nRuntimeError: no memory\nits last lines:"
+        gw.errors.ServerError, match=r"no answer in 2 tries: .*its errors:\nRuntimeError: no memory\nits last lines:"
     ):
         train(copying(), dying, tmp_path / "lost", generation=generation)

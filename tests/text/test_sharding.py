@@ -228,12 +228,12 @@ def test_one_process_trains_without_parts(monkeypatch):
 
 
 def test_quantised_weights_cannot_be_parts():
-    with pytest.raises(gw.ConfigError, match=r"engine='fsdp' .*model.quantization"):
+    with pytest.raises(gw.errors.ConfigError, match=r"engine='fsdp' .*model.quantization"):
         gw.TextRunCfg(engine="fsdp", model={"quantization": "int8", "lora": {"r": 4}})
 
 
 def test_parts_that_there_are_not_are_not_offloaded():
-    with pytest.raises(gw.ConfigError, match=r"cpu_offload=True .* engine='ddp'; fix: engine='fsdp'"):
+    with pytest.raises(gw.errors.ConfigError, match=r"cpu_offload=True .* engine='ddp'; fix: engine='fsdp'"):
         gw.TextRunCfg(cpu_offload=True)
 
 

@@ -12,12 +12,13 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.report.folder import RunFolder
 from groupwise.text import tools
+from groupwise.text.tools import Tool
 
 ENDS = ("5", "6", "7")
 TURNS = {"max_turns": 3, "tool_answer": " {} "}
 
 
-class Count(gw.Tool):
+class Count(Tool):
     """Ends turns at some digits, and answers with how many characters they have."""
 
     stop = ENDS
@@ -104,7 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, tmp_path):
     task = counting()
     given = task.given | {"tool": None}
     with pytest.raises(
-        gw.ConfigError,
+        gw.errors.ConfigError,
         match=r"was given tool in Python; fix: from Python, give the same again, as in gw.resume\(.*, tool=\.\.\.\)",
     ):
         gw.resume(part.path, 250, **given)
@@ -134,7 +135,7 @@ def test_turns_are_open_to_ratios_and_credit(preset, model, tmp_path):
     ],
 )
 def test_without_a_tool_turns_are_refused(preset, message, model, tmp_path):
-    with pytest.raises(gw.ConfigError, match=message):
+    with pytest.raises(gw.errors.ConfigError, match=message):
         train(gw.TextTask(numbers(), reward=share_copied), model, tmp_path / "run", "grpo", preset=preset)
     assert not (tmp_path / "run").exists()
 
@@ -167,7 +168,7 @@ def test_evaluation_plays_the_same_turns(counted):
     prompt, text = next(iter(seen.items()))
     assert gw.sample(counted, prompt, deterministic=True) == [text]
     assert gw.sample(counted.path, prompt, deterministic=True, tool=Count()) == [text]
-    with pytest.raises(gw.ConfigError, match="the tool was given in Python; fix: give it again as tool="):
+    with pytest.raises(gw.errors.ConfigError, match="the tool was given in Python; fix: give it again as tool="):
         gw.sample(counted.path, prompt)
 
 
@@ -216,7 +217,9 @@ def test_a_tool_that_fails_ends_the_run_and_says_what_it_was_given(model, tmp_pa
         raise KeyError("unit")
 
     settings = {"sampling": {"max_new_tokens": 4, "stop": ENDS}, "run_dir": tmp_path / "run", "model": model}
-    with pytest.raises(gw.ToolError, match=r"the tool raised KeyError: 'unit'\s+its input: '\d*[567]'\s+fix: the tool"):
+    with pytest.raises(
+        gw.errors.ToolError, match=r"the tool raised KeyError: 'unit'\s+its input: '\d*[567]'\s+fix: the tool"
+    ):
         train(counting(tool=broken), **settings)
 
 

@@ -143,10 +143,10 @@ def test_a_checkpoint_is_complete_after_an_error(parts: Any, tmp_path: Path, mon
     class Failing(Callback):
         def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
             if trainer.iteration == 5:
-                raise gw.DataError("broken rollout")
+                raise gw.errors.DataError("broken rollout")
 
     saves = SaveCheckpoints(tmp_path / "latest", 20, HERE, 1, {})
-    with pytest.raises(gw.DataError, match="broken rollout"):
+    with pytest.raises(gw.errors.DataError, match="broken rollout"):
         parts.trainer(Release(monkeypatch, at=5), saves, Failing(), total_steps=80).train()
     assert load_checkpoint(tmp_path / "latest", HERE).state["env_steps"] == 40
 

@@ -134,9 +134,9 @@ def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_other_errors_are_not():
     class Interrupts(gw.Callback):
         def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
             trainer.interrupted = True
-            raise gw.DivergedError("nan")
+            raise gw.errors.DivergedError("nan")
 
-    with pytest.raises(gw.DivergedError):
+    with pytest.raises(gw.errors.DivergedError):
         gw.train("CartPole-v1", PPO, callbacks=[Interrupts()], **TINY)
 
     class LosesProcesses(BreaksIt):
@@ -162,11 +162,11 @@ def test_a_policy_that_diverged_while_an_interrupt_waited_is_told_and_not_saved(
         def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
             def interrupted(*args: Any, **kwargs: Any) -> TensorDict:
                 trainer.interrupt()
-                raise gw.DataError("the action is not finite")
+                raise gw.errors.DataError("the action is not finite")
 
             trainer.collector.collect = interrupted  # type: ignore[method-assign]
 
-    with pytest.raises(gw.DataError) as caught:
+    with pytest.raises(gw.errors.DataError) as caught:
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Diverges()], **TINY)
     assert "nothing was saved yet" in caught.value.__notes__[-1]
     assert not Path("mine/checkpoints/latest").exists()
@@ -246,7 +246,7 @@ def test_groups_could_do_without_a_row_in_another_process(tmp_path: Path):
     env = gw.EnvCfg(id="BreaksThere-v0", kwargs={"flag": str(tmp_path / "flag")}, vectorization="async")
     gymnasium.register("BreaksThere-v0", BreaksThere)
     try:
-        with pytest.raises(gw.EnvError, match="the physics broke") as caught:
+        with pytest.raises(gw.errors.EnvError, match="the physics broke") as caught:
             gw.train(env, algorithm, run_dir="mine", callbacks=[BreaksThem()], **TINY)
     finally:
         del gymnasium.registry["BreaksThere-v0"]
@@ -283,7 +283,7 @@ def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(how: str,
     settings = TINY | {"checkpoint_interval": {"due": 64, "best": 64}.get(how, 9999)}
     settings |= {"total_steps": 128 if how == "at the end" else 192}
     settings |= {"evaluation": {"interval": 128 if how == "best" else 9999, "episodes": 2}}
-    with pytest.raises(gw.DivergedError, match=r"is not finite after iteration 2; .*fix: lower"):
+    with pytest.raises(gw.errors.DivergedError, match=r"is not finite after iteration 2; .*fix: lower"):
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[Poison()], **settings)
     assert saved_counts(Path("mine/checkpoints/latest"))["steps"] == (64 if how in ("due", "best") else 0)
     assert not Path("mine/checkpoints/best").exists()
@@ -301,7 +301,7 @@ def test_a_policy_that_diverged_leaves_the_last_checkpoint():
 
     algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"horizon": 20})
     settings = TINY | {"checkpoint_interval": 160, "total_steps": 999}  # an iteration takes 80 steps
-    with pytest.raises(gw.DataError, match="is not finite") as caught:
+    with pytest.raises(gw.errors.DataError, match="is not finite") as caught:
         gw.train("Pendulum-v1", algorithm, run_dir="mine", callbacks=[Diverges()], **settings)
     assert saved_counts(Path("mine/checkpoints/latest"))["steps"] == 160
     assert "on_env_error" not in caught.value.__notes__[-1]
@@ -360,7 +360,9 @@ def test_resuming_a_finished_run_says_so(finished: gw.Run, capsys: pytest.Captur
 @pytest.mark.parametrize("total_steps", [100, 192])
 def test_fewer_steps_than_were_taken_are_refused_and_change_nothing(finished: gw.Run, total_steps: int):
     before = {path: path.read_bytes() for path in finished.path.rglob("*") if path.is_file()}
-    with pytest.raises(gw.ConfigError, match=rf"total_steps = {total_steps}, but .*done has 192 steps already; fix: "):
+    with pytest.raises(
+        gw.errors.ConfigError, match=rf"total_steps = {total_steps}, but .*done has 192 steps already; fix: "
+    ):
         gw.resume(finished.path, total_steps=total_steps)
     assert {path: path.read_bytes() for path in before} == before
 
@@ -369,7 +371,7 @@ def test_a_resume_that_fails_leaves_the_config_alone(finished: gw.Run):
     state = finished.path / "checkpoints" / "latest" / "policy.safetensors"
     whole = state.read_bytes()
     state.write_bytes(whole[:-1])
-    with pytest.raises(gw.CheckpointError):
+    with pytest.raises(gw.errors.CheckpointError):
         gw.resume(finished.path, total_steps=1000)
     state.write_bytes(whole)
     assert RunFolder(finished.path).read_config()["total_steps"] == 192
@@ -385,6 +387,6 @@ def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run
         made.append(1)
         return Breaks()
 
-    with pytest.raises(gw.RunFolderError, match="is taken"):
+    with pytest.raises(gw.errors.RunFolderError, match="is taken"):
         gw.train(make, PPO, run_dir=finished.path, **TINY)
     assert made == []

@@ -58,7 +58,7 @@ def test_changed_settings_hold_from_there_on(run, tmp_path):
 
 def test_a_fork_takes_a_preset(run, tmp_path):
     if run.cfg.algorithm.name == "ppo":
-        with pytest.raises(gw.ConfigError, match=r"preset 'rloo' sets the credit of grpo"):
+        with pytest.raises(gw.errors.ConfigError, match=r"preset 'rloo' sets the credit of grpo"):
             gw.fork(run.path, tmp_path / "new", preset="rloo")
         return
     gw.fork(run.path, tmp_path / "new", preset="rloo", total_steps=600)
@@ -94,7 +94,9 @@ def test_a_best_by_another_score_is_not_of_the_fork(run, tmp_path):
 
 def test_the_best_lacks_a_reference(tmp_path):
     gw.train("CartPole-v1", GRPO | {"kl_coef": 0.1}, total_steps=64, run_dir=tmp_path / "run", **TINY)
-    with pytest.raises(gw.ConfigError, match=r"best has no reference for algorithm\.kl_coef; fix: checkpoint='latest'"):
+    with pytest.raises(
+        gw.errors.ConfigError, match=r"best has no reference for algorithm\.kl_coef; fix: checkpoint='latest'"
+    ):
         gw.fork(tmp_path / "run", tmp_path / "new", checkpoint="best")
     gw.fork(tmp_path / "run", tmp_path / "new", total_steps=600)
 
@@ -133,19 +135,19 @@ def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
     ],
 )
 def test_what_cannot_change_is_named_and_leaves_no_folder(run, tmp_path, changed, message):
-    with pytest.raises(gw.ConfigError, match=message):
+    with pytest.raises(gw.errors.ConfigError, match=message):
         gw.fork(run.path, tmp_path / "new", **changed)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_reference_cannot_come_from_nowhere(tmp_path):
     run = gw.train("CartPole-v1", GRPO, total_steps=64, run_dir=tmp_path / "run", **TINY)
-    with pytest.raises(gw.ConfigError, match=r"algorithm\.kl_coef cannot change from 0\.0 to 0\.1"):
+    with pytest.raises(gw.errors.ConfigError, match=r"algorithm\.kl_coef cannot change from 0\.0 to 0\.1"):
         gw.fork(run.path, tmp_path / "new", algorithm={"kl_coef": 0.1})
 
 
 def test_a_taken_folder_is_refused(run):
-    with pytest.raises(gw.RunFolderError, match="is taken"):
+    with pytest.raises(gw.errors.RunFolderError, match="is taken"):
         gw.fork(run.path, run.path, total_steps=600)
 
 
@@ -188,16 +190,20 @@ def test_a_fork_names_the_plugins_of_its_run(run, tmp_path):
     config = json.loads((path / "config.json").read_text())
     config["provenance"]["plugins"] = ["mine.py"]
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(gw.ConfigError, match=r"unknown key 'gama'.*with --plugin mine\.py; fix: add --plugin mine\.py"):
+    with pytest.raises(
+        gw.errors.ConfigError, match=r"unknown key 'gama'.*with --plugin mine\.py; fix: add --plugin mine\.py"
+    ):
         gw.fork(path, tmp_path / "new", algorithm={"gama": 1})
     forked = gw.fork(path, tmp_path / "new", env={"kwargs": {"a": 1}}, total_steps=600)
-    with pytest.raises(gw.ConfigError, match=r"cannot be made.*new was trained with --plugin mine\.py"):
+    with pytest.raises(gw.errors.ConfigError, match=r"cannot be made.*new was trained with --plugin mine\.py"):
         gw.resume(forked)
 
 
 def test_settings_given_to_resume_point_to_a_fork(run):
     for given in ({"algorithm": {"gamma": 0.9}}, {"env": "CartPole-v1"}, {"policy": {"hidden_sizes": [8]}}):
-        with pytest.raises(gw.ConfigError, match=rf"has its settings; fix: .*gw\.fork\(run, .*, {next(iter(given))}="):
+        with pytest.raises(
+            gw.errors.ConfigError, match=rf"has its settings; fix: .*gw\.fork\(run, .*, {next(iter(given))}="
+        ):
             gw.resume(run.path, **given)
-    with pytest.raises(gw.ConfigError, match=r"is a run on an environment, .*; fix: gw\.Run\.load"):
+    with pytest.raises(gw.errors.ConfigError, match=r"is a run on an environment, .*; fix: gw\.Run\.load"):
         gw.LanguageAgent.load(run.path)

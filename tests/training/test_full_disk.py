@@ -193,7 +193,7 @@ def test_metrics_that_were_damaged_in_training_are_an_error(tmp_path: Path):
         def on_training_end(self, trainer: gw.Trainer) -> None:
             (tmp_path / "run" / "metrics.jsonl").write_text("[\n")
 
-    with pytest.raises(gw.RunFolderError, match="line 1 is damaged"):
+    with pytest.raises(gw.errors.RunFolderError, match="line 1 is damaged"):
         gw.train("CartPole-v1", PPO, run_dir=tmp_path / "run", callbacks=[Damages()], **SETTINGS)
 
 
@@ -201,7 +201,9 @@ def test_metrics_that_were_damaged_in_training_are_an_error(tmp_path: Path):
 def test_a_run_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk = Disk(tmp_path / "run", errno.ENOSPC, monkeypatch)
     disk.fails = True
-    with pytest.raises(gw.RunFolderError, match=r"cannot be written \(.*No space left on device\); fix: make room"):
+    with pytest.raises(
+        gw.errors.RunFolderError, match=r"cannot be written \(.*No space left on device\); fix: make room"
+    ):
         gw.train("CartPole-v1", PPO, run_dir=tmp_path / "run", **SETTINGS)
     disk.fails = False
     gw.train("CartPole-v1", PPO, run_dir=tmp_path / "run", **SETTINGS)

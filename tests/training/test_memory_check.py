@@ -33,7 +33,7 @@ QUIET = {"evaluation": {"episodes": 1}, "logging": {"progress": "none"}, "total_
     ],
 )
 def test_impossible_numbers_are_refused_before_anything_is_made(tmp_path, algorithm, env, message):
-    with pytest.raises(gw.ConfigError, match=message):
+    with pytest.raises(gw.errors.ConfigError, match=message):
         gw.train(gw.EnvCfg(id="CartPole-v1", **env), algorithm, run_dir=tmp_path / "run", **QUIET)
     assert not (tmp_path / "run").exists()
 
@@ -57,7 +57,7 @@ def test_the_size_of_an_observation_counts(tmp_path, monkeypatch, there):
     settings = {"num_envs": 2, "max_episode_steps": 5, "run_dir": tmp_path / "run", **QUIET}
     match = r"env\.num_envs=2 x \(algorithm\.num_steps=16 \+ 1\) x 30052 bytes"
     if there < 1_021_768:
-        with pytest.raises(gw.ConfigError, match=match):
+        with pytest.raises(gw.errors.ConfigError, match=match):
             gw.train(Picture, {"name": "ppo", "num_steps": 16}, **settings)
     else:
         with pytest.raises(NotImplementedError):  # of step(): memory was no reason to refuse
@@ -78,5 +78,5 @@ def test_groups_of_completions_count_too(tmp_path):
     # 8 x 10 ** 11 x 290 bytes
     match = r"216,066\.8 GiB: num_prompts=8 x algorithm\.group_size=100,000,000,000 x at least 290 bytes"
     task = gw.TextTask(["a"], reward=lambda prompts, completions: [0.0])
-    with pytest.raises(gw.ConfigError, match=match):
+    with pytest.raises(gw.errors.ConfigError, match=match):
         gw.train(task, {"group_size": 10**11}, model="absent", run_dir=tmp_path / "run")

@@ -31,7 +31,7 @@ class Steady(gymnasium.Env[Any, Any]):
         return self.obs, self.pays * float(action), self.left == 0, False, {}
 
 
-def trained(path: Path, algorithm: gw.AlgorithmCfg, pays: float = 0.0) -> gw.Run:
+def trained(path: Path, algorithm: gw.config.AlgorithmCfg, pays: float = 0.0) -> gw.Run:
     quiet: dict[str, Any] = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}, "max_episode_steps": 3}
     return gw.train(lambda: Steady(pays), algorithm, num_envs=4, total_steps=48, run_dir=path, seed=0, **quiet)
 
@@ -52,7 +52,10 @@ def test_a_run_without_any_gradient_says_so(
 
 @pytest.mark.parametrize("algorithm", [gw.GRPOCfg(group_size=2, num_steps=6), gw.PPOCfg(num_steps=6)])
 def test_a_run_with_a_gradient_does_not(
-    algorithm: gw.AlgorithmCfg, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    algorithm: gw.config.AlgorithmCfg,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ):
     run = trained(tmp_path / "run", algorithm, pays=1.0)
     assert run.summary.get("updates_without_gradient", 0) < run.summary["iterations"]

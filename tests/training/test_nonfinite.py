@@ -78,7 +78,7 @@ def strictly(path: str) -> list[Any]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_stop_names_environment_step_and_field(name: str, field: str, value: float):
     with pytest.raises(
-        gw.DataError, match=rf"^{field} of environment \d at step \d+ of the rollout is not finite: .*{value}"
+        gw.errors.DataError, match=rf"^{field} of environment \d at step \d+ of the rollout is not finite: .*{value}"
     ):
         train(name, lambda: Env(field, value, limit=0.0))
     strictly("summary.json")
@@ -131,7 +131,7 @@ def test_a_tenth_rollout_of_which_nothing_is_left_ends_training(
 ):
     monkeypatch.setitem(TINY, "total_steps", 64 * 20)
     monkeypatch.setitem(TINY, "evaluation", {"interval": 10**6, "episodes": 2})
-    with pytest.raises(gw.DivergedError, match="numbers of 10 updates in a row were not finite"):
+    with pytest.raises(gw.errors.DivergedError, match="numbers of 10 updates in a row were not finite"):
         train(name, lambda: Env("reward", math.nan, limit=-99.0), on_nonfinite="drop", num_steps=10)
     assert len(strictly("metrics.jsonl")) == 9
     assert not any("members with different returns" in message for message in caplog.messages)
@@ -153,7 +153,7 @@ def test_sums_of_finite_rewards_that_overflow_reach_no_statistics(name: str, rew
 
     cfg, settings = ALGORITHMS[name]
     keep = Keep()
-    with contextlib.suppress(gw.DivergedError, gw.DataError):
+    with contextlib.suppress(gw.errors.DivergedError, gw.errors.DataError):
         gw.train(lambda: Large("", 0.0), cfg(**settings), policy={"normalize_reward": True}, callbacks=[keep], **TINY)
     assert all(bool(tensor.isfinite().all()) for tensor in keep.policy.state_dict().values())
 
@@ -169,12 +169,14 @@ def test_evaluations_stop_leave_episodes_out_or_take_0(parts: Any, monkeypatch: 
     def play(mode: Any) -> Any:
         return evaluate_policy(parts.policy(), env, episodes=2, seed=0, max_steps=3, on_nonfinite=mode).returns
 
-    with pytest.raises(gw.DataError, match="return of evaluation episode 1 is not finite"):
+    with pytest.raises(gw.errors.DataError, match="return of evaluation episode 1 is not finite"):
         play("stop")
     assert play("drop") == (3.0,)
     assert play("zero") == (3.0, 0.0)
 
 
 def test_a_rate_that_could_overflow_a_parameter_is_refused():
-    with pytest.raises(gw.ConfigError, match="learning_rate = 1e\\+39: input should be less than or equal to 1000"):
+    with pytest.raises(
+        gw.errors.ConfigError, match="learning_rate = 1e\\+39: input should be less than or equal to 1000"
+    ):
         gw.PPOCfg(learning_rate=1e39)

@@ -112,7 +112,7 @@ def test_the_one_before_may_be_damaged_too(trained: gw.Run, tmp_path: Path, capl
     assert saved_counts(path / "checkpoints" / "latest")["steps"] == 192
     flip(path / "checkpoints" / "latest.2" / "policy.safetensors")
     before = logged(path)
-    with pytest.raises(gw.CheckpointError, match=r"latest/state.*latest\.1/state.*latest\.2/policy.*fix: "):
+    with pytest.raises(gw.errors.CheckpointError, match=r"latest/state.*latest\.1/state.*latest\.2/policy.*fix: "):
         gw.resume(path)
     assert logged(path) == before
 
@@ -121,7 +121,7 @@ def test_one_of_another_version_is_refused_though_an_older_one_would_do(trained:
     path = Path(shutil.copytree(trained.path, tmp_path / "run"))
     manifest = path / "checkpoints" / "latest" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    with pytest.raises(gw.CheckpointError, match="made by a later version"):
+    with pytest.raises(gw.errors.CheckpointError, match="made by a later version"):
         gw.resume(path)
 
 
@@ -132,7 +132,9 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(stopped: str, tra
     if stopped == "killed":
         (path / "summary.json").unlink()
     before = (path / "metrics.jsonl").read_bytes()
-    with pytest.raises(gw.RunFolderError, match=r"trained until step 320, but there is no checkpoint in .*fix: "):
+    with pytest.raises(
+        gw.errors.RunFolderError, match=r"trained until step 320, but there is no checkpoint in .*fix: "
+    ):
         gw.resume(path)
     assert (path / "metrics.jsonl").read_bytes() == before
 

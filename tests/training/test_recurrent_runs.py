@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import groupwise as gw
 from groupwise.cli import main
 from groupwise.errors import ConfigError, DataError
+from groupwise.policies.export import export
 from groupwise.seeding import derive_seed
 from groupwise.training.evaluation import evaluate_policy
 
@@ -32,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
     ("policy", "vectorization"),
     [
         (SMALL | {"cell": "gru", "trunk": "shared", "normalize_obs": True, "normalize_reward": True}, "sync"),
-        pytest.param(gw.RecurrentCfg(hidden_size=4), "async", marks=pytest.mark.slow),
+        pytest.param(gw.config.RecurrentCfg(hidden_size=4), "async", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -70,10 +71,10 @@ def test_a_run_is_evaluated_and_exported_from_its_folder(run: gw.Run, tmp_path: 
     assert "return_mean" in capsys.readouterr().out
     loaded = gw.Run.load(run.path)
     assert gw.evaluate(loaded, 5).returns == gw.evaluate(run, 5).returns
-    gw.export(run.policy, tmp_path / "p.safetensors", to="safetensors")
+    export(run.policy, tmp_path / "p.safetensors", to="safetensors")
     assert "encoder.layer.weight_hh_l0" in load_file(tmp_path / "p.safetensors")
     with pytest.raises(ConfigError, match=r"RecurrentActorCritic remembers .*fix: safetensors"):
-        gw.export(run.policy, tmp_path / "p.onnx", to="onnx")
+        export(run.policy, tmp_path / "p.onnx", to="onnx")
 
 
 def test_a_critic_is_added_to_the_actor_of_another_run(tmp_path: Path):

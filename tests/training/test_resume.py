@@ -11,6 +11,7 @@ import pytest
 import torch
 from forked import Script
 from tensordict import TensorDict
+from torch_pendulum import TorchPendulum
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
@@ -162,7 +163,7 @@ def test_nothing_restarts_where_no_checkpoint_is_resumed(tmp_path: Path):
     common = {key: value for key, value in COMMON.items() if key != "checkpoint_interval"}
     cfg = gw.PPOCfg(num_steps=8, num_epochs=1)
     run = gw.train(
-        gw.TorchPendulum, cfg, num_envs=8, max_episode_steps=40, total_steps=8 * 160, run_dir=tmp_path / "run", **common
+        TorchPendulum, cfg, num_envs=8, max_episode_steps=40, total_steps=8 * 160, run_dir=tmp_path / "run", **common
     )
     assert sum(row["rollout/episodes"] for row in run.metrics()) == 8 * 4
     assert {row["rollout/length_mean"] for row in run.metrics() if "rollout/length_mean" in row} == {40.0}
@@ -176,7 +177,7 @@ def test_a_run_of_an_earlier_version_is_refused_in_a_line(uninterrupted: gw.Run,
     (path / "config.json").write_text(json.dumps(settings))
     for again in (gw.resume, gw.evaluate, gw.Run.load):
         with pytest.raises(
-            gw.RunFolderError, match=r"old was made by an earlier version .*format 1.*; fix: train again"
+            gw.errors.RunFolderError, match=r"old was made by an earlier version .*format 1.*; fix: train again"
         ) as caught:
             again(path)
         assert "\n" not in str(caught.value)

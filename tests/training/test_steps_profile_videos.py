@@ -58,7 +58,7 @@ def test_a_ready_environment_is_left_as_it_was(tmp_path):
 
 
 def test_collectors_without_environments_refuse_it(parts):
-    with pytest.raises(gw.ConfigError, match="on_step hears steps of environments, and there are none; fix:"):
+    with pytest.raises(gw.errors.ConfigError, match="on_step hears steps of environments, and there are none; fix:"):
         parts.trainer(Steps()).train()
 
 
@@ -95,7 +95,7 @@ def test_the_first_iteration_is_not_recorded_and_a_short_run_writes_what_there_i
 
 
 def test_a_profiler_without_a_folder_says_so(parts):
-    with pytest.raises(gw.ConfigError, match=r"no folder to write to; fix: Profiler\(folder=\.\.\.\)"):
+    with pytest.raises(gw.errors.ConfigError, match=r"no folder to write to; fix: Profiler\(folder=\.\.\.\)"):
         parts.trainer(Profiler()).train()
 
 

@@ -114,7 +114,9 @@ def test_stops_when_the_rate_is_reached(parts: Any, tmp_path: Path):
 @pytest.mark.parametrize("threshold", [0.0, 1.5, 95.0])
 def test_a_threshold_that_is_no_rate_is_refused(threshold: float):
     settings: dict[str, Any] = {"evaluation": {"metric": "success_rate"}, "stop": {"threshold": threshold}}
-    with pytest.raises(gw.ConfigError, match=rf"stop.threshold={threshold:g} is no success rate.*fix: more than 0"):
+    with pytest.raises(
+        gw.errors.ConfigError, match=rf"stop.threshold={threshold:g} is no success rate.*fix: more than 0"
+    ):
         gw.RunCfg(**settings)
     assert gw.RunCfg(stop=settings["stop"]).stop.threshold == threshold
 

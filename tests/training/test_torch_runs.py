@@ -9,6 +9,7 @@ from groupwise.collectors.torch_vector import TorchVectorCollector
 from groupwise.config.env import EnvCfg
 from groupwise.config.run import RunCfg
 from groupwise.engines.base import Engine
+from groupwise.envs.torch_control import TorchCartPole
 from groupwise.training.build import build_components
 from groupwise.training.components import UserObjects
 
@@ -18,7 +19,7 @@ PPO = gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=64)
 ALGORITHMS = {"ppo": PPO, "grpo": BRANCH}
 
 
-def parts_of(algorithm, env=gw.TorchCartPole, **fields):
+def parts_of(algorithm, env=TorchCartPole, **fields):
     cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>", num_envs=8), **fields)
     return build_components(cfg, UserObjects(env=env), Engine())
 
@@ -53,14 +54,14 @@ def test_other_environments_are_trained_on_as_before():
         ),
         (
             BRANCH.model_copy(update={"credit": gw.CreditCfg(baseline="greedy", scale="none")}),
-            gw.TorchCartPole,
+            TorchCartPole,
             "excludes credit.baseline='greedy'",
         ),
     ],
 )
 def test_branch_needs_a_simulator_in_torch(algorithm, env, says):
     cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>" if env else "CartPole-v1", num_envs=8))
-    with pytest.raises(gw.ConfigError, match=says):
+    with pytest.raises(gw.errors.ConfigError, match=says):
         build_components(cfg, UserObjects(env=env), Engine())
 
 
@@ -71,13 +72,13 @@ def written(run):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name, tmp_path):
     shared = {"total_steps": 500, "policy": gw.PolicyCfg(normalize_obs=False, normalize_reward=False)}
-    by_class = gw.train(gw.TorchCartPole, ALGORITHMS[name], num_envs=8, run_dir=tmp_path / "class", **shared)
+    by_class = gw.train(TorchCartPole, ALGORITHMS[name], num_envs=8, run_dir=tmp_path / "class", **shared)
     in_torch = gw.EnvCfg(id="CartPole-v1", num_envs=8, vectorization="torch")
     by_id = gw.train(RunCfg(algorithm=ALGORITHMS[name], env=in_torch, run_dir=tmp_path / "id", **shared))
     for key, one in by_class.policy.state_dict().items():
         assert torch.equal(one, by_id.policy.state_dict()[key]), key
     assert gw.resume(by_id.path, total_steps=900).summary["env_steps"] >= 900
-    longer = gw.resume(by_class.path, env=gw.TorchCartPole, total_steps=900).policy.state_dict()
+    longer = gw.resume(by_class.path, env=TorchCartPole, total_steps=900).policy.state_dict()
     resumed = gw.resume(by_id.path).policy.state_dict()
     assert all(torch.equal(one, resumed[key]) for key, one in longer.items())
     assert gw.evaluate(by_id.path, 3).episodes == 3
@@ -90,10 +91,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
             trainer.interrupt()
 
     settings = {"num_envs": 8, "total_steps": 900, "checkpoint_interval": 256, "logging": {"progress": "none"}}
-    whole = gw.train(gw.TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "whole", **settings)
+    whole = gw.train(TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
-        gw.train(gw.TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "part", callbacks=[Stop()], **settings)
-    resumed = gw.resume(tmp_path / "part", env=gw.TorchCartPole)
+        gw.train(TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "part", callbacks=[Stop()], **settings)
+    resumed = gw.resume(tmp_path / "part", env=TorchCartPole)
     for (key, one), other in zip(whole.policy.state_dict().items(), resumed.policy.state_dict().values(), strict=True):
         assert torch.equal(one, other), key
     assert written(resumed)[-1] == written(whole)[-1]
@@ -103,10 +104,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
 
 
 def test_numbers_that_are_not_finite_end_the_run(tmp_path):
-    class Failing(gw.TorchCartPole):
+    class Failing(TorchCartPole):
         def transition(self, state, action, random):
             after, reward, terminated = super().transition(state, action, random)
             return after, reward / 0 * 0, terminated
 
-    with pytest.raises(gw.DataError, match="reward of environment 0 at step 0 of the rollout is not finite"):
+    with pytest.raises(gw.errors.DataError, match="reward of environment 0 at step 0 of the rollout is not finite"):
         gw.train(lambda num_envs: Failing(num_envs), PPO, num_envs=4, total_steps=100, run_dir=tmp_path / "run")

@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import MagicMock, call
 
 import pytest
 
 import groupwise as gw
 from groupwise.training import trackers
-from groupwise.training.trackers import Report
+from groupwise.training.trackers import Report, Tracker
 
 FAKE = """
 import json, os, threading, time
@@ -123,12 +124,12 @@ def test_trackers_get_every_iteration(untracked: Any):
     assert lines == [["groupwise", 32, 4], [64, True], [128, True], [192, True], ["finished"]]
 
 
-def tracked_run(folder: str = "arms") -> gw.TrackedRun:
-    return gw.TrackedRun(Path(folder), "0123456789abcdef", {"seed": 4, "env": {"id": "x", "sizes": [64, 64]}})
+def tracked_run(folder: str = "arms") -> gw.config.TrackedRun:
+    return gw.config.TrackedRun(Path(folder), "0123456789abcdef", {"seed": 4, "env": {"id": "x", "sizes": [64, 64]}})
 
 
 def sent_to_wandb(**parameters: Any) -> dict[str, Any]:
-    tracker = gw.LoggingCfg(report_to=[{"name": "wandb", **parameters}]).report_to[0].build(tracked_run())
+    tracker = gw.config.LoggingCfg(report_to=[{"name": "wandb", **parameters}]).report_to[0].build(tracked_run())
     tracker.open(0)
     return sys.modules["wandb"].CALLS[-1]
 
@@ -156,7 +157,7 @@ def test_wandb_offline_needs_no_key(by_variable: bool, monkeypatch: pytest.Monke
     if by_variable:
         monkeypatch.setenv("WANDB_MODE", "offline")
     assert sent_to_wandb(**{} if by_variable else {"mode": "offline"})["project"] == "groupwise"
-    with pytest.raises(gw.ConfigError, match="no API key"):
+    with pytest.raises(gw.errors.ConfigError, match="no API key"):
         sent_to_wandb(mode="online")
 
 
@@ -173,66 +174,18 @@ class FakeTrackio(types.ModuleType):
         return types.SimpleNamespace(log=lambda metrics, step: self.calls.append((metrics, step)), finish=finish)
 
 
-class FakeMLflow(types.ModuleType):
-    """A server that keeps experiments and runs in dictionaries."""
-
-    def __init__(self) -> None:
-        super().__init__("mlflow")
-        self.runs: dict[str, Any] = {}
-        self.experiments: dict[str, str] = {}
-        self.uri = None
-        self.entities = types.ModuleType("mlflow.entities")
-        vars(self.entities).update(Metric=lambda *values: values, Param=lambda *values: values)
-
-    def MlflowClient(self, uri: str | None) -> "FakeMLflow":
-        self.uri = uri
-        return self
-
-    def get_experiment_by_name(self, name: str) -> Any:
-        return types.SimpleNamespace(experiment_id=self.experiments[name]) if name in self.experiments else None
-
-    def create_experiment(self, name: str) -> str:
-        return self.experiments.setdefault(name, f"experiment {len(self.experiments)}")
-
-    def search_runs(self, experiments: list[str], condition: str) -> list[Any]:
-        key, _, value = condition.removeprefix("tags.").partition(" = ")
-        found = [run for run in self.runs.values() if run.tags[key] == value.strip("'")]
-        return [run for run in found if run.experiment in experiments]
-
-    def create_run(self, experiment: str, tags: dict[str, str], run_name: str) -> Any:
-        run_id = f"run {len(self.runs)}"
-        made = types.SimpleNamespace(
-            info=types.SimpleNamespace(run_id=run_id), experiment=experiment, tags=tags, run_name=run_name,
-            params={}, metrics=[], status="RUNNING",
-        )  # fmt: skip
-        self.runs[run_id] = made
-        return made
-
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-        assert len(params) <= 100
-        self.runs[run_id].params |= dict(params)
-        self.runs[run_id].metrics += [(name, value, step) for name, value, _, step in metrics]
-
-    def update_run(self, run_id: str, status: str) -> None:
-        self.runs[run_id].status = status
-
-    def set_terminated(self, run_id: str) -> None:
-        self.runs[run_id].status = "FINISHED"
-
-
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    made = {"trackio": FakeTrackio(), "mlflow": FakeMLflow()}
-    for name, module in {**made, "mlflow.entities": made["mlflow"].entities}.items():
-        monkeypatch.setitem(sys.modules, name, module)
+def trackio(monkeypatch: pytest.MonkeyPatch) -> FakeTrackio:
+    made = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", made)
     monkeypatch.setattr("groupwise.errors.find_spec", lambda module: True)
     return made
 
 
-def test_trackio_gets_every_iteration(fakes: dict[str, Any]):
+def test_trackio_gets_every_iteration(trackio: FakeTrackio):
     tracker = {"name": "trackio", "project": "arms", "group": "ppo"}
     gw.train("CartPole-v1", run_dir="mine", **TINY | {"logging": {"report_to": [tracker], "progress": "none"}})
-    (project, options), *logged, last = fakes["trackio"].calls
+    (project, options), *logged, last = trackio.calls
     assert (project, options["group"], options["resume"], options["config"]["seed"]) == ("arms", "ppo", "allow", 4)
     assert options["name"].startswith("mine-")
     assert len(options["name"]) == len("mine-") + 8
@@ -240,18 +193,21 @@ def test_trackio_gets_every_iteration(fakes: dict[str, Any]):
     assert last == "finished"
 
 
-def test_mlflow_goes_on_with_the_run_that_is_resumed(fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
-    tracker = {"name": "mlflow", "run_name": "first", "tags": {"owner": "me"}, "tracking_uri": "sqlite:///x.db"}
-    gw.train("CartPole-v1", run_dir="mine", **TINY | {"logging": {"report_to": [tracker], "progress": "none"}})
+def test_the_tracker_of_the_docs_gets_every_iteration(registry: None, monkeypatch: pytest.MonkeyPatch):
+    mlflow = MagicMock()
+    mlflow.search_runs.return_value = []
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    page = (Path(__file__).parents[2] / "docs/run_folder.md").read_text()
+    (block,) = [block for block in page.split("```") if "class MLflow:" in block]
+    exec(block.removeprefix("python").partition("gw.train(")[0], {"__name__": "page"})
+    gw.train("CartPole-v1", run_dir="mine", **TINY | {"logging": {"report_to": ["mlflow"], "progress": "none"}})
+    assert [entry.kwargs["step"] for entry in mlflow.log_metrics.mock_calls] == [64, 128, 192]
+    assert [name for name, *_ in mlflow.mock_calls[:3]] == ["set_experiment", "search_runs", "start_run"]
+    assert mlflow.mock_calls[-1] == call.end_run()
+    first = mlflow.start_run.mock_calls[0].kwargs["tags"]
+    mlflow.search_runs.return_value = [MagicMock(info=MagicMock(run_id="theirs"))]
     gw.resume("mine", 256)
-    server = fakes["mlflow"]
-    assert (server.uri, list(server.experiments)) == ("sqlite:///x.db", ["theirs"])
-    (run,) = server.runs.values()
-    assert (run.run_name, run.status, run.tags["owner"]) == ("first", "FINISHED", "me")
-    assert [step for name, _, step in run.metrics if name == "time/total_seconds"] == [64, 128, 192, 256]
-    assert (run.params["seed"], run.params["algorithm.num_steps"]) == ("4", "16")
-    assert run.params["total_steps"] == "192"  # MLflow refuses to change a parameter
+    assert mlflow.start_run.mock_calls[-1] == call("theirs", run_name="mine", tags=first)
 
 
 @pytest.mark.parametrize(
@@ -266,20 +222,20 @@ def test_mlflow_goes_on_with_the_run_that_is_resumed(fakes: dict[str, Any], monk
     ],
 )
 def test_mistakes_are_named(given: Any, said: str):
-    with pytest.raises(gw.ConfigError, match=re.escape(said)):
-        gw.LoggingCfg(report_to=given)
+    with pytest.raises(gw.errors.ConfigError, match=re.escape(said)):
+        gw.config.LoggingCfg(report_to=given)
 
 
 def test_a_registered_tracker_is_named_like_a_built_in_one(registry: None):
     kept = Slow(0.0)
 
     @gw.register_choice
-    class KeepCfg(gw.TrackerCfg):
+    class KeepCfg(gw.config.TrackerCfg):
         """Keeps the steps in a list."""
 
         name: Literal["keep"] = "keep"
 
-        def build(self, run: gw.TrackedRun) -> gw.Tracker:
+        def build(self, run: gw.config.TrackedRun) -> Tracker:
             return kept
 
     gw.train("CartPole-v1", **TINY | {"logging": {"report_to": ["keep"], "progress": "none"}})

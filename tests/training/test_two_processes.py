@@ -11,6 +11,7 @@ import pytest
 from forked import run_script
 
 import groupwise as gw
+from groupwise.embodied.demos import record_demos
 
 SCRIPT = """
 import json, sys
@@ -38,7 +39,7 @@ class Share(gw.Callback):
         self.seen += rollout["obs"][:, :-1].flatten(0, 1).tolist()
 
 share = Share()
-cfg = gw.BCCfg(data="demos", holdout=0.2, num_steps=16, minibatch_size=None)
+cfg = gw.config.BCCfg(data="demos", holdout=0.2, num_steps=16, minibatch_size=None)
 fields = {"num_envs": int(sys.argv[2]), "total_steps": 256, "policy": {"normalize_obs": True}}
 fields |= {"evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
 run = gw.train("CartPole-v1", cfg, run_dir=sys.argv[1], callbacks=[share], **fields)
@@ -141,7 +142,7 @@ def test_a_rank_that_gives_no_answer_ends_the_run_after_ddp_timeout(tmp_path: Pa
 @pytest.mark.contrib
 def test_two_processes_clone_one_policy_from_disjoint_shares(tmp_path: Path):
     pytest.importorskip("pyarrow")
-    demos = gw.record_demos("CartPole-v1", lambda obs: int(obs[2] + obs[3] > 0), episodes=6, out=tmp_path / "demos")
+    demos = record_demos("CartPole-v1", lambda obs: int(obs[2] + obs[3] > 0), episodes=6, out=tmp_path / "demos")
     assert 0.5 * demos.steps > 256  # less than a pass over the data
     run_script(CLONING, "two", 4, folder=tmp_path, ranks=2)
     run_script(CLONING, "one", 8, folder=tmp_path)

@@ -24,14 +24,13 @@ Reinforcement learning with GRPO and PPO.
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
   serve MODEL        start a vLLM server that generates for training
-  plan FILE          say what a run on texts needs of GPUs: memory, seconds of a step
+  plan FILE          say how much GPU memory a run on texts needs
   export RUN         write a policy as ONNX or safetensors, a language model for transformers
   report RUN         write a page about a run: did it learn, its health, its groups
   view [FOLDER]      follow runs in the browser while they train
   doctor [RUN]       say what is wrong with a run, or with the installation
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
-  convert LIB FILE   print the settings of another library (embodichain) as settings of groupwise
   check-env ENV      check what an environment supports: shared starts, spaces, speed
   demos ENV          record episodes of a scripted expert, which --algorithm bc clones
   list               algorithms, presets, choices of credit and objective
@@ -49,9 +48,7 @@ Start with:
 
 WITH_SETTINGS = ("train", "evolve", "plan", "config", "check-env", "demos")
 """Commands that take settings as options, and so print their own help."""
-WITHOUT_SETTINGS = (
-    "eval", "sample", "resume", "serve", "export", "report", "view", "doctor", "compare", "convert", "list",
-)  # fmt: skip
+WITHOUT_SETTINGS = ("eval", "sample", "resume", "serve", "export", "report", "view", "doctor", "compare", "list")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,8 +27,7 @@ class Launch(NamedTuple):
 
     def on_ray(self) -> dict[str, Any]:
         """The workers and servers of Ray; says how to follow them."""
-        from groupwise.integrations.ray_servers import Servers
-        from groupwise.integrations.ray_train import Workers
+        from groupwise.integrations.ray import Servers, Workers
 
         show("training on Ray; to follow it: groupwise view", to="stderr")
         return {

@@ -7,23 +7,21 @@ from typing import Any
 from groupwise.cli.parser import Parser, count
 from groupwise.config.run import TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError
-from groupwise.planning.gpus import GPUS
 from groupwise.system.terminal import show
 
-HELP = f"""Estimate the memory of each GPU and the seconds of a step of a run on texts. Nothing is trained, and no weights are
-loaded. Exit code 1: it does not fit.
+HELP = """Estimate the memory of each GPU of a run on texts. Nothing is trained, and no weights are loaded. Exit code 1: it
+does not fit.
 
 Examples:
   groupwise plan text.json --gpus 8 --gpu h100
   groupwise plan text.json --gpus 8 --gpu h100 --engine fsdp --model.precision bfloat16
-  groupwise plan text.json --gpu l40s --model.lora.r 16 --completion-tokens 300 --json
+  groupwise plan text.json --gpu l40s --model.lora.r 16 --json
 
 Options, then those of train:
   --gpus 1                     processes, each with a GPU of its own; servers have further ones
-  --gpu h100                   or {", ".join(name for name in GPUS if name != "h100")}
-  --prompt-tokens 256          tokens of a prompt, in the mean
-  --completion-tokens N        tokens of a completion, in the mean (default: the most that it may have)
-  --json                       print everything as JSON, in bytes and seconds
+  --gpu h100                   or a100, h200, b200, l40s, rtx4090
+  --prompt-tokens 256          tokens of a prompt (default: task.max_prompt_tokens)
+  --json                       print everything as JSON, in bytes
   --preset NAME                credit and objective of a paper; see: groupwise list
 """
 _LABEL = 46
@@ -34,12 +32,6 @@ _KEPT = {
     "optimizer state": "optimizer state{part}",
     "reference": "reference",
 }
-_SECONDS = {
-    "generation": "generation",
-    "scoring": "scores before the update",
-    "update": "update",
-    "publishing": "new weights to where they generate",
-}
 
 
 def run(parser: Parser, argv: Sequence[str]) -> int:
@@ -47,7 +39,6 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=count, default=1)
     parser.add_argument("--gpu", default="h100")
     parser.add_argument("--prompt-tokens", type=count)
-    parser.add_argument("--completion-tokens", type=count)
     parser.add_argument("--json", action="store_true")
     options, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help"):
@@ -62,67 +53,63 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     cfg = parse_options(rest, prog="groupwise plan", description=HELP, flags=(*flags, "preset"))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{rest[0]} is a run on an environment; plan is for runs on texts; fix: a file with a task")
+
+    from groupwise.planning import GPUS, plan_run
+
     if options.gpu not in GPUS:
         raise UnknownNameError("GPU", options.gpu, GPUS)
-
-    from groupwise.planning.plan import plan_run
-
     prompt = options.prompt_tokens or cfg.task.max_prompt_tokens or 256
-    plan = plan_run(cfg, options.gpus, GPUS[options.gpu], prompt, options.completion_tokens)
+    plan = plan_run(cfg, options.gpus, GPUS[options.gpu], prompt)
     if options.json:
-        print(json.dumps(plan.report()))
+        print(json.dumps(_report(plan)))
     else:
-        assumed = "" if options.prompt_tokens else " (assumed; --prompt-tokens)"
-        show(*_head(plan, assumed), "", *_memory(plan), "", *_seconds(plan), "", *_notes(plan))
+        assumed = "" if options.prompt_tokens or cfg.task.max_prompt_tokens else " (assumed; --prompt-tokens)"
+        gpu = f"{options.gpus} x {options.gpu} ({plan.gpu / 1e9:g} GB)"
+        show(*_head(plan, gpu, assumed), "", *_memory(plan), "", *_notes(plan))
     return int(not plan.fits)
 
 
-def _head(plan: Any, assumed: str) -> Iterator[str]:
-    cfg, work = plan.cfg, plan.work
+def _report(plan: Any) -> dict[str, Any]:
+    """All numbers, ready for JSON."""
+    from groupwise.planning import fixes
+
+    memory = {name: getattr(plan, name) for name in ("kept", "passing", "host", "peak", "room")}
+    tokens = {name: getattr(plan, name) for name in ("prompt", "completion", "row")}
+    found = {"fits": plan.fits, "gpus": plan.ranks, "parameters": plan.parameters, "memory_bytes": memory}
+    found |= {"completions": plan.rows, "tokens": tokens, "server_rows": plan.server_rows}
+    return found | {"fixes": {} if plan.fits else fixes(plan)}
+
+
+def _head(plan: Any, gpu: str, assumed: str) -> Iterator[str]:
     whole, trained = plan.parameters["all"], plan.parameters["trained"]
     share = "all trained" if trained == whole else f"{short(trained)} trained"
-    engine = f", engine {cfg.engine}" if work.ranks > 1 else ""
-    gpu = f"{work.ranks} x {plan.gpu.title} ({plan.gpu.memory / 1e9:g} GB)"
-    yield f"{plan.sizes.name}, {short(whole)} parameters, {share}, in {cfg.model.precision}"
+    engine = f", engine {plan.cfg.engine}" if plan.ranks > 1 else ""
+    yield f"{plan.sizes.name}, {short(whole)} parameters, {share}, in {plan.cfg.model.precision}"
     yield f"{gpu}{engine}"
-    longest = "at most " if work.completion == work.longest else ""
-    completions = f"{work.ranks * work.rows:,} completions of {longest}{work.completion:,} tokens"
-    yield f"A step: {completions}, {plan.tokens:,} in all"
-    yield f"Prompts of {work.prompt:,} tokens{assumed}"
+    yield f"A step: {plan.ranks * plan.rows:,} completions of at most {plan.completion:,} tokens"
+    yield f"Prompts of {plan.prompt:,} tokens{assumed}"
 
 
 def _memory(plan: Any) -> Iterator[str]:
-    memory, ranks = plan.memory, plan.work.ranks
-    words = (
-        {"part": f", 1/{ranks}", "whole": ", whole, to generate"} if plan.work.sharded else {"part": "", "whole": ""}
-    )
+    words = {"part": "", "whole": ""}
+    if plan.ranks > 1 and plan.cfg.engine == "fsdp":
+        words = {"part": f", 1/{plan.ranks}", "whole": ", whole, to generate"}
     yield f"{'Memory of each GPU':<{_LABEL}}{'GB':>8}"
-    yield from (_row(_KEPT[name].format(**words), size / 1e9) for name, size in memory.kept.items())
-    for phase, needed in memory.passing.items():
+    yield from (_row(_KEPT[name].format(**words), size / 1e9) for name, size in plan.kept.items())
+    for phase, needed in plan.passing.items():
         yield f"  only in {phase}"
         for name, size in needed.items():
             yield _row(f"  {name}", size / 1e9)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield _row(f"peak, in {memory.fullest}", memory.peak / 1e9, f"of {plan.room / 1e9:.1f} usable: {verdict}")
-    if memory.host:
+    yield _row(f"peak, in {plan.fullest}", plan.peak / 1e9, f"of {plan.room / 1e9:.1f} usable: {verdict}")
+    if plan.host:
         yield f"\n{'Memory of the host, for each GPU':<{_LABEL}}{'GB':>8}"
-        yield from (_row(_KEPT[name].format(**words), size / 1e9) for name, size in memory.host.items())
-
-
-def _seconds(plan: Any) -> Iterator[str]:
-    total = plan.step_seconds
-    yield f"{'Time of a step':<{_LABEL}}{'s':>8}"
-    for name, seconds in plan.seconds.items():
-        if seconds >= 0.005 * total:  # less is 0 %
-            yield _row(_SECONDS[name], seconds, f"{seconds / total:>4.0%}" if total < float("inf") else "")
-    overlap = "step, partly at once" if total < sum(plan.seconds.values()) else "step"
-    yield _row(f"{overlap}, without rewards", total, f"{plan.tokens / total:,.0f} tokens/s")
+        yield from (_row(_KEPT[name].format(**words), size / 1e9) for name, size in plan.host.items())
 
 
 def _notes(plan: Any) -> Iterator[str]:
-    from groupwise.planning.plan import fixes
+    from groupwise.planning import fixes
 
-    assumed = plan.assumed
     if plan.cfg.generation.name != "native":
         rows, servers = plan.server_rows, len(plan.cfg.generation.urls)
         room = f"{rows:,} completions at once" if rows else "no room for the model; fix: GPUs with more memory"
@@ -134,12 +121,9 @@ def _notes(plan: Any) -> Iterator[str]:
             if found
             else "It does not fit. fix: GPUs with more memory, or a smaller model"
         )
-        for fix in found:
-            yield _row(" ".join(fix.options), fix.peak / 1e9, "GB at the peak")
-    yield (
-        f"An estimate, from {assumed.mfu:.0%} of the data sheet's FLOP/s and {assumed.bandwidth:.0%} of its bandwidth.\n"
-        "Published runs took up to half as long again: docs/planning.md"
-    )
+        for options, peak in found.items():
+            yield _row(options, peak / 1e9, "GB at the peak")
+    yield "An estimate: docs/planning.md"
 
 
 def _row(label: str, number: float, remark: str = "") -> str:

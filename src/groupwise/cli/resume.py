@@ -33,7 +33,7 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     if launch.launcher == "torchrun":
         torchrun(["resume", *words], launch.num_workers)
     if launch.launcher == "ray":
-        from groupwise.integrations.ray_train import resume_on_ray
+        from groupwise.integrations.ray import resume_on_ray
 
         if len(words) != 1:
             raise ConfigError(

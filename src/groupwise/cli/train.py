@@ -65,7 +65,7 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     if launch.launcher == "ray":
         if options.profile is not None:
             raise ConfigError("--profile is not for --launcher ray; fix: --launcher torchrun")
-        from groupwise.integrations.ray_train import train_from_config_on_ray
+        from groupwise.integrations.ray import train_from_config_on_ray
 
         return print_run(train_from_config_on_ray(cfg, **launch.on_ray()), quiet)
 

@@ -22,8 +22,8 @@ class EnvCfg(Cfg):
     """Environments that are stepped together."""
     max_episode_steps: Annotated[int, Ge(1)] | None = None
     """Episodes are truncated after that many steps. None: the limit of the registration."""
-    vectorization: Literal["auto", "entry_point", "sync", "async", "envpool", "torch"] = "auto"
-    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``envpool``: EnvPool (extra ``envpool``); ``torch``: a simulator in torch (classic control; HalfCheetah-v5 with the extra ``mujoco-warp``); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
+    vectorization: Literal["auto", "entry_point", "sync", "async", "torch"] = "auto"
+    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``torch``: a simulator in torch (CartPole only); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
     timeout: Annotated[float, Gt(0)] = 60.0
     """Seconds that a process of ``vectorization="async"`` may take to start or step its environments; to make them, at least 60. Then it is killed, and ``collection.on_env_error`` decides; PPO ends."""
     obs_keys: Keys | None = None

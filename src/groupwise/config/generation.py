@@ -28,7 +28,7 @@ class NativeGenerationCfg(GenerationCfg):
 
 @register_choice
 class ServerGenerationCfg(GenerationCfg):
-    """By vLLM or SGLang servers, which read the new weights before each iteration."""
+    """By vLLM servers, which read the new weights before each iteration."""
 
     name: Literal["server"] = "server"
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ("http://127.0.0.1:8000",)
@@ -39,8 +39,6 @@ class ServerGenerationCfg(GenerationCfg):
     """Further arguments of the server that the run starts, such as ``["--enforce-eager"]``."""
     weights_dir: Path | None = None
     """Folder for the weights on their way, on a disk that the servers read under the same path. None: a temporary one on this machine."""
-    transfer: Literal["folder", "nccl"] = "folder"
-    """How new weights reach the servers. ``folder``: as files in ``weights_dir``; ``nccl``: from the GPU that trains to the GPUs of vLLM servers, without files. ``nccl`` is unproven."""
     timeout: Positive = 600.0
     """Seconds that a call, or the start of a server, may take."""
     retries: Annotated[int, Ge(0)] = 3
@@ -56,12 +54,6 @@ class ServerGenerationCfg(GenerationCfg):
             raise ValueError(
                 f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two: urls of "
                 "servers that run, or the Python of an environment with vLLM"
-            )
-        if self.transfer == "nccl" and (self.python is not None or self.max_staleness):
-            raise ValueError(
-                f"transfer='nccl' with python={str(self.python)!r} and max_staleness={self.max_staleness}, expected None and 0: "
-                "servers have GPUs of their own, and get weights between updates; fix: urls and no max_staleness, or "
-                "transfer='folder'"
             )
         for url in self.urls:
             try:

@@ -141,40 +141,11 @@ class VLACfg(AnyPolicyCfg):
             raise ValueError(
                 "lora trains adapters of the model in path, which is empty; fix: path='my_model', or lora=None"
             )
-        _check_sizes(self, self.path)
+        if unread := self.path and self.changed("hidden_size", "num_layers", "patch_size"):
+            raise ValueError(
+                f"{', '.join(unread)} are of a new model, and path={self.path!r} is one; fix: leave them out"
+            )
         return self
-
-
-@register_choice
-class FlowCfg(AnyPolicyCfg):
-    """A flow-matching policy: transformers' PI0, new or a checkpoint of yours, with one stochastic denoising step."""
-
-    name: Literal["flow"] = "flow"
-    policy: ClassVar = "groupwise.embodied.flow:FlowPolicy"
-    source: ClassVar = "https://arxiv.org/abs/2510.25889"
-    path: str = ""
-    """Folder, or id of the Hugging Face hub, of a PI0 with safetensors and its tokenizer. Empty: a new one, with random weights and the sizes below."""
-    hidden_size: Annotated[int, Ge(32), MultipleOf(32)] = 128
-    """Width of a new model, and of its action expert."""
-    num_layers: PositiveInt = 3
-    """Layers of the vision encoder, of the language model and of the action expert of a new model."""
-    patch_size: PositiveInt = 16
-    """Width of an image patch of a new model, in pixels. Each is a token."""
-    denoising_steps: PositiveInt = 4
-    """Steps from noise to actions, in training and in evaluation."""
-    noise_level: Positive = 0.5
-    """Of the stochastic step: its standard deviation is proportional to it (pi_RL: 0.5)."""
-
-    @model_validator(mode="after")
-    def _check_path(self) -> "FlowCfg":
-        _check_sizes(self, self.path)
-        return self
-
-
-def _check_sizes(cfg: Cfg, path: str) -> None:
-    """Sizes of a new model are not those of a folder."""
-    if unread := path and cfg.changed("hidden_size", "num_layers", "patch_size"):
-        raise ValueError(f"{', '.join(unread)} are of a new model, and path={path!r} is one; fix: leave them out")
 
 
 MAX_KEPT = 1024

@@ -77,19 +77,3 @@ class TrackioCfg(TrackerCfg):
     """Group of runs."""
     space_id: str | None = None
     """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
-
-
-@register_choice
-class MLflowCfg(TrackerCfg):
-    """MLflow."""
-
-    name: Literal["mlflow"] = "mlflow"
-    tracker: ClassVar = "groupwise.training.trackers:MLflow"
-    experiment: str | None = None
-    """Experiment. None: ``MLFLOW_EXPERIMENT_NAME``, or ``groupwise``."""
-    run_name: str | None = None
-    """Name of the run. None: that of the run folder."""
-    tags: dict[str, str] = {}
-    """Tags of the run."""
-    tracking_uri: str | None = None
-    """Server, database or folder. None: ``MLFLOW_TRACKING_URI``, or MLflow's default."""

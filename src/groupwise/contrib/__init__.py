@@ -1,1 +1,1 @@
-"""What needs an extra, and further torch tasks. It imports the core; the core reaches it by name only."""
+"""What needs an extra. It imports the core; the core reaches it by name only."""

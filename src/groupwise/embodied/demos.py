@@ -2,7 +2,6 @@
 
 The expert decides at each step; noise is added to its action on the way to the environment. So the episode also visits states
 that the expert alone would avoid. What is stored is the expert's own action, without the noise: it shows how to get back.
-A clone that learned the noisy actions would learn the noise's mean, which is the same, with more variance.
 
 Source: Laskey et al. 2017, "DART: Noise Injection for Robust Imitation Learning", https://arxiv.org/abs/1703.09327.
 """
@@ -12,43 +11,42 @@ import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import gymnasium
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from groupwise.config.base import GIVEN
 from groupwise.config.env import EnvCfg
 from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
-from groupwise.embodied.lerobot import Demonstration, DemoWriter
-from groupwise.embodied.lerobot_columns import INSTRUCTION
+from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, DemoWriter
 from groupwise.envs.single import make_one
 from groupwise.envs.success import success_of_row
 from groupwise.errors import ConfigError, DataError
 from groupwise.report.folder import is_free
 from groupwise.seeding import derive_seed
 
+Vector: TypeAlias = npt.NDArray[Any]
+
 Expert: TypeAlias = Callable[[Any], Any]
 """From an observation to an action of the environment."""
 
-ExpertMaker: TypeAlias = Callable[[gymnasium.Env, dict[str, Any]], Expert]
+ExpertMaker: TypeAlias = Callable[[Any, dict[str, Any]], Expert]
 """The expert for an episode, which may keep a state: called after each reset with the environment and the reset's info."""
 
 EXPERTS = {
-    "FetchPickAndPlace": "groupwise.embodied.fetch_expert:pick_and_place",
-    "FetchPush": "groupwise.embodied.fetch_expert:push",
-    "FetchReach": "groupwise.embodied.fetch_expert:reach",
+    "FetchPickAndPlace": "groupwise.embodied.demos:pick_and_place",
+    "FetchPush": "groupwise.embodied.demos:push",
+    "FetchReach": "groupwise.embodied.demos:reach",
     "MetaWorld/": "groupwise.embodied.demos:metaworld_expert",
 }
 """Makers of experts, by the start of the environments' ids."""
 
 MAX_ATTEMPTS = 20
-"""For each episode asked for."""
-MAX_STEPS = 10_000
-"""Of an episode in environments without a step limit."""
-_STEPS_PER_SECOND = 10
-"""Where the environment names none."""
+"""Episodes played for each one asked for."""
+MAX_STEPS = 10_000  # of an episode in environments without a step limit
 
 
 class Recording(NamedTuple):
@@ -98,7 +96,13 @@ def record_demos(
     # experts give single actions; cloning makes chunks of them
     cfg = cfg.model_copy(update={"action_chunk": 1, "num_action_steps": None})
     make = None if isinstance(env, str | EnvCfg) else env
-    make_expert = _maker(cfg.id) if expert is None else lambda env, info: expert
+    place = next((place for prefix, place in EXPERTS.items() if cfg.id.startswith(prefix)), None)
+    if expert is None and place is None:
+        raise ConfigError(
+            f"no expert is known for {cfg.id!r}, only for {', '.join(EXPERTS)}; fix: from Python, "
+            f"record_demos({cfg.id!r}, expert=...), a function from an observation to an action"
+        )
+    make_expert: ExpertMaker = pkgutil.resolve_name(str(place)) if expert is None else lambda env, info: expert
     with closing(make_one(cfg, make)) as made:
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
@@ -106,52 +110,19 @@ def record_demos(
             raise ConfigError(
                 f"the folder of demonstrations {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)"
             )
-        return _record(made, make_expert, folder, name, episodes, noise, seed, keep_failures)
-
-
-def metaworld_expert(env: gymnasium.Env, info: dict[str, Any]) -> Expert:
-    """Meta-World's scripted policy of the episode's task, which sees the whole state."""
-    from groupwise.embodied.metaworld import expert
-
-    simulation, policy = cast(Any, env.unwrapped), expert(info["task"])
-    return lambda obs: policy(simulation.state)
-
-
-def _maker(env_id: str) -> ExpertMaker:
-    for prefix, place in EXPERTS.items():
-        if env_id.startswith(prefix):
-            found: ExpertMaker = pkgutil.resolve_name(place)
-            return found
-    raise ConfigError(
-        f"no expert is known for {env_id!r}, only for {', '.join(EXPERTS)}; fix: from Python, "
-        f"gw.record_demos({env_id!r}, expert=...), a function from an observation to an action"
-    )
-
-
-def _record(
-    env: gymnasium.Env,
-    make_expert: ExpertMaker,
-    folder: Path,
-    name: str,
-    episodes: int,
-    noise: float,
-    seed: int,
-    keep_failures: bool,
-) -> Recording:
-    steps_per_second = int(env.metadata.get("render_fps") or _STEPS_PER_SECOND)
-    attempts = 0
-    with DemoWriter(folder, env.observation_space, env.action_space, steps_per_second) as writer:
-        while len(writer.lengths) < episodes:
-            if attempts == MAX_ATTEMPTS * episodes:
-                raise DataError(
-                    f"the expert succeeded in {len(writer.lengths)} of {attempts} episodes of {name}, expected {episodes}; "
-                    f"fix: less noise than {noise:g}, a higher step limit, or keep_failures"
-                )
-            demo = _play(env, make_expert, noise, derive_seed(seed, "demo", attempts), name)
-            attempts += 1
-            if keep_failures or demo.success is not False:
-                writer.add(demo)
-    return Recording(folder, len(writer.lengths), sum(writer.lengths), attempts)
+        attempts, steps_per_second = 0, int(made.metadata.get("render_fps") or 10)
+        with DemoWriter(folder, made.observation_space, made.action_space, steps_per_second) as writer:
+            while len(writer.lengths) < episodes:
+                if attempts == MAX_ATTEMPTS * episodes:
+                    raise DataError(
+                        f"the expert succeeded in {len(writer.lengths)} of {attempts} episodes of {name}, expected "
+                        f"{episodes}; fix: less noise than {noise:g}, a higher step limit, or keep_failures"
+                    )
+                demo = _play(made, make_expert, noise, derive_seed(seed, "demo", attempts), name)
+                attempts += 1
+                if keep_failures or demo.success is not False:
+                    writer.add(demo)
+        return Recording(folder, len(writer.lengths), sum(writer.lengths), attempts)
 
 
 def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int, name: str) -> Demonstration:
@@ -163,7 +134,12 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
     seen: list[Any] = []
     actions, rewards = [], []
     for _ in range(MAX_STEPS):
-        action = _checked(space, expert(obs))
+        action: Any = np.asarray(expert(obs), dtype=space.dtype)
+        if action.shape != space.shape:
+            raise DataError(
+                f"the expert's action has shape {list(action.shape)}, expected {list(space.shape)}; fix: the expert"
+            )
+        action = np.clip(action, space.low, space.high) if space_kind(space) == "box" else action
         seen.append(obs_to_tensor(env.observation_space, obs, batched=False).clone())
         actions.append(action)
         obs, reward, terminated, truncated, info = env.step(_with_noise(space, action, noise, generator))
@@ -172,29 +148,79 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
             break
     has_instruction = INSTRUCTION in leaf_spaces(env.observation_space)
     task = bytes(seen[0][INSTRUCTION].numpy()).rstrip(b"\0").decode() if has_instruction else name
-    return Demonstration(
-        torch.stack(seen), np.stack(actions), np.array(rewards, np.float32), success_of_row(info), task
-    )
-
-
-def _checked(space: Any, action: Any) -> Any:
-    """The expert's action as the space has it; numbers of a Box are clipped into it."""
-    found = np.asarray(action, dtype=space.dtype)
-    if found.shape != space.shape:
-        raise DataError(
-            f"the expert's action has shape {list(found.shape)}, expected {list(space.shape)}; fix: the expert"
-        )
-    return np.clip(found, space.low, space.high) if space_kind(space) == "box" else found
+    scores = np.array(rewards, np.float32), success_of_row(info)
+    return Demonstration(torch.stack(seen), np.stack(actions), *scores, task)
 
 
 def _with_noise(space: Any, action: Any, noise: float, generator: np.random.Generator) -> Any:
-    """What the environment receives."""
+    """The action that the environment receives."""
     if space_kind(space) != "box":
         if generator.random() >= noise:
             return action
         space.seed(int(generator.integers(2**31)))
         return space.sample()
     half = (space.high.astype(np.float64) - space.low) / 2
-    scale = noise * np.where(np.isfinite(half), half, 1.0)
-    noisy = action + scale * generator.standard_normal(space.shape)
+    noisy = action + noise * np.where(np.isfinite(half), half, 1.0) * generator.standard_normal(space.shape)
     return np.clip(noisy, space.low, space.high).astype(space.dtype)
+
+
+def metaworld_expert(env: Any, info: dict[str, Any]) -> Expert:
+    """Meta-World's scripted policy of the episode's task, which sees the whole state."""
+    from groupwise.embodied.metaworld import expert
+
+    policy = expert(info["task"])
+    return lambda obs: policy(env.unwrapped.state)
+
+
+def reach(env: Any, info: dict[str, Any]) -> Expert:
+    """Moves the gripper of a Fetch task to the goal."""
+    return lambda obs: _towards(obs["observation"][:3], obs["desired_goal"], 0.0)
+
+
+def push(env: Any, info: dict[str, Any]) -> Expert:
+    """Goes behind the object, as the goal sees it, from above, and pushes it there."""
+
+    def act(obs: dict[str, Any]) -> Vector:
+        hand, cube, goal = obs["observation"][:3], obs["achieved_goal"], obs["desired_goal"]
+        to_goal = goal[:2] - cube[:2]
+        distance = float(np.linalg.norm(to_goal))
+        direction = to_goal / max(distance, 1e-6)
+        behind = cube[:2] - 0.075 * direction
+        off, offset = float(np.linalg.norm(hand[:2] - behind)), hand[:2] - cube[:2]
+        along = float(offset @ direction)
+        aside = float(np.linalg.norm(offset - along * direction))
+        if distance < 0.02:
+            return _towards(hand, hand, -1.0)
+        if hand[2] < cube[2] + 0.02 and along < -0.03 and aside < 0.025:  # in place: push along the line to the goal
+            ahead = cube[:2] + (min(distance, 0.03) - 0.05) * direction
+            return _towards(hand, np.array([*ahead, cube[2]]), -1.0)
+        return _towards(hand, np.array([*behind, cube[2] + (0.0 if off < 0.015 else 0.08)]), -1.0)
+
+    return act
+
+
+def pick_and_place(env: Any, info: dict[str, Any]) -> Expert:
+    """Grasps the object from above, and carries it to the goal."""
+    held = 0
+
+    def act(obs: dict[str, Any]) -> Vector:
+        nonlocal held
+        hand, cube, goal = obs["observation"][:3], obs["achieved_goal"], obs["desired_goal"]
+        offset = hand - cube
+        if np.linalg.norm(offset[:2]) > 0.01 and held == 0:  # above it first, with the fingers open
+            return _towards(hand, cube + np.array([0.0, 0.0, 0.06]), 1.0)
+        if np.linalg.norm(offset) > 0.012 and held == 0:
+            return _towards(hand, cube, 1.0)
+        held += 1
+        if held <= 3:  # the fingers take some steps to close
+            return _towards(hand, hand, -1.0)
+        if np.linalg.norm(offset) > 0.04:  # lost it
+            held = 0
+        return _towards(hand, goal + offset, -1.0)
+
+    return act
+
+
+def _towards(hand: Vector, target: Vector, gripper: float) -> Vector:
+    """The action that goes 0.6 of the way, which is 5 cm for each 1, with a gripper of 1 (opens) or -1 (closes)."""
+    return np.array([*(0.6 * (target - hand) / 0.05), gripper], np.float32).clip(-1.0, 1.0)

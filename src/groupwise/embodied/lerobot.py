@@ -6,22 +6,34 @@
     meta/tasks.parquet                        the instructions
     meta/episodes/chunk-000/file-000.parquet  length, rows and instruction of each episode
 
-Images are PNG files inside the rows, as LeRobot stores them without a video codec. ``lerobot_columns``
-says which columns there are.
+Images are PNG files inside the rows, as LeRobot stores them without a video codec. The columns of observations:
+
+| part of the observation | column |
+|---|---|
+| the whole observation, or ``proprio`` | ``observation.state`` |
+| an image [H, W, 1 or 3] uint8 | ``observation.images.<name>`` |
+| images [V, H, W, 1 or 3] uint8 | ``observation.images.<name>_0``, ``_1``, ... |
+| ``instruction`` [B] uint8, zero-padded UTF-8 | ``task_index``, a row of ``meta/tasks.parquet`` |
+| any other | ``observation.<name>`` |
 """
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+from tensordict import TensorDict
+from torch import Tensor
 
 from groupwise.data.rollout import Nested
-from groupwise.embodied.lerobot_columns import Array, Column, from_arrow, join, number, obs_columns, split, to_arrow
+from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
 from groupwise.errors import DataError
 from groupwise.system import files
 
@@ -31,6 +43,22 @@ EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
+INSTRUCTION = ("instruction",)
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class Column(NamedTuple):
+    """How a part of each step is stored."""
+
+    dtype: str
+    """Of NumPy, or ``image``."""
+    shape: tuple[int, ...]
+
+    def feature(self) -> dict[str, Any]:
+        """Its entry in ``meta/info.json``."""
+        names = ["height", "width", "channels"] if self.dtype == "image" else None
+        return {"dtype": self.dtype, "shape": list(self.shape), "names": names}
 
 
 class Demonstration(NamedTuple):
@@ -61,10 +89,6 @@ class Demonstrations(NamedTuple):
     """[M] the episode of each step, from 0."""
 
 
-_NEEDED = ("action", "next.reward", "episode_index", "task_index")
-"""Columns that are read besides those of observations. Recordings of LeRobot's may lack rewards."""
-
-
 class DemoWriter:
     """Writes episodes into a new folder; complete when closed.
 
@@ -86,9 +110,7 @@ class DemoWriter:
     def __enter__(self) -> "DemoWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._data is not None:
             self._data.close()
         if error is None:
@@ -96,13 +118,18 @@ class DemoWriter:
 
     def add(self, demo: Demonstration) -> None:
         """Write an episode."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        values = self._values(demo)
-        self._columns = {
-            name: self._columns.get(name, Column(value.dtype.name, (1,))) for name, value in values.items()
-        }
+        steps, episode = len(demo.reward), len(self.lengths)
+        frame = np.arange(steps)
+        done = frame == steps - 1
+        values = split(self._observation_space, demo.obs) | {"action": demo.action}
+        values |= {"next.reward": demo.reward, "next.done": done}
+        if "next.success" in self._columns if self.lengths else demo.success is not None:
+            values["next.success"] = done & bool(demo.success)
+        values |= {"timestamp": (frame / self._fps).astype(np.float32), "frame_index": frame}
+        values |= {"episode_index": np.full(steps, episode), "index": sum(self.lengths) + frame}
+        values |= {"task_index": np.full(steps, self._tasks.setdefault(demo.task, len(self._tasks)))}
+        own = self._columns
+        self._columns = {name: own.get(name, Column(value.dtype.name, (1,))) for name, value in values.items()}
         table = pa.table({name: to_arrow(values[name], column) for name, column in self._columns.items()})
         if self._data is None:
             path = self.folder / DATA.format(chunk_index=0, file_index=0)
@@ -114,38 +141,32 @@ class DemoWriter:
         self.lengths.append(len(demo.reward))
         self._task_of_episode.append(demo.task)
 
-    def _values(self, demo: Demonstration) -> dict[str, Array]:
-        """The columns of an episode, each ``[T, ...]``."""
-        steps, episode = len(demo.reward), len(self.lengths)
-        frame = np.arange(steps)
-        done = frame == steps - 1
-        values = split(self._observation_space, demo.obs) | {"action": demo.action}
-        values |= {"next.reward": demo.reward, "next.done": done}
-        if "next.success" in self._columns if self.lengths else demo.success is not None:
-            values["next.success"] = done & bool(demo.success)
-        values |= {"timestamp": (frame / self._fps).astype(np.float32), "frame_index": frame}
-        values |= {"episode_index": np.full(steps, episode), "index": sum(self.lengths) + frame}
-        return values | {"task_index": np.full(steps, self._tasks.setdefault(demo.task, len(self._tasks)))}
-
     def _write_meta(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         ends = np.cumsum(self.lengths, dtype=np.int64)
-        episodes = {
-            "episode_index": np.arange(len(ends)),
-            "tasks": [[task] for task in self._task_of_episode],
-            "length": np.array(self.lengths, np.int64),
-            "dataset_from_index": ends - self.lengths,
-            "dataset_to_index": ends,
-        }
+        episodes = {"episode_index": np.arange(len(ends)), "tasks": [[task] for task in self._task_of_episode]}
+        episodes |= {"length": np.array(self.lengths, np.int64)}
+        episodes |= {"dataset_from_index": ends - self.lengths, "dataset_to_index": ends}
         zeros = ("data/chunk_index", "data/file_index", "meta/episodes/chunk_index", "meta/episodes/file_index")
         episodes |= {name: np.zeros(len(ends), np.int64) for name in zeros}
         (self.folder / EPISODES).parent.mkdir(parents=True)
         pq.write_table(pa.table(episodes), self.folder / EPISODES)
-        pq.write_table(_tasks_table(list(self._tasks)), self.folder / TASKS)
-        _write_json(self.folder / STATS, {name: self._stats(name) for name in self._columns})
-        _write_json(self.folder / INFO, self._info())
+        # LeRobot reads the instructions by pandas, whose metadata say that the text is the index
+        kinds = (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+        fields = ("name", "field_name", "pandas_type", "numpy_type", "metadata")
+        columns = [dict(zip(fields, (name, name, kind, kept, None), strict=True)) for name, kind, kept in kinds]
+        pandas = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
+        tasks = pa.table({"task_index": np.arange(len(self._tasks)), "task": pa.array(list(self._tasks), pa.string())})
+        tasks = tasks.replace_schema_metadata({"pandas": json.dumps(pandas)})
+        pq.write_table(tasks, self.folder / TASKS)
+        info = {
+            "codebase_version": VERSION, "robot_type": None, "total_episodes": len(self.lengths),
+            "total_frames": sum(self.lengths), "total_tasks": len(self._tasks), "chunks_size": 1000,
+            "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "fps": self._fps,
+            "splits": {"train": f"0:{len(self.lengths)}"}, "data_path": DATA, "video_path": None,
+            "features": {name: column.feature() for name, column in self._columns.items()},
+        }  # fmt: skip
+        for name, tree in ((STATS, {name: self._stats(name) for name in self._columns}), (INFO, info)):
+            (self.folder / name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
 
     def _stats(self, name: str) -> dict[str, Any]:
         """Over all episodes, as lists."""
@@ -159,23 +180,6 @@ class DemoWriter:
         shape = (-1, 1, 1) if is_image else (-1,)
         return {name: value.reshape(shape).tolist() for name, value in found.items()} | {"count": [steps]}
 
-    def _info(self) -> dict[str, Any]:
-        return {
-            "codebase_version": VERSION,
-            "robot_type": None,
-            "total_episodes": len(self.lengths),
-            "total_frames": sum(self.lengths),
-            "total_tasks": len(self._tasks),
-            "chunks_size": 1000,
-            "data_files_size_in_mb": 100,
-            "video_files_size_in_mb": 200,
-            "fps": self._fps,
-            "splits": {"train": f"0:{len(self.lengths)}"},
-            "data_path": DATA,
-            "video_path": None,
-            "features": {name: column.feature() for name, column in self._columns.items()},
-        }
-
 
 def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     """All steps in a folder, observations as ``observation_space`` describes them.
@@ -183,13 +187,31 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     Raises:
         DataError: no demonstrations are there, they are damaged, or they are of other observations.
     """
-    features = _read_features(folder)
+    path = folder / INFO
+    try:
+        info = files.parse_json(files.read(path, files.MAX_SETTINGS, follow=True))
+        features: dict[str, Any] = info["features"]
+        version = str(info["codebase_version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder} holds no demonstrations: {path} is missing or damaged ({error!r}); fix: groupwise demos <environment>"
+        ) from error
+    if version.split(".")[0] != VERSION.split(".")[0]:
+        raise DataError(
+            f"{folder} is of format {version!r}, expected {VERSION!r}; fix: convert it with LeRobot's script"
+        )
+    needed = ("action", "next.reward", "episode_index", "task_index")  # recordings of LeRobot's may lack rewards
+    if absent := [name for name in needed if name not in features]:
+        raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
     wanted = obs_columns(observation_space)
     for name, column in wanted.items():
-        found = features.get(name)
-        if found is None or (found["dtype"], tuple(found["shape"])) != column:
+        there, own = (
+            "nothing" if kind is None else f"{kind['dtype']} of shape {list(kind['shape'])}"
+            for kind in (features.get(name), column.feature())
+        )
+        if there != own:
             raise DataError(
-                f"{folder} has {name!r} as {_described(found)}, but the environment has {_described(column.feature())}; "
+                f"{folder} has {name!r} as {there}, but the environment has {own}; "
                 "fix: the environment and the settings that they were recorded with"
             )
     table = _read_table(folder, sorted((folder / "data").glob("*/*.parquet")))
@@ -208,18 +230,6 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     )
 
 
-def _tasks_table(tasks: Sequence[str]) -> Any:
-    """Instructions and their numbers. LeRobot reads it by pandas, whose metadata say that the text is the index."""
-    import pyarrow as pa
-
-    numbers: dict[str, Any] = {"name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
-    texts: dict[str, Any] = {"name": "task", "pandas_type": "unicode", "numpy_type": "object"}
-    columns = [{**column, "field_name": column["name"], "metadata": None} for column in (numbers, texts)]
-    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
-    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
-    return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
-
-
 def _moments(values: Array, column: Column) -> Array:
     """[4, F] sums, sums of squares, least and greatest of an episode; of an image those of each channel, with pixels in [0, 1]."""
     if column.dtype == "image":
@@ -229,38 +239,86 @@ def _moments(values: Array, column: Column) -> Array:
     return np.stack([flat.sum(axis=0), np.square(flat).sum(axis=0), flat.min(axis=0), flat.max(axis=0)])
 
 
-def _read_features(folder: Path) -> dict[str, Any]:
-    path = folder / INFO
-    try:
-        info = files.parse_json(files.read(path, files.MAX_SETTINGS, follow=True))
-        features: dict[str, Any] = info["features"]
-        version = str(info["codebase_version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder} holds no demonstrations: {path} is missing or damaged ({error!r}); fix: groupwise demos <environment>"
-        ) from error
-    if version.split(".")[0] != VERSION.split(".")[0]:
-        raise DataError(
-            f"{folder} is of format {version!r}, expected {VERSION!r}; fix: convert it with LeRobot's script"
-        )
-    if absent := [name for name in _NEEDED if name not in features]:
-        raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
-    return features
-
-
 def _read_table(folder: Path, files: Path | list[Path]) -> Any:
     """What Parquet files of the folder hold."""
-    import pyarrow.parquet as pq
-
     try:
         return pq.read_table(files)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} is damaged ({error}); fix: record again") from error
 
 
-def _described(feature: Mapping[str, Any] | None) -> str:
-    return "nothing" if feature is None else f"{feature['dtype']} of shape {list(feature['shape'])}"
+def obs_columns(space: Any) -> dict[str, Column]:
+    """The columns of a space's observations."""
+    return {name: column for _, names, column in _stored_parts(space) for name in names}
 
 
-def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+def split(space: Any, obs: Nested) -> dict[str, Array]:
+    """The columns of observations ``[T, ...]``."""
+    found: dict[str, Array] = {}
+    for path, names, column in _stored_parts(space):
+        part = (obs if isinstance(obs, Tensor) else obs[path]).numpy()
+        views = part.reshape(len(part), len(names), *column.shape)
+        found |= {name: views[:, i] for i, name in enumerate(names)}
+    return found
+
+
+def join(space: Any, columns: Mapping[str, Array], tasks: Sequence[str]) -> Nested:
+    """The observations in columns, with the instruction of each step."""
+    leaves = leaf_spaces(space)
+    found: dict[tuple[str, ...], Array] = {}
+    if INSTRUCTION in leaves:
+        size = leaves[INSTRUCTION].shape[0]
+        text = b"".join(task.encode().ljust(size, b"\0")[:size] for task in tasks)
+        found[INSTRUCTION] = np.frombuffer(text, np.uint8).reshape(-1, size)
+    for path, names, _ in _stored_parts(space):
+        views = np.stack([columns[name] for name in names], axis=1)
+        found[path] = views.reshape(-1, *leaves[path].shape)
+    parts = {path: obs_to_tensor(leaves[path], part, batched=True) for path, part in found.items()}
+    return parts[()] if () in parts else TensorDict(parts, batch_size=[len(tasks)])
+
+
+def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]:
+    """Path, names of the columns, and each of these columns' form, of each part but the instruction."""
+    found = []
+    for path, leaf in leaf_spaces(space).items():
+        is_bytes = space_kind(leaf) == "box" and leaf.dtype == np.uint8
+        if is_bytes and len(leaf.shape) in (3, 4) and leaf.shape[-1] in (1, 3):
+            name = ".".join(("observation.images", *(path or ("image",))))
+            names = [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
+            found.append((path, names, Column("image", tuple(leaf.shape[-3:]))))
+        elif path != INSTRUCTION:
+            name = "observation.state" if path in ((), ("proprio",)) else ".".join(("observation", *path))
+            found.append((path, [name], number(leaf)))
+    return found
+
+
+def number(space: Any) -> Column:
+    """Numbers are stored as rollouts hold them: floats in float32."""
+    dtype = "float32" if space.dtype.kind == "f" else space.dtype.name
+    return Column(dtype, tuple(space.shape) or (1,))
+
+
+def to_arrow(values: Array, column: Column) -> Any:
+    """An Arrow array of a part ``[T, ...]``; of images their PNG files."""
+    if column.dtype == "image":
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        rows = []
+        for image in values:
+            picture = Image.fromarray(image if image.shape[-1] == 3 else image[..., 0])
+            picture.save(png := io.BytesIO(), "PNG", compress_level=1)
+            rows.append({"bytes": png.getvalue(), "path": None})
+        return pa.array(rows, type=kind)
+    values = np.ascontiguousarray(values, dtype=column.dtype)
+    if column.shape == (1,):
+        return pa.array(values.reshape(-1))
+    if len(column.shape) == 1:
+        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), column.shape[0])
+    return pa.array(values.tolist())
+
+
+def from_arrow(values: Any, column: Column) -> Array:
+    """The inverse of ``to_arrow``; numbers as ``[T, 1]``."""
+    if column.dtype == "image":
+        images = [np.asarray(Image.open(io.BytesIO(image["bytes"]))) for image in values.to_pylist()]
+        return np.stack(images).reshape(-1, *column.shape)
+    return np.array(values.to_pylist(), dtype=column.dtype).reshape(-1, *column.shape)

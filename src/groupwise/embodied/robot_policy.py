@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from groupwise.config.policy import FlowCfg, VLACfg
+from groupwise.config.policy import VLACfg
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
 from groupwise.embodied.vision_language import ObsSizes
@@ -34,7 +34,7 @@ class RobotPolicy(Policy):
         MissingExtraError: transformers or peft are not installed.
     """
 
-    settings: ClassVar[type[VLACfg] | type[FlowCfg]]
+    settings: ClassVar[type[VLACfg]]
     """The class of ``cfg``."""
     gives_distribution = False
     value_modules = ("value_head",)
@@ -44,7 +44,7 @@ class RobotPolicy(Policy):
         self,
         observation_space: Any,
         action_space: Any,
-        cfg: VLACfg | FlowCfg,
+        cfg: VLACfg,
         *,
         actor_only: bool = False,
         gamma: float = 0.99,

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from groupwise.config.policy import FlowCfg, LoRACfg, VLACfg
+from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.errors import ConfigError, DataError
 
 HEAD_WIDTH = 32
@@ -159,13 +159,13 @@ def loading(problem: str, fix: str) -> Iterator[None]:
         raise ConfigError(f"{problem} that transformers can load ({first}); fix: {fix}") from None
 
 
-def layer_sizes(cfg: VLACfg | FlowCfg) -> dict[str, int]:
+def layer_sizes(cfg: VLACfg) -> dict[str, int]:
     """Of a new model."""
     heads = cfg.hidden_size // HEAD_WIDTH
     return {"hidden_size": cfg.hidden_size, "num_hidden_layers": cfg.num_layers, "num_attention_heads": heads}
 
 
-def vision_sizes(sizes: ObsSizes, cfg: VLACfg | FlowCfg, patches: int = 1) -> dict[str, int]:
+def vision_sizes(sizes: ObsSizes, cfg: VLACfg, patches: int = 1) -> dict[str, int]:
     """Of the vision encoder of a new model.
 
     Args:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import gymnasium
@@ -17,20 +16,11 @@ from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.local_rows import OnError
 from groupwise.envs.names import check_id
 from groupwise.envs.starts import verify_group_start
+from groupwise.envs.torch_control import TorchCartPole
 from groupwise.errors import EnvError, GroupStartError
 
 VECTORISED = ("CartPole-v0", "CartPole-v1")
 """Gymnasium's tasks whose own vectorised version is the default."""
-IN_TORCH = {
-    "CartPole-v1": "groupwise.envs.torch_control:TorchCartPole",
-    "Pendulum-v1": "groupwise.envs.torch_control:TorchPendulum",
-    "Acrobot-v1": "groupwise.contrib.torch_tasks:TorchAcrobot",
-    "MountainCar-v0": "groupwise.contrib.torch_tasks:TorchMountainCar",
-    "MountainCarContinuous-v0": "groupwise.contrib.torch_tasks:TorchMountainCarContinuous",
-    "HalfCheetah-v5": "groupwise.contrib.warp_tasks:WarpHalfCheetah",
-}
-"""Gymnasium's tasks with a version in torch, the same up to rounding."""
-
 _ONLY_SINGLE = (
     "obs_keys",
     "action_masks",
@@ -49,7 +39,7 @@ def makes_rows(env: object) -> bool:
 
 def torch_fix(env_id: str) -> str:
     """The fix for users who need the task in torch, if there is one."""
-    return "env.vectorization='torch', or " if env_id in IN_TORCH else ""
+    return "env.vectorization='torch', or " if env_id == "CartPole-v1" else ""
 
 
 def _parameters(env: Callable[..., Any]) -> set[str]:
@@ -64,7 +54,6 @@ class _Settings(TypedDict, total=False):
 
     num_envs: int | None
     env: object | None
-    block_size: int
     verify: bool
     on_error: OnError
     reward_parts: tuple[str, ...]
@@ -81,7 +70,6 @@ def make_env(
     grouped: bool = False,
     num_envs: int | None = None,
     env: object | None = None,
-    block_size: int = 1,
     verify: bool = True,
     on_error: OnError = "raise",
     reward_parts: tuple[str, ...] = (),
@@ -95,7 +83,6 @@ def make_env(
         env: used instead of ``cfg.id``: a callable that returns a ``gymnasium.Env`` (called with ``cfg.kwargs``), one
             with a parameter ``num_envs`` that returns a whole ``VectorEnv`` (such as a ``TorchGroupEnv``), or a ready
             ``VectorEnv`` or ``gymnasium.vector.VectorEnv``, which brings its own number of rows.
-        block_size: rows that will only be started together, for environments that are faster then (EnvPool).
         verify: try out how members share their start, and choose the best start mode (grouped only). Without it rows
             start by unchecked seeded resets, which is enough for evaluation.
         on_error: ``report`` turns errors in a row's ``step`` into ``EnvStep.failed`` (single environments only).
@@ -133,8 +120,6 @@ def make_env(
             made = _from_maker(make, cfg, num_envs, device)
         elif way == "torch":
             made = _from_torch(cfg, num_envs, device)
-        elif way == "envpool":
-            made = _from_envpool(cfg, num_envs, block_size if grouped else None, device)
         else:
             made = _from_entry_point(cfg, grouped, num_envs, device)
     if grouped:
@@ -158,7 +143,7 @@ def _checked_callable(env: object | None, cfg: EnvCfg) -> Callable[..., Any] | N
 
 
 def _vectorization(cfg: EnvCfg, env: object | None, reward_parts: tuple[str, ...]) -> str:
-    if env is not None and cfg.vectorization in ("entry_point", "envpool", "torch"):
+    if env is not None and cfg.vectorization in ("entry_point", "torch"):
         raise EnvError(
             f"a callable cannot be vectorised by {cfg.vectorization!r}; fix: vectorization='sync' or 'async'"
         )
@@ -206,26 +191,15 @@ def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torc
 
 
 def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv:
-    """The task ``cfg.id`` in torch."""
-    if cfg.id not in IN_TORCH:
+    """CartPole in torch."""
+    if cfg.id != "CartPole-v1":
         raise EnvError(
-            f"{cfg.id} is not written in torch, only {', '.join(IN_TORCH)} are; fix: env.vectorization='auto', or a "
-            "TorchGroupEnv of yours, given as a class in Python"
+            f"{cfg.id} is not written in torch, only CartPole-v1 is; fix: env.vectorization='auto', or a TorchGroupEnv of "
+            "yours, given as a class in Python"
         )
     if cfg.kwargs:
         raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
-    module, _, name = IN_TORCH[cfg.id].partition(":")
-    return _from_maker(getattr(import_module(module), name), cfg, num_envs, device)
-
-
-def _from_envpool(cfg: EnvCfg, num_envs: int, block_size: int | None, device: torch.device | str) -> VectorEnv:
-    envpool = import_module("groupwise.contrib.envpool")
-    source = envpool.EnvPoolSource(cfg.id, cfg.kwargs, cfg.max_episode_steps)
-    if block_size is None:
-        made: VectorEnv = envpool.EnvPoolVectorEnv(source, num_envs, device=device)
-    else:
-        made = envpool.EnvPoolGroupEnv(source, num_envs, block_size=block_size, device=device)
-    return made
+    return _from_maker(TorchCartPole, cfg, num_envs, device)
 
 
 def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.device | str) -> VectorEnv:

@@ -20,7 +20,7 @@ from groupwise.config.base import Cfg
 from groupwise.config.budget import BUDGETS
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg
-from groupwise.errors import ConfigError, DivergedError, require_extra
+from groupwise.errors import ConfigError, DivergedError
 from groupwise.evolution.member import Round
 from groupwise.evolution.population import Member, Population
 from groupwise.evolution.report import write_report
@@ -165,10 +165,9 @@ class Evolution:
         output = self.population.path / "members.log"
         if self.launch.launcher == "processes":
             return Processes(min(self.launch.workers or num_cpus(), self.cfg.population), self.given, output)
-        require_extra("ray", "ray")
-        from groupwise.evolution.ray_workers import RayWorkers
+        from groupwise.integrations.ray import RayMembers
 
-        return RayWorkers(self.launch, self.given, output)
+        return RayMembers(self.launch, self.given, output)
 
     def _play(self, workers: Workers, number: int) -> None:
         """One round; then who plays the next one is decided and saved."""

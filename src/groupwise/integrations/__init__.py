@@ -1,1 +1,1 @@
-"""Runs under other libraries: searches of Optuna and Ray Tune, workers of Ray Train."""
+"""Runs under other libraries: workers and servers on Ray."""

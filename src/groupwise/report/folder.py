@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from groupwise import plugins
 from groupwise.config.base import explain
 from groupwise.errors import RunFolderError
-from groupwise.report.lock import acquire, is_held
+from groupwise.report.lock import held, is_held
 from groupwise.report.provenance import FORMAT, provenance
 from groupwise.system import files
 
@@ -133,13 +133,11 @@ class RunFolder:
         if rank != 0:
             yield
             return
-        with _writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = acquire(self.path / LOCK)
-        try:
+        with ExitStack() as lock:
+            with _writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(held(self.path / LOCK))
             yield
-        finally:
-            lock.release()
 
     @staticmethod
     def check_free(path: Path) -> None:

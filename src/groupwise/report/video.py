@@ -94,7 +94,7 @@ def make_rendering(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     from groupwise.envs.make import makes_rows
     from groupwise.envs.names import import_package
 
-    if cfg.vectorization == "envpool" or makes_rows(env):
+    if makes_rows(env):
         raise NoPictureError(f"no video: {cfg.id} is a batched environment, which does not render")
     if env is None:
         import_package(cfg.id)

@@ -1,1 +1,1 @@
-"""Inference servers: one protocol, adapters over HTTP, and a launcher. Imports no torch."""
+"""Inference servers: the protocol, vLLM over HTTP, and a launcher. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What training asks of an inference server, whichever it is: five verbs."""
+"""What training asks of an inference server: five verbs."""
 
 import math
 from abc import ABC, abstractmethod
@@ -72,8 +72,6 @@ class Server(ABC):
 
     needs: str
     """The server and its first release that answers as expected."""
-    reads_files = True
-    """Whether new weights must be in a folder."""
 
     def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
         self._client, self._adapters = client, adapters

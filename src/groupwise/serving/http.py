@@ -16,6 +16,8 @@ from groupwise.errors import ServerError
 
 log = logging.getLogger(__name__)
 
+HEALTH = "/health"
+"""Where a server says at once that it lives, also when it is busy."""
 MAX_ANSWER = 2**30
 """Most bytes of an answer."""
 SECONDS_TO_CONNECT = 10.0
@@ -70,8 +72,6 @@ class HttpClient:
     ) -> None:
         self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
         self._locate = locate
-        self.health = "/health"
-        """Where the server says at once that it lives, also when it is busy."""
         self._warned = -_QUIET
         self._running: dict[HTTPConnection, socket] = {}
         self._closed = threading.Event()
@@ -98,9 +98,9 @@ class HttpClient:
                 connection.shutdown(SHUT_RDWR)
 
     def is_healthy(self) -> bool:
-        """Whether the server answers at ``health``, asked once."""
+        """Whether the server answers at ``/health``, asked once."""
         try:
-            self._try("GET", self.health, None)
+            self._try("GET", HEALTH, None)
         except (NoAnswerError, RefusedError):
             return False
         return True
@@ -196,9 +196,7 @@ class HttpClient:
                     raise NoAnswerError("it gives no answer, and is not healthy")
 
     def _probe(self, url: str) -> "HttpClient":
-        probe = HttpClient(url, timeout=_HEALTH_INTERVAL, retries=0)
-        probe.health = self.health
-        return probe
+        return HttpClient(url, timeout=_HEALTH_INTERVAL, retries=0)
 
     def _read(self, path: str, status: int, kind: str, text: bytes) -> Any:
         if status >= 300:

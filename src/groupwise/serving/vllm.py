@@ -11,7 +11,6 @@ from groupwise.errors import ServerError
 from groupwise.serving.base import GroupRequest, LostWeightsError, Reply, Server, of_each_token
 from groupwise.serving.http import RefusedError
 
-SERVER_INFO = "/server_info?config_format=json"
 ADAPTER = "groupwise"
 """Name under which adapters are served."""
 FLAGS = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out")
@@ -26,7 +25,10 @@ class VLLMServer(Server):
 
     def inspect(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
-        config = self._client.get(SERVER_INFO)["vllm_config"]
+        try:
+            config = self._client.get("/server_info?config_format=json")["vllm_config"]
+        except RefusedError:
+            raise ServerError(f"{self.url} has no /server_info; {FIX}") from None
         model = config["model_config"]
         for name, needed in {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}.items():
             if model.get(name) != needed:

@@ -9,15 +9,12 @@ from typing import Any
 from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError, require_extra
-from groupwise.serving.base import Server
-from groupwise.serving.find import find_server
-from groupwise.serving.http import HttpClient, RestartedError
+from groupwise.errors import ConfigError
+from groupwise.serving.http import HEALTH, HttpClient, RestartedError
 from groupwise.serving.launch import LocalServer, command, last_lines
 from groupwise.serving.placed import PlacedServer, folder_of_run, give_command, in_folder
 from groupwise.serving.vllm import VLLMServer
 from groupwise.text.asynchronous import AsyncCollector
-from groupwise.text.nccl import NCCLServer
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedCollector, ServedGenerator
 
@@ -43,9 +40,7 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
         kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
         folder, own, clients = _find(cfg, how, policy, engine, stack)
         kinds = {"adapters": policy.has_adapters, "in_flight_updates": how.in_flight_updates}
-        servers = [find_server(client, **kinds) for client in clients]
-        if how.transfer == "nccl":
-            servers = [_sending(server, client, policy) for server, client in zip(servers, clients, strict=True)]
+        servers = [VLLMServer(client, **kinds) for client in clients]
         generator = ServedGenerator(servers, policy, folder, engine)
         collector = kind(generator, own, cleanup, *parts, **options)
         cleanup.enter_context(stack.pop_all())  # an error before ends the server at once
@@ -76,26 +71,11 @@ def _find(
     return folder, own, [HttpClient(own.url, **limits, last_lines=partial(last_lines, own.log))]
 
 
-def _sending(server: Server, client: HttpClient, policy: CausalLM) -> NCCLServer:
-    """The server that gets weights by NCCL."""
-    wrong = None
-    if not isinstance(server, VLLMServer):
-        wrong = f"to vLLM, got {server.url} ({server.needs})"
-    elif policy.has_adapters:
-        wrong = "of whole models, got adapters"
-    elif policy.device.type != "cuda":
-        wrong = f"from a GPU, got device={policy.device.type!r}"
-    if wrong is not None:
-        raise ConfigError(f"generation.transfer='nccl' sends weights {wrong}; fix: transfer='folder'")
-    require_extra("nccl", "nccl")
-    return NCCLServer(client, policy)
-
-
 def _client_of(server: PlacedServer, limits: dict[str, Any]) -> HttpClient:
     url = server.wait(2 * limits["timeout"])
     client = HttpClient(url, **limits, last_lines=partial(last_lines, server.log), locate=server.url)
     with suppress(RestartedError):  # the address was that of an earlier start
-        client.get(client.health)
+        client.get(HEALTH)
     return client
 
 

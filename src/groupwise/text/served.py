@@ -62,8 +62,8 @@ class ServedGenerator:
         self.engine.sum_int(0)  # the others wait
 
     def save(self, iteration: int) -> None:
-        """Write the policy's weights, if a server reads them."""
-        if self.engine.rank == 0 and any(server.reads_files for server in self.servers):
+        """Write the policy's weights for the servers to read."""
+        if self.engine.rank == 0:
             with _without_bars():
                 self.policy.save_model(self.folder / self._version(iteration))
 

@@ -152,7 +152,6 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         cfg.env,
         grouped=algorithm_type.grouped,
         env=given.env,
-        block_size=_block_size(cfg),
         on_error="raise" if not isinstance(grpo, GRPOCfg) or grpo.collection.on_env_error == "raise" else "report",
         reward_parts=cfg.algorithm.reward_parts,
         device=device,
@@ -187,23 +186,21 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
 
 
 def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the algorithm and of the collector that speed up a run; empty for its reference path.
-
-    Parameters become one vector, actions are computed in NumPy, and updates and rollouts are compiled where that pays.
-    """
-    stops = cfg.algorithm.on_nonfinite == "stop"  # else actions are replaced on their way to the environment
-    if cfg.speed == "off":
-        return {}, {} if stops else {"actor": lambda policy: acting_on_finite(policy.act)}
-    of_algorithm: dict[str, Any] = {"optimizer": flat_adam}
-    of_collector: dict[str, Any] = {"actor": numpy_actor}
-    if not stops:
-        of_collector = {"actor": lambda policy: acting_on_finite(numpy_actor(policy))}
+    """Arguments of the algorithm and the collector that speed up a run: flat parameters, acting in NumPy, what pays to compile."""
+    fast, stops = cfg.speed == "auto", cfg.algorithm.on_nonfinite == "stop"
+    act: MakeActor = numpy_actor if fast else lambda policy: policy.act
+    actor = act if stops else lambda policy: acting_on_finite(act(policy))
+    of_algorithm: dict[str, Any] = {}
+    of_collector: dict[str, Any] = {"actor": actor}
+    if not fast:
+        return of_algorithm, of_collector
+    of_algorithm["optimizer"] = flat_adam
     steps, rows = cfg.expected_steps(world_size), cfg.env.num_envs * world_size
     elements = rows * cfg.algorithm.num_steps
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
     if steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
         of_algorithm["gradient"] = compile.compiled_gradient
-    if stops and steps // rows >= rollouts.WORTH_STEPS:
+    if stops and steps // rows >= rollouts.WORTH_STEPS:  # else actions are replaced on their way to the environment
         of_collector["stepper"] = rollouts.compiled_stepper
     return of_algorithm, of_collector
 
@@ -261,14 +258,6 @@ def _with_max_length(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
     longest = horizon or env.max_episode_steps
     longest = None if longest is None else longest * num_units
     return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
-
-
-def _block_size(cfg: RunCfg) -> int:
-    """Rows that start together: whole groups, unless rows are left over or episodes are retried."""
-    if not isinstance(cfg.algorithm, GRPOCfg) or cfg.algorithm.collection.on_env_error == "retry":
-        return 1
-    members = cfg.algorithm.group_size + cfg.algorithm.credit.baseline.greedy_members
-    return members if cfg.env.num_envs % members == 0 else 1
 
 
 def _build_collector(

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Mapping
 from queue import Full, Queue
 from threading import Thread
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict
 
-from groupwise.config.base import flat
-from groupwise.config.trackers import MLflowCfg, TensorBoardCfg, TrackedRun, TrackioCfg, WandBCfg
+from groupwise.config.trackers import TensorBoardCfg, TrackedRun, TrackioCfg, WandBCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.report.folder import RunFolder
 from groupwise.system.terminal import printable
@@ -27,11 +25,6 @@ _MAX_WAITING = 10_000
 _SECONDS_TO_OPEN = 20.0
 _SECONDS_TO_CLOSE = 30.0
 _SECONDS_AFTER_INTERRUPT = 5.0
-_MLFLOW_TAG = "groupwise_run_id"
-_MLFLOW_PARAMS = 100
-"""Parameters that MLflow takes at a time."""
-_MLFLOW_PARAM_LENGTH = 500
-"""Characters of a parameter that every version of MLflow takes."""
 
 
 @runtime_checkable
@@ -208,50 +201,3 @@ class Trackio(_RunTracker):
             resume="allow",
             embed=False,
         )
-
-
-class MLflow:
-    """Sends to an MLflow server, or writes to its database or folder.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-
-    def __init__(self, cfg: MLflowCfg, run: TrackedRun) -> None:
-        self.cfg = cfg
-        self.run = run
-        self._client: Any = None
-        self._run_id = ""
-
-    def open(self, step: int) -> None:
-        """Create the run with its settings as parameters, or find it by its id, which is a tag."""
-        require_extra("mlflow", "mlflow")
-        import mlflow
-
-        self._client = client = mlflow.MlflowClient(self.cfg.tracking_uri)
-        name = self.cfg.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "groupwise")
-        known = client.get_experiment_by_name(name)
-        experiment = client.create_experiment(name) if known is None else known.experiment_id
-        found = client.search_runs([experiment], f"tags.{_MLFLOW_TAG} = '{self.run.run_id}'")
-        if found:
-            self._run_id = found[0].info.run_id
-            client.update_run(self._run_id, "RUNNING")
-            return
-        tags = {**self.cfg.tags, _MLFLOW_TAG: self.run.run_id}
-        made = client.create_run(experiment, tags=tags, run_name=self.cfg.run_name or self.run.folder.name)
-        self._run_id = made.info.run_id
-        settings = flat(self.run.settings).items()
-        params = [mlflow.entities.Param(name, str(value)[:_MLFLOW_PARAM_LENGTH]) for name, value in settings]
-        for begin in range(0, len(params), _MLFLOW_PARAMS):
-            client.log_batch(self._run_id, params=params[begin : begin + _MLFLOW_PARAMS])
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send every number."""
-        from mlflow.entities import Metric
-
-        now = int(1000 * time.time())
-        self._client.log_batch(self._run_id, [Metric(name, value, now, step) for name, value in metrics.items()])
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._client.set_terminated(self._run_id)

@@ -87,7 +87,7 @@ def test_someone_else_in_the_training_environment_is_found_out():
                 self.training_env.reset()
             return True
 
-    with pytest.raises(gw.EnvError, match="something else reset or stepped it during learn"):
+    with pytest.raises(gw.errors.EnvError, match="something else reset or stepped it during learn"):
         corridor().learn(100, Meddler())
 
 

@@ -154,7 +154,7 @@ def test_dictionaries_of_observations(make):
 def test_starts_of_their_own_for_an_environment_that_cannot_share_them():
     env = make_vec_env(lambda: SimpleMultiObsEnv(), n_envs=2)
     model = GRPO("MultiInputPolicy", env, **SMALL)
-    with pytest.raises(gw.GroupStartError, match="shared_starts='off'"):
+    with pytest.raises(gw.errors.GroupStartError, match="shared_starts='off'"):
         model.learn(10)
     model = GRPO("MultiInputPolicy", env, shared_starts="off", **SMALL | {"group_size": 2})
     model.learn(300)
@@ -181,13 +181,13 @@ def test_sub_processes_train_like_one_process():
 def test_sub_processes_without_the_wrapper_are_refused():
     env = make_vec_env("CartPole-v1", n_envs=1, vec_env_cls=SubprocVecEnv)
     model = GRPO("MlpPolicy", env, **SMALL)
-    with pytest.raises(gw.EnvError, match="wrapper_class=SharedStart"):
+    with pytest.raises(gw.errors.EnvError, match="wrapper_class=SharedStart"):
         model.learn(10)
     env.close()
 
 
 def test_learning_without_an_environment_is_refused():
-    with pytest.raises(gw.EnvError, match=r"fix: model\.set_env"):
+    with pytest.raises(gw.errors.EnvError, match=r"fix: model\.set_env"):
         GRPO("MlpPolicy", None, _init_setup_model=False).learn(10)
 
 

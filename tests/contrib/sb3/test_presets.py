@@ -135,20 +135,20 @@ def test_a_clip_range_is_that_of_the_objective():
 )
 def test_what_cannot_be_is_named(arguments: dict, said: str):
     env = arguments.pop("env", lambda: "CartPole-v1")()
-    with pytest.raises(gw.ConfigError) as found:
+    with pytest.raises(gw.errors.ConfigError) as found:
         GRPO("MlpPolicy", env, **arguments)
     assert said in str(found.value)
 
 
 def test_a_preset_cannot_be_chosen_on_loading(tmp_path):
     corridor().save(tmp_path / "model")
-    with pytest.raises(gw.ConfigError, match="a preset is chosen when the model is made"):
+    with pytest.raises(gw.errors.ConfigError, match="a preset is chosen when the model is made"):
         GRPO.load(tmp_path / "model", preset="auto")
 
 
 @pytest.mark.parametrize("env", [lambda: "Blackjack-v1", lambda: make_vec_env("Blackjack-v1", n_envs=2)])
 def test_tuple_observations_name_the_wrapper_that_flattens_them(env):
-    with pytest.raises(gw.UnsupportedSpaceError, match=r"fix: gymnasium\.wrappers\.FlattenObservation\(env\)"):
+    with pytest.raises(gw.errors.UnsupportedSpaceError, match=r"fix: gymnasium\.wrappers\.FlattenObservation\(env\)"):
         GRPO("MlpPolicy", env())
     model = GRPO("MlpPolicy", FlattenObservation(gymnasium.make("Blackjack-v1")), n_steps=32).learn(64)
     assert model.num_timesteps >= 64

@@ -19,7 +19,7 @@ CARTPOLE = "CartPole-v1"
 
 
 def refused(**arguments) -> str:
-    with pytest.raises(gw.ConfigError) as found:
+    with pytest.raises(gw.errors.ConfigError) as found:
         GRPO("MlpPolicy", CARTPOLE, **arguments)
     return str(found.value)
 
@@ -78,7 +78,7 @@ def test_what_sb3_has_and_this_has_not_says_what_stands_for_it(tmp_path, argumen
         lambda: GRPO("MlpPolicy", CARTPOLE, **{argument: value}),
         lambda: GRPO.load(tmp_path / "model", **{argument: value}),
     ):
-        with pytest.raises(gw.ConfigError, match=f"GRPO takes no {argument}: .*{counterpart}"):
+        with pytest.raises(gw.errors.ConfigError, match=f"GRPO takes no {argument}: .*{counterpart}"):
             build()
 
 
@@ -97,11 +97,11 @@ def test_load_refuses_what_is_no_argument(tmp_path):
     path = tmp_path / "model.zip"
     GRPO("MlpPolicy", CARTPOLE).save(path)
     for source in (path, tmp_path / "model", io.BytesIO(path.read_bytes())):
-        with pytest.raises(gw.UnknownNameError, match="unknown argument of GRPO 'gamm': did you mean 'gamma'"):
+        with pytest.raises(gw.errors.UnknownNameError, match="unknown argument of GRPO 'gamm': did you mean 'gamma'"):
             GRPO.load(source, gamm=0.9)
-    with pytest.raises(gw.ConfigError, match=r"GRPO takes no kl_beta: .* fix: kl_coef="):
+    with pytest.raises(gw.errors.ConfigError, match=r"GRPO takes no kl_beta: .* fix: kl_coef="):
         GRPO.load(path, kl_beta=1e-3)
-    with pytest.raises(gw.UnknownNameError, match="unknown argument of GRPO 'others'"):
+    with pytest.raises(gw.errors.UnknownNameError, match="unknown argument of GRPO 'others'"):
         GRPO.load(path, others={})
     assert GRPO.load(io.BytesIO(path.read_bytes()), gamma=0.9).gamma == 0.9
 
@@ -132,7 +132,7 @@ def test_choices_that_read_what_no_rollout_here_holds_are_refused_at_once(tmp_pa
     settings = objective_preset(arguments[part]).settings[part]
     GRPO("MlpPolicy", CARTPOLE, **{part: settings | {name: fix[1]}})
     GRPO("MlpPolicy", CARTPOLE).save(tmp_path / "model")
-    with pytest.raises(gw.ConfigError, match="GRPO cannot take"):
+    with pytest.raises(gw.errors.ConfigError, match="GRPO cannot take"):
         GRPO.load(tmp_path / "model", **arguments)
 
 
@@ -152,6 +152,6 @@ def test_a_file_of_another_algorithm_is_refused(tmp_path, kind, policy):
     kind("MlpPolicy", gymnasium.make(CARTPOLE), device="cpu").save(path)
     for source in (path, io.BytesIO(path.read_bytes())):
         with pytest.raises(
-            gw.ConfigError, match=rf"{policy} is not a policy without a critic.*load a file with the class"
+            gw.errors.ConfigError, match=rf"{policy} is not a policy without a critic.*load a file with the class"
         ):
             GRPO.load(source, env=gymnasium.make(CARTPOLE))

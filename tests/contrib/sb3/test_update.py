@@ -70,7 +70,7 @@ def test_the_reference_is_renewed_in_its_interval():
 
 
 def test_without_kl_there_is_no_reference():
-    with pytest.raises(gw.ConfigError, match="kl_coef is 0"):
+    with pytest.raises(gw.errors.ConfigError, match="kl_coef is 0"):
         corridor().reference_policy  # noqa: B018
 
 
@@ -101,7 +101,7 @@ def test_presets_train(preset):
 def test_a_constant_divisor_is_given_in_the_objective():
     cfg = gw.ObjectiveCfg(aggregation={"name": "constant", "max_length": 6})
     corridor(credit="dr_grpo", objective=cfg).learn(40)
-    with pytest.raises(gw.ConfigError, match=r"max_length, which is None; fix"):
+    with pytest.raises(gw.errors.ConfigError, match=r"max_length, which is None; fix"):
         corridor(objective="dr_grpo")
 
 
@@ -123,7 +123,7 @@ def test_impossible_settings_are_refused(kwargs, message):
 def test_an_unknown_way_to_share_starts_is_refused(wrong):
     model = corridor(_init_setup_model=False)
     model.shared_starts = wrong  # the constructor's argument is checked by the tests' type checker, which users lack
-    with pytest.raises(gw.ConfigError, match=r"shared_starts is .*expected 'verify', 'trust' or 'off'"):
+    with pytest.raises(gw.errors.ConfigError, match=r"shared_starts is .*expected 'verify', 'trust' or 'off'"):
         model._setup_model()
 
 

@@ -1,4 +1,4 @@
-"""Runs whose processes are workers of Ray Train, and one of which is killed."""
+"""Runs whose processes are workers of Ray Train, and populations whose members are tasks of Ray. Processes and nodes are killed."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_populations import PPO, SMALL
+from small_populations import PPO, SMALL, check_same
 
 import groupwise as gw
 
@@ -70,7 +70,7 @@ def learned(run):
 
 
 def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_path):
-    from groupwise.integrations.ray_train import Workers, resume_on_ray, train_on_ray
+    from groupwise.integrations.ray import Workers, resume_on_ray, train_on_ray
 
     whole = train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "whole", **OPTIONS)
     assert len(whole.metrics()) > 25
@@ -80,39 +80,101 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_pa
     killer.join()
     print(f"from the kill to two further iterations: {killer.seconds:.1f} s")
     assert learned(killed) == learned(whole)  # each iteration once
-    with pytest.raises(gw.RunFolderError, match="whole"):
+    with pytest.raises(gw.errors.RunFolderError, match="whole"):
         train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "whole", **OPTIONS)
-    with pytest.raises(gw.ConfigError, match=r"3 workers .* the Ray cluster has 2 cores and 0 GPUs"):
+    with pytest.raises(gw.errors.ConfigError, match=r"3 workers .* the Ray cluster has 2 cores and 0 GPUs"):
         train_on_ray("CartPole-v1", GRPO, workers=Workers(3), run_dir=tmp_path / "many", **OPTIONS)
     again = resume_on_ray(whole.path)
     assert learned(again) == learned(whole)
 
 
 def test_an_error_of_the_run_is_raised_at_once(cluster, tmp_path):
-    from groupwise.integrations.ray_train import train_on_ray
+    from groupwise.integrations.ray import train_on_ray
 
-    with pytest.raises(gw.ConfigError, match="NoSuchEnv-v0"):
+    with pytest.raises(gw.errors.ConfigError, match="NoSuchEnv-v0"):
         train_on_ray("NoSuchEnv-v0", GRPO, run_dir=tmp_path / "run", **OPTIONS)
 
 
 def test_a_worker_has_as_many_processes_for_environments_as_cores(cluster, tmp_path):
-    from groupwise.integrations.ray_train import Workers, train_on_ray
+    from groupwise.integrations.ray import Workers, train_on_ray
 
     def make(**options):
         from groupwise.system.cpus import num_cpus
 
-        raise gw.EnvError(f"environments have {num_cpus()} cores")
+        raise gw.errors.EnvError(f"environments have {num_cpus()} cores")
 
-    with pytest.raises(gw.EnvError, match="environments have 1 cores"):  # of at least two here
+    with pytest.raises(gw.errors.EnvError, match="environments have 1 cores"):  # of at least two here
         train_on_ray(make, GRPO, workers=Workers(1, cpus=1), run_dir=tmp_path / "run", **OPTIONS)
 
 
 def test_a_cluster_that_was_started_here_ends_with_the_run(ray, tmp_path):
-    from groupwise.integrations.ray_train import Workers, train_on_ray
+    from groupwise.integrations.ray import Workers, train_on_ray
 
-    with pytest.raises(gw.ConfigError, match=r"1 workers with cpus = 1000"):
+    with pytest.raises(gw.errors.ConfigError, match=r"1 workers with cpus = 1000"):
         train_on_ray("CartPole-v1", GRPO, workers=Workers(1, cpus=1000), run_dir=tmp_path / "run", **OPTIONS)
     assert not ray.is_initialized()
-    with pytest.raises(gw.ConfigError, match="no node of the Ray cluster has as many"):
+    with pytest.raises(gw.errors.ConfigError, match="no node of the Ray cluster has as many"):
         gw.evolve("CartPole-v1", PPO, run_dir=tmp_path / "search", launcher="ray", cpus=1000.0, **SMALL)
     assert not ray.is_initialized()
+
+
+@pytest.fixture
+def nodes(ray):
+    """A cluster with room for one member on each of two nodes, and the second node."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster, second
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def holding(folder):
+    """Makes CartPole that waits at its fifth step while there is the file ``hold``, and names its process."""
+
+    def make(**options):
+        import os
+        import time
+
+        import gymnasium
+        import ray
+
+        class Holding(gymnasium.Wrapper):
+            count = 0
+
+            def step(self, action):
+                self.count += 1
+                while self.count >= 5 and (folder / "hold").exists():
+                    (folder / f"{ray.get_runtime_context().get_node_id()}-{os.getpid()}").touch()
+                    time.sleep(0.02)
+                return self.env.step(action)
+
+        return Holding(gymnasium.make("CartPole-v1", **options))
+
+    return make
+
+
+def test_with_a_node_lost_in_mid_round_the_search_ends_as_on_this_machine(ray, nodes, tmp_path, caplog):
+    cluster, second = nodes
+    with pytest.raises(gw.errors.ConfigError, match=r"gpus = 0\.5: no node of the Ray cluster has as many"):
+        gw.evolve("CartPole-v1", PPO, run_dir=tmp_path / "gpu", launcher="ray", gpus=0.5, **SMALL)
+    (tmp_path / "seen").mkdir()
+    env, hold = holding(tmp_path / "seen"), tmp_path / "seen/hold"
+    whole = gw.evolve(env, PPO, run_dir=tmp_path / "whole", on_mutation=lambda *_: None, **SMALL)
+
+    def lose_a_node():
+        while len({path.name.partition("-")[0] for path in hold.parent.glob("*-*")}) < 2:
+            time.sleep(0.02)
+        cluster.remove_node(second, allow_graceful=False)
+        hold.unlink()
+
+    thread = threading.Thread(target=lose_a_node, daemon=True)
+    thread.start()
+    hook = lambda *_: hold.touch()  # noqa: E731 (round 1 is about to begin)
+    gw.evolve(env, PPO, run_dir=tmp_path / "ray", launcher="ray", on_mutation=hook, **SMALL)
+    thread.join()
+    assert "NodeDiedError" in caplog.text
+    assert ray.is_initialized()
+    check_same(tmp_path / "ray", whole.path)

@@ -103,7 +103,7 @@ def weights(run):
 
 
 def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, model, generation, tmp_path):
-    from groupwise.integrations.ray_train import Workers, resume_on_ray, train_on_ray
+    from groupwise.integrations.ray import Workers, resume_on_ray, train_on_ray
 
     task = copying()
     here = train(task, model, tmp_path / "here", GRPO, generation=generation, **SETTINGS)
@@ -124,7 +124,7 @@ def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, mo
 
 
 def test_two_workers_share_a_server_and_follow_it_when_its_task_is_lost(cluster, model, generation, tmp_path):
-    from groupwise.integrations.ray_train import Workers, train_on_ray
+    from groupwise.integrations.ray import Workers, train_on_ray
 
     killer = KillServer(tmp_path / "run", model, with_task=True)
     killer.start()
@@ -138,13 +138,12 @@ def test_two_workers_share_a_server_and_follow_it_when_its_task_is_lost(cluster,
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_error(cluster, model, generation, tmp_path):
-    from groupwise.integrations.ray_servers import Servers
-    from groupwise.integrations.ray_train import Workers, train_on_ray
+    from groupwise.integrations.ray import Servers, Workers, train_on_ray
 
     options = {"model": str(model), "workers": Workers(1), "run_dir": tmp_path / "run", **SETTINGS}
     broken = generation | {"args": ["--seconds-per-token", "fast"]}
     with pytest.raises(
-        gw.ServerError, match=r"exit code 1; its errors:\nValueError: could not convert string to float"
+        gw.errors.ServerError, match=r"exit code 1; its errors:\nValueError: could not convert string to float"
     ):
         train_on_ray(copying(), GRPO, generation=broken, **options)
     for changed, message in [
@@ -152,12 +151,12 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_error(cluster, model, 
         ({"generation": generation, "servers": Servers(3)}, "1 workers with .* and 3 servers with .* has 3 cores"),
         ({"servers": Servers(1)}, r"1 servers, and the run starts none; fix: .* generation\.python"),
     ]:
-        with pytest.raises(gw.ConfigError, match=message):
+        with pytest.raises(gw.errors.ConfigError, match=message):
             train_on_ray(copying(), GRPO, **changed, **options)
 
 
 def test_an_error_of_one_worker_ends_all_of_them(cluster, model, tmp_path):
-    from groupwise.integrations.ray_train import Workers, train_on_ray
+    from groupwise.integrations.ray import Workers, train_on_ray
 
     def reward(completions, trainer_state, **columns):
         if os.environ["RANK"] == "1" and trainer_state.global_step == 2:
@@ -165,5 +164,5 @@ def test_an_error_of_one_worker_ends_all_of_them(cluster, model, tmp_path):
         return [0.0 if text else 1.0 for text in completions]
 
     options = {"model": str(model), "workers": Workers(2), **SETTINGS, "total_steps": 1000}
-    with pytest.raises(gw.RewardError, match="no score"):
+    with pytest.raises(gw.errors.RewardError, match="no score"):
         train_on_ray(copying(reward), GRPO, run_dir=tmp_path / "run", **options)

@@ -1,0 +1,348 @@
+"""Runs and populations on a Ray cluster: workers of Ray Train, inference servers, members. Needs the extra ``ray``."""
+
+import logging
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch.distributed as dist
+
+from groupwise import plugins
+from groupwise.config.evolution import LaunchCfg
+from groupwise.config.generation import ServerGenerationCfg
+from groupwise.config.run import CommonCfg, TextRunCfg
+from groupwise.engines.distributed import backend_of
+from groupwise.errors import ConfigError, GroupwiseError, require_extra
+from groupwise.evolution import workers as members
+from groupwise.evolution.member import Round
+from groupwise.report.folder import RunFolder
+from groupwise.run import Run, resume, train_from_config
+from groupwise.serving import placed
+from groupwise.serving.launch import LocalServer
+from groupwise.serving.placed import PlacedServer
+from groupwise.settings import read_settings
+from groupwise.system import files
+from groupwise.system.cpus import NUM_CPUS
+from groupwise.training.components import UserObjects
+from groupwise.training.reopening import reopen
+
+require_extra("ray", "ray")
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+log = logging.getLogger(__name__)
+
+_SECONDS_TO_PLACE, _SECONDS_TO_END, _SECONDS_TO_AGREE, _POLL = 30.0, 10.0, 5.0, 0.5
+
+
+class Workers(NamedTuple):
+    """Processes of a run on a Ray cluster, in one placement group."""
+
+    number: int = 2
+    cpus: float = 1.0
+    """Cores that Ray keeps for each."""
+    gpus: int = 0
+    """GPUs that Ray keeps for each."""
+    max_failures: int = 3
+    """How often they are started again."""
+
+
+class Servers(NamedTuple):
+    """Inference servers of a run on a Ray cluster, in a placement group of their own."""
+
+    number: int = 1
+    cpus: float = 1.0
+    """Cores that Ray keeps for each."""
+    gpus: int = 0
+    """GPUs of one node that Ray keeps for each."""
+
+
+WORKERS = Workers()
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Connects this process to the cluster of ``RAY_ADDRESS`` or of this machine, else to a new one on this machine.
+
+    A process that is connected already stays so; a connection that is made here ends.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def train_on_ray(
+    env: Any, algorithm: Any = None, *, workers: Workers = WORKERS, servers: Servers | None = None, **fields: Any
+) -> Run:
+    """Train in several processes, as under ``torchrun``, each a worker of the Ray cluster.
+
+    If a worker or a node is lost, all workers are started again and continue from the run's latest checkpoint. A server
+    that is lost is started again, and the run waits for it.
+
+    Args:
+        env, algorithm, fields: as of ``gw.train``. ``run_dir`` is on a disk that all nodes share.
+        servers: those of ``generation.python``, which Ray places. None: ``Servers()`` where it is set.
+
+    Raises:
+        ConfigError: a setting is impossible, or the cluster has no room.
+        RunFolderError: ``run_dir`` is taken.
+        ray.train.TrainingFailedError: workers were lost too often.
+    """
+    in_env = {name: fields.pop(name, None) for name in ("num_envs", "max_episode_steps")}
+    policy, preset = fields.pop("policy", None), fields.pop("preset", None)
+    cfg, given = read_settings(env, algorithm, policy, preset, in_env, fields)
+    return train_from_config_on_ray(cfg, given, workers, servers)
+
+
+def train_from_config_on_ray(
+    cfg: CommonCfg, given: UserObjects | None = None, workers: Workers = WORKERS, servers: Servers | None = None
+) -> Run:
+    """Train with the settings of ``cfg``; see ``train_on_ray``."""
+    if cfg.run_dir is None:
+        raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir, on a shared disk")
+    path = Path(cfg.run_dir).absolute()
+    RunFolder.check_free(path)
+    return _fit(path, cfg.model_copy(update={"run_dir": path}), given or UserObjects(), workers, servers)
+
+
+def resume_on_ray(path: Path | str, workers: Workers = WORKERS, servers: Servers | None = None, **given: Any) -> Run:
+    """Continue a run from its latest checkpoint in workers of the Ray cluster.
+
+    Args:
+        given: the Python objects that the run was trained with.
+    """
+    folder, objects, cfg = reopen(path, given, to_train=True)
+    return _fit(folder.path.absolute(), cfg, objects, workers, servers)
+
+
+def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers, servers: Servers | None) -> Run:
+    if workers.gpus and cfg.device == "cpu":
+        raise ConfigError(f"gpus = {workers.gpus} and device = 'cpu': they would be idle; fix: device='cuda'")
+    settings = cfg.generation if isinstance(cfg, TextRunCfg) else None
+    how = settings if isinstance(settings, ServerGenerationCfg) and settings.python is not None else None
+    if how is None and servers is not None:
+        raise ConfigError(
+            f"{servers.number} servers, and the run starts none; fix: leave them out, or generation.python=..."
+        )
+    servers = servers or Servers()
+    backend = backend_of("cuda" if workers.gpus else "cpu", cpu_offload=isinstance(cfg, TextRunCfg) and cfg.cpu_offload)
+    job = {"folder": os.getcwd(), "path": path, "payload": plugins.pickled((cfg, given)), "plugins": plugins.loaded()}
+    job["cpus"] = str(math.ceil(workers.cpus))
+    with ExitStack() as stack:
+        stack.enter_context(connected())
+        _check_room([workers] if how is None else [workers, servers])
+        job["servers"] = None if how is None else stack.enter_context(_serving(servers, how))
+        job["errors"] = ray.remote(_Errors).options(num_cpus=0).remote()
+        reports = stack.enter_context(tempfile.TemporaryDirectory())  # of Ray; the run's own are in its folder
+        result = TorchTrainer(
+            _work,
+            train_loop_config=job,
+            torch_config=TorchConfig(backend=backend, timeout_s=int(cfg.ddp_timeout)),
+            scaling_config=ScalingConfig(
+                num_workers=workers.number, use_gpu=workers.gpus > 0, resources_per_worker=_resources(workers)
+            ),
+            run_config=RunConfig(
+                storage_path=reports,
+                failure_config=FailureConfig(max_failures=workers.max_failures),
+                logging_config=LoggingConfig(log_level="ERROR"),
+            ),
+        ).fit()
+    if result.return_value is not None:
+        raise cloudpickle.loads(result.return_value)
+    return Run.load(path, **given.as_arguments())
+
+
+def _resources(wanted: Workers | Servers) -> dict[str, float]:
+    return {"CPU": wanted.cpus} | ({"GPU": wanted.gpus} if wanted.gpus else {})
+
+
+def _check_room(wanted: Sequence[Workers | Servers]) -> None:
+    """Refuse processes that the cluster has no room for; Ray would wait without a word."""
+    cpus, gpus = (ray.cluster_resources().get(kind, 0) for kind in ("CPU", "GPU"))
+    if cpus < sum(some.number * some.cpus for some in wanted) or gpus < sum(some.number * some.gpus for some in wanted):
+        asked = " and ".join(
+            f"{some.number} {type(some).__name__.lower()} with cpus = {some.cpus:g}, gpus = {some.gpus}"
+            for some in wanted
+        )
+        raise ConfigError(f"{asked}: the Ray cluster has {cpus:g} cores and {gpus:g} GPUs; fix: ask for less")
+
+
+class _Errors:
+    """An actor with the errors of the run, by worker."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, bytes] = {}
+
+    def add(self, worker: str, error: bytes) -> None:
+        self.errors[worker] = error
+
+    def all(self) -> list[bytes]:
+        return list(self.errors.values())
+
+
+def _work(job: dict[str, Any]) -> bytes | None:
+    """Train in a worker, or continue; an error of the run, which would come again in a new worker."""
+    if errors := ray.get(job["errors"].all.remote()):  # of the workers before
+        return bytes(errors[0])
+    try:
+        os.chdir(job["folder"])  # for relative paths of data, models and plugins
+        os.environ[NUM_CPUS] = job["cpus"]  # so many processes has the run for environments
+        if job["servers"] is not None:
+            os.environ[placed.FOLDER] = str(job["servers"])
+        plugins.load([*map(Path, job["plugins"])])
+        cfg, given = cloudpickle.loads(job["payload"])
+        begun = [RunFolder(job["path"]).config.exists()]
+        dist.broadcast_object_list(begun)  # rank 0 may have made the folder before others look
+        if begun[0]:
+            resume(job["path"], **given.as_arguments())
+        else:
+            train_from_config(cfg, given)
+    except GroupwiseError as error:
+        ended = bytes(cloudpickle.dumps(error))
+        ray.get(job["errors"].add.remote(os.environ["RANK"], ended))
+        until = time.monotonic() + _SECONDS_TO_AGREE
+        while len(ray.get(job["errors"].all.remote())) < int(os.environ["WORLD_SIZE"]):
+            if time.monotonic() > until:  # they meet the same error one after another, or not at all
+                raise  # the others wait for this one: all are started again, and end
+            time.sleep(0.1)
+        return ended
+    return None
+
+
+@contextmanager
+def _serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
+    """Keeps servers on the cluster, and starts those again that end; the folder in which the run meets them."""
+    if how.weights_dir is None:
+        raise ConfigError(
+            "servers on Ray read weights from a disk that all nodes share, got generation.weights_dir=None; fix: a folder there"
+        )
+    how.weights_dir.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="servers-", dir=how.weights_dir.absolute()))
+    group = placement_group([_resources(servers)] * servers.number)
+    try:
+        if not group.wait(_SECONDS_TO_PLACE):
+            raise ConfigError(
+                f"no nodes of the Ray cluster have cpus = {servers.cpus:g} and gpus = {servers.gpus} for each of "
+                f"{servers.number} servers; fix: ask for less"
+            )
+        with closing(_Keeper(placed.create(folder, servers.number), group, servers, how.timeout)):
+            yield folder
+    finally:
+        remove_placement_group(group)
+        files.remove(folder)
+
+
+class _Keeper:
+    """A thread that begins the task of each server, again where it ends."""
+
+    def __init__(self, places: list[PlacedServer], group: Any, servers: Servers, timeout: float) -> None:
+        self._places, self._group, self._servers, self._timeout = places, group, servers, timeout
+        self._tasks = {self._begin(number): number for number in range(len(places))}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the servers."""
+        self._ended.set()
+        self._thread.join()
+        for task in self._tasks:
+            ray.cancel(task, force=True)
+        if self._tasks:
+            ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=_SECONDS_TO_END)
+
+    def _begin(self, number: int) -> Any:
+        bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        serve = ray.remote(_serve).options(
+            num_cpus=self._servers.cpus, num_gpus=self._servers.gpus, max_retries=0, scheduling_strategy=bundle
+        )
+        return serve.remote(self._places[number], self._timeout, os.getcwd())
+
+    def _keep(self) -> None:
+        while not self._ended.wait(_POLL) and self._tasks:
+            for task in ray.wait(list(self._tasks), timeout=_POLL)[0]:
+                number, was_ready = self._tasks.pop(task), True
+                try:
+                    was_ready = ray.get(task)
+                except RayTaskError as error:  # it cannot start
+                    log.error("a server of the run failed: %s", error)
+                    was_ready = False
+                except RayError:  # it was lost with its node
+                    pass
+                if was_ready:
+                    log.warning("server %d of the run ended; it is started again", number)
+                    self._tasks[self._begin(number)] = number
+
+
+def _serve(server: PlacedServer, timeout: float, folder: str) -> bool:
+    """Run a server until it ends; whether it was ready."""
+    os.chdir(folder)  # for relative paths
+    here, ready = ray.get_runtime_context().get_node_id(), False
+    address = next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
+    try:
+        with closing(LocalServer(server.command(), server.log, timeout, host=address)) as running:
+            running.wait()
+            server.is_at(running.url)
+            ready = True
+            running.join()
+    except Exception as error:
+        if not ready:
+            server.cannot_start(str(error) if isinstance(error, GroupwiseError) else repr(error))
+    return ready
+
+
+class RayMembers(members.Workers[Any]):
+    """Ray starts a task for each member, where the cluster has room for it."""
+
+    def __init__(self, cfg: LaunchCfg, given: UserObjects, output: Path) -> None:
+        super().__init__(cfg.workers, given, output.absolute())
+        with ExitStack() as stack:
+            stack.enter_context(connected())
+            rooms = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            if not any(room.get("CPU", 0) >= cfg.cpus and room.get("GPU", 0) >= cfg.gpus for room in rooms):
+                raise ConfigError(
+                    f"cpus = {cfg.cpus:g}, gpus = {cfg.gpus:g}: no node of the Ray cluster has as many; fix: ask for less"
+                )  # else Ray would wait without a word
+            self._connection = stack.pop_all()
+        self._play = ray.remote(_play).options(num_cpus=cfg.cpus, num_gpus=cfg.gpus, max_retries=0)
+        self._stored = ray.put(self._payload)
+
+    def close(self) -> None:
+        """End all tasks, and the connection if it was made here."""
+        for task in self._busy:
+            ray.cancel(task, force=True)
+        self._connection.close()
+
+    def _begin(self, task: Round) -> Any:
+        task = replace(task, folder=task.folder.absolute())
+        return self._play.remote(task, self._stored, tuple(plugins.loaded()), str(self.output))
+
+    def _answers(self) -> Iterator[tuple[Any, members.Answer]]:
+        for task in ray.wait(list(self._busy))[0]:
+            try:
+                yield task, ray.get(task)
+            except RayError as error:
+                yield task, members.Answer(None, f"{type(error).__name__}: {error}")
+
+
+def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str) -> members.Answer:
+    with open(output, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+        return members.answered(task, payload, plugin_files)

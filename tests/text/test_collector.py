@@ -8,19 +8,16 @@ from tiny_tokenizers import character_tokenizer
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
-from groupwise.config.run import TextRunCfg
-from groupwise.config.text import RewardCfg, TextTaskCfg
+from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
 from groupwise.functional.shaping import overlong_penalty
 from groupwise.functional.texts import pass_at_k, repeated_ngrams
 from groupwise.text.collector import TextCollector
-from groupwise.text.data import Example
+from groupwise.text.data import Example, PromptEncoder
+from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
-from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rewards import RewardSet, make_reward
-from groupwise.text.rollout import TextBuffer
-from groupwise.text.sampling import Completion
-from groupwise.text.transcripts import Dialogue
+from groupwise.text.tools import Dialogue, TextBuffer
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")

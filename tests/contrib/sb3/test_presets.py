@@ -11,7 +11,7 @@ from stable_baselines3.common.utils import LinearSchedule
 
 import groupwise as gw
 from groupwise.config import resolve
-from groupwise.config.presets import env_preset
+from groupwise.config.load import env_preset
 from groupwise.contrib.sb3 import GRPO, presets
 from groupwise.contrib.sb3.policy import NormalizedExtractor
 

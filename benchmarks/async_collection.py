@@ -20,8 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 import groupwise as gw
-from groupwise.serving.http import HttpClient
-from groupwise.serving.launch import free_port
+from groupwise.serving import HttpClient, free_port
 
 HERE = Path(__file__).parent
 SUPPORT = HERE.parent / "tests" / "support"

@@ -51,7 +51,7 @@ def worker(task: str, side: str, steps: int) -> float:
         settings = {"num_steps": 256, "num_epochs": 10, "minibatch_size": 64, "learning_rate": 3e-4, "ent_coef": 0.0}
         return rate("HalfCheetah-v5", "ppo", settings, 8, steps, compiled=True)
     if task.startswith("torch"):
-        from groupwise.envs.torch_control import TorchCartPole
+        from groupwise.envs.torch_env import TorchCartPole
 
         settings = {"num_steps": 64, "num_epochs": 1, "minibatch_size": 8192, "learning_rate": 4e-3}
         algorithm = task.removeprefix("torch_")
@@ -82,8 +82,8 @@ def truncate() -> dict[str, str]:
 def how(compiled: bool, in_torch: bool) -> dict[str, Any]:
     """The settings that compile, or do not."""
     if not is_before():
-        from groupwise.speed import compile as compiling
-        from groupwise.speed import rollouts
+        from groupwise.speed import control as compiling
+        from groupwise.speed import control as rollouts
 
         compiling.WORTH_STEPS = rollouts.WORTH_STEPS = 0 if compiled else 10**18  # compile at once, or never
         return {}

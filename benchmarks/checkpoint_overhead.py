@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import groupwise as gw
-from groupwise.training.saving import SaveCheckpoints
+from groupwise.training.callbacks import SaveCheckpoints
 
 RESULT = Path(__file__).parent / "results" / "checkpoint_overhead.json"
 RUNS = {

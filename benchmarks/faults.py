@@ -28,8 +28,7 @@ import torch
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.serving.http import HttpClient
-from groupwise.serving.launch import free_port
+from groupwise.serving import HttpClient, free_port
 from groupwise.training.checkpoint import load_checkpoint
 
 HERE = Path(__file__)

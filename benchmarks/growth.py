@@ -207,7 +207,7 @@ def _clock(seconds: float, profile: bool) -> Any:
     """A callback that starts at the end of the first iteration, and stops the training when it is over."""
     import cProfile
 
-    from groupwise.training.base import Callback
+    from groupwise.training.trainer import Callback
 
     class Clock(Callback):
         iterations = steps = 0

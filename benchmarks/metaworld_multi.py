@@ -22,8 +22,7 @@ import gymnasium
 
 import groupwise as gw
 from groupwise.embodied.demos import record_demos
-from groupwise.embodied.metaworld import MetaWorldEnv, instruction_bytes
-from groupwise.embodied.metaworld_tasks import INSTRUCTIONS
+from groupwise.embodied.metaworld import INSTRUCTIONS, MetaWorldEnv, instruction_bytes
 from groupwise.training.evaluation import EvaluationResult, evaluate_policy
 
 RESULT = Path(__file__).parent / "results" / "metaworld_multi.json"

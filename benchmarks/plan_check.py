@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config import resolve_text
-from groupwise.engines.distributed import DistributedEngine, from_environment
+from groupwise.engines import DistributedEngine, from_environment
 from groupwise.planning import plan_run, sizes_of
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.rollout import TextRow, text_rollout
 from groupwise.text.sharding import ShardedEngine
+from groupwise.text.tools import TextRow, text_rollout
 
 RESULT = Path(__file__).parent / "results" / "plan_check.json"
 SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
@@ -75,7 +75,7 @@ def worker(folder: str, name: str, out: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     policy = CausalLM(model, cfg.sampling, eos_ids=())
-    from groupwise.speed.decoding_step import FastDecoder
+    from groupwise.speed.decoding import FastDecoder
 
     policy.decoder = FastDecoder()
     algorithm = GRPO(cfg.algorithm, policy, engine)

@@ -16,7 +16,7 @@ from typing import Any
 import robot_images
 import torch
 
-from groupwise.embodied.vision_language import NewModel
+from groupwise.embodied.vla import NewModel
 
 RESULT = Path(__file__).parent / "results" / "robot_images_autocast.json"
 SIDES = ("ranks", "ranks, autocast")

@@ -30,7 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import groupwise as gw
 from groupwise.embodied.demos import record_demos
-from groupwise.report.scores import wilson_95
+from groupwise.report.folder import wilson_95
 
 RESULT = Path(__file__).parent / "results" / "robot_learning.json"
 EPISODES = 100

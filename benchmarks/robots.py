@@ -23,7 +23,7 @@ import gymnasium
 import mujoco
 
 from groupwise.embodied.metaworld import MetaWorldEnv
-from groupwise.envs.names import import_package
+from groupwise.envs.make import import_package
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for
 
 RESULT = Path(__file__).parent / "results" / "robots.json"

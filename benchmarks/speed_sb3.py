@@ -30,8 +30,8 @@ def train_ours(steps: int, how: Any) -> tuple[float, float]:
     import torch
 
     import groupwise as gw
-    from groupwise.speed import compile as compiling
-    from groupwise.speed import rollouts
+    from groupwise.speed import control as compiling
+    from groupwise.speed import control as rollouts
 
     compiling.WORTH_STEPS = rollouts.WORTH_STEPS = 0 if how == "compiled" else 10**18  # compile at once, or never
     times: list[float] = []

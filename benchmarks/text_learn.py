@@ -22,7 +22,7 @@ import torch
 
 import groupwise as gw
 from groupwise.cli.seeds import parse_seeds
-from groupwise.system.cpus import num_cpus
+from groupwise.system import num_cpus
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "text_learn.json"

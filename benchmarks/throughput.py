@@ -59,7 +59,7 @@ def train_ours(name: str, seed: int) -> tuple[float, float]:
     import torch
 
     import groupwise as gw
-    from groupwise.envs.torch_control import TorchCartPole
+    from groupwise.envs.torch_env import TorchCartPole
 
     torch.set_num_threads(1)
 
@@ -72,8 +72,8 @@ def train_ours(name: str, seed: int) -> tuple[float, float]:
         def on_iteration_end(self, trainer: Any, rollout: Any, metrics: Any) -> None:
             self.seen.append((time.perf_counter(), trainer.env_steps))
 
-    from groupwise.speed import compile as compiling
-    from groupwise.speed import rollouts
+    from groupwise.speed import control as compiling
+    from groupwise.speed import control as rollouts
 
     clock = Clock()
     linear = {"name": "linear"}

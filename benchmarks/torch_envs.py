@@ -48,7 +48,7 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
     import torch
 
     import groupwise as gw
-    from groupwise.envs.torch_control import TorchCartPole
+    from groupwise.envs.torch_env import TorchCartPole
 
     torch.set_num_threads(threads)
     shared = {"num_steps": STEPS[num_envs], "minibatch_size": minibatch_size(num_envs)}
@@ -111,7 +111,7 @@ def train_peer(peer: str, num_envs: int, device: str, threads: int) -> dict[str,
     """Rate of another library's PPO at PPO's settings above, and what was reached."""
     import torch
 
-    from groupwise.envs.torch_control import TorchCartPole
+    from groupwise.envs.torch_env import TorchCartPole
 
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import groupwise as gw
-from groupwise.report.scores import half_width_95
+from groupwise.report.folder import half_width_95
 
 RESULT = Path(__file__).parent / "results" / "view_overhead.json"
 AROUND = 6.0

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
-from groupwise.config import presets, resolve, resolve_text
+from groupwise.config import load as presets
+from groupwise.config import resolve, resolve_text
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
-from groupwise.config.base import Cfg
-from groupwise.config.choices import Choice
+from groupwise.config.base import Cfg, Choice
 from groupwise.config.evolution import EvolutionCfg
 from groupwise.config.run import RunCfg, TextRunCfg
 

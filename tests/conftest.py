@@ -11,10 +11,9 @@ from forked import preload, without_pictures
 from hypothesis import HealthCheck, settings
 from shapes import check_first_calls
 
-from groupwise.config.choices import Choice
+from groupwise.config.base import Choice
 from groupwise.report.curve import plot_curve
-from groupwise.report.replay import film_group
-from groupwise.report.video import film
+from groupwise.report.video import film, film_group
 
 torch.set_num_threads(1)
 os.environ["SDL_VIDEODRIVER"] = "dummy"  # of processes, too
@@ -79,9 +78,9 @@ def preloaded():
 
 @pytest.fixture
 def pictures(monkeypatch):
-    monkeypatch.setattr("groupwise.training.env_evaluator.film", film)
-    monkeypatch.setattr("groupwise.training.env_evaluator.film_group", film_group)
-    monkeypatch.setattr("groupwise.training.running.plot_curve", plot_curve)
+    monkeypatch.setattr("groupwise.training.build.film", film)
+    monkeypatch.setattr("groupwise.training.build.film_group", film_group)
+    monkeypatch.setattr("groupwise.run.plot_curve", plot_curve)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from success_envs import TorchTouch, Touch, TouchEither
 
 from groupwise import check
 from groupwise.check import Finding, Training, check_env
-from groupwise.config.env import EnvCfg
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.config.run import EnvCfg
+from groupwise.envs.torch_env import TorchCartPole
 from groupwise.errors import EnvError, UnknownNameError
 
 

@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from groupwise.errors import UnknownNameError, nearest
-from groupwise.serving.http import RefusedError
+from groupwise.serving import RefusedError
 
 
 @pytest.mark.parametrize(("count", "end"), [(60, "w58, w59"), (200, "w181, w182, ...")])

@@ -23,11 +23,10 @@ from tiny_tokenizers import character_tokenizer
 import groupwise as gw
 from groupwise.cli.options import parse_options
 from groupwise.config import resolve, to_json
-from groupwise.config.text import RewardCfg, TextTaskCfg
+from groupwise.config.run import RewardCfg, TextTaskCfg
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.text.data import Example
-from groupwise.text.prompts import PromptEncoder
+from groupwise.text.data import Example, PromptEncoder
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.tools import Calculator
 from groupwise.training.checkpoint import load_checkpoint

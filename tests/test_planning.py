@@ -23,7 +23,7 @@ from groupwise.planning import GPUS, USABLE, Weight, fixes, plan_run, sizes_of, 
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.tools import TextRow, text_rollout
 
 BODY, HEAD, NORMS, ALL = 2 * 7680, 1280, 160, 18_080
 HERE = Path(__file__).parent

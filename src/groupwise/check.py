@@ -17,18 +17,14 @@ import numpy as np
 import torch
 
 from groupwise.config import resolve
-from groupwise.config.env import EnvCfg, StartMode
 from groupwise.config.policy import PolicyCfg
-from groupwise.data.action_masks import allowed_action
-from groupwise.data.nested_actions import flat_action
-from groupwise.data.spaces import obs_spec, space_kind, subspaces
+from groupwise.config.run import EnvCfg, StartMode
+from groupwise.data.spaces import allowed_action, flat_action, obs_spec, space_kind, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
-from groupwise.envs.make import make_env, makes_rows
-from groupwise.envs.names import check_id
-from groupwise.envs.obs_keys import kept_space
-from groupwise.envs.single import make_one, step_limit
+from groupwise.envs.gymnasium import kept_space
+from groupwise.envs.make import check_id, make_env, make_one, makes_rows, step_limit
 from groupwise.errors import EnvError, GroupwiseError
-from groupwise.policies.distributions import make_head
+from groupwise.policies.heads import make_head
 
 START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
 VECTORIZATIONS = ("entry_point", "sync", "async")

@@ -13,14 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from groupwise.config.algorithm import AdamCfg, GRPOCfg
-from groupwise.config.generation import ServerGenerationCfg
 from groupwise.config.load import ADAPTER_CONFIG
 from groupwise.config.policy import LoRACfg, ModelCfg
-from groupwise.config.run import TextRunCfg
+from groupwise.config.run import ServerGenerationCfg, TextRunCfg
 from groupwise.errors import ConfigError
 from groupwise.functional.vocabulary import CHUNK_ELEMENTS
-from groupwise.text.layers import decoder_layers
 from groupwise.text.load import find_model, with_adapters
+from groupwise.text.policy import decoder_layers
 
 GPUS = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9, "l40s": 48e9, "rtx4090": 24e9}
 """Bytes by the name that ``groupwise plan --gpu`` takes."""

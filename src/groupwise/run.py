@@ -1,42 +1,371 @@
 """Train, evaluate, resume and sample: what a user calls."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from groupwise import config, plugins
+from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.config.budget import BUDGETS, Budget
-from groupwise.config.env import EnvCfg
+from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.base import GIVEN, explain
 from groupwise.config.policy import AnyPolicyCfg
-from groupwise.config.run import CommonCfg, EvaluationCfg, RunCfg, TextEvaluationCfg, TextRunCfg
-from groupwise.engines.base import Engine
-from groupwise.engines.distributed import from_environment
+from groupwise.config.run import (
+    BUDGETS,
+    Budget,
+    CommonCfg,
+    EnvCfg,
+    EvaluationCfg,
+    RunCfg,
+    TextEvaluationCfg,
+    TextRunCfg,
+)
+from groupwise.engines import Engine, from_environment
 from groupwise.envs.base import VectorEnv
-from groupwise.errors import ConfigError
+from groupwise.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    GroupwiseError,
+    RunFolderError,
+    ServerError,
+)
 from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
-from groupwise.report.folder import RunFolder
+from groupwise.report.curve import plot_curve
+from groupwise.report.folder import SCORES, RunFolder, scores_of
 from groupwise.seeding import derive_seed
-from groupwise.settings import read_settings
-from groupwise.text.task import TextTask
-from groupwise.training import running
-from groupwise.training.base import Callback, check_callbacks
-from groupwise.training.build import build_components
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, saved_counts
-from groupwise.training.components import Components, UserObjects, pick_device
-from groupwise.training.env_evaluator import EnvEvaluator, record
-from groupwise.training.reopening import read_cfg, reopen
+from groupwise.system import show
+from groupwise.text.task import TextTask, text_cfg
+from groupwise.training.build import EnvEvaluator, build_components, record
+from groupwise.training.callbacks import Evaluate, MetricsLog, build_callbacks
+from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_counts
+from groupwise.training.components import Components, UserObjects, pick_device, threads
+from groupwise.training.trainer import ALARM, PAUSED, STOP, Callback, Trainer, alarm, check_callbacks, handling
+
+# From what train takes to settings and Python objects.
+
+
+def read_settings(
+    env: Any, algorithm: Any, policy: Any, preset: str | None, env_settings: dict[str, Any], settings: dict[str, Any]
+) -> tuple[CommonCfg, UserObjects]:
+    """All settings, and the Python objects, of what ``train`` takes."""
+    given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
+    policy_fields = None if isinstance(policy, Policy) else policy
+    settings = settings | {"policy": policy_fields}
+    env_settings = {key: value for key, value in env_settings.items() if value is not None}
+    if isinstance(env, CommonCfg):
+        more = settings | env_settings | {"algorithm": algorithm, "preset": preset}
+        if extra := [key for key, value in more.items() if value is not None]:
+            kind = type(env).__name__
+            raise ConfigError(f"a {kind} has all settings, got {', '.join(extra)} too; fix: set them in the {kind}")
+        return env, given
+    if isinstance(env, TextTask):
+        cfg: CommonCfg = text_cfg(env.cfg, algorithm, preset, policy, settings | env_settings)
+        return cfg, UserObjects(**env.given, policy=given.policy)
+    if not isinstance(policy_fields, AnyPolicyCfg | str | Mapping | None):
+        raise ConfigError(
+            f"policy = {policy_fields!r:.80}: expected a Policy, a gw.PolicyCfg or its fields, as "
+            "{'normalize_obs': True}, or a name, as 'vla'; fix: make networks of your own a groupwise.policies.base.Policy"
+        )
+    env_id, env_fields = _describe_env(env)
+    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
+    return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
+
+
+def _describe_env(env: Any) -> tuple[str, dict[str, Any]]:
+    """Id for the config, and the settings that follow from the environment."""
+    import gymnasium
+
+    if isinstance(env, str):
+        return env, {}
+    if isinstance(env, EnvCfg):
+        return env.id, env.model_dump(exclude_unset=True)
+    return GIVEN, {"num_envs": env.num_envs} if isinstance(env, gymnasium.vector.VectorEnv | VectorEnv) else {}
+
+
+# A run from its first or next iteration to its end, with its run folder.
+
+log = logging.getLogger(__name__)
+
+SMALL_TENSOR = 2**17
+"""Elements; networks without larger matrices run fastest on one thread."""
+SECONDS_TO_FINISH = 20
+"""Time that an iteration has after a signal. A cluster often kills 30 s after it."""
+MAX_ERROR = 300
+"""Characters of an error in the summary."""
+
+
+def run(
+    parts: Components, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool
+) -> dict[str, Any]:
+    """Train to the end; the summary. The caller closes the parts."""
+    with threads_for(parts.policy), closing(engine), ExitStack() as stack:
+        evaluator = parts.evaluator() if engine.rank == 0 else None
+        if evaluator is not None:
+            stack.enter_context(closing_after(evaluator.close))
+        trainer = Trainer(
+            parts.algorithm,
+            parts.collector,
+            parts.buffer,
+            num_steps=parts.cfg.algorithm.num_steps,
+            total_steps=parts.cfg.total_steps,
+            total_iterations=parts.cfg.total_iterations,
+            total_epochs=parts.cfg.total_epochs if isinstance(parts.cfg, TextRunCfg) else None,
+            seed=parts.cfg.seed,
+            callbacks=build_callbacks(parts, folder, users, evaluator, engine.rank),
+            engine=engine,
+            run_dir=folder.path,
+        )
+        if resume:
+            _load(trainer, parts, folder, engine)
+        begun = trainer.iteration
+        summary = _train_and_report(trainer, parts, folder, engine)
+        if resume and trainer.iteration == begun and engine.rank == 0 and trainer.stop_reason != PAUSED:
+            _print(f"nothing was left to train ({summary['stopped']}); fix: a larger {parts.cfg.budget.name}")
+        if engine.rank == 0 and trainer.stop_reason != PAUSED:
+            with files.warning_if_unwritable(folder.video):
+                parts.render(folder.video, derive_seed(parts.cfg.seed, "evaluation"))
+            with files.warning_if_unwritable(folder.frames):
+                parts.render_groups(folder)
+    return summary
+
+
+def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> None:
+    """Load the latest checkpoint, and cut the logs back to it. A run without a checkpoint begins again."""
+    where = "; no checkpoint was saved, so training begins again"
+    if has_checkpoint(folder.latest):
+        checkpoint = load_checkpoint(folder.latest, parts.identity, parts.policy)
+        load_policy(parts.policy, checkpoint.policy, folder.latest)
+        engine.load_learner(parts.algorithm.learner, parts.policy)
+        if "algorithm" in checkpoint.state:
+            load_state(trainer, checkpoint.state, folder.latest)
+        else:  # a fork of the best one
+            _begin_with_weights(trainer, parts, checkpoint.state)
+        where = ""
+    else:
+        interval, budget = parts.cfg.checkpoint_interval, parts.cfg.budget
+        folder.check_never_saved(*(("env_steps", interval) if interval else (budget.metric, budget.tenth)))
+    if engine.rank == 0:
+        folder.remove_leftovers()
+        folder.truncate_metrics(trainer.iteration)
+        budget, saved = trainer.budget, folder.read_config()
+        if saved.get(budget.name) != budget.total:
+            folder.rewrite_config(parts.cfg.model_dump(mode="json"))
+        _print(f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}")
+
+
+def _begin_with_weights(trainer: Trainer, parts: Components, state: dict[str, Any]) -> None:
+    """Begin where the best evaluation was, also in the data, with a new optimiser."""
+    trainer.go_on_from(state)
+    trainer.collector.position = state.get("position", 0)
+    for callback in trainer.callbacks:
+        if isinstance(callback, Evaluate):
+            callback.best_score = state.get(SCORES[parts.metric])
+
+
+def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
+    """Train; write summary and curve, also after an error."""
+    cfg, stopped, failure = parts.cfg, "failed", {}
+    try:
+        with finishing_on_signal(trainer):
+            trainer.train()
+        stopped = trainer.stop_reason or trainer.budget.name
+    except (KeyboardInterrupt, Exception) as error:
+        if _is_interruption(error, trainer):
+            stopped = "interrupted"
+            besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
+            raise KeyboardInterrupt(f"interrupted{besides}; {_how_to_continue(folder, parts.given)}") from error
+        error.add_note(_failure(error, trainer, parts, folder))
+        failure = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR]}
+        raise
+    finally:
+        summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
+        summary |= failure
+        if engine.rank == 0:
+            try:
+                _report(summary, trainer, parts, folder)
+            except GroupwiseError as error:
+                if stopped not in ("failed", "interrupted"):
+                    raise
+                log.warning("no summary: %s", error)  # it must not take the place of what ended training
+    return summary
+
+
+def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder: RunFolder) -> None:
+    """Complete the summary; write it, and the curve."""
+    metrics = folder.read_metrics()
+    summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+    summary["disk_mib"] = round(files.size(folder.path) / files.MIB, 1)
+    unsaved = {
+        "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
+        "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),
+    }
+    summary |= {name: count for name, count in unsaved.items() if count}
+    with files.warning_if_unwritable(folder.summary):
+        folder.write_summary(summary)
+    if trainer.stop_reason == PAUSED:
+        return  # it goes on, and may do so many times
+    with files.warning_if_unwritable(folder.curve):
+        title = f"{summary[parts.kind]}, {summary['algorithm']}, seed {summary['seed']}"
+        plot_curve(metrics, folder.curve, title, *parts.axes)
+
+
+@contextmanager
+def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
+    """Let the first signal of ``STOP`` end training after the running iteration, and the second at once.
+
+    A rollout that can be collected again is left at the first. The second may be an alarm after ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for what saves.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not trainer.interrupted:
+            trainer.interrupt()
+            alarm(SECONDS_TO_FINISH, handle)
+            if trainer.doing == "collecting" and trainer.collector.repeatable and trainer.engine.world_size == 1:
+                raise KeyboardInterrupt
+            with suppress(Exception):  # the terminal may be gone, or in the middle of another line
+                log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")
+        elif number in ALARM and (trainer.doing == "updating" or trainer.ending):
+            alarm(1, handle)
+        else:
+            raise KeyboardInterrupt
+
+    with handling(handle, *STOP, *ALARM):
+        try:
+            yield
+        finally:
+            alarm(0, handle)
+
+
+@contextmanager
+def closing_after(close: Callable[[], None]) -> Iterator[None]:
+    """Close in the end. After an error, that error is raised, also if closing fails."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            close()
+        raise
+    close()
+
+
+def _is_interruption(error: BaseException, trainer: Trainer) -> bool:
+    """Whether an interrupt ended training: itself, or an error it caused in environments, whose processes it reaches, too."""
+    of_rollout = trainer.doing == "collecting" and not isinstance(error, DataError | DivergedError)
+    return isinstance(error, KeyboardInterrupt) or (trainer.interrupted and of_rollout)
+
+
+def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: RunFolder) -> str:
+    """The note on an error that ended training: where it was, what is saved, how to continue."""
+    collecting = trainer.doing == "collecting"
+    where = f"in iteration {trainer.iteration + 1}" if collecting else f"after iteration {trainer.iteration}"
+    algorithm = parts.cfg.algorithm
+    lines = [
+        f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})",
+        _how_to_continue(folder, parts.given),
+    ]
+    groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
+    # gloo raises a RuntimeError that begins with the place in its sources
+    lost_rank = isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
+    if lost_rank:
+        lines.append(
+            f"another process has ended, or gave no answer in ddp_timeout={parts.cfg.ddp_timeout:g} s: its own error says why; "
+            "without one, look at the network between the machines"
+        )
+    elif (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError):
+        lines.append(
+            f"a resumed run takes the same steps and meets the same error: first change its cause, or {folder.config}"
+        )
+    if collecting and groups and isinstance(parts.cfg, RunCfg) and not (lost_rank or isinstance(error, DataError)):
+        lines.append("if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'")
+    return "; ".join(lines)
+
+
+def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
+    """What is saved, and the command that continues from there."""
+    try:
+        steps = saved_counts(folder.latest)["steps"]
+        saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
+    except CheckpointError as error:  # it must not take the place of what ended training
+        saved = str(error)
+    return f"{saved}; continue with: {plugins.resume_command(folder.path, given.names(), plugins.loaded())}"
+
+
+def threads_for(policy: Policy) -> AbstractContextManager[None]:
+    """One thread for small networks on the CPU, where more only add overhead."""
+    small = all(p.dim() <= 2 and p.numel() <= SMALL_TENSOR for p in policy.parameters())
+    return threads(1 if small else torch.get_num_threads())
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory in MiB: resident, of this process without its workers (on Linux), and of torch's tensors on a GPU."""
+    found = {}
+    status = Path("/proc/self/status")  # ru_maxrss would count the parent process, too
+    if status.is_file() and (resident := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
+        found["peak_memory_mib"] = round(int(resident[1]) / 1024, 1)
+    if device.type == "cuda":
+        found["peak_gpu_memory_mib"] = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    return found
+
+
+def _print(line: str) -> None:
+    show(line, to="stderr")
+
+
+# What a run folder says of its run: settings, and which Python objects it needs.
+
+
+def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
+    """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing.
+
+    Args:
+        to_train: False: what only training or scoring texts needs may be missing, also the GPU.
+    """
+    folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
+    cfg = read_cfg(folder)
+    optional = set() if to_train else {"data", "eval_data", "reward", "tool"}
+    if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - set(objects.names())):
+        raise ConfigError(
+            f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
+            f"gw.resume({str(path)!r}, {missing[0]}=...) or gw.Run.load"
+        )
+    if not to_train and cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        cfg = cfg.model_copy(update={"device": "cpu"})
+    return folder, objects, cfg
+
+
+def read_cfg(folder: RunFolder) -> CommonCfg:
+    """Settings of a run in a folder; a ``RunFolderError`` if they are wrong, or of another version."""
+    with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
+        folder.check_format()
+        tree = folder.read_config()
+        try:
+            return (TextRunCfg if "task" in tree else RunCfg).model_validate(tree)
+        except ValidationError as error:
+            reasons = "; ".join(map(explain, error.errors()))
+            raise RunFolderError(
+                f"{folder.config} does not fit: {reasons}; fix: correct it, or register the algorithm first"
+            ) from error
+
 
 if TYPE_CHECKING:
     import gymnasium
     from matplotlib.figure import Figure
 
-    from groupwise.report.notebook import Frame
-    from groupwise.text.evaluation import TextEvaluation
+    from groupwise.report.page import Frame
+    from groupwise.text.collector import TextEvaluation
     from groupwise.training.evaluation import EvaluationResult
 
     EnvFactory = Callable[..., gymnasium.Env] | Callable[..., VectorEnv] | VectorEnv | gymnasium.vector.VectorEnv
@@ -73,13 +402,13 @@ class Run:
 
     def plot(self) -> "Figure":
         """The learning curve; a notebook shows it."""
-        from groupwise.report.notebook import plot
+        from groupwise.report.page import plot
 
         return plot(RunFolder(self.path))
 
     def explore(self) -> "Frame":
         """The page of the run with the explorer of its groups; a notebook shows it."""
-        from groupwise.report.notebook import explore
+        from groupwise.report.page import explore
 
         return explore(RunFolder(self.path))
 
@@ -89,13 +418,13 @@ class Run:
         Args:
             out: None: ``report.html`` in the run folder.
         """
-        from groupwise.report.page.page import write_page
+        from groupwise.report.page import write_page
 
         return write_page(self.path, None if out is None else Path(out))
 
     def _repr_html_(self) -> str:
         """What a notebook shows of the run: whether it learned, its curve, and what to look at."""
-        from groupwise.report.notebook import to_html
+        from groupwise.report.page import to_html
 
         return to_html(RunFolder(self.path))
 
@@ -118,7 +447,7 @@ class Run:
             algorithm = load_algorithm(cfg, objects.policy, folder, checkpoint)
             return cls(folder.path, cfg, algorithm, folder.read_summary(), objects)
         parts = _rebuild(cfg, objects, folder, Engine())
-        with running.closing_after(parts.close):
+        with closing_after(parts.close):
             where = folder.checkpoints / checkpoint
             load_policy(parts.policy, load_checkpoint(where, parts.identity, parts.policy).policy, where)
         return cls(folder.path, parts.cfg, parts.algorithm, folder.read_summary(), objects)
@@ -179,10 +508,10 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
     parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
-    with running.closing_after(parts.close):
+    with closing_after(parts.close):
         folder = _new_folder(parts, cfg.run_dir, engine)
         with folder.locked(engine.rank):
-            summary = running.run(parts, folder, callbacks, engine, resume=False)
+            summary = run(parts, folder, callbacks, engine, resume=False)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, given)
 
 
@@ -223,8 +552,8 @@ def resume(
     engine = _engine(cfg)
     with folder.locked(engine.rank):
         parts = _rebuild(cfg, objects, folder, engine)
-        with running.closing_after(parts.close):
-            summary = running.run(parts, folder, callbacks, engine, resume=True)
+        with closing_after(parts.close):
+            summary = run(parts, folder, callbacks, engine, resume=True)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
 
 
@@ -295,7 +624,7 @@ def evaluate(
         )
     cfg = run.cfg.model_copy(update={"evaluation": EvaluationCfg(episodes=episodes or 100, deterministic=greedy)})
     evaluator = EnvEvaluator(cfg, run.given, run.policy, seed=seed)
-    with running.threads_for(run.policy), closing(evaluator):
+    with threads_for(run.policy), closing(evaluator):
         if video:  # first: it may fail
             record(run.cfg, run.given, run.policy, RunFolder(run.path).video, seed)
         return evaluator()
@@ -330,8 +659,8 @@ def sample(
     cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
+    from groupwise.text.collector import is_single, read_prompts, write_texts
     from groupwise.text.policy import CausalLM
-    from groupwise.text.samples import is_single, read_prompts, write_texts
 
     prompts = read_prompts(prompt)
     run = run if isinstance(run, Run) else Run.load(run, checkpoint=checkpoint, **given)
@@ -352,7 +681,7 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
 
 
 def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: dict[str, Any], seed: int) -> "TextEvaluation":
-    from groupwise.text.evaluation import TextEvaluator
+    from groupwise.text.collector import TextEvaluator
 
     cfg = cfg.model_copy(update={"evaluation": TextEvaluationCfg(**dict(cfg.evaluation) | changed)})
     task = TextTask.from_cfg(cfg.task, run.given)

@@ -12,7 +12,7 @@ from groupwise.algorithms.losses import LossInputs, cispo, sapo
 from groupwise.cli.options import parse_options
 from groupwise.config import load_config, resolve, to_json
 from groupwise.config.algorithm import OptimizerCfg, ScheduleCfg
-from groupwise.config.choices import register_choice
+from groupwise.config.base import register_choice
 from groupwise.config.credit import BaselineCfg, CreditCfg
 from groupwise.config.objective import AggregationCfg, ClipCfg, CorrectionCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.errors import ConfigError

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 import groupwise as gw
 from groupwise.algorithms import advantages as credit_rules
 from groupwise.algorithms.advantages import CreditInput, advantages
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import DataError
 
 CREDIT = {"group_key": "group", "returns": "return_to_go", "scale": "none"}

@@ -12,7 +12,7 @@ from small_updates import SGD, build
 from small_updates import make_rollout as small_rollout
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.speed.flat import FlatAdam, flat_adam
+from groupwise.speed.control import FlatAdam, flat_adam
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried ...")

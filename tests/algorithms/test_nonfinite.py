@@ -7,7 +7,7 @@ import torch
 from small_updates import build, make_rollout, parameters
 
 from groupwise.errors import DivergedError
-from groupwise.speed.flat import FlatAdam, flat_adam
+from groupwise.speed.control import FlatAdam, flat_adam
 
 ADAM = {"optimizer": "adam", "learning_rate": 1e-2, "num_epochs": 3}
 SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 1e-2, "num_epochs": 3}

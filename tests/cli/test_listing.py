@@ -1,7 +1,7 @@
 import pytest
 
 from groupwise import cli
-from groupwise.config import presets
+from groupwise.config import load as presets
 from groupwise.config.algorithm import AlgorithmCfg, PPOCfg
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from groupwise import cli, plugins
-from groupwise.system.terminal import SafeStream, prepare, show
+from groupwise.system import SafeStream, prepare, show
 from groupwise.training.checkpoint import saved_counts
 
 NAME = "rün €[/x] [red]'a\""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.algorithms.advantages import CreditInput, advantages
-from groupwise.collectors.base import Episode
+from groupwise.collectors.vector import Episode
 from groupwise.config.algorithm import CollectionCfg, CreditCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import EnvError

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.collectors.base import Episode
 from groupwise.collectors.groups import GroupCollector
+from groupwise.collectors.vector import Episode
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError

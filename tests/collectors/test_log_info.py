@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import groupwise as gw
-from groupwise.collectors.base import Episode
-from groupwise.collectors.vector import VectorCollector
+from groupwise.collectors.vector import Episode, VectorCollector
 
 
 class Counts(gymnasium.Env):

@@ -1,6 +1,6 @@
 import pytest
 
-from groupwise.collectors.base import Episode, pool_metrics
+from groupwise.collectors.vector import Episode, pool_metrics
 
 
 def episodes(count: int) -> list[Episode]:

@@ -5,12 +5,11 @@ import torch
 from recurrent_policies import Steady, averaging, buffer_of, group_rollouts, small, vector_env, vector_rollouts
 
 from groupwise.collectors.groups import GroupCollector
-from groupwise.collectors.torch_groups import TorchGroupCollector
-from groupwise.collectors.torch_vector import TorchVectorCollector
+from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
 from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import transition_view
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.envs.torch_env import TorchCartPole
 from groupwise.errors import EnvError
 from groupwise.policies.recurrent import RecurrentActorCritic
 

@@ -8,13 +8,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from success_envs import TorchTouch, Touch, TouchEither
 
 import groupwise as gw
-from groupwise.collectors.base import Episode
 from groupwise.collectors.groups import GroupCollector
-from groupwise.collectors.torch_groups import TorchGroupCollector
-from groupwise.collectors.torch_vector import TorchVectorCollector
-from groupwise.collectors.vector import VectorCollector
+from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
+from groupwise.collectors.vector import Episode, VectorCollector
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env

@@ -8,9 +8,9 @@ from no_waiting import NoWaiting
 from torch_rollouts import ENVS, named, same
 
 import groupwise as gw
-from groupwise.collectors.torch_groups import TorchGroupCollector
+from groupwise.collectors.torch import TorchGroupCollector
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.envs.torch_env import TorchCartPole
 
 
 def made(

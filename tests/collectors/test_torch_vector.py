@@ -8,8 +8,8 @@ from no_waiting import NoWaiting
 from torch_rollouts import ENVS, same
 
 import groupwise as gw
-from groupwise.collectors.torch_vector import TorchVectorCollector
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.collectors.torch import TorchVectorCollector
+from groupwise.envs.torch_env import TorchCartPole
 
 
 def made(env, num_envs, num_steps, *, in_torch, seed=0, actor_only=False, **cfg):

@@ -4,10 +4,8 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from groupwise.collectors.base import Episode
-from groupwise.collectors.vector import VectorCollector, label_episodes
-from groupwise.collectors.writer import RolloutWriter
-from groupwise.config.env import EnvCfg
+from groupwise.collectors.vector import Episode, RolloutWriter, VectorCollector, label_episodes
+from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError, EnvError

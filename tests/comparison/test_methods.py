@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from groupwise import config
-from groupwise.comparison.methods import differences, differing, environment_of, labels, method_of
+from groupwise.comparison.compare import differences, differing, environment_of, labels, method_of
 
 
 def method(algorithm: Any = "grpo", **fields: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from groupwise.comparison.plot import plot_comparison
-from groupwise.comparison.results import RunRecord, compare_records, figure
+from groupwise.comparison.compare import RunRecord, compare_records, figure
+from groupwise.comparison.show import plot_comparison
 from groupwise.errors import ConfigError, DataError
 
 

@@ -6,7 +6,8 @@ import pytest
 from pydantic import BaseModel
 
 from groupwise.algorithms.losses import clip_range
-from groupwise.config import json_schema, load_config, presets, resolve, to_json
+from groupwise.config import json_schema, load_config, resolve, to_json
+from groupwise.config import load as presets
 from groupwise.config.algorithm import (
     AlgorithmCfg,
     CreditCfg,
@@ -17,12 +18,10 @@ from groupwise.config.algorithm import (
     StepCfg,
     register_algorithm,
 )
-from groupwise.config.base import Cfg
-from groupwise.config.choices import Choice
+from groupwise.config.base import Cfg, Choice
 from groupwise.config.credit import GroupStepCfg
-from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
-from groupwise.config.run import RunCfg
+from groupwise.config.run import EnvCfg, RunCfg
 from groupwise.errors import ConfigError, UnknownNameError
 
 

@@ -10,10 +10,11 @@ from torch.nn.utils import parameters_to_vector
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.losses import cispo, clip_cov, dppo, mis
-from groupwise.config import presets, resolve
+from groupwise.config import load as presets
+from groupwise.config import resolve
 from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg, register_algorithm
 from groupwise.config.base import GIVEN
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import DataError
 from groupwise.training.build import build_components
 from groupwise.training.components import UserObjects

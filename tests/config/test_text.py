@@ -7,8 +7,7 @@ import pytest
 
 from groupwise.config import resolve_text
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.run import TextRunCfg
-from groupwise.config.text import RewardCfg, TextTaskCfg
+from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ import groupwise as gw
 from groupwise import cli, config
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
-from groupwise.envs.names import import_package
+from groupwise.envs.make import import_package
 from groupwise.text import builtin_rewards, rewards
-from groupwise.training import env_evaluator
+from groupwise.training import build as env_evaluator
 
 ROOT = Path(__file__).parents[2]
 for env_id in ("FetchPush-v4", "MetaWorld/push-v3", "BabyAI-GoToRedBall-v0"):

@@ -12,7 +12,7 @@ from vllm_double import VLLMDouble
 
 import groupwise as gw
 from groupwise.embodied.demos import record_demos
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.envs.torch_env import TorchCartPole
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")

@@ -10,8 +10,8 @@ import pytest
 
 import groupwise as gw
 from groupwise import config
-from groupwise.config.choices import Choice
-from groupwise.config.presets import objective_presets
+from groupwise.config.base import Choice
+from groupwise.config.load import objective_presets
 from groupwise.config.run import RunCfg
 
 ROOT = docs_generator.ROOT

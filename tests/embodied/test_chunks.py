@@ -10,10 +10,10 @@ import torch
 import groupwise as gw
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import VectorCollector
-from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
+from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.embodied.chunks import ActionChunk, ChunkActorCritic
+from groupwise.embodied.vla import ActionChunk, ChunkActorCritic
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, EnvError
 from groupwise.report.video import film

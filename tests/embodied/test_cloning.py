@@ -16,7 +16,7 @@ from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.embodied.cloning import DemoCollector
 from groupwise.embodied.demos import record_demos
 from groupwise.embodied.lerobot import Demonstration, DemoWriter
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic

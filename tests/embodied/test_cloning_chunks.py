@@ -9,13 +9,13 @@ import toy_robots
 import groupwise as gw
 from groupwise.config import resolve
 from groupwise.embodied.demos import record_demos
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.report.folder import RunFolder
 from groupwise.run import build
 from groupwise.training.components import UserObjects
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("groupwise.embodied.chunks")
+pytest.importorskip("groupwise.embodied.vla")
 pytestmark = pytest.mark.contrib
 toy_robots.register()
 CHUNK = 3

@@ -9,7 +9,7 @@ import torch
 import groupwise as gw
 from groupwise import cli
 from groupwise.config import load_config, resolve
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import CheckpointError, RunFolderError
 from groupwise.run import build
 from groupwise.training.checkpoint import load_checkpoint

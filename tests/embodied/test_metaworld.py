@@ -16,11 +16,15 @@ pytestmark = pytest.mark.contrib
 
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # noqa: E402
 
-from groupwise.embodied.chunks import ActionChunk  # noqa: E402
-from groupwise.embodied.metaworld import MetaWorldEnv, expert, instruction_bytes  # noqa: E402
-from groupwise.embodied.metaworld_simulator import touches  # noqa: E402
-from groupwise.embodied.metaworld_tasks import INSTRUCTIONS  # noqa: E402
-from groupwise.embodied.rendering import Renderer  # noqa: E402
+from groupwise.embodied.metaworld import (  # noqa: E402
+    INSTRUCTIONS,
+    MetaWorldEnv,
+    expert,
+    instruction_bytes,
+    touches,
+)
+from groupwise.embodied.torch_sim import Renderer  # noqa: E402
+from groupwise.embodied.vla import ActionChunk  # noqa: E402
 
 MOVES_THE_MODEL = ["push-v3", "door-open-v3", "door-lock-v3", "basketball-v3"]
 """Starts of the last three move bodies or sites of the model."""

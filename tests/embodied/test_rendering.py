@@ -5,7 +5,7 @@ import pytest
 
 mujoco = pytest.importorskip("mujoco")
 
-from groupwise.embodied.rendering import Renderer  # noqa: E402
+from groupwise.embodied.torch_sim import Renderer  # noqa: E402
 
 pytestmark = pytest.mark.contrib
 

@@ -16,8 +16,7 @@ from robots import TASKS, encoded
 import groupwise as gw
 from groupwise import cli
 from groupwise.errors import ConfigError, UnsupportedSpaceError
-from groupwise.training.checkpoint import load_checkpoint
-from groupwise.training.initialize import initialize
+from groupwise.training.checkpoint import initialize, load_checkpoint
 
 pytest.importorskip("transformers")
 robots.register()

@@ -20,7 +20,7 @@ from simulator_doubles import (
 
 import groupwise as gw
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError
 

@@ -16,7 +16,7 @@ from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg, PPOCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
-from groupwise.embodied.chunks import ChunkActorCritic
+from groupwise.embodied.vla import ChunkActorCritic
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Evaluation
 

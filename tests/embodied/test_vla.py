@@ -14,12 +14,11 @@ from robots import TASKS, Robot, encoded
 import groupwise as gw
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import LoRACfg, VLACfg
-from groupwise.embodied.chunks import ActionChunk
+from groupwise.embodied.vla import ActionChunk
 from groupwise.errors import ConfigError, DataError
 
 pytest.importorskip("transformers")
-from groupwise.embodied.vision_language import instructions
-from groupwise.embodied.vla import VLAPolicy
+from groupwise.embodied.vla import VLAPolicy, instructions
 
 robots.register()
 make_policy = partial(robot_policies.make_policy, "vla")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from forked import run_script
 
-from groupwise.engines.base import Engine
-from groupwise.engines.distributed import from_environment
+from groupwise.engines import Engine, from_environment
 
 WORKER = """
 import json, sys
@@ -17,7 +16,7 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
-from groupwise.engines.distributed import from_environment
+from groupwise.engines import from_environment
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.config.policy import PolicyCfg
 

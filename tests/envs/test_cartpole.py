@@ -4,7 +4,7 @@ import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
-from groupwise.envs.cartpole import CartPoleGroupEnv
+from groupwise.envs.torch_env import CartPoleGroupEnv
 
 ALL = np.ones(4, np.bool_)
 SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)

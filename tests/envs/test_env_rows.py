@@ -2,8 +2,8 @@ import gymnasium
 import numpy as np
 import pytest
 
-from groupwise.envs.local_rows import EnvRow
-from groupwise.envs.single import RandomNoops
+from groupwise.envs.make import RandomNoops
+from groupwise.envs.rows import EnvRow
 
 METHODS = ["seed", "snapshot", "fresh"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.base import GroupEnv
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError

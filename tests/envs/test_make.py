@@ -8,11 +8,11 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from noisy_envs import GlobalStart
 
-from groupwise.config.env import EnvCfg
-from groupwise.envs.cartpole import CartPoleGroupEnv
+from groupwise.config.run import EnvCfg
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import VECTORISED, make_env
 from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.torch_env import CartPoleGroupEnv
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError
 
 

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from groupwise.config import resolve
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env, makes_rows
-from groupwise.envs.torch_control import TorchCartPole
-from groupwise.envs.torch_env import TorchGroupEnv
+from groupwise.envs.torch_env import TorchCartPole, TorchGroupEnv
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.video import NoPictureError, rendering_env
+from groupwise.training.build import EnvEvaluator, separate_env
 from groupwise.training.components import UserObjects
-from groupwise.training.env_evaluator import EnvEvaluator, separate_env
 
 
 @pytest.mark.parametrize(

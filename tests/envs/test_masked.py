@@ -7,7 +7,7 @@ from masked_envs import Cards, CardsInDict, TwoHands
 
 import groupwise as gw
 from groupwise.check import check_env
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
 

@@ -7,7 +7,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import groupwise as gw
 from groupwise.check import check_env
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, UnsupportedSpaceError

@@ -10,8 +10,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from groupwise.envs.local_rows import RowCfg
-from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.rows import RowCfg, RowsGroupEnv
 from groupwise.errors import DataError, EnvError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-from groupwise.config.env import EnvCfg
-from groupwise.envs import single
+from groupwise.config.run import EnvCfg
+from groupwise.envs import make as single
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError
 

@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalReward, GlobalStart, Noisy, Remembers
 
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.local_rows import RowCfg
 from groupwise.envs.make import make_env
-from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.rows import RowCfg, RowsGroupEnv
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import GroupStartError
 

@@ -6,17 +6,15 @@ import pytest
 from gymnasium.wrappers import NormalizeObservation, TimeLimit
 from noisy_envs import AlwaysThere, GlobalNoise, GlobalStart, Noisy, Remembers
 
-from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
-from groupwise.config.run import RunCfg
-from groupwise.envs.local_rows import RowCfg
-from groupwise.envs.make import make_env
-from groupwise.envs.single import RandomNoops
+from groupwise.config.run import EnvCfg, RunCfg
+from groupwise.envs.make import RandomNoops, make_env
+from groupwise.envs.rows import RowCfg
 from groupwise.envs.starts import choose_start
 from groupwise.errors import EnvError, GroupStartError, GroupStartWarning, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
+from groupwise.training.build import EnvEvaluator
 from groupwise.training.components import UserObjects
-from groupwise.training.env_evaluator import EnvEvaluator
 
 
 class Locked(Noisy):

@@ -9,10 +9,10 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from success_envs import TorchTouch, Touch, TouchEither
 
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
+from groupwise.envs.base import success_of_row, success_of_rows, task_of_row, tasks_of_rows
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env
-from groupwise.envs.success import success_of_row, success_of_rows, task_of_row, tasks_of_rows
 from groupwise.errors import EnvError
 
 STEPS = ([1, 0, 1], [1, 1, 0], [0, 1, 1])

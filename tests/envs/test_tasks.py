@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 
 CLASSIC = ["CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Acrobot-v1", "Pendulum-v1"]

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.envs.torch_env import TorchCartPole
 from groupwise.functional.random import RowRandom
 
 ALL = np.ones(4, np.bool_)

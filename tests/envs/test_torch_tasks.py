@@ -8,7 +8,7 @@ from no_waiting import NoWaiting
 from torch_pendulum import TorchPendulum
 
 from groupwise.envs.starts import verify_group_start
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.envs.torch_env import TorchCartPole
 from groupwise.functional.random import RowRandom
 
 LIMITS = {

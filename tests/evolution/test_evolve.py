@@ -19,9 +19,8 @@ from small_populations import PPO, SMALL, TINY, check_same, evolve, same_weights
 import groupwise as gw
 from groupwise import cli
 from groupwise.config.evolution import LaunchCfg
-from groupwise.evolution.member import AddNoise, Round
-from groupwise.evolution.population import Member, Population
-from groupwise.evolution.workers import Processes, answered
+from groupwise.evolution.evolve import Processes, answered
+from groupwise.evolution.population import AddNoise, Member, Population, Round
 from groupwise.plugins import pickled
 from groupwise.run import read_settings
 from groupwise.training.checkpoint import load_checkpoint

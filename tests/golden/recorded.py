@@ -20,7 +20,7 @@ import torch
 
 import groupwise as gw
 from groupwise import config
-from groupwise.config import presets
+from groupwise.config import load as presets
 from groupwise.text.tools import Tool
 
 HERE = Path(__file__).parent

@@ -99,7 +99,7 @@ def test_a_worker_has_as_many_processes_for_environments_as_cores(cluster, tmp_p
     from groupwise.integrations.ray import Workers, train_on_ray
 
     def make(**options):
-        from groupwise.system.cpus import num_cpus
+        from groupwise.system import num_cpus
 
         raise gw.errors.EnvError(f"environments have {num_cpus()} cores")
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from groupwise.config.policy import PolicyCfg
-from groupwise.data.action_masks import allowed_action, allowed_logits
+from groupwise.data.spaces import allowed_action, allowed_logits
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.distributions import make_head
+from groupwise.policies.heads import make_head
 
 SEEN = Box(-1, 1, (3,), np.float32)
 ACTIONS = {"discrete": Discrete(4, start=2), "multi_discrete": MultiDiscrete([[3, 2]], start=[[0, 5]])}

@@ -12,7 +12,7 @@ from torch import nn
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested, allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
 

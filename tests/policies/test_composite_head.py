@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import groupwise as gw
 from groupwise.check import check_env
-from groupwise.config.env import EnvCfg
 from groupwise.config.policy import PolicyCfg
-from groupwise.data.nested_actions import flat_action, nested_action
+from groupwise.config.run import EnvCfg
+from groupwise.data.spaces import flat_action, nested_action
 from groupwise.envs.make import make_env
 from groupwise.errors import UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.distributions import make_head
+from groupwise.policies.heads import make_head
 
 SEEN = Box(-1, 1, (3,), np.float32)
 SPACE = Dict(

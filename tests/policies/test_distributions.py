@@ -12,8 +12,7 @@ from torch import distributions
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, UnsupportedSpaceError
-from groupwise.policies.distributions import make_head
-from groupwise.policies.gaussian_heads import SquashedGaussian
+from groupwise.policies.heads import SquashedGaussian, make_head
 
 NVEC = np.array([[2, 5], [3, 1]])
 BOX = spaces.Box(np.array([-1.0, -2.0, 0.0], np.float32), np.array([1.0, 2.0, 5.0], np.float32))

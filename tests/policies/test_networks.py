@@ -10,7 +10,7 @@ from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.errors import UnsupportedSpaceError
-from groupwise.policies.networks import MLP, ImageLayout, NatureCNN, ObsEncoder, SmallCNN, image_layout, orthogonal
+from groupwise.policies.actor_critic import MLP, ImageLayout, NatureCNN, ObsEncoder, SmallCNN, image_layout, orthogonal
 
 CFG = PolicyCfg()
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from tensordict import TensorDict
 
-from groupwise.policies.normalization import ObsNormalizer, RewardNormalizer, RunningMeanStd
+from groupwise.policies.actor_critic import ObsNormalizer, RewardNormalizer, RunningMeanStd
 
 NUMBERS = st.floats(-1e4, 1e4, width=32)
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from groupwise.errors import RunFolderError
-from groupwise.report.folder import RunFolder
-from groupwise.report.provenance import provenance
+from groupwise.report.folder import RunFolder, provenance
 
 CONFIG = {"seed": 3, "env": {"id": "CartPole-v1"}, "algorithm": {"name": "grpo"}}
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from groupwise.report.page.group_health import dominance, ratios, scale, spread
-from groupwise.report.page.health import RULES, examine
+from groupwise.report.health import RULES, dominance, examine, ratios, scale
+from groupwise.report.health import group_spread as spread
 
 HEALTHY = {
     "rollout/zero_variance_groups": 0.1,

@@ -11,7 +11,7 @@ from run_folders import write_run
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.report.notebook import explore, plot, to_html
+from groupwise.report.page import explore, plot, to_html
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from text_runs import train as train_text
 import groupwise as gw
 from groupwise import cli, config
 from groupwise.errors import RunFolderError
-from groupwise.report import groups
+from groupwise.report import folder as groups
+from groupwise.report import page as explorer
+from groupwise.report.curve import small
 from groupwise.report.folder import RunFolder
-from groupwise.report.page import explorer
-from groupwise.report.page.figures import small
-from groupwise.report.page.page import answer, settings_of, write_page
+from groupwise.report.page import answer, settings_of, write_page
 from groupwise.report.video import film
-from groupwise.training import env_evaluator
+from groupwise.training import build as env_evaluator
 
 QUIET = {"logging": {"progress": "none"}}
 HOSTILE = "</script><img src=x onerror=alert(1)>"

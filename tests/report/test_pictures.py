@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.recurrent import RecurrentActorCritic
 from groupwise.report import video
 from groupwise.report.curve import curve_figure, plot_curve
-from groupwise.report.scores import half_width_95, scores_of, wilson_95
+from groupwise.report.folder import half_width_95, scores_of, wilson_95
 from groupwise.report.video import NoPictureError, film, rendering_env
 
 pytestmark = pytest.mark.usefixtures("pictures")

@@ -11,11 +11,10 @@ from PIL import Image
 
 import groupwise as gw
 from groupwise.errors import RunFolderError
-from groupwise.report import replay
-from groupwise.report.frames import read_frames
-from groupwise.report.groups import kept_iterations, read_groups
-from groupwise.report.replay import film_group
-from groupwise.training import env_evaluator
+from groupwise.report import video as replay
+from groupwise.report.folder import kept_iterations, read_frames, read_groups
+from groupwise.report.video import film_group
+from groupwise.training import build as env_evaluator
 
 SHORT = {
     "num_envs": 3,

@@ -8,8 +8,8 @@ from text_runs import train as train_text
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.report.page.group_health import diagnose
-from groupwise.training import env_evaluator
+from groupwise.report.health import diagnose
+from groupwise.training import build as env_evaluator
 
 pytestmark = pytest.mark.slow
 

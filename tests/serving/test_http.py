@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from groupwise import serving as http
 from groupwise.errors import ServerError
-from groupwise.serving import http
 
 
 def test_a_server_that_accepts_no_connection_is_given_up_long_before_the_time_limit_of_a_call(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 import groupwise as gw
 from groupwise import cli
-from groupwise.serving.launch import LocalServer, command, free_port
+from groupwise.serving import LocalServer, command, free_port
 
 SERVER = """
 import json, os, sys

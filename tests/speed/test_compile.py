@@ -13,9 +13,7 @@ import groupwise as gw
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.speed.compile import CompiledBackward, compiled_gradient, why_not_compiled
-from groupwise.speed.flat import flat_adam
-from groupwise.speed.numpy_actor import numpy_actor
+from groupwise.speed.control import CompiledBackward, compiled_gradient, flat_adam, numpy_actor, why_not_compiled
 from groupwise.training.build import fast_paths
 
 ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-3}
@@ -46,7 +44,7 @@ def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on
     def fail(*args, **more):
         raise OSError("no compiler")
 
-    monkeypatch.setattr("groupwise.speed.compile.compiled_for", fail)
+    monkeypatch.setattr("groupwise.speed.control.compiled_for", fail)
     rollout = make_rollout(reference.policy)
     with pytest.warns(SlowPathWarning, match="no compiler"):
         fast.update(rollout)
@@ -60,7 +58,7 @@ def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on
 
 
 def test_a_copied_algorithm_compiles_for_its_own_policy(monkeypatch):
-    monkeypatch.setattr("groupwise.speed.compile.compiled_for", lambda function, example, **options: function)
+    monkeypatch.setattr("groupwise.speed.control.compiled_for", lambda function, example, **options: function)
     original = make(*PPO, fast=COMPILED)
     rollout = make_rollout(original.policy)
     original.update(rollout)

@@ -8,8 +8,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 
 from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.errors import SlowPathWarning
-from groupwise.speed import decoding_step
-from groupwise.speed.decoding_step import FastDecoder, LlamaStep
+from groupwise.speed import decoding as decoding_step
+from groupwise.speed.decoding import FastDecoder, LlamaStep
 from groupwise.text import generation
 from groupwise.text.generation import Prompts, Step, complete
 from groupwise.text.load import with_adapters

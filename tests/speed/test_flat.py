@@ -7,7 +7,7 @@ import torch
 from small_updates import build, make_policy, make_rollout
 
 from groupwise.errors import ConfigError
-from groupwise.speed.flat import FlatAdam, flat_adam
+from groupwise.speed.control import FlatAdam, flat_adam
 
 FLAT = {"optimizer": flat_adam}
 ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-2}
@@ -71,7 +71,7 @@ def test_what_is_large_of_several_types_or_moved_by_another_optimiser_stays_sing
     mixed.critic.double()
     for settings in ({"optimizer": "sgd"}, ADAM | {"policy": mixed}):
         assert not isinstance(build("ppo", fast=FLAT, **settings).optimizer, FlatAdam)
-    monkeypatch.setattr("groupwise.speed.flat.LIMIT", 10)
+    monkeypatch.setattr("groupwise.speed.control.LIMIT", 10)
     assert not isinstance(build("ppo", fast=FLAT, **ADAM).optimizer, FlatAdam)
 
 

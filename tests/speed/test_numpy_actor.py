@@ -6,11 +6,9 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 from groupwise.config.policy import PolicyCfg
-from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.discrete_heads import Categorical
-from groupwise.policies.gaussian_heads import DiagGaussian
-from groupwise.policies.networks import MLP
-from groupwise.speed.numpy_actor import NumPyActor, numpy_actor
+from groupwise.policies.actor_critic import MLP, ActorCritic
+from groupwise.policies.heads import Categorical, DiagGaussian
+from groupwise.speed.control import NumPyActor, numpy_actor
 
 OBS = Box(-9, 9, (4,), np.float32)
 BOX = Box(-1, 1, (2,), np.float32)

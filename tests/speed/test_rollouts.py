@@ -6,7 +6,8 @@ from compiled_cases import STEPS, collecting
 
 import groupwise as gw
 from groupwise.errors import SlowPathWarning
-from groupwise.speed.rollouts import compiled_stepper, why_not_compiled
+from groupwise.speed.control import compiled_stepper
+from groupwise.speed.control import why_rollouts_not_compiled as why_not_compiled
 
 
 def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypatch):
@@ -14,7 +15,7 @@ def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypa
         raise OSError("no compiler")
 
     (reference, buffer), (fast, other) = collecting("ppo"), collecting("ppo", stepper=compiled_stepper)
-    monkeypatch.setattr("groupwise.speed.rollouts.compiled_for", lambda function, example, **options: fail)
+    monkeypatch.setattr("groupwise.speed.control.compiled_for", lambda function, example, **options: fail)
     with pytest.warns(SlowPathWarning, match="no compiler"):
         found = fast.collect(STEPS, rollout=other.start_rollout())
     expected = reference.collect(STEPS, rollout=buffer.start_rollout())

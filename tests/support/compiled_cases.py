@@ -13,14 +13,11 @@ import torch
 from small_updates import OBS, build, make_rollout
 
 import groupwise as gw
-from groupwise.collectors.torch_groups import TorchGroupCollector
-from groupwise.collectors.torch_vector import TorchVectorCollector
+from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
 from groupwise.config.policy import PolicyCfg
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.envs.torch_env import TorchCartPole
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.speed.compile import compiled_gradient
-from groupwise.speed.flat import flat_adam
-from groupwise.speed.rollouts import compiled_stepper
+from groupwise.speed.control import compiled_gradient, compiled_stepper, flat_adam
 
 ROWS, STEPS = 24, 20
 

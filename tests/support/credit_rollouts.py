@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.config.algorithm import CreditCfg
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.policies.base import Evaluation
 
 PRESETS = json.loads(files("groupwise").joinpath("config/presets/objectives.json").read_text())

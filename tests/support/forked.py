@@ -24,9 +24,9 @@ def preload():
 
 def without_pictures(patch):
     """Runs end with a curve, a video and frames, which are most of a short one, and which few tests look at."""
-    patch.setattr("groupwise.training.env_evaluator.film", lambda *args, **options: None)
-    patch.setattr("groupwise.training.env_evaluator.film_group", lambda *args: None)
-    patch.setattr("groupwise.training.running.plot_curve", lambda *args: None)
+    patch.setattr("groupwise.training.build.film", lambda *args, **options: None)
+    patch.setattr("groupwise.training.build.film_group", lambda *args: None)
+    patch.setattr("groupwise.run.plot_curve", lambda *args: None)
 
 
 class Script:

@@ -20,7 +20,7 @@ import torch
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.training import env_evaluator
+from groupwise.training import build as env_evaluator
 from groupwise.training.checkpoint import load_checkpoint, saved_counts
 
 INTERVAL = {"control": 128, "text": 40}

@@ -10,8 +10,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import VectorCollector
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.config.env import EnvCfg
 from groupwise.config.policy import RecurrentCfg
+from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env

@@ -4,8 +4,7 @@ import torch
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
-from groupwise.serving.http import HttpClient
-from groupwise.serving.vllm import VLLMServer
+from groupwise.serving import HttpClient, VLLMServer
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.served import ServedGenerator

@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from groupwise.config.policy import ModelCfg, SamplingCfg
-from groupwise.speed.decoding_step import FastDecoder
-from groupwise.text.generation import complete
+from groupwise.speed.decoding import FastDecoder
+from groupwise.text.generation import Completion, complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
-from groupwise.text.sampling import Completion
 
 _LOADING = threading.RLock()
 _from_pretrained = PreTrainedModel.from_pretrained.__func__

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.evolution.evolve import Evolution
-from groupwise.evolution.workers import Workers, answered
+from groupwise.evolution.evolve import Evolution, Workers, answered
 from groupwise.training.checkpoint import load_checkpoint
 
 PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}

@@ -6,8 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch_pendulum import TorchPendulum
 
-from groupwise.envs.torch_control import TorchCartPole
-from groupwise.envs.torch_env import TorchGroupEnv
+from groupwise.envs.torch_env import TorchCartPole, TorchGroupEnv
 
 
 class Corridor(TorchGroupEnv):

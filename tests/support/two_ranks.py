@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 
 
 class TwoThreads(Engine):

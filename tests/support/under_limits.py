@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import groupwise as gw
-from groupwise.comparison.runs import compare
+from groupwise.comparison.compare import compare
 from groupwise.errors import GroupwiseError
 from groupwise.run import evaluate, resume
 

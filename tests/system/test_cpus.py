@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from groupwise.system.cpus import num_cpus
+from groupwise.system import num_cpus
 
 
 @pytest.mark.parametrize(("platform", "count"), [("linux", 2), ("darwin", 5)])

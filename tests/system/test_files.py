@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.system import files
+from groupwise import system as files
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links and FIFOs")
 

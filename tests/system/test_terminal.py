@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from groupwise import cli
-from groupwise.system.terminal import printable
-from groupwise.training.progress import Progress
+from groupwise.system import printable
+from groupwise.training.callbacks import Progress
 
 
 @pytest.mark.parametrize(

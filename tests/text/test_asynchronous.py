@@ -12,19 +12,18 @@ from two_ranks import TwoThreads
 from vllm_double import GENERATE
 
 import groupwise as gw
+from groupwise import run as running
+from groupwise import serving as http
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
-from groupwise.engines.base import Engine
-from groupwise.serving import http
-from groupwise.text import connect
-from groupwise.text.asynchronous import AsyncCollector
+from groupwise.engines import Engine
+from groupwise.text import build as connect
 from groupwise.text.data import in_order
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
-from groupwise.text.rollout import TextRow, text_rollout
-from groupwise.text.served import ServedCollector
-from groupwise.training import running
+from groupwise.text.served import AsyncCollector, ServedCollector
+from groupwise.text.tools import TextRow, text_rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import reasoning_gym
 
-from groupwise.config.text import RewardCfg
+from groupwise.config.run import RewardCfg
 from groupwise.errors import ConfigError, MissingExtraError, UnknownNameError
 from groupwise.text.data import gym_examples
 from groupwise.text.rewards import REWARDS, RewardSet, make_reward

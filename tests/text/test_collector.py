@@ -8,18 +8,14 @@ from tiny_tokenizers import character_tokenizer
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
-from groupwise.config.run import TextRunCfg
-from groupwise.config.text import RewardCfg, TextTaskCfg
+from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
-from groupwise.text.collector import TextCollector
-from groupwise.text.data import Example
-from groupwise.text.metrics import pass_at_k, repeated_ngrams
+from groupwise.text.collector import TextCollector, pass_at_k, repeated_ngrams
+from groupwise.text.data import Example, PromptEncoder
+from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
-from groupwise.text.prompts import PromptEncoder
 from groupwise.text.rewards import RewardSet, make_reward
-from groupwise.text.rollout import TextBuffer
-from groupwise.text.sampling import Completion
-from groupwise.text.transcripts import Dialogue, overlong_penalty
+from groupwise.text.tools import Dialogue, TextBuffer, overlong_penalty
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")

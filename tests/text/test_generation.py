@@ -18,7 +18,7 @@ from transformers import (
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.speed.decoding_step import FastDecoder
+from groupwise.speed.decoding import FastDecoder
 from groupwise.text.generation import Decoder, complete
 from groupwise.text.policy import CausalLM
 

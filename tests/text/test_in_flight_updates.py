@@ -11,19 +11,16 @@ from async_runs import ITERATIONS, PROMPTS, assert_nothing_runs, run
 from vllm_double import GENERATE, VLLMDouble
 
 import groupwise as gw
+from groupwise import run as running
+from groupwise import serving as http
 from groupwise.config.policy import SamplingCfg
-from groupwise.config.text import TextTaskCfg
-from groupwise.serving import http
-from groupwise.serving.base import GroupRequest
-from groupwise.serving.http import HttpClient
-from groupwise.serving.vllm import VLLMServer
-from groupwise.text.data import Example
+from groupwise.config.run import TextTaskCfg
+from groupwise.serving import GroupRequest, HttpClient, VLLMServer
+from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
+from groupwise.text.generation import Completion
 from groupwise.text.load import load_causal_lm
-from groupwise.text.prompts import EncodedPrompt, PromptEncoder
-from groupwise.text.sampling import Completion
 from groupwise.text.served import ServedGenerator
-from groupwise.text.transcripts import Dialogue, Transcript
-from groupwise.training import running
+from groupwise.text.tools import Dialogue, Transcript
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from groupwise.config.text import RewardCfg, TextTaskCfg
+from groupwise.config.run import RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError, RewardError, ToolError
 from groupwise.text import builtin_rewards
 from groupwise.text.builtin_rewards import MathReward, RegexReward

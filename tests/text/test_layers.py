@@ -5,7 +5,7 @@ from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from groupwise.text.layers import prefix_cache, recompute_layers, silence_dropout, suffix_cache
+from groupwise.text.policy import prefix_cache, recompute_layers, silence_dropout, suffix_cache
 
 DROPOUTS = {"gpt2": ["attn_pdrop", "embd_pdrop", "resid_pdrop"]}
 TOKENS = torch.arange(4, 10)[None]

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.text.prefixes import find_prefixes
+from groupwise.text.policy import find_prefixes
 
 
 def rows_of(texts, groups, width=None):

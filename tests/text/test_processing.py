@@ -11,10 +11,9 @@ from transformers import (
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
-from groupwise.text.generation import complete
+from groupwise.text.generation import complete, kept_tokens, penalized
 from groupwise.text.policy import CausalLM
-from groupwise.text.processing import kept_tokens, penalized
-from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.tools import TextRow, text_rollout
 
 
 def test_penalties_by_hand():

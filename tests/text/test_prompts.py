@@ -4,10 +4,9 @@ import pytest
 from tiny_tokenizers import END, START, character_tokenizer, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from groupwise.config.text import TextTaskCfg
+from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.data import Example
-from groupwise.text.prompts import PromptEncoder
+from groupwise.text.data import Example, PromptEncoder
 
 CHAT = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
 USER = {"role": "user", "content": "1+1="}

@@ -10,11 +10,11 @@ from served_groups import SAMPLING, TASK, assert_alike, move, native, served
 from vllm_double import VLLMDouble
 
 import groupwise as gw
+from groupwise import serving as http
+from groupwise import serving as placed
 from groupwise.config.policy import SamplingCfg
-from groupwise.serving import http, placed
-from groupwise.serving.http import HttpClient
-from groupwise.serving.vllm import VLLMServer
-from groupwise.text import connect
+from groupwise.serving import HttpClient, VLLMServer
+from groupwise.text import build as connect
 from groupwise.text import served as serving
 from groupwise.text.load import load_causal_lm
 from groupwise.text.served import ServedGenerator

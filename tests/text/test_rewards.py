@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config.text import RewardCfg
+from groupwise.config.run import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError
-from groupwise.text.reward_functions import RewardObject
-from groupwise.text.rewards import REWARDS, RewardSet, TrainingState, make_reward, register_reward
+from groupwise.text.rewards import REWARDS, RewardObject, RewardSet, TrainingState, make_reward, register_reward
 
 USER = {"role": "user", "content": "1+1="}
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.config.policy import SamplingCfg
-from groupwise.text.sampling import BLOCK, draw, pick
+from groupwise.text.generation import BLOCK, draw, pick
 
 
 @settings(max_examples=30)

@@ -14,12 +14,10 @@ from two_ranks import TwoThreads
 from vllm_double import VLLMDouble, python_of_double
 
 import groupwise as gw
+from groupwise import serving as http
 from groupwise.config.policy import SamplingCfg
-from groupwise.engines.base import Engine
-from groupwise.serving import http
-from groupwise.serving.http import HttpClient
-from groupwise.serving.launch import LocalServer
-from groupwise.serving.vllm import VLLMServer
+from groupwise.engines import Engine
+from groupwise.serving import HttpClient, LocalServer, VLLMServer
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
@@ -257,7 +255,7 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
 
 def test_a_policy_without_a_folder_has_no_server_of_its_own(tmp_path):
     from groupwise.config.run import TextRunCfg
-    from groupwise.text.connect import connect
+    from groupwise.text.build import connect
 
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
     with pytest.raises(gw.errors.ConfigError, match="made in Python is in no folder"):
@@ -320,7 +318,7 @@ def test_an_error_before_the_first_iteration_ends_the_server_of_the_run(model, t
     def fail(*args, **options):
         raise gw.errors.RunFolderError("no room")
 
-    monkeypatch.setattr("groupwise.text.connect.LocalServer", Seen)
+    monkeypatch.setattr("groupwise.text.build.LocalServer", Seen)
     if where == "the folder":
         monkeypatch.setattr("groupwise.run.RunFolder.create", fail)
     else:

@@ -20,8 +20,7 @@ from two_ranks import in_two_threads
 import groupwise as gw
 from groupwise import run
 from groupwise.algorithms.memory import EqualMicroBatches
-from groupwise.engines.base import Engine
-from groupwise.engines.distributed import backend_of, from_environment
+from groupwise.engines import Engine, backend_of, from_environment
 from groupwise.report.folder import RunFolder
 from groupwise.text import sharding
 from groupwise.text.policy import CausalLM

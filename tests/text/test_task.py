@@ -5,7 +5,7 @@ import json
 import pytest
 
 from groupwise.config.base import GIVEN
-from groupwise.config.text import RewardCfg, TextTaskCfg
+from groupwise.config.run import RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.text.task import TextTask
 from groupwise.training.components import UserObjects

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.config.base import GIVEN
-from groupwise.config.text import TextTaskCfg
+from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError, UnknownNameError
 from groupwise.text import tools
 from groupwise.text.task import TextTask

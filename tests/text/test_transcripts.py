@@ -8,18 +8,13 @@ from tiny_models import tiny_model
 from tiny_tokenizers import END, character_tokenizer, tiny_tokenizer
 
 from groupwise.config.policy import SamplingCfg
-from groupwise.config.text import TextTaskCfg
+from groupwise.config.run import TextTaskCfg
 from groupwise.seeding import derive_seed
-from groupwise.text.data import Example
-from groupwise.text.generation import complete
+from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
+from groupwise.text.generation import Completion, complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.prompts import EncodedPrompt, PromptEncoder
-from groupwise.text.reward_functions import RewardFunction
-from groupwise.text.rewards import RewardSet
-from groupwise.text.rollout import TextRow, text_rollout
-from groupwise.text.sampling import Completion
-from groupwise.text.tools import Calculator, Tool
-from groupwise.text.transcripts import Dialogue, Transcript, score, write
+from groupwise.text.rewards import RewardFunction, RewardSet
+from groupwise.text.tools import Calculator, Dialogue, TextRow, Tool, Transcript, score, text_rollout, write
 
 CHARACTERS = "0123456789+=<>/calcresut "
 SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.load import objective_preset
 from groupwise.config.policy import SamplingCfg
-from groupwise.config.presets import objective_preset
 from groupwise.text.policy import CausalLM
-from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.tools import TextRow, text_rollout
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "trl_parity.json").read_text())

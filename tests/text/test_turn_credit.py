@@ -6,12 +6,12 @@ from credit_rollouts import credit, preset
 from tiny_models import tiny_model
 
 from groupwise.algorithms.grpo import GRPO
-from groupwise.config import presets
+from groupwise.config import load as presets
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.text.policy import CausalLM
-from groupwise.text.rollout import TextRow, text_rollout
+from groupwise.text.tools import TextRow, text_rollout
 
 PRESETS = ["agilerl_turn", "agilerl_turn_ratio", "gspo", "grpo"]
 

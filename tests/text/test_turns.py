@@ -4,9 +4,9 @@ import pytest
 from tiny_tokenizers import END, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from groupwise.config.text import TextTaskCfg
+from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError
-from groupwise.text.prompts import PromptEncoder
+from groupwise.text.data import PromptEncoder
 
 BODY = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import Collector, Episode
+from groupwise.collectors.vector import Collector, Episode
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.base import EnvStep, GroupEnv

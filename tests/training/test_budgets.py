@@ -11,7 +11,7 @@ from run_folders import write_run
 
 import groupwise as gw
 from groupwise import config
-from groupwise.comparison.runs import compare
+from groupwise.comparison.compare import compare
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
 

@@ -11,13 +11,11 @@ from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.training import saving
-from groupwise.training.base import Callback
-from groupwise.training.callbacks import Evaluate, StopAtScore, TimeLimit
+from groupwise.training import callbacks as saving
+from groupwise.training.callbacks import Evaluate, LogSaveTime, MetricsLog, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity, load_checkpoint, write_checkpoint
 from groupwise.training.evaluation import EvaluationResult
-from groupwise.training.saving import LogSaveTime, MetricsLog, SaveCheckpoints
-from groupwise.training.trainer import Trainer
+from groupwise.training.trainer import Callback, Trainer
 
 HERE = Identity("Countdown", "observations", "actions")
 

@@ -25,7 +25,7 @@ def digest(run: gw.Run) -> str:
 def test_processes_of_environments(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = set()
     for number, workers in enumerate((1, 2, 2)):
-        monkeypatch.setattr("groupwise.envs.single.num_cpus", lambda count=workers: count)
+        monkeypatch.setattr("groupwise.envs.make.num_cpus", lambda count=workers: count)
         env = gw.EnvCfg(id="Acrobot-v1", num_envs=8, vectorization="async")
         found.add(digest(gw.train(env, algorithm, total_steps=800, run_dir=tmp_path / str(number), **QUIET)))
     assert len(found) == 1

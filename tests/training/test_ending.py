@@ -16,9 +16,9 @@ from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
+from groupwise.run import finishing_on_signal
 from groupwise.training.checkpoint import saved_counts
-from groupwise.training.running import finishing_on_signal
-from groupwise.training.signals import STOP
+from groupwise.training.trainer import STOP
 
 PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
 TINY: dict[str, Any] = {

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError
 from groupwise.policies.actor_critic import ActorCritic

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 import groupwise as gw
 from groupwise.cli.result import print_run
 from groupwise.report.folder import RunFolder
+from groupwise.training.callbacks import SaveCheckpoints
 from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, serialize, write_checkpoint
-from groupwise.training.saving import SaveCheckpoints
 
 SETTINGS: dict[str, Any] = {
     "num_envs": 4, "speed": "off", "seed": 3, "total_steps": 640, "checkpoint_interval": 64,

@@ -8,8 +8,8 @@ import torch
 
 import groupwise as gw
 from groupwise.errors import RunFolderError
-from groupwise.report import groups
-from groupwise.training.groups import choose
+from groupwise.report import folder as groups
+from groupwise.training.callbacks import choose
 
 QUIET = {"logging": {"progress": "none"}}
 

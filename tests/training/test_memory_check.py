@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import groupwise as gw
-from groupwise.training import memory_check
+from groupwise.training import build as memory_check
 
 QUIET = {"evaluation": {"episodes": 1}, "logging": {"progress": "none"}, "total_steps": 32}
 

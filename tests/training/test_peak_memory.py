@@ -7,7 +7,7 @@ import pytest
 
 TAKES_AND_GIVES_BACK = """
 import torch
-from groupwise.training.running import peak_memory
+from groupwise.run import peak_memory
 before = peak_memory(torch.device("cpu"))["peak_memory_mib"]
 filled = torch.ones(2**26)  # 256 MiB
 del filled

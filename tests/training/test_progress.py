@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tensordict import TensorDict
 
-from groupwise.training import progress as progress_module
-from groupwise.training.base import Callback
-from groupwise.training.callbacks import Evaluate
+from groupwise.training import callbacks as progress_module
+from groupwise.training.callbacks import BLOCKS, Evaluate, Progress, sparkline
 from groupwise.training.checkpoint import Identity
 from groupwise.training.evaluation import EvaluationResult
-from groupwise.training.progress import BLOCKS, Progress, sparkline
-from groupwise.training.trainer import Trainer
+from groupwise.training.trainer import Callback, Trainer
 
 HERE = Identity("Countdown", "observations", "actions")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from groupwise.collectors.vector import VectorCollector
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.make import make_env
 from groupwise.policies.actor_critic import ActorCritic

@@ -18,10 +18,10 @@ from tensordict import TensorDict
 from text_runs import DIGITS, save_model
 
 import groupwise as gw
+from groupwise import run as running
 from groupwise.report.folder import RunFolder
-from groupwise.training import running
 from groupwise.training.checkpoint import load_checkpoint, saved_counts
-from groupwise.training.signals import STOP
+from groupwise.training.trainer import STOP
 
 ROUNDS = int(os.environ.get("TORTURE_ROUNDS", "1"))
 CONTROL = ["CartPole-v1", "--algorithm", "ppo", "--total-steps", "30000", "--speed", "off"]

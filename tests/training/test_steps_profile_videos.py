@@ -7,8 +7,8 @@ import torch
 
 import groupwise as gw
 from groupwise import cli
-from groupwise.training import env_evaluator
-from groupwise.training.profiler import Profiler
+from groupwise.training import build as env_evaluator
+from groupwise.training.trackers import Profiler
 
 QUIET = {"evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
 

@@ -13,7 +13,7 @@ from success_envs import Touch, TouchEither
 
 import groupwise as gw
 from groupwise.cli.result import print_run
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
 from groupwise.report.folder import RunFolder

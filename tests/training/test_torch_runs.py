@@ -4,12 +4,10 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.collectors.torch_groups import TorchGroupCollector
-from groupwise.collectors.torch_vector import TorchVectorCollector
-from groupwise.config.env import EnvCfg
-from groupwise.config.run import RunCfg
-from groupwise.engines.base import Engine
-from groupwise.envs.torch_control import TorchCartPole
+from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
+from groupwise.config.run import EnvCfg, RunCfg
+from groupwise.engines import Engine
+from groupwise.envs.torch_env import TorchCartPole
 from groupwise.training.build import build_components
 from groupwise.training.components import UserObjects
 

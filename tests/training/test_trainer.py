@@ -8,11 +8,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from groupwise.collectors.base import Episode
-from groupwise.engines.base import Engine
+from groupwise.collectors.vector import Episode
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
-from groupwise.training.base import Callback, check_callbacks
-from groupwise.training.trainer import Trainer
+from groupwise.training.trainer import Callback, Trainer, check_callbacks
 
 
 class Recorder(Callback):

@@ -12,10 +12,9 @@ from run_folders import write_run
 import groupwise as gw
 from groupwise import cli
 from groupwise.report.folder import RunFolder
-from groupwise.report.notebook import explore
-from groupwise.report.page.page import write_page
-from groupwise.report.replay import film_group
-from groupwise.training import env_evaluator
+from groupwise.report.page import explore, write_page
+from groupwise.report.video import film_group
+from groupwise.training import build as env_evaluator
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")

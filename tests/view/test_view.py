@@ -11,10 +11,9 @@ from run_folders import write_run
 from starlette.testclient import TestClient
 
 from groupwise import cli
+from groupwise.report import view as app
 from groupwise.report.folder import LOCK, RunFolder
-from groupwise.view import app
-from groupwise.view.app import Viewer
-from groupwise.view.runs import Overview, find_runs, version_of
+from groupwise.report.view import Overview, Viewer, find_runs, version_of
 
 TOKEN = "secret"
 HOSTILE = "<img src=x onerror=alert(1)>"

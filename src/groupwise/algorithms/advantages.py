@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.base import Fraction, NonNegative, PositiveInt
-from groupwise.config.choices import settings_of
+from groupwise.config.base import Fraction, NonNegative, PositiveInt, settings_of
 from groupwise.config.credit import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
 from groupwise.data.rollout import Nested, TensorSpec
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, UnknownNameError, require_name
 from groupwise.functional.advantages import (
     Baseline,

@@ -40,7 +40,7 @@ from groupwise.config.base import SB3_FIX
 from groupwise.config.objective import FixedLengthCfg
 from groupwise.data.minibatch import LAYOUTS, cut, take
 from groupwise.data.rollout import Nested
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DivergedError
 from groupwise.functional.reduce import Aggregation, AllSum, loss_weights, token_mean_weights
 from groupwise.policies.base import Batch, Evaluation, Policy

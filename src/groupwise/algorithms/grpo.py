@@ -26,7 +26,7 @@ from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, learns_alone, multiplied, policy_loss, reference_kl
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, transition_view
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.advantages import episode_return, kl_shaping
 from groupwise.functional.reduce import highest, zero_variance_groups

@@ -21,8 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from groupwise.config.base import Fraction, NonNegative, Positive
-from groupwise.config.choices import settings_of
+from groupwise.config.base import Fraction, NonNegative, Positive, settings_of
 from groupwise.config.objective import CorrectionCfg, FixedLengthCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.config.ranges import LinearRangeCfg, range_at
 from groupwise.data.minibatch import Unit

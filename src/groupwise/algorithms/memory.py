@@ -8,7 +8,7 @@ import torch
 
 from groupwise.data.minibatch import Unit, take
 from groupwise.data.rollout import Nested
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from groupwise.algorithms.losses import DIAGNOSTICS, policy_loss, value_loss
 from groupwise.config.algorithm import PPOCfg
 from groupwise.config.ranges import range_at
 from groupwise.data.rollout import Nested, transition_view
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional import advantages
 from groupwise.functional.reduce import explained_variance, whiten, whiten_segments

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from groupwise.cli.parser import Parser
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Check what an environment supports: shared starts of groups and their cost, randomness, spaces, speed.
 Exit code 1: GRPO cannot train on it.
@@ -22,7 +22,7 @@ Options: --json, and settings of the environment:
 def run(parser: Parser, argv: Sequence[str]) -> int:
     """Check the environment in ``argv``; 1 if GRPO cannot train on it."""
     from groupwise.cli.options import read_env
-    from groupwise.config.env import EnvCfg
+    from groupwise.config.run import EnvCfg
 
     words = [word for word in argv if word != "--json"]
     settings = [f"env.{name}" for name in EnvCfg.model_fields if name not in ("id", "num_envs")]

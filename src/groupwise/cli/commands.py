@@ -12,7 +12,7 @@ from pathlib import Path
 from groupwise import plugins
 from groupwise.cli.parser import Parser
 from groupwise.errors import GroupwiseError, UnknownNameError
-from groupwise.system.terminal import prepare, show
+from groupwise.system import prepare, show
 
 USAGE = """usage: groupwise COMMAND ...
 

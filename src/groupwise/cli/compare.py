@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import get_args
 
 from groupwise.cli.parser import Parser
-from groupwise.comparison.results import Comparison
-from groupwise.comparison.runs import compare
-from groupwise.comparison.tables import Table, tables
+from groupwise.comparison.compare import Comparison, compare
+from groupwise.comparison.show import Table, tables
 from groupwise.config.load import read_json
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
-from groupwise.system.terminal import printable
-from groupwise.system.terminal import show as write
+from groupwise.system import printable
+from groupwise.system import show as write
 
 HELP = """Compare methods by their runs. Runs that differ only in their seed are one method. One table per environment.
 Scores are interquartile means (IQM) over runs with 95 % bootstrap intervals.
@@ -49,7 +48,7 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     if options.out is not None:
         found.save(options.out)
     if options.html is not None:
-        from groupwise.comparison.page import write_page
+        from groupwise.comparison.show import write_page
 
         write_page(found, options.html)
     if options.json:

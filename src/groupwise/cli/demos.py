@@ -5,7 +5,7 @@ from pathlib import Path
 
 from groupwise import plugins
 from groupwise.cli.parser import Parser, count
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Record successful episodes of a scripted expert, for --algorithm bc. Layout: LeRobot's dataset format.
 

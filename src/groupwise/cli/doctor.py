@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from groupwise.cli.parser import Parser
-from groupwise.report.page.health import WORDS, Finding
-from groupwise.system.terminal import show
+from groupwise.report.health import WORDS, Finding
+from groupwise.system import show
 
 HELP = """Name likely causes of a run's trouble, and what to change. Without a run: check the installation, and train for ten
 seconds. Exit code 1: there is trouble.
@@ -25,8 +25,8 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
 
 def _show_run(path: Path) -> int:
     from groupwise.report.folder import RunFolder
-    from groupwise.report.page.group_health import diagnose
-    from groupwise.report.page.page import answer, words_of
+    from groupwise.report.health import diagnose
+    from groupwise.report.page import answer, words_of
 
     folder = RunFolder.open(path)
     config, metrics = folder.read_config(), folder.read_metrics()

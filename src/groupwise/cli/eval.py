@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.cli.parser import Parser, count
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Evaluate the policy of a run; print the mean return and its 95 % interval on one line.
 A language model completes the held-out prompts: mean reward and pass@k.

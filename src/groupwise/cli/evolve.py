@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from groupwise import plugins
+from groupwise import system as files
 from groupwise.cli.parser import Parser, count
-from groupwise.config.budget import BUDGETS
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
+from groupwise.config.run import BUDGETS
 from groupwise.errors import ConfigError
-from groupwise.system import files
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Train a population of runs. After each round the best go on, and mutated clones of them replace the others.
 

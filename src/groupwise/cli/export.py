@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.cli.parser import Parser
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Write a trained policy for other programs.
 

@@ -13,11 +13,11 @@ import torch
 from packaging.requirements import Requirement
 
 from groupwise.errors import EnvError, GroupwiseError, installing
-from groupwise.report.page.health import Finding
-from groupwise.report.page.page import answer, write_page
+from groupwise.report.health import Finding
+from groupwise.report.page import answer, write_page
 from groupwise.report.video import draw_one_frame
 from groupwise.run import train
-from groupwise.system.cpus import num_cpus
+from groupwise.system import num_cpus
 
 SECONDS = 10.0
 """Of the training."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 from groupwise import plugins
 from groupwise.cli.parser import Parser, count
 from groupwise.errors import ConfigError
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 LAUNCHERS = ("local", "torchrun", "ray")
 LAUNCH_FLAGS = ("launcher", "workers", "cpus", "gpus", "servers", "server-cpus", "server-gpus")

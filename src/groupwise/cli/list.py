@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from groupwise.cli.parser import Parser
-from groupwise.config import presets
+from groupwise.config import load as presets
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.errors import ConfigError, nearest
 

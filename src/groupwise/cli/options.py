@@ -17,18 +17,15 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from pydantic import TypeAdapter
 
+from groupwise import system as files
 from groupwise.cli.parser import SHARED
-from groupwise.config import load_config, presets, resolve
-from groupwise.config.base import OTHER_NAMES, Cfg, paths_of
-from groupwise.config.choices import Choice
-from groupwise.config.env import EnvCfg
-from groupwise.config.presets import Tree
-from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
-from groupwise.config.text import TextTaskCfg
-from groupwise.config.yaml_files import SUFFIXES
-from groupwise.envs.names import check_id, import_package, unknown_environment
+from groupwise.config import load as presets
+from groupwise.config import load_config, resolve
+from groupwise.config.base import OTHER_NAMES, Cfg, Choice, paths_of
+from groupwise.config.load import SUFFIXES, Tree
+from groupwise.config.run import CommonCfg, EnvCfg, RunCfg, TextRunCfg, TextTaskCfg
+from groupwise.envs.make import check_id, import_package, unknown_environment
 from groupwise.errors import ConfigError
-from groupwise.system import files
 
 COMMON = (
     "algorithm", "algorithm.data", "policy.init_from", "task.data", "model.path", "seed", "total_steps", "total_iterations", "total_epochs", "run_dir", "device", "env.num_envs", "num_prompts",

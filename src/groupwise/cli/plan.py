@@ -7,7 +7,7 @@ from typing import Any
 from groupwise.cli.parser import Parser, count
 from groupwise.config.run import TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Estimate the memory of each GPU of a run on texts. Nothing is trained, and no weights are loaded. Exit code 1: it
 does not fit.

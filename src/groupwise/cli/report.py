@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.cli.parser import Parser
-from groupwise.report.page.page import write_page
-from groupwise.system.terminal import show
+from groupwise.report.page import write_page
+from groupwise.system import show
 
 HELP = """Write a page about a run: did it learn, its health, its groups step by step, its settings.
 One file of HTML, without network and server; of failed and running runs, too.

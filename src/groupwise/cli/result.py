@@ -3,8 +3,8 @@
 from typing import Any
 
 from groupwise import plugins
-from groupwise.config.budget import BUDGETS
-from groupwise.system.terminal import show
+from groupwise.config.run import BUDGETS
+from groupwise.system import show
 
 
 def print_run(run: Any, quiet: bool = False) -> int:

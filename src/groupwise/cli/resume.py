@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from groupwise import system as files
 from groupwise.cli import evolve
 from groupwise.cli.launch import parse_launch, torchrun
 from groupwise.cli.parser import Parser, count
 from groupwise.cli.result import print_run
-from groupwise.config.budget import BUDGETS
+from groupwise.config.run import BUDGETS
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.system import files
 
 HELP = """Continue a run from its last checkpoint, as if it had never stopped.
 
@@ -81,7 +81,7 @@ def _fork(run: Path, run_dir: Path, checkpoint: Any, settings: Sequence[str]) ->
     from groupwise.cli.options import parse_options
     from groupwise.report.folder import RunFolder
     from groupwise.run import resume
-    from groupwise.training.fork import fork_run
+    from groupwise.training.checkpoint import fork_run
 
     def read(config: Path) -> Any:
         return parse_options(

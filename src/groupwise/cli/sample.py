@@ -7,7 +7,7 @@ from typing import Any
 
 from groupwise.cli.parser import Parser, count
 from groupwise.errors import ConfigError
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Complete prompts with the language model of a run.
 

@@ -14,14 +14,13 @@ from types import FrameType
 from typing import Any
 
 from groupwise import plugins
+from groupwise import system as files
 from groupwise.config import to_json
 from groupwise.config.run import CommonCfg
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.system import files
-from groupwise.system.cpus import num_cpus
-from groupwise.system.terminal import show
-from groupwise.training.signals import STOP, handling
+from groupwise.system import num_cpus, show
+from groupwise.training.trainer import STOP, handling
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.cli.parser import Parser, count
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Start a vLLM server for training on this machine, until Ctrl-C. vLLM is in a virtual environment of its own.
 
@@ -30,7 +30,7 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     ours, theirs = argv[:end], argv[end + 1 :]
     options = parser.read(ours)
 
-    from groupwise.serving.launch import LocalServer, command
+    from groupwise.serving import LocalServer, command
 
     with tempfile.TemporaryDirectory(prefix="groupwise-") as folder:
         log = options.log or Path(folder) / "server.log"

@@ -7,7 +7,7 @@ from groupwise.cli.parser import Parser, count
 from groupwise.cli.result import print_run
 from groupwise.errors import ConfigError
 from groupwise.report.folder import RunFolder
-from groupwise.system.terminal import show_errors_only, show_everything
+from groupwise.system import show_errors_only, show_everything
 
 HELP = """Train a policy on a Gymnasium environment, or with the settings of a JSON or YAML file.
 
@@ -74,6 +74,6 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     if options.profile is None:
         return print_run(train_from_config(cfg), quiet)
 
-    from groupwise.training.profiler import Profiler
+    from groupwise.training.trackers import Profiler
 
     return print_run(train_from_config(cfg, callbacks=[Profiler(options.profile)]), quiet)

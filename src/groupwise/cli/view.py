@@ -9,7 +9,7 @@ from secrets import token_urlsafe
 
 from groupwise.cli.parser import Parser
 from groupwise.errors import RunFolderError, require_extra
-from groupwise.system.terminal import show
+from groupwise.system import show
 
 HELP = """Show the runs of a folder in your browser, and follow them while they train: curves, health, groups.
 Only this machine can connect, and only with the address that is printed. Nothing is written or sent anywhere.
@@ -48,7 +48,7 @@ def serve(root: Path, port: int) -> None:
     import pyarrow.parquet  # noqa: F401
     import uvicorn
 
-    from groupwise.view.app import Viewer
+    from groupwise.report.view import Viewer
 
     if sys.platform != "win32":
         os.nice(NICE)

@@ -1,20 +1,470 @@
 """Fixed windows of experience, for PPO."""
 
-from typing import Any
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.collectors.base import EnvCollector, Episode, MakeActor, env_steps
-from groupwise.collectors.writer import RolloutWriter
-from groupwise.data.rollout import Nested
-from groupwise.envs.base import VectorEnv
-from groupwise.errors import EnvError
-from groupwise.policies.base import Policy
+from groupwise.data.rollout import Nested, all_finite, find_nonfinite, lengthen
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv, successes_by_task
+from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
+
+# Environments for a recurrent policy, which acts on what it remembers, too.
+
+
+class RecurrentEnv(GroupEnv):
+    """Environments with the policy's state in each row's observation: ``{"obs": [N, ...], "state": [N, S]}``.
+
+    The state is 0 where an episode begins, else what the policy's last action left. Final observations have the state that
+    follows the last action, so that their values can be computed.
+    """
+
+    outcome: EnvStep
+    """Of the last step, without states."""
+
+    def __init__(self, env: VectorEnv, policy: Policy) -> None:
+        self.env = env
+        self.env_id, self.num_envs, self.device = env.env_id, env.num_envs, env.device
+        self.max_episode_steps, self.autoreset = env.max_episode_steps, env.autoreset
+        self.block_size = env.block_size if isinstance(env, GroupEnv) else 1
+        self._state = torch.zeros(env.num_envs, policy.state_size, device=policy.device)
+        self._resetting = torch.zeros(env.num_envs, dtype=torch.bool, device=policy.device)
+        """Rows whose next step only resets them, with ``next_step``."""
+
+    def remember(self, action: Action) -> None:
+        """Keep the state that the actions left. Call it before ``step``."""
+        assert action.state is not None
+        self._state = action.state
+
+    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
+        """First observations; rows that are not reset keep theirs, and their states."""
+        obs = self.env.reset(seed=seed, mask=mask)
+        self._resetting = torch.zeros_like(self._resetting)
+        return self._begin(obs, mask)
+
+    def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
+        """As ``reset``, from given seeds."""
+        assert isinstance(self.env, GroupEnv)
+        return self._begin(self.env.start(mask, start_seed, noise_seed), mask)
+
+    def step(self, action: Tensor) -> EnvStep:
+        """One step of every row."""
+        step, state = self.env.step(action), self._state
+        self.outcome = step
+        done = step.terminated | step.truncated
+        if self.autoreset == "same_step":
+            if step.final_obs is not None:
+                step = step._replace(final_obs=with_state(step.final_obs, state))
+            state = _zeroed(state, done)
+        elif self.autoreset == "next_step":
+            state, self._resetting = _zeroed(state, self._resetting), done
+        return step._replace(obs=with_state(step.obs, state))
+
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask``."""
+        assert isinstance(self.env, GroupEnv)
+        self.env.pause(mask)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """That of the environments. The policy's states are in the observations."""
+        env = self.env.state_dict()
+        return None if env is None else {"env": env, "resetting": self._resetting}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved ``state_dict``."""
+        self.env.load_state_dict(state["env"])
+        self._resetting = state["resetting"].to(self._resetting.device)
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.env.close()
+
+    def _begin(self, obs: Nested, mask: Mask | None) -> TensorDict:
+        """Observations after episodes began in the rows of ``mask``, in all of None."""
+        begun = torch.ones_like(self._resetting) if mask is None else torch.from_numpy(mask).to(self._state.device)
+        self._state = _zeroed(self._state, begun)
+        return with_state(obs, self._state)
+
+
+def _zeroed(state: Tensor, rows: Bool[Tensor, " row"]) -> Tensor:
+    return state.masked_fill(rows.unsqueeze(-1), 0.0)
+
+
+# The interface of collectors, which fill rollouts with a policy's experience.
+
+
+class Episode(NamedTuple):
+    """A finished episode."""
+
+    episode_return: float
+    length: int
+    terminated: bool
+    success: bool | None = None
+    """Whether the task was done at its end; None if the environment does not say."""
+    task: str | None = None
+    """Name of the task; None if the environment does not say."""
+    info: dict[str, float] | None = None
+    """Numbers at its last step, with ``env.log_info``; None if it was cut before."""
+
+
+MakeActor: TypeAlias = Callable[[Policy], Callable[..., Action]]
+StepHook: TypeAlias = Callable[[Tensor, EnvStep], None]
+
+COUNTS = frozenset(
+    f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups", "unscorable")
+)
+"""Metrics that are summed over ranks."""
+
+
+class Collector(ABC):
+    """Collects rollouts; counts steps and episodes.
+
+    All its randomness follows from ``seed`` and ``iteration``. A resumed run needs these, ``state_dict``, and nothing else.
+    """
+
+    repeatable: ClassVar[bool] = False
+    """Whether ``collect`` gives the same rollout again after it was broken off: nothing continues across rollouts."""
+    policy: Policy
+    iteration: int = 0
+    """How many rollouts were collected; streams of the next one are derived from it."""
+    last_steps: int = 0
+    """Environment steps that the last ``collect`` took, wasted ones included."""
+    position: int = 0
+    """Number of prompts that this process has taken from its data, over all epochs."""
+    data_size: int = 0
+    """Prompts in the data; 0: there is none."""
+
+    def __init__(self) -> None:
+        self.finished: list[Episode] = []
+        """Episodes that ended in the last ``collect``, also those begun in an earlier one."""
+        self.recent: deque[Episode] = deque(maxlen=100)
+        """The latest 100 finished episodes."""
+        self._metrics: dict[str, float] = {}
+        """Further numbers of the last ``collect``."""
+
+    def record(self, episodes: Iterable[Episode]) -> None:
+        """Keep the episodes that ended in a rollout, but for those whose return is not finite."""
+        self.finished = [episode for episode in episodes if math.isfinite(episode.episode_return)]
+        self.recent.extend(self.finished)
+
+    def calling(self, hook: StepHook) -> AbstractContextManager[None]:
+        """Call ``hook`` with actions and outcome of every step, until the context ends.
+
+        Raises:
+            ConfigError: there are no environments.
+        """
+        raise ConfigError("on_step hears steps of environments, and there are none; fix: on_rollout_end")
+
+    @abstractmethod
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        """Experience of about ``num_steps`` steps per row, written into ``rollout``; may return a longer or shorter one."""
+
+    def recent_episodes(self) -> Sequence[Episode]:
+        """The episodes that ``rollout/*_mean`` average: the latest 100, or all of this rollout if these are more.
+
+        A single window would favour short episodes.
+        """
+        return self.finished if len(self.finished) >= 100 else self.recent
+
+    def group_start(self, group: int) -> str:
+        """What the members of a group of the last rollout share: the seed of their start, or a prompt; empty if unknown."""
+        return ""
+
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as text.
+
+        Raises:
+            ConfigError: actions are no tokens.
+        """
+        raise ConfigError("actions of environments are no tokens; fix: a text task")
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout/*`` numbers of the last ``collect``."""
+        episodes = self.recent_episodes()
+        out = {"rollout/env_steps": float(self.last_steps), "rollout/episodes": float(len(self.finished))}
+        if episodes:
+            out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)
+            out["rollout/length_mean"] = sum(e.length for e in episodes) / len(episodes)
+        if any(e.success is not None or e.info is not None for e in episodes):
+            out |= _means_of_outcomes(episodes)
+        return out | self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data that the next rollouts depend on, besides ``iteration``: where it can be captured, running episodes too."""
+        return {"recent": [list(episode) for episode in self.recent]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved ``state_dict``; the collector must be fresh."""
+        self.recent.extend(Episode(float(score), int(length), *rest) for score, length, *rest in state["recent"])
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the environments."""
+
+
+class EnvCollector(Collector):
+    """Collects from environments.
+
+    Args:
+        env: gives observations on the policy's device.
+        rank: of this process; each draws its own streams.
+        actor: gives what acts in place of ``policy.act``, for many steps in which no parameter changes. None: the policy.
+    """
+
+    def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int, actor: MakeActor | None = None) -> None:
+        super().__init__()
+        self._make_actor = actor
+        self._hooks: list[StepHook] = []
+        self.env = RecurrentEnv(env, policy) if policy.state_size else env
+        self.policy = policy
+        self.seed = seed
+        self.rank = rank
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.env.close()
+
+    def actor(self) -> Callable[..., Action]:
+        """The policy's ``act``, for many steps in which no parameter changes."""
+        return self.policy.act if self._make_actor is None else self._make_actor(self.policy)
+
+    @contextmanager
+    def calling(self, hook: StepHook) -> Iterator[None]:
+        """Call ``hook`` with actions and outcome of every step, until the context ends."""
+        self._hooks.append(hook)
+        try:
+            yield
+        finally:
+            self._hooks.remove(hook)
+
+    def step_env(self, action: Action) -> EnvStep:
+        """The outcome of an action in every row."""
+        if isinstance(self.env, RecurrentEnv):
+            self.env.remember(action)
+        env_action = self.policy.env_action(action.action)
+        outcome = self.env.step(env_action)
+        seen = self.env.outcome if isinstance(self.env, RecurrentEnv) else outcome
+        for hook in self._hooks:
+            hook(env_action, seen)
+        return outcome
+
+    def action_generator(self) -> torch.Generator:
+        """Draws the actions of this iteration."""
+        generator = torch.Generator(self.policy.device)
+        return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
+
+
+def _means_of_outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Success rate, and ``rollout/info/*`` as means over the episodes that have them."""
+    out = {}
+    if any(e.success is not None for e in episodes):
+        out["rollout/success_rate"] = sum(e.success is True for e in episodes) / len(episodes)
+    infos = [episode.info for episode in episodes if episode.info is not None]
+    for name in infos[0] if infos else ():
+        out[f"rollout/info/{name}"] = sum(info[name] for info in infos) / len(infos)
+    return out
+
+
+def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:
+    """``act`` with 0 for what is not finite, in observations and in actions."""
+
+    def acted(obs: Nested, *args: Any, **kwargs: Any) -> Action:
+        action = act(_finite(obs), *args, **kwargs)
+        return action._replace(action=_finite(action.action))
+
+    return acted
+
+
+def _finite(values: Nested) -> Any:
+    if not isinstance(values, Tensor):
+        return values.apply(_finite)
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if values.is_floating_point() else values
+
+
+def env_steps(rollout: TensorDict, decisions: int) -> int:
+    """Environment steps of a rollout with that many decisions: those that chunks executed, else one each."""
+    executed = rollout.get("executed", None)
+    return decisions if executed is None else int(executed[:, :-1].sum())
+
+
+def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) -> dict[str, float]:
+    """Metrics over all ranks: ``COUNTS`` are summed, ``*_max`` and ``*_min`` keep their meaning, others are means.
+
+    The success rates of tasks are those of all episodes together.
+
+    Args:
+        ranks: the episodes that each rank averages, whose number weights its means, and its metrics.
+    """
+    pooled = {}
+    for name in dict.fromkeys(name for _, metrics in ranks for name in metrics):
+        values = [metrics[name] for _, metrics in ranks if name in metrics]
+        weights = [max(1, len(episodes)) for episodes, metrics in ranks if name in metrics]
+        if name in COUNTS:
+            pooled[name] = sum(values)
+        elif name.endswith("_max"):
+            pooled[name] = max(values)
+        elif name.endswith("_min"):
+            pooled[name] = min(values)
+        else:
+            pooled[name] = sum(v * (weight / sum(weights)) for v, weight in zip(values, weights, strict=True))
+    tasks = successes_by_task((episode.task, episode.success) for episodes, _ in ranks for episode in episodes)
+    return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}
+
+
+# Writes a rollout step by step.
+
+Outcome: TypeAlias = tuple[bool | None, str | None, dict[str, float] | None]
+"""Success, task and ``env.log_info`` of an episode; None where the environment does not report it."""
+_Report: TypeAlias = tuple[Tensor | None, npt.NDArray[Any] | None, dict[str, Tensor]]
+"""The same of all rows [N] that end with a step."""
+_Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
+
+_OF_STEP = ("reward", "terminated", "truncated", "executed", "reward_parts")
+"""What a rollout may keep of an ``EnvStep``."""
+
+
+class RolloutWriter:
+    """Writes through views of a rollout's tensors, which is far cheaper than ``rollout[:, t] = ...``.
+
+    A full rollout is lengthened.
+
+    Args:
+        policy: gives the values of final observations, where it has a critic.
+    """
+
+    def __init__(self, rollout: TensorDict, policy: Policy) -> None:
+        self._policy = policy
+        self._final_obs: list[Nested] = []
+        self._cut_rows: list[Tensor] = []
+        self._cut_steps: list[Tensor] = []
+        self._reports: dict[int, _Report] = {}
+        self._open(rollout)
+
+    def observe(self, step: int, obs: Nested) -> None:
+        """Write the observations [N, ...] of a step."""
+        _write(self._obs, step, obs)
+
+    def act(self, step: int, action: Action) -> None:
+        """Write the actions of a step.
+
+        Raises:
+            DataError: an action on the CPU is not finite; names the observation if that is the reason.
+        """
+        if step == self.rollout.shape[1] - 1:
+            self._open(lengthen(self.rollout, 2 * step + 1))
+        _write(self._columns["action"], step, action.action)
+        _write(self._columns["sample_log_prob"], step, action.log_prob)
+        if action.value is not None:
+            _write(self._columns["value"], step, action.value)
+        numbers = action.action
+        if numbers.is_floating_point() and numbers.device.type == "cpu" and not all_finite(numbers):
+            raise self._not_finite(step)  # on a GPU the check would be a host sync
+
+    def outcome(self, step: int, outcome: EnvStep) -> None:
+        """Write what a step returned."""
+        values = outcome._asdict()
+        for key, columns in self._of_step.items():
+            _write(columns, step, values[key])
+        if outcome.success is not None or outcome.info is not None:
+            self._report(step, outcome)
+
+    def cut(self, step: int, truncated: Bool[Tensor, " row"], obs: Nested) -> None:
+        """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
+        if not self._policy.actor_only and truncated.any():
+            rows = truncated.nonzero()[:, 0]
+            self._final_obs.append(obs[rows.to(obs.device)])
+            self._cut_rows.append(rows)
+            self._cut_steps.append(torch.full_like(rows, step))
+
+    def finish(self, num_steps: int, obs: Nested) -> TensorDict:
+        """The rollout of ``num_steps`` steps, with ``obs`` [N, ...] in its last slot and all values."""
+        self.observe(num_steps, obs)
+        rollout = self.rollout if self.rollout.shape[1] == num_steps + 1 else self.rollout[:, : num_steps + 1]
+        if not self._policy.actor_only:
+            self._fill_values(rollout, obs)
+        return rollout
+
+    def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
+        """What the environment reported of the episodes that ended in these rows with these steps."""
+        return _outcomes(self._reports, rows, steps) if self._reports else [(None, None, None)] * len(rows)
+
+    def _open(self, rollout: TensorDict) -> None:
+        self.rollout = rollout
+        columns = self._columns = {key: _columns(stored) for key, stored in rollout.items()}
+        self._obs = {key: columns[key] for key in ("obs", "state")} if "state" in columns else columns["obs"]
+        self._of_step = {key: columns[key] for key in _OF_STEP if key in columns}
+
+    def _fill_values(self, rollout: TensorDict, last_obs: Nested) -> None:
+        """Complete ``value`` and ``next_value`` with one forward pass."""
+        value, next_value = rollout["value"], rollout["next_value"]
+        values = self._policy.value(torch.cat([last_obs, *self._final_obs])).to(value)
+        value[:, -1] = values[: len(value)]
+        next_value[:, :-1] = value[:, 1:]
+        next_value[rollout["terminated"]] = 0.0
+        if self._cut_rows:
+            rows, steps = (torch.cat(parts).to(value.device) for parts in (self._cut_rows, self._cut_steps))
+            next_value[rows, steps] = values[len(value) :]
+
+    def _report(self, step: int, outcome: EnvStep) -> None:
+        """Keep what the environment reports of episodes that end; the environment may write into it later."""
+        success = None if outcome.success is None else outcome.success.clone()
+        task = None if outcome.task is None else outcome.task.copy()
+        self._reports[step] = success, task, outcome.info or {}
+
+    def _not_finite(self, step: int) -> DataError:
+        slots = torch.zeros_like(self.rollout["valid"])
+        slots[:, step] = True
+        return find_nonfinite(self.rollout, slots)[0].error()
+
+
+def _columns(stored: Nested) -> _Columns:
+    """Views of all rows by step. NumPy indexes them faster than torch."""
+    if not isinstance(stored, Tensor):
+        return {key: _columns(leaf) for key, leaf in stored.items()}
+    return stored.numpy().swapaxes(0, 1) if stored.device.type == "cpu" else stored.unbind(1)
+
+
+def _write(columns: _Columns, step: int, value: Any) -> None:
+    if isinstance(columns, dict):
+        for key, child in columns.items():
+            _write(child, step, value[key])
+    elif isinstance(columns, tuple):
+        columns[step].copy_(value)
+    else:
+        columns[step] = (value.float() if value.dtype == torch.bfloat16 else value).numpy(force=True)
+
+
+def _outcomes(reports: dict[int, _Report], rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
+    """As ``RolloutWriter.outcomes``. Flags on a GPU take one host sync."""
+    flags = {step: success for step, (success, _, _) in reports.items() if success is not None}
+    stacked = torch.stack([*flags.values()]).cpu().numpy() if flags else ()
+    success = dict(zip(flags, stacked, strict=True))
+    return [
+        _outcome(reports.get(step, (None, None, {})), success.get(step), row)
+        for row, step in zip(rows, steps, strict=True)
+    ]
+
+
+def _outcome(report: _Report, success: Bool[np.ndarray, " row"] | None, row: int) -> Outcome:
+    _, task, info = report
+    numbers = {name: float(values[row]) for name, values in info.items()}
+    known = numbers and not any(map(math.isnan, numbers.values()))
+    return (
+        None if success is None else bool(success[row]),
+        None if task is None else str(task[row]) or None,
+        numbers if known else None,
+    )
 
 
 class VectorCollector(EnvCollector):

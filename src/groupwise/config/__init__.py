@@ -10,22 +10,24 @@ from groupwise.config.algorithm import (
     PPOCfg,
     register_algorithm,
 )
-from groupwise.config.choices import register_choice
-from groupwise.config.env import EnvCfg
+from groupwise.config.base import register_choice
 from groupwise.config.evolution import EvolutionCfg, MutationCfg, Place, SelectionCfg
 from groupwise.config.load import json_schema, load_config, resolve, resolve_text, to_json
 from groupwise.config.policy import LoRACfg, ModelCfg, PolicyCfg, RecurrentCfg, SamplingCfg, VLACfg, register_policy
 from groupwise.config.run import (
+    EnvCfg,
     EvaluationCfg,
     LoggingCfg,
+    RewardCfg,
     RunCfg,
     SamplerMismatchCfg,
     StopCfg,
     TextEvaluationCfg,
     TextRunCfg,
+    TextTaskCfg,
+    TrackedRun,
+    TrackerCfg,
 )
-from groupwise.config.text import RewardCfg, TextTaskCfg
-from groupwise.config.trackers import TrackedRun, TrackerCfg
 
 __all__ = [
     "AlgorithmCfg",

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_validator
 
-from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
-from groupwise.config.choices import Choice, register_choice
+from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
 from groupwise.config.credit import CreditCfg as CreditCfg
 from groupwise.config.credit import PartsCfg
 from groupwise.config.objective import FixedLengthCfg, TrustRegionCfg

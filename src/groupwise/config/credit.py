@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import SerializeAsAny, model_validator
 
-from groupwise.config.base import Cfg, NonNegative
-from groupwise.config.choices import Choice, register_choice
+from groupwise.config.base import Cfg, Choice, NonNegative, register_choice
 
 
 class BaselineCfg(Choice):

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, model_validator
 
-from groupwise.config.base import Cfg, Fraction, NonNegative, Positive, PositiveInt
-from groupwise.config.choices import Choice, register_choice
+from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
 
 Value: TypeAlias = bool | int | float | str | None
 

@@ -7,23 +7,157 @@ preset that is named with a file is the user's, too, and comes before the file.
 import functools
 import json
 import operator
+import re
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 
-from groupwise.config import presets
+from groupwise import system as files
 from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
-from groupwise.config.base import OTHER_NAMES, SB3_FIX, Cfg, explain
-from groupwise.config.budget import BUDGETS
+from groupwise.config.base import OTHER_NAMES, SB3_FIX, Cfg, Choice, explain
+from groupwise.config.credit import CreditCfg
+from groupwise.config.objective import ObjectiveCfg
 from groupwise.config.policy import AnyPolicyCfg
-from groupwise.config.presets import Tree
-from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
-from groupwise.config.yaml_files import SUFFIXES, parse_yaml
-from groupwise.errors import ConfigError
-from groupwise.system import files
+from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
+from groupwise.errors import ConfigError, UnknownNameError, require_extra
+
+# Presets, read from the JSON files in presets/.
+
+Tree = dict[str, Any]
+"""A partial config as plain data: nested dicts keyed by field."""
+
+
+class ObjectivePreset(NamedTuple):
+    """Credit and objective of a paper or a library."""
+
+    title: str
+    source: str
+    """URL."""
+    note: str
+    settings: Tree
+    """Fields of ``GRPOCfg``."""
+
+
+class ChoiceNote(NamedTuple):
+    """Description of one value of a setting."""
+
+    note: str
+    source: str
+    """URL, or ``groupwise`` where it began here."""
+
+
+@functools.cache
+def objective_presets() -> dict[str, ObjectivePreset]:
+    """The presets that ``preset`` may name."""
+    return {
+        name: ObjectivePreset(data.pop("title"), data.pop("source"), data.pop("note"), data)
+        for name, data in read("objectives").items()
+    }
+
+
+def objective_preset(name: str) -> ObjectivePreset:
+    """The preset of that name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if name not in objective_presets():
+        raise UnknownNameError("preset", name, ["auto", *objective_presets()])
+    return objective_presets()[name]
+
+
+@functools.cache
+def choices() -> dict[str, ChoiceNote]:
+    """Description of each choice, by keys like ``credit.scale.std``."""
+    plain = {name: ChoiceNote(**data) for name, data in read("choices").items()}
+    return plain | {
+        f"{part}.{field}.{kind.own_name()}": ChoiceNote(kind.note(), kind.source)
+        for part, cfg_type in (("credit", CreditCfg), ("objective", ObjectiveCfg))
+        for field, info in cfg_type.model_fields.items()
+        if isinstance(info.default, Choice)
+        for kind in info.default.members()
+    }
+
+
+@functools.cache
+def env_ids() -> tuple[str, ...]:
+    """Environments with a preset; all others use ``default.json``."""
+    return tuple(sorted(path.stem for path in Path(__file__).with_name("presets").glob("*-v*.json")))
+
+
+def env_preset(env_id: str) -> dict[str, Tree]:
+    """Partial ``RunCfg`` of the environment, by algorithm."""
+    return read(env_id if env_id in env_ids() else "default")
+
+
+def read(name: str) -> Tree:
+    """The content of a file in ``presets/``."""
+    tree: Tree = json.loads((Path(__file__).with_name("presets") / f"{name}.json").read_text(encoding="utf-8"))
+    return tree
+
+
+# YAML settings files, read as YAML 1.2 reads them: 1e-4 is a number, on and off are text. Imports no torch.
+
+SUFFIXES = (".yaml", ".yml")
+
+_SCALARS = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "int": (r"[-+]?[0-9]+", "-+0123456789"),
+    "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+}
+"""Pattern and first characters of values that are no text (YAML 1.2.2, section 10.3.2). PyYAML's own are of YAML 1.1."""
+
+
+def parse_yaml(data: bytes) -> Any:
+    """The value of a YAML text, made of what JSON has.
+
+    Raises:
+        ValueError: it is broken, has aliases, tags of Python or a key twice, or exceeds the limits of ``files.parse_json``.
+        MissingExtraError: PyYAML is not installed.
+    """
+    require_extra("yaml", "yaml")
+    import yaml
+
+    try:
+        tree = yaml.load(data, _loader())  # noqa: S506  a SafeLoader
+        return files.parse_json(json.dumps(tree).encode())
+    except (yaml.YAMLError, TypeError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+@cache
+def _loader() -> type:
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses aliases, which could stand for gigabytes, and keys that come twice."""
+
+        yaml_implicit_resolvers: dict[str, Any] = {}  # in place of those of YAML 1.1
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError(
+                    f"line {self.peek_event().start_mark.line + 1} has an alias; fix: write the value again"
+                )
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                raise ValueError(f"the key {twice!r:.100} comes twice")
+            return super().construct_mapping(node, deep)
+
+    for kind, (pattern, first) in _SCALARS.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})$"), list(first))
+    return Loader
+
 
 ADAPTER_CONFIG = "adapter_config.json"
 """In a folder of peft's adapters."""
@@ -95,7 +229,7 @@ def load_config(
         if "task" in tree and "env" in tree:
             raise ConfigError("a run has an environment or a text task; got both, fix: leave out env or task")
         if preset is not None:
-            own = {} if preset == "auto" else presets.objective_preset(preset).settings
+            own = {} if preset == "auto" else objective_preset(preset).settings
             file = {
                 key: value for key, value in _table(tree, "algorithm").items() if key not in ("credit", "objective")
             }
@@ -136,7 +270,7 @@ def json_schema() -> Tree:
     """JSON Schema of a config file, with the settings of every registered algorithm."""
     variants: Any = functools.reduce(operator.or_, AlgorithmCfg.members())
     algorithm = Field(GRPOCfg(), description=CommonCfg.model_fields["algorithm"].description)
-    names: Any = Literal[("auto", *presets.objective_presets())]
+    names: Any = Literal[("auto", *objective_presets())]
     preset = Field(
         None,
         description="Credit and objective of a paper or library, in place of the environment's. ``auto``: the environment's.",
@@ -152,7 +286,7 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     cfg_type = _algorithm_type(layers)
     given = functools.reduce(_over, layers)
     files = ["text", "text_lora"] if adapters or _names_adapters(_table(given, "model")) else ["text"]
-    trees = [presets.env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(presets.read, files))
+    trees = [env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(read, files))
     base = functools.reduce(_merge, (_preset_for(tree, cfg_type) for tree in trees))
     if kind is RunCfg:  # settings of the preset's policy are not those of another one
         base = _merge({"policy": {"name": AnyPolicyCfg.default}}, base)
@@ -186,7 +320,7 @@ def _algorithm_type(layers: list[Tree]) -> type[AlgorithmCfg]:
         raise ConfigError(
             f"settings of algorithm {own!r} do not fit algorithm {name!r}; fix: keep {own!r}, or a new run without them"
         )
-    if name not in AlgorithmCfg.known and name in presets.objective_presets():
+    if name not in AlgorithmCfg.known and name in objective_presets():
         raise ConfigError(f"unknown algorithm {name!r}: it is a preset of grpo; fix: preset={name!r}")
     return AlgorithmCfg.named(name)
 
@@ -222,7 +356,7 @@ def _policy_of(source: Path) -> Tree:
 
 def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tree:
     """The tree with the preset's credit and objective, which replace its own as a whole."""
-    settings = presets.objective_preset(preset).settings
+    settings = objective_preset(preset).settings
     if not issubclass(cfg_type, GRPOCfg):
         raise ConfigError(
             f"preset {preset!r} sets the credit of grpo, which algorithm {cfg_type.own_name()!r} lacks; fix: choose one of the two"

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import SerializeAsAny, model_validator
 
-from groupwise.config.base import Cfg, PositiveInt
-from groupwise.config.choices import Choice, register_choice
+from groupwise.config.base import Cfg, Choice, PositiveInt, register_choice
 from groupwise.config.ranges import ClipRange
 
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
 from pydantic import Field, create_model, model_validator
 
-from groupwise.config.base import Cfg, Keys, Positive, PositiveInt
-from groupwise.config.choices import Choice, register_choice
+from groupwise.config.base import Cfg, Choice, Keys, Positive, PositiveInt, register_choice
 from groupwise.errors import require_name
 
 

@@ -1,20 +1,365 @@
 """The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
+import pkgutil
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, LinearCfg, PPOCfg
-from groupwise.config.base import Cfg, Positive, PositiveInt
-from groupwise.config.budget import BUDGETS, Budget
+from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveInt, register_choice
 from groupwise.config.credit import CreditCfg, PartsCfg
-from groupwise.config.env import EnvCfg
-from groupwise.config.generation import GenerationCfg, NativeGenerationCfg, ServerGenerationCfg
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
-from groupwise.config.text import TextTaskCfg
-from groupwise.config.trackers import TrackerCfg
+from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from groupwise.training.trackers import Tracker
+
+
+# How long training lasts.
+
+BUDGETS = {"total_steps": "env_steps", "total_iterations": "iteration", "total_epochs": "rollout/epoch"}
+"""The settings, of which one is given, and the metrics that count what is done of them."""
+
+
+class Budget(NamedTuple):
+    """An amount of training."""
+
+    name: str
+    """The setting."""
+    total: int | float
+
+    @classmethod
+    def only(cls, **totals: int | float | None) -> "Budget":
+        """The one that is given.
+
+        Raises:
+            ConfigError: none is, or several.
+        """
+        given = {name: total for name, total in totals.items() if total is not None}
+        if len(given) != 1:
+            found = " and ".join(f"{name}={total:,}" for name, total in given.items()) or "none"
+            raise ConfigError(f"training needs one of {', '.join(totals)}; got {found}, fix: give one of them")
+        return cls(*given.popitem())
+
+    def check_exceeds(self, done: int | float, where: object) -> None:
+        """Refuse a budget that is used up.
+
+        Args:
+            where: what has done as much.
+
+        Raises:
+            ConfigError: it is not more than ``done``.
+        """
+        if self.total <= done:
+            name, total, unit = self.name, self.total, self.unit
+            raise ConfigError(f"{name} = {total:,}, but {where} has {done:,} {unit} already; fix: a larger {name}")
+
+    @property
+    def unit(self) -> str:
+        """``steps``, ``iterations`` or ``epochs``."""
+        return self.name.removeprefix("total_")
+
+    @property
+    def metric(self) -> str:
+        """The metric that counts what is done."""
+        return BUDGETS[self.name]
+
+    @property
+    def tenth(self) -> int | float:
+        """A tenth of it; of steps and iterations whole ones."""
+        return self.total / 10 if self.unit == "epochs" else max(1, self.total // 10)
+
+
+# Settings of environments. Imports no torch and no simulator.
+
+StartMode = Literal["native", "snapshot", "seed", "fresh", "none"]
+"""How members share a start, best first: state set for all rows at once; state captured and restored by an adapter; a seeded reset; a seeded reset of a fresh environment. ``none``: they do not."""
+
+
+class EnvCfg(Cfg):
+    """The environment."""
+
+    id: str = "CartPole-v1"
+    """A registered Gymnasium id. ``<given in Python>`` stands for an object passed in Python."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of ``gymnasium.make``."""
+    num_envs: Annotated[int, Ge(1)] = 8
+    """Environments that are stepped together."""
+    max_episode_steps: Annotated[int, Ge(1)] | None = None
+    """Episodes are truncated after that many steps. None: the limit of the registration."""
+    vectorization: Literal["auto", "entry_point", "sync", "async", "torch"] = "auto"
+    """``entry_point``: the environment's own vectorised version; ``sync``: in this process; ``async``: in other processes; ``torch``: a simulator in torch (CartPole only); ``auto``: ``entry_point`` for CartPole, otherwise ``sync``."""
+    timeout: Annotated[float, Gt(0)] = 60.0
+    """Seconds that a process of ``vectorization="async"`` may take to start or step its environments; to make them, at least 60. Then it is killed, and ``collection.on_env_error`` decides; PPO ends."""
+    obs_keys: Keys | None = None
+    """Entries of a Dict observation that the policy gets. None: all but those without a fixed shape, such as text."""
+    action_masks: bool = False
+    """Add ``info["action_mask"]`` to the observation. A Dict observation with the entry ``action_mask`` needs no setting. Actions that a mask forbids are never taken. Discrete and MultiDiscrete actions only."""
+    start_mode: StartMode | Literal["auto"] = "auto"
+    """How the members of a group share their start. ``auto``: the best mode that passes its check. ``none``: each has its own start. GRPO only."""
+    num_random_noops: Annotated[int, Ge(0)] = 0
+    """Episodes start after up to that many random actions, the same ones in a group, for environments that always start in one state. They count towards the step limit, but not as environment steps."""
+    action_chunk: Annotated[int, Ge(1)] = 1
+    """Actions that the policy decides on at once; the environment executes them open loop. Steps of the policy, such as ``algorithm.num_steps``, are then decisions, and the discount is per decision; ``max_episode_steps`` and ``total_steps`` count environment steps. Box actions only."""
+    num_action_steps: Annotated[int, Ge(1)] | None = None
+    """Of each chunk, only this many actions are executed, from the first on, before the policy decides anew (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
+    log_info: tuple[str, ...] = ()
+    """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
+
+    @property
+    def kept_keys(self) -> tuple[str, ...] | None:
+        """``obs_keys`` with that of masks from ``info``."""
+        return (*self.obs_keys, "action_mask") if self.obs_keys and self.action_masks else self.obs_keys
+
+    @property
+    def actions_executed(self) -> int:
+        """Actions of a chunk that are executed, unless the episode ends before."""
+        return self.num_action_steps or self.action_chunk
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> "EnvCfg":
+        if self.actions_executed > self.action_chunk:
+            raise ValueError(
+                f"num_action_steps={self.num_action_steps} executes more actions than the policy decides on, which are "
+                f"action_chunk={self.action_chunk}; fix: at most that many, or a longer action_chunk"
+            )
+        return self
+
+
+# Settings of the trackers. Imports no torch.
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker knows of its run."""
+
+    folder: Path
+    """The run folder."""
+    run_id: str
+    """Unique; a resumed run keeps it."""
+    settings: dict[str, Any]
+    """All settings, as plain data."""
+
+
+class TrackerCfg(Choice):
+    """A place that metrics are sent to. Subclass it with a ``build``, and ``@register_choice`` it."""
+
+    family: ClassVar = "tracker"
+    known: ClassVar = {}
+    tracker: ClassVar[str]
+    """Its class as ``module:name``, which ``build`` imports; that may need torch."""
+
+    def build(self, run: TrackedRun) -> "Tracker":
+        """The tracker of a run."""
+        made: Tracker = pkgutil.resolve_name(self.tracker)(self, run)
+        return made
+
+
+@register_choice
+class TensorBoardCfg(TrackerCfg):
+    """TensorBoard, in the run folder."""
+
+    name: Literal["tensorboard"] = "tensorboard"
+    tracker: ClassVar = "groupwise.training.trackers:TensorBoard"
+
+
+@register_choice
+class WandBCfg(TrackerCfg):
+    """Weights & Biases. ``WANDB_*`` variables hold where a setting is None."""
+
+    name: Literal["wandb"] = "wandb"
+    tracker: ClassVar = "groupwise.training.trackers:WandB"
+    project: str | None = None
+    """Project. None: ``WANDB_PROJECT``, or ``groupwise``."""
+    entity: str | None = None
+    """User or team. None: ``WANDB_ENTITY``, or the account's own."""
+    run_name: str | None = None
+    """Name of the run. None: ``WANDB_NAME``, or that of the run folder."""
+    group: str | None = None
+    """Group of runs. None: ``WANDB_RUN_GROUP``."""
+    tags: tuple[str, ...] | None = None
+    """Tags of the run. None: ``WANDB_TAGS``."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
+
+
+@register_choice
+class TrackioCfg(TrackerCfg):
+    """Trackio, on this machine or in a Space."""
+
+    name: Literal["trackio"] = "trackio"
+    tracker: ClassVar = "groupwise.training.trackers:Trackio"
+    project: str = "groupwise"
+    """Project."""
+    run_name: str | None = None
+    """Name of the run, to which a part of its unique id is added. None: that of the run folder."""
+    group: str | None = None
+    """Group of runs."""
+    space_id: str | None = None
+    """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
+
+
+# Settings of texts and rewards. Imports no torch and no transformers.
+
+GYM = "reasoning-gym:"
+"""Prefix of reasoning-gym tasks."""
+
+
+class RewardCfg(Cfg):
+    """One reward function."""
+
+    name: str
+    """A registered reward: ``regex``, ``exact``, ``numeric``, ``math``, ``reasoning_gym``, or your own. ``<given in Python>`` stands for an object passed in Python."""
+    weight: float = 1.0
+    """Factor of its scores."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the reward."""
+
+
+class TextTaskCfg(Cfg):
+    """Prompts and their rewards."""
+
+    data: str = ""
+    """Training prompts: a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) or ``reasoning-gym:<task>``. ``<given in Python>`` stands for an object passed in Python."""
+    eval_data: str | None = None
+    """Held-out prompts for evaluation, given in the same way. None: no evaluation."""
+    data_kwargs: dict[str, Any] = {}
+    """Arguments of a reasoning-gym task."""
+    data_size: PositiveInt = 1000
+    """Number of training prompts of a reasoning-gym task."""
+    eval_size: PositiveInt = 100
+    """Number of evaluation prompts of a reasoning-gym task."""
+    eval_overlap: Literal["drop", "keep"] = "drop"
+    """Training prompts that are also in the evaluation data: drop them with a warning, or keep them."""
+    prompt_column: str = "prompt"
+    """Column of the prompt: a string, or a list of messages ``{"role": ..., "content": ...}``. Other columns go to the rewards."""
+    system_prompt: str | None = None
+    """First message of every conversation that has no system message. Needs a chat template."""
+    chat: Literal["auto", "never"] = "auto"
+    """``auto``: a string becomes a user message if the tokenizer has a chat template; ``never``: strings are used as they are."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further arguments of the chat template, such as ``{"enable_thinking": false}``."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt, in tokens. None: limited by the model's context only."""
+    on_long_prompt: Literal["error", "drop"] = "error"
+    """Prompts that are too long: raise an error, or drop them with a warning. They are never cut."""
+    rewards: tuple[RewardCfg, ...] = ()
+    """Reward functions; their weighted scores are added. Empty: ``reasoning_gym`` for reasoning-gym data."""
+    reward_timeout: Positive | None = None
+    """Seconds that a call of a reward function may take, in a process of its own; a call that takes longer gives no reward. It draws its own random numbers. None: rewards run in the process of training, without a limit. Built-in rewards have limits of their own."""
+    success_threshold: float = 1.0
+    """A completion with at least this reward counts as a success (pass@k)."""
+    tool: str | None = None
+    """A tool that answers the model's calls: ``calculator``, or your own registered one. Answers are not trained on. None: a completion is one turn."""
+    tool_kwargs: dict[str, Any] = {}
+    """Arguments of the tool."""
+    tool_timeout: Positive | None = None
+    """Seconds that a call of the tool may take, in a process of its own; a call that takes longer is answered by an error, which the model reads. None: the tool runs in the process of training, without a limit."""
+    tool_answer: str = "<result>{}</result>"
+    """Format of an answer ``{}`` in plain text. In a conversation it is a message."""
+    max_turns: PositiveInt = 2
+    """Most turns of the model in one episode."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TextTaskCfg":
+        if self.tool is None:
+            for name, value in self.changed("tool_kwargs", "tool_timeout", "tool_answer", "max_turns").items():
+                raise ValueError(
+                    f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out"
+                )
+        gym = {"data": self.data.startswith(GYM), "eval_data": (self.eval_data or "").startswith(GYM)}
+        for name, read in {
+            "data_size": gym["data"],
+            "eval_size": gym["eval_data"],
+            "data_kwargs": any(gym.values()),
+        }.items():
+            if not read and (value := self.changed(name)):
+                raise ValueError(
+                    f"{name}={value[name]!r} is of reasoning-gym tasks, which "
+                    f"{'eval_data' if name == 'eval_size' else 'data'} does not name; fix: leave it out, or '{GYM}<task>'"
+                )
+        if self.tool == GIVEN and self.tool_kwargs:
+            raise ValueError(
+                f"tool_kwargs={self.tool_kwargs!r} are for registered tools, got a Python object; fix: leave them out"
+            )
+        if self.tool_answer.count("{}") != 1:
+            raise ValueError(
+                f"tool_answer={self.tool_answer!r}: expected {{}} once, where the answer goes; fix: '<result>{{}}</result>'"
+            )
+        if self.system_prompt is not None and self.chat == "never":
+            raise ValueError(
+                "system_prompt is a message of a conversation, and chat='never' has none; fix: chat='auto', or add it to "
+                "the prompts"
+            )
+        return self
+
+
+# Settings of where completions are generated. Imports no torch.
+
+
+class GenerationCfg(Choice):
+    """Where completions are generated in training."""
+
+    family: ClassVar = "generation"
+    default: ClassVar = "native"
+    known: ClassVar = {}
+
+
+@register_choice
+class NativeGenerationCfg(GenerationCfg):
+    """By the model that is trained, in the process of training."""
+
+    name: Literal["native"] = "native"
+
+
+@register_choice
+class ServerGenerationCfg(GenerationCfg):
+    """By vLLM servers, which read the new weights before each iteration."""
+
+    name: Literal["server"] = "server"
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ("http://127.0.0.1:8000",)
+    """Servers that run already. They take groups in turn; a group stays on one server."""
+    python: Path | None = None
+    """In place of ``urls``: the Python of a virtual environment with vLLM, with which the run starts a server of its own on this machine."""
+    args: tuple[str, ...] = ()
+    """Further arguments of the server that the run starts, such as ``["--enforce-eager"]``."""
+    weights_dir: Path | None = None
+    """Folder for the weights on their way, on a disk that the servers read under the same path. None: a temporary one on this machine."""
+    timeout: Positive = 600.0
+    """Seconds that a call, or the start of a server, may take."""
+    retries: Annotated[int, Ge(0)] = 3
+    """How often a call is repeated that got no answer, or an error of the server."""
+    max_staleness: Annotated[int, Ge(0)] = 0
+    """Updates that may lie between the weights that wrote a rollout and the weights that it trains. 0: servers wait for each update; 1 or more: they write the next rollouts meanwhile."""
+    in_flight_updates: bool = False
+    """With ``max_staleness``: servers load new weights while they generate, and completions that run go on under them. False: they finish a rollout before."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ServerGenerationCfg":
+        if not self.urls or (self.python is not None and self.changed("urls")):
+            raise ValueError(
+                f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two: urls of "
+                "servers that run, or the Python of an environment with vLLM"
+            )
+        for url in self.urls:
+            try:
+                urlsplit(url).port  # noqa: B018  raises where it is no number
+            except ValueError:
+                raise ValueError(
+                    f"urls = {url!r}: the port is no number below 65536; fix: http://127.0.0.1:8000"
+                ) from None
+        if self.in_flight_updates and not self.max_staleness:
+            raise ValueError(
+                "in_flight_updates=True and max_staleness=0: servers write nothing while new weights come; fix: max_staleness=1"
+            )
+        if self.args and self.python is None:
+            raise ValueError(
+                f"args={self.args!r} are of a server that the run starts; fix: leave them out, or python=..."
+            )
+        return self
+
 
 EvaluationMetric: TypeAlias = Literal["return", "success_rate"]
 

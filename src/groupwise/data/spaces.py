@@ -12,17 +12,19 @@ Spaces come in as ``Any``: this module never imports Gymnasium, and recognises i
 | Dict, Tuple | TensorDict; a Tuple's keys are "0", "1", ... |
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.data.rollout import Nested, Spec, TensorSpec
-from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError, nearest
+from groupwise.errors import ConfigError, DataError, GroupwiseError, UnsupportedSpaceError, nearest
 
 SpaceKind = Literal["box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple", "unsupported"]
 
@@ -195,3 +197,109 @@ def _child(obs: Any, key: str, name: str) -> Any:
 def _shape_message(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
     batch = f"[B, {', '.join(map(str, expected))}]" if expected else "[B]"
     return f"{name} has shape {list(shape)}, expected {list(expected)} for one observation or {batch} for a batch"
+
+
+# Masks of allowed actions: the entry action_mask of a Dict observation, for Discrete and MultiDiscrete actions.
+
+KEY = "action_mask"
+
+
+def options(action_space: Any) -> list[int]:
+    """How many options each choice has; nothing for actions that are no choices."""
+    kind = space_kind(action_space)
+    if kind == "discrete":
+        return [int(action_space.n)]
+    return action_space.nvec.ravel().tolist() if kind == "multi_discrete" else []
+
+
+def has_mask(observation_space: Any, action_space: Any) -> bool:
+    """Whether observations say which actions are allowed.
+
+    Raises:
+        ConfigError: their mask is of another size than the actions.
+    """
+    if space_kind(observation_space) != "dict" or KEY not in observation_space.spaces or not options(action_space):
+        return False
+    shape, size = observation_space[KEY].shape or (), sum(options(action_space))
+    if math.prod(shape) != size:
+        raise ConfigError(
+            f"the observation's {KEY!r} has shape {list(shape)}, and the actions have {size} options ({action_space}); fix: "
+            "one number for each option, or env.obs_keys without it"
+        )
+    return True
+
+
+def allowed_logits(logits: Float[Tensor, "*batch option"], mask: Tensor) -> Float[Tensor, "*batch option"]:
+    """The logits, with a number so low that the probability is 0 where an option is not allowed. So is its gradient.
+
+    Where a choice has no option, as after an episode's end, any may be taken. ``mask`` has as many numbers as ``logits``.
+    """
+    forbidden = (mask == 0).reshape(logits.shape)
+    return logits.masked_fill(forbidden, torch.finfo(logits.dtype).min)
+
+
+def check(mask: Any, action_space: Any, where: str = "obs", *, error: type[GroupwiseError] = DataError) -> None:
+    """Refuse a mask, or a batch of them, that leaves a choice no option.
+
+    Raises:
+        DataError: or another ``error``; names the mask.
+    """
+    rows = (torch.as_tensor(mask) != 0).reshape(-1, sum(options(action_space)))
+    open_choices = [part.any(dim=-1) for part in torch.split(rows, options(action_space), dim=-1)]
+    closed = ~torch.stack(open_choices).all(dim=0)
+    if closed.any():
+        raise error(
+            f"{KEY} of {where} allows no action: {rows[closed][0].int().tolist()}; fix: at least one option of each choice, "
+            "until the episode ends"
+        )
+
+
+def allowed_action(action: Tensor, obs: Any, action_space: Any) -> Tensor:
+    """Environment actions ``[B, ...]``, with an allowed one in place of each that is not, the same for the same mask.
+
+    Without masks in the observations they stay as they are.
+    """
+    if isinstance(obs, Tensor) or KEY not in obs.keys() or not options(action_space):  # noqa: SIM118  # a TensorDict
+        return action
+    mask = (obs[KEY] != 0).reshape(len(action), -1).cpu()
+    start = torch.as_tensor(np.asarray(action_space.start)).reshape(-1)
+    numbers, found = action.reshape(len(action), -1) - start, []
+    for number, part in zip(numbers.unbind(-1), torch.split(mask, options(action_space), dim=-1), strict=True):
+        place = number % part.sum(dim=-1).clamp(min=1) + 1
+        found.append(((part.cumsum(dim=-1) == place.unsqueeze(-1)) & part).int().argmax(dim=-1))
+    return (torch.stack(found, dim=-1) + start).reshape(action.shape)
+
+
+# Actions of Dict and Tuple spaces as one vector of numbers, their leaves one after another. Never imports Gymnasium.
+
+
+def nested_action(space: Any, action: np.ndarray | np.generic) -> Any:
+    """Environment actions ``[*batch, ...]`` as the space has them; those of a Dict or Tuple space from vectors."""
+    children = subspaces(space)
+    if children is None:
+        return action.astype(space.dtype, copy=False)
+    ends = np.cumsum([_num_numbers(child) for child in children.values()])
+    vectors = np.split(action, ends[:-1], axis=-1)
+    parts = {key: _part(child, vector) for (key, child), vector in zip(children.items(), vectors, strict=True)}
+    return parts if space_kind(space) == "dict" else tuple(parts.values())
+
+
+def flat_action(space: Any, action: Any) -> np.ndarray:
+    """One action as an array; one of a Dict or Tuple space as a vector of float64, which ``nested_action`` takes apart."""
+    children = subspaces(space)
+    if children is None:
+        return np.asarray(action)
+    parts = action if isinstance(action, tuple) else [action[key] for key in children]
+    vectors = [flat_action(child, part).ravel() for child, part in zip(children.values(), parts, strict=True)]
+    return np.concatenate(vectors, dtype=np.float64)
+
+
+def _part(space: Any, vector: np.ndarray) -> Any:
+    if subspaces(space) is not None:
+        return nested_action(space, vector)
+    array = nested_action(space, vector.reshape((*vector.shape[:-1], *space.shape)))
+    return array[()] if space_kind(space) == "discrete" else array  # a number, which can be a key of dictionaries
+
+
+def _num_numbers(space: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in leaf_spaces(space).values())

@@ -15,19 +15,18 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
-from groupwise.collectors.base import EnvCollector
+from groupwise.collectors.vector import EnvCollector
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
 from groupwise.data.rollout import transition_view
 from groupwise.embodied.lerobot import Demonstrations, read_demos
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
-from groupwise.training.base import Callback
 from groupwise.training.evaluation import EvaluationResult
-from groupwise.training.trainer import Trainer
+from groupwise.training.trainer import Callback, Trainer
 
 _SCORED_AT_ONCE = 256
 """Held-out steps in one forward pass."""

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 
 from groupwise.config.base import GIVEN
-from groupwise.config.env import EnvCfg
+from groupwise.config.run import EnvCfg
 from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
 from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, DemoWriter
-from groupwise.envs.single import make_one
-from groupwise.envs.success import success_of_row
+from groupwise.envs.base import success_of_row
+from groupwise.envs.make import make_one
 from groupwise.errors import ConfigError, DataError
 from groupwise.report.folder import is_free
 from groupwise.seeding import derive_seed

@@ -14,7 +14,7 @@ with redirect_stderr(StringIO()):  # at every import it prints a note on tasks o
     import gymnasium_robotics  # noqa: F401
 from gymnasium_robotics.utils import mujoco_utils
 
-from groupwise.embodied.rendering import use_egl_without_display
+from groupwise.embodied.torch_sim import use_egl_without_display
 
 use_egl_without_display()
 

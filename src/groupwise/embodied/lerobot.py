@@ -32,10 +32,10 @@ from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
 
+from groupwise import system as files
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
 from groupwise.errors import DataError
-from groupwise.system import files
 
 VERSION = "v3.0"
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"

@@ -6,28 +6,155 @@ and rsl_rl's ``VecEnv``. All of them reset a row in the step in which its episod
 A step copies nothing to the host. What a simulator does not tell is not made up: the adapter's ``notes`` name it.
 """
 
+import atexit
 import copy
 import inspect
+import os
+import sys
+import weakref
 from collections.abc import Sequence
+from ctypes.util import find_library
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Literal
 
 import gymnasium
+import mujoco
 import numpy as np
+import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.config.env import StartMode
+from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec, subspaces
-from groupwise.embodied import nested
-from groupwise.embodied.torch_sim_groups import TorchSimGroups, verified
-from groupwise.envs.base import EnvStep, Mask, VectorEnv
-from groupwise.envs.success import SUCCESS_KEYS
-from groupwise.errors import EnvError
+from groupwise.embodied import vla as nested
+from groupwise.envs.base import SUCCESS_KEYS, EnvStep, GroupEnv, GroupStartReport, Mask, Seeds, VectorEnv
+from groupwise.envs.starts import verify_group_start
+from groupwise.errors import EnvError, GroupStartError
+from groupwise.seeding import derive_seed
+
+# The rows of a simulator of others for GRPO: members of a group share their start, by its states or by its seeds.
+
+
+class TorchSimGroups(GroupEnv):
+    """A simulator for GRPO: a row is over at its first end, whatever the simulator does with it afterwards.
+
+    The rows that are over are stepped on by the simulator, unseen. Where it resets no single rows, all rows start together.
+    """
+
+    def __init__(self, sim: "TorchSim", start_mode: StartMode) -> None:
+        self.env_id, self.num_envs, self.device = sim.env_id, sim.num_envs, sim.device
+        self.observation_space, self.action_space, self.obs_spec = sim.observation_space, sim.action_space, sim.obs_spec
+        self.max_episode_steps = sim.max_episode_steps
+        self.notes = sim.notes
+        self.start_mode = start_mode
+        self.block_size = sim.num_envs if sim.row_option is None else 1
+        if start_mode == "none":
+            self.start_report = GroupStartReport(sim.env_id, "none", start_varies=True, noise_varies=True)
+        self._sim = sim
+        self._over = torch.ones(sim.num_envs, dtype=torch.bool, device=sim.device)
+        self._obs = sim.restart()
+        self._reset_seed, self._num_resets = 0, 0
+
+    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
+        """First observations [N, ...]; see ``VectorEnv.reset``."""
+        if seed is not None:
+            self._reset_seed, self._num_resets = seed, 0
+        seeds = [derive_seed(self._reset_seed, "reset", row, self._num_resets) for row in range(self.num_envs)]
+        self._num_resets += 1
+        start_seed = np.array(seeds, dtype=np.int64)
+        return self.start(np.ones(self.num_envs, dtype=np.bool_) if mask is None else mask, start_seed, start_seed)
+
+    @torch.no_grad()
+    def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
+        """Observations [N, ...] after starting the rows of ``mask``. Noise after the start is the simulator's own."""
+        rows, seeds = np.flatnonzero(mask), start_seed[mask]
+        if self.start_mode == "native":
+            obs = self._start_by_state(rows, seeds)
+        elif self.start_mode == "seed":
+            for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
+                obs = self._sim.restart([row], seed)
+        else:
+            if self.block_size > 1 and not mask.all():
+                raise EnvError(f"{self.env_id} resets no single rows; fix: start all of them")
+            obs = self._sim.restart(None if mask.all() else rows.tolist(), int(seeds[0]))
+        begun = torch.from_numpy(mask).to(self.device)
+        self._over = self._over & ~begun
+        self._obs = nested.select(begun, obs, self._obs)
+        return self._obs
+
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again."""
+        self._over = self._over | torch.from_numpy(mask).to(self.device)
+
+    @torch.no_grad()
+    def step(self, action: Tensor) -> EnvStep:
+        """One step of every row that is not over with environment actions [N, ...]."""
+        step, live = self._sim.step(action), ~self._over
+        assert step.final_obs is not None
+        terminated, truncated = step.terminated & live, step.truncated & live
+        ended = terminated | truncated
+        self._obs = nested.select(ended, step.final_obs, nested.select(live, step.obs, self._obs))
+        self._over = self._over | ended
+        reward = torch.where(live, step.reward, 0.0)
+        return EnvStep(self._obs, reward, terminated, truncated, success=step.success)
+
+    def close(self) -> None:
+        """Close the simulator, if it can be closed."""
+        self._sim.close()
+
+    def _start_by_state(self, rows: np.ndarray, seeds: Seeds) -> Nested:
+        """Observations [N, ...] after resetting a row for each seed, and copying its state to the others of that seed."""
+        _, first, number = np.unique(seeds, return_index=True, return_inverse=True)
+        self._sim.restart(rows.tolist())
+        for row, seed in zip(rows[first].tolist(), seeds[first].tolist(), strict=True):
+            self._sim.restart([row], seed)
+        return self._sim.copy_rows(rows[first][number].tolist(), rows.tolist())
+
+
+def verified(sim: "TorchSim", modes: Sequence[StartMode]) -> TorchSimGroups:
+    """The rows with the first of these ways to share a start that works.
+
+    Raises:
+        GroupStartError: none of them does; says where rows differ.
+    """
+    reasons = []
+    for mode in modes:
+        env = TorchSimGroups(sim, mode)
+        try:
+            env.start_report = _report(env)
+        except GroupStartError as error:
+            reasons.append(f"{mode}: {str(error).partition('; fix: ')[0]}")
+        else:
+            return env
+    why = "; ".join(reasons) or "its reset takes no seed, or no rows (options reset_ids, env_ids or env_idx)"
+    raise GroupStartError(
+        f"members of {sim.env_id} cannot share a start: {why}; fix: ppo, or from_torch_sim(env, start_mode='none') "
+        "for groups whose members start apart"
+    )
+
+
+def _report(env: TorchSimGroups) -> GroupStartReport:
+    """The report on the shared start, which a row must also find when it starts alone.
+
+    Raises:
+        GroupStartError: says where rows differ.
+    """
+    report = verify_group_start(env)
+    every, last = np.ones(env.num_envs, dtype=np.bool_), np.arange(env.num_envs) == env.num_envs - 1
+    seeds = np.full(env.num_envs, derive_seed(0, "alone"), dtype=np.int64)
+    together = env.start(every, seeds, seeds)[:1]
+    if not (together == env.start(last, seeds, seeds)[-1:]).all():
+        raise GroupStartError(
+            f"a row of {env.env_id} that starts alone starts apart; fix: reset rows from the seed only"
+        )
+    return report
+
 
 _ROW_OPTIONS = ("reset_ids", "env_ids", "env_idx")
 """Options of ``reset`` that name rows: EmbodiChain (which takes no unknown ones), its learning environments, ManiSkill."""
@@ -296,3 +423,134 @@ def _step_limit(env: Any) -> int | None:
         if (limit := getattr(holder, name, None)) is not None:
             return int(torch.as_tensor(limit).max())
     return None
+
+
+# Small images of MuJoCo scenes, fast enough in software that a policy can learn from them.
+
+Image = npt.NDArray[np.uint8]
+"""[height, width, 3]."""
+
+
+def use_egl_without_display() -> None:
+    """Let MuJoCo environments of others draw without a display, unless the user chose how (``MUJOCO_GL``)."""
+    has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if sys.platform == "linux" and not has_display and find_library("EGL"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
+
+
+class Renderer:
+    """Draws pictures of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
+
+    What a picture would not show of the meshes is left out, too. One renderer serves any number of ``MjData`` of the model.
+    ``close`` it, or drop it.
+
+    Args:
+        size: width and height of the pictures, in pixels.
+
+    Raises:
+        EnvError: OpenGL cannot be used.
+    """
+
+    def __init__(self, model: Any, size: int) -> None:
+        self._model = model
+        model.vis.quality.offsamples = 0
+        model.vis.global_.offwidth = model.vis.global_.offheight = size
+        self._size = size
+        self._scene = mujoco.MjvScene(model, maxgeom=1000)
+        for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
+            self._scene.flags[flag] = False
+        self._option = mujoco.MjvOption()
+        self._groups = self._option.geomgroup.copy()
+        self._perturbation = mujoco.MjvPerturb()
+        self._camera = mujoco.MjvCamera()
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        self._gl = _gl_context(size)
+        self._context = mujoco.MjrContext(_simplified(model, size), mujoco.mjtFontScale.mjFONTSCALE_100)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+        self._free = weakref.finalize(self, _free, self._gl, self._context)
+        self._free.atexit = False
+        atexit.register(self._free)  # after MuJoCo registered the end of OpenGL, so it runs before that
+
+    def render(self, data: Any, camera: str, *, without: int | None = None) -> Image:
+        """The picture [size, size, 3] of a camera of the model.
+
+        Args:
+            without: a group of geoms to leave out.
+        """
+        self._option.geomgroup[:] = self._groups
+        if without is not None:
+            self._option.geomgroup[without] = 0
+        self._camera.fixedcamid = self._model.camera(camera).id
+        mujoco.mjv_updateScene(
+            self._model,
+            data,
+            self._option,
+            self._perturbation,
+            self._camera,
+            mujoco.mjtCatBit.mjCAT_ALL,
+            self._scene,
+        )
+        self._gl.make_current()
+        viewport = mujoco.MjrRect(0, 0, self._size, self._size)
+        mujoco.mjr_render(viewport, self._scene, self._context)
+        image = np.empty((self._size, self._size, 3), np.uint8)
+        mujoco.mjr_readPixels(image, None, viewport, self._context)
+        return image[::-1]  # OpenGL counts rows from below
+
+    def close(self) -> None:
+        """Free the memory of OpenGL."""
+        self._free()
+
+
+def _simplified(model: Any, size: int) -> Any:
+    """A copy of the model for pictures [size, size], with fewer faces: vertices in one cell of a grid are drawn as one.
+
+    A cell is about a tenth of a pixel at the distance ``model.stat.extent``, and at most a 32nd of the mesh: cameras may be
+    close to what is small.
+    """
+    simplified = copy.copy(model)
+    for mesh in np.flatnonzero(model.mesh_facenum):
+        first, vertex = model.mesh_faceadr[mesh], model.mesh_vertadr[mesh]
+        faces = slice(first, first + model.mesh_facenum[mesh])
+        vertices = model.mesh_vert[vertex : vertex + model.mesh_vertnum[mesh]]
+        cell = min(model.stat.extent / (8 * size), float(np.ptp(vertices, axis=0).max()) / 32)
+        corners, kept = _merged(vertices, model.mesh_face[faces], cell)
+        fewer = slice(first, first + len(kept))
+        simplified.mesh_facenum[mesh] = len(kept)
+        simplified.mesh_face[fewer] = corners
+        simplified.mesh_facenormal[fewer] = model.mesh_facenormal[faces][kept]
+        simplified.mesh_facetexcoord[fewer] = model.mesh_facetexcoord[faces][kept]
+    return simplified
+
+
+def _merged(
+    vertices: Float[np.ndarray, "vertex 3"], faces: Int[np.ndarray, "face 3"], cell: float
+) -> tuple[Int[np.ndarray, "kept 3"], Int[np.ndarray, " kept"]]:
+    """The faces with corners in three cells, each corner moved to the first vertex of its cell; and their numbers."""
+    _, first, group = np.unique(np.floor(vertices / cell), axis=0, return_index=True, return_inverse=True)
+    corners = first[group.reshape(-1)][faces]
+    kept = np.flatnonzero((corners != np.roll(corners, 1, axis=1)).all(axis=1))
+    return corners[kept], kept
+
+
+def _gl_context(size: int) -> Any:
+    """A current OpenGL context: that of ``MUJOCO_GL``, else EGL on Linux and MuJoCo's own choice elsewhere."""
+    default = "egl" if sys.platform == "linux" else "cgl" if sys.platform == "darwin" else "glfw"
+    backend = os.environ.get("MUJOCO_GL", "").lower() or default
+    try:
+        context = import_module(f"mujoco.{backend}").GLContext(size, size)
+        context.make_current()
+    except Exception as error:  # each backend has its own kinds
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EnvError(
+            f"no images, since OpenGL cannot be used by {backend!r} ({reason}); fix: apt-get install libegl1 "
+            "libegl-mesa0 libgl1-mesa-dri, or MUJOCO_GL=osmesa with libosmesa6, or learn from states "
+            "(env.kwargs.obs='state')"
+        ) from error
+    return context
+
+
+def _free(gl: Any, context: Any) -> None:
+    gl.make_current()
+    context.free()
+    gl.free()

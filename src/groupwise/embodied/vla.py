@@ -5,20 +5,459 @@ one forward pass, by a learned query each, and are drawn independently given the
 https://arxiv.org/abs/2502.19645). Nothing here is pretrained unless the model is the user's.
 """
 
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, SupportsFloat, TypeVar
 
+import gymnasium
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from gymnasium import spaces
+from jaxtyping import Bool, Float, Int, UInt8
+from tensordict import TensorDict
 from torch import Tensor, nn
 
-from groupwise.config.policy import VLACfg
+from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.data.rollout import Nested, TensorSpec
-from groupwise.embodied.chunks import executed_actions
-from groupwise.embodied.robot_policy import RobotPolicy
-from groupwise.embodied.vision_language import NewModel, PretrainedModel
-from groupwise.policies.base import Action, Batch, Evaluation
-from groupwise.policies.discrete_heads import Categorical
+from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
+from groupwise.envs.snapshots import DrawsOnDemand
+from groupwise.errors import ConfigError, DataError, EnvError, UnsupportedSpaceError, require_extra
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.base import Action, Batch, Evaluation, Policy
+from groupwise.policies.heads import Categorical, make_head
+
+# What a VLA policy thinks with: a vision encoder and a language model, new or of the user's.
+
+HEAD_WIDTH = 32
+_BYTES = 256
+
+
+class ObsSizes(NamedTuple):
+    """Sizes of a robot's observation."""
+
+    views: int
+    height: int
+    width: int
+    """Of an image, in pixels."""
+    proprio: int
+
+
+class NewModel(nn.Module):
+    """transformers' SigLIP and Llama with random weights.
+
+    A token is 2 x 2 image patches, a byte of the instruction, or the proprioception. Attention is bidirectional: every query
+    sees the whole observation and the other queries. The instruction stands last, so its padding moves no other token.
+
+    Raises:
+        ConfigError: images are not square, or no multiple of two patches.
+    """
+
+    def __init__(self, sizes: ObsSizes, cfg: VLACfg) -> None:
+        from transformers import LlamaConfig, LlamaModel, SiglipVisionConfig, SiglipVisionModel
+
+        super().__init__()
+        self.width = width = cfg.hidden_size
+        self.vision = SiglipVisionModel(
+            SiglipVisionConfig(
+                **vision_sizes(sizes, cfg, patches=2),
+                hidden_act="gelu",  # SigLIP's own approximates it by tanh, which takes five times as long on a CPU
+            )
+        )
+        self.language = LlamaModel(
+            LlamaConfig(
+                **layer_sizes(cfg),
+                vocab_size=_BYTES,
+                intermediate_size=2 * width,
+                pad_token_id=None,
+                bos_token_id=None,
+                eos_token_id=None,
+                use_cache=False,
+            )
+        )
+        self.connector = nn.Linear(4 * width, width)
+        self.view = nn.Parameter(0.02 * torch.randn(sizes.views, 1, width))
+        self.proprio = nn.Linear(sizes.proprio, width)
+
+    def forward(self, obs: TensorDict, queries: Float[Tensor, "query feature"]) -> Float[Tensor, "batch query feature"]:
+        """Last hidden states of the queries."""
+        images = self._images(obs["image"])
+        proprio = self.proprio(obs["proprio"]).unsqueeze(1)
+        seen = [images, proprio, queries.expand(len(images), -1, -1)]
+        end = sum(part.shape[1] for part in seen)
+        text, written = byte_tokens(obs["instruction"])
+        tokens = torch.cat([*seen, self.language.embed_tokens(text)], dim=1)
+        visible = torch.cat([written.new_ones(len(images), end), written], dim=1)
+        mask = visible[:, None, None, :].expand(-1, -1, tokens.shape[1], -1)
+        hidden: Tensor = self.language(inputs_embeds=tokens, attention_mask=mask).last_hidden_state
+        return hidden[:, end - len(queries) : end]
+
+    def _images(self, image: UInt8[Tensor, "batch view height width 3"]) -> Float[Tensor, "batch token feature"]:
+        """Four neighbouring patches make a token."""
+        patches: Tensor = self.vision(pixels(image).flatten(0, 1)).last_hidden_state
+        side = round(patches.shape[1] ** 0.5) // 2
+        blocks = patches.reshape(*image.shape[:2], side, 2, side, 2, self.width).movedim(3, 4)
+        tokens = self.connector(blocks.reshape(*image.shape[:2], side * side, 4 * self.width))
+        out: Tensor = (tokens + self.view).flatten(1, 2)
+        return out
+
+
+class PretrainedModel(nn.Module):
+    """A model for images and text from a folder or the hub, with its processor: any ``AutoModelForImageTextToText``.
+
+    It reads its own chat template with the views and the instruction, then the proprioception and the queries, with the
+    attention that it was trained with (causal, as a rule). Shorter instructions are padded on the left.
+
+    Raises:
+        ConfigError: no such model, or no processor with it.
+    """
+
+    def __init__(self, path: str, lora: LoRACfg | None, sizes: ObsSizes) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        from groupwise.text.load import find_model, with_adapters
+        from groupwise.text.policy import silence_dropout
+
+        super().__init__()
+        where = find_model(path)
+        wanted = "a folder with config.json, weights and the processor of an AutoModelForImageTextToText"
+        with loading(f"{where} is no model for images and text", wanted):
+            self.processor: Any = AutoProcessor.from_pretrained(where, trust_remote_code=False)
+            model: Any = AutoModelForImageTextToText.from_pretrained(
+                where, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            )
+        silence_dropout(model)
+        self.model: Any = model if lora is None else with_adapters(model, lora)
+        self.has_adapters = lora is not None
+        self.width = int(model.get_input_embeddings().embedding_dim)
+        self.proprio = nn.Linear(sizes.proprio, self.width)
+
+    def forward(self, obs: TensorDict, queries: Float[Tensor, "query feature"]) -> Float[Tensor, "batch query feature"]:
+        """Last hidden states of the queries."""
+        network = self.model.get_base_model() if self.has_adapters else self.model
+        inputs = self._inputs(obs).to(self.proprio.weight.device)
+        embedded = network.get_input_embeddings()(inputs.pop("input_ids"))
+        more = [self.proprio(obs["proprio"]).unsqueeze(1), queries.expand(len(embedded), -1, -1)]
+        tokens = torch.cat([embedded, *more], dim=1)
+        mask = nn.functional.pad(inputs.pop("attention_mask"), (0, 1 + len(queries)), value=1)
+        position = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        out = network.base_model(
+            inputs_embeds=tokens, attention_mask=mask, position_ids=position, use_cache=False, **inputs
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden[:, -len(queries) :].float()
+
+    def _inputs(self, obs: TensorDict) -> Any:
+        """What the processor makes of views and instructions."""
+        images = [list(views) for views in obs["image"].cpu().numpy()]
+        texts = [self._prompt(text, len(images[0])) for text in instructions(obs["instruction"])]
+        return self.processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
+
+    def _prompt(self, instruction: str, views: int) -> str:
+        if getattr(self.processor, "chat_template", None) is None:
+            return self.processor.image_token * views + instruction  # type: ignore[no-any-return]
+        content = [*[{"type": "image"}] * views, {"type": "text", "text": instruction}]
+        message = {"role": "user", "content": content}
+        prompt: str = self.processor.apply_chat_template([message], add_generation_prompt=True)
+        return prompt
+
+
+@contextmanager
+def loading(problem: str, fix: str) -> Iterator[None]:
+    """Turns what transformers raises about a folder into a ``ConfigError``."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{problem} that transformers can load ({first}); fix: {fix}") from None
+
+
+def layer_sizes(cfg: VLACfg) -> dict[str, int]:
+    """Of a new model."""
+    heads = cfg.hidden_size // HEAD_WIDTH
+    return {"hidden_size": cfg.hidden_size, "num_hidden_layers": cfg.num_layers, "num_attention_heads": heads}
+
+
+def vision_sizes(sizes: ObsSizes, cfg: VLACfg, patches: int = 1) -> dict[str, int]:
+    """Of the vision encoder of a new model.
+
+    Args:
+        patches: along each side of what becomes a token.
+
+    Raises:
+        ConfigError: images are not square, or not made of whole tokens.
+    """
+    if sizes.height != sizes.width or sizes.height % (patches * cfg.patch_size):
+        raise ConfigError(
+            f"images of {sizes.height} x {sizes.width} pixels are not squares made of {patches} x {patches} patches of "
+            f"policy.patch_size={cfg.patch_size}; fix: square images, or another patch_size"
+        )
+    own = {"intermediate_size": 4 * cfg.hidden_size, "image_size": sizes.height, "patch_size": cfg.patch_size}
+    return layer_sizes(cfg) | own | {"vision_use_head": False}
+
+
+def byte_tokens(
+    encoded: UInt8[Tensor, "batch byte"],
+) -> tuple[Int[Tensor, "batch token"], Bool[Tensor, "batch token"]]:
+    """The bytes of instructions up to the end of the longest one, and which of them are no padding."""
+    written = encoded != 0
+    longest = int(written.sum(dim=1).max())
+    return encoded[:, :longest].long(), written[:, :longest]
+
+
+def pixels(image: UInt8[Tensor, "batch view height width 3"]) -> Float[Tensor, "batch view 3 height width"]:
+    """Images in [-1, 1], as SigLIP reads them."""
+    return image.movedim(-1, 2).float() / 127.5 - 1
+
+
+def instructions(encoded: UInt8[Tensor, "batch byte"]) -> list[str]:
+    """The instructions as text.
+
+    Raises:
+        DataError: bytes that are not UTF-8.
+    """
+    try:
+        return [bytes(row).rstrip(b"\0").decode() for row in encoded.cpu().numpy()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"instruction is not UTF-8 ({error}); fix: text.encode(), padded with zeros") from error
+
+
+# What policies that see, read and act share: the spaces of robots, and the user's call.
+
+SelfPolicy = TypeVar("SelfPolicy", bound="RobotPolicy")
+
+
+class RobotPolicy(Policy):
+    """A policy on images, proprioception and an instruction, for chunks of C actions of A numbers.
+
+    Args:
+        observation_space: a Dict of ``image`` uint8 [views, H, W, 3], ``proprio`` float [P], ``instruction`` uint8 [L].
+        action_space: a bounded Box of floats, ``[A]`` or a chunk of them ``[C, A]``.
+        actor_only: False adds a value head: a linear layer on a summary of the observation, 0 at first.
+        gamma: not used: rewards are not scaled.
+
+    Raises:
+        UnsupportedSpaceError: other spaces.
+        ConfigError: the model does not fit images, proprioception or actions, or there is no such model.
+        MissingExtraError: transformers or peft are not installed.
+    """
+
+    settings: ClassVar[type[VLACfg]]
+    """The class of ``cfg``."""
+    gives_distribution = False
+    value_modules = ("value_head",)
+    value_head: nn.Linear | None
+
+    def __init__(
+        self,
+        observation_space: Any,
+        action_space: Any,
+        cfg: VLACfg,
+        *,
+        actor_only: bool = False,
+        gamma: float = 0.99,
+    ) -> None:
+        super().__init__()
+        require_extra("transformers", "text")
+        self.cfg = cfg
+        self.sizes = _obs_sizes(observation_space)
+        low, high = _bounds(action_space)
+        self.observation_space, self.action_space = observation_space, action_space
+        self.actor_only = actor_only
+        self.num_actions, self.num_dims = low.shape
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("high", high, persistent=False)
+        self.low: Tensor
+        self.high: Tensor
+
+    @classmethod
+    def from_pretrained(
+        cls: type[SelfPolicy],
+        path: str | Path,
+        observation_space: Any,
+        action_space: Any,
+        *,
+        actor_only: bool = False,
+        **settings: Any,
+    ) -> SelfPolicy:
+        """A policy on a model of yours: a folder, or an id of the hub.
+
+        Args:
+            settings: further fields of ``cfg``, such as ``lora``.
+        """
+        cfg = cls.settings(path=str(path), **settings)
+        return cls(observation_space, action_space, cfg, actor_only=actor_only)
+
+    @torch.no_grad()
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Environment actions for one observation or a batch of them: numpy in, numpy out.
+
+        Raises:
+            DataError: an observation that does not fit the space.
+        """
+        batched = is_batched(self.observation_space, obs)
+        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
+        own = self.act(tensor if batched else tensor.unsqueeze(0), deterministic).action
+        array = self.env_action(own).cpu().numpy().astype(self.action_space.dtype, copy=False)
+        return array if batched else array[0]
+
+    @torch.no_grad()
+    def value(self, obs: Nested) -> Tensor:
+        """V(obs) of shape [B], without gradient."""
+        if self.value_head is None:
+            return super().value(obs)
+        value: Tensor = self.value_head(self._summary(obs))
+        return value.squeeze(-1).float()
+
+    @abstractmethod
+    def _summary(self, obs: Nested) -> Float[Tensor, "batch feature"]:
+        """What the value head reads."""
+
+    def _make_value_head(self, width: int) -> nn.Linear | None:
+        """A linear critic whose values are 0 at first, unless there is none."""
+        if self.actor_only:
+            return None
+        head = nn.Linear(width, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return head
+
+    def _value(self, summary: Float[Tensor, "batch feature"]) -> Float[Tensor, " batch"] | None:
+        return None if self.value_head is None else self.value_head(summary).squeeze(-1).float()
+
+    def _from_share(self, share: Float[Tensor, "*batch action dim"]) -> Float[Tensor, "..."]:
+        """The environment's actions ``[*batch, *action_space.shape]`` at these shares of the way from ``low`` to ``high``."""
+        return torch.lerp(self.low, self.high, share).reshape(*share.shape[:-2], *self.action_space.shape)
+
+    def _to_share(self, action: Float[Tensor, "..."]) -> Float[Tensor, "*batch action dim"]:
+        """The inverse of ``_from_share``."""
+        batch = action.shape[: action.dim() - len(self.action_space.shape)]
+        return (action.reshape(*batch, *self.low.shape) - self.low) / (self.high - self.low)
+
+
+def _obs_sizes(space: Any) -> ObsSizes:
+    parts = subspaces(space) or {}
+    forms = {
+        name: (part.dtype.name if part.dtype.kind == "u" else part.dtype.kind, len(part.shape))
+        for name, part in parts.items()
+        if space_kind(part) == "box"
+    }
+    fits = forms == {"image": ("uint8", 4), "proprio": ("f", 1), "instruction": ("uint8", 1)} and len(parts) == 3
+    if not fits or parts["image"].shape[-1] != 3:
+        raise UnsupportedSpaceError(
+            f"a VLA policy cannot read {space}; fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] and "
+            "instruction uint8 [L] (UTF-8, zero-padded)"
+        )
+    views, height, width, _ = parts["image"].shape
+    return ObsSizes(views, height, width, parts["proprio"].shape[0])
+
+
+def _bounds(space: Any) -> tuple[Float[Tensor, "action dim"], Float[Tensor, "action dim"]]:
+    """Bounds of each dimension of each action of a chunk."""
+    is_box = space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) in (1, 2)
+    if not is_box or not (np.isfinite([space.low, space.high]).all() and (space.low < space.high).all()):
+        raise UnsupportedSpaceError(
+            f"a VLA policy needs a Box of floats [A], or a chunk of them [C, A], with low < high and both finite, got {space}; "
+            "fix: gymnasium.wrappers.RescaleAction or TransformAction"
+        )
+    low, high = (
+        torch.from_numpy(bound.astype(np.float32)).reshape(-1, space.shape[-1]) for bound in (space.low, space.high)
+    )
+    return low, high
+
+
+# Action chunks: the policy decides on several actions at once, and the environment executes them, or the
+
+
+class ActionChunk(gymnasium.Wrapper):
+    """Takes ``size`` actions at once, and executes the first ``num_steps`` of them, or fewer where the episode ends.
+
+    The action space is ``Box [C, *A]``, the reward the sum over the executed steps, ``info`` that of the last one with
+    ``executed``, their number. Step limits inside count environment steps.
+
+    Args:
+        size: C, actions of a chunk.
+        reward_parts: entries of ``info`` that are summed like the reward.
+        num_steps: None: all of them.
+
+    Raises:
+        EnvError: the action space is no ``Box``.
+    """
+
+    def __init__(
+        self, env: gymnasium.Env, size: int, reward_parts: Sequence[str] = (), num_steps: int | None = None
+    ) -> None:
+        super().__init__(env)
+        space: Any = env.action_space
+        if space_kind(space) != "box":
+            raise EnvError(
+                f"env.action_chunk={size} needs actions in a Box, and those of {env} are in {space}; fix: env.action_chunk=1"
+            )
+        self._num_steps = num_steps or size
+        self._reward_parts = tuple(reward_parts)
+        low, high = (np.broadcast_to(bound, (size, *space.shape)) for bound in (space.low, space.high))
+        self.action_space = gymnasium.spaces.Box(low, high, dtype=space.dtype)
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        """Execute the first actions of ``[C, *A]`` one after another, as far as the episode goes. Images are drawn at the end only."""
+        env = self.env.unwrapped
+        if not isinstance(env, DrawsOnDemand) or not env.draws:
+            return self._execute(action)
+        env.draws = False
+        try:
+            obs, reward, terminated, truncated, info = self._execute(action)
+        finally:
+            env.draws = True
+        return {**obs, "image": env.image()}, reward, terminated, truncated, info
+
+    def _execute(self, actions: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        total, executed, parts = 0.0, 0, dict.fromkeys(self._reward_parts, 0.0)
+        for action in actions[: self._num_steps]:
+            executed += 1
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            parts = {name: parts[name] + info[name] for name in parts if name in info}
+            if terminated or truncated:
+                break
+        return obs, total, terminated, truncated, info | parts | {"executed": executed}
+
+
+class ChunkActorCritic(ActorCritic):
+    """An ``ActorCritic`` for ``Box [C, *A]``: a Gaussian for each action of the chunk, and a probability ratio for each.
+
+    Each action's log-probability is joint over its dimensions. Actions that were not executed count in no ratio and no
+    entropy. Arguments as of ``ActorCritic``.
+    """
+
+    scored_by = "token"
+
+    def __init__(self, observation_space: Any, action_space: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(observation_space, action_space, *args, **kwargs)
+        self.num_units = len(action_space.low)
+        one = gymnasium.spaces.Box(action_space.low[0], action_space.high[0], dtype=action_space.dtype)
+        self.head = make_head(one, self.cfg)
+
+    def unit_mask(self, batch: Batch) -> Bool[Tensor, "*batch unit"]:
+        """The actions that were executed."""
+        return executed_actions(batch, self.num_units)
+
+    def _params(self, features: Tensor) -> Tensor:
+        """Means and log standard deviations of each action, ``[B, C, 2 * A]``."""
+        params = super()._params(features)
+        parts = (part.reshape(*params.shape[:-1], self.num_units, -1) for part in params.chunk(2, dim=-1))
+        return torch.cat(list(parts), dim=-1)
+
+
+def executed_actions(batch: Batch, size: int) -> Bool[Tensor, "*batch action"]:
+    """Which of a chunk's ``size`` actions were executed: the first ``executed``, or all where the rollout does not tell."""
+    executed: Int[Tensor, "*batch"] | None = batch.get("executed")
+    if executed is None:
+        episode: Any = batch["episode_id"]
+        return torch.ones(*episode.shape, size, dtype=torch.bool, device=episode.device)
+    return torch.arange(size, device=executed.device) < executed.unsqueeze(-1)
+
 
 _HEAD_STD = 0.01
 _DEFAULT = VLACfg()
@@ -114,3 +553,46 @@ def _keep_trained(
 def _expect_trained(policy: VLAPolicy, keys: Any) -> None:
     """Do not report as missing what ``_keep_trained`` removes."""
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
+
+
+# Nested observations of simulators: tensors [N, ...], or dictionaries of them.
+
+
+def stored(obs: Any, num_envs: int, name: str) -> Nested:
+    """A copy in the dtypes that rollouts have: float32, uint8, bool or int64.
+
+    Args:
+        name: of the simulator.
+
+    Raises:
+        EnvError: ``obs`` holds something else than tensors [N, ...].
+    """
+    if isinstance(obs, Mapping | TensorDict):
+        leaves = {key: stored(leaf, num_envs, name) for key, leaf in obs.items()}
+        return TensorDict(leaves, batch_size=[num_envs]).auto_device_()
+    if not isinstance(obs, Tensor):
+        raise EnvError(f"an observation of {name} holds a {type(obs).__name__}, expected tensors; fix: obs_groups")
+    if obs.dim() == 0 or len(obs) != num_envs:
+        raise EnvError(f"{name} has {num_envs} rows, but an observation of shape {list(obs.shape)}; fix: [N, ...]")
+    dtype = obs.dtype if obs.dtype in (torch.uint8, torch.bool) else torch.int64
+    return obs.detach().to(torch.float32 if obs.is_floating_point() else dtype, copy=True)
+
+
+def space_of(obs: Nested) -> spaces.Space:
+    """The space of one row of stored observations, without bounds."""
+    if not isinstance(obs, Tensor):
+        return spaces.Dict({key: space_of(leaf) for key, leaf in obs.items()})
+    shape = tuple(obs.shape[1:])
+    if obs.dtype == torch.float32:
+        return spaces.Box(-np.inf, np.inf, shape, np.float32)
+    if obs.dtype == torch.bool:
+        return spaces.Box(0, 1, shape, np.bool_)
+    limits = torch.iinfo(obs.dtype)
+    return spaces.Box(limits.min, limits.max, shape, np.uint8 if obs.dtype == torch.uint8 else np.int64)
+
+
+def select(mask: Tensor, yes: Nested, no: Nested) -> Nested:
+    """The rows of ``yes`` where ``mask`` [N], else those of ``no``."""
+    if isinstance(yes, Tensor):
+        return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
+    return yes.apply(partial(select, mask), no)

@@ -13,14 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from groupwise.config.env import StartMode
-from groupwise.data.action_masks import allowed_action
-from groupwise.data.nested_actions import flat_action
+from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import leaf_spaces, space_kind
+from groupwise.data.spaces import allowed_action, flat_action, leaf_spaces, space_kind
 from groupwise.envs.base import GroupEnv, GroupStartReport, Seeds
-from groupwise.envs.local_rows import EnvMaker, RowCfg
-from groupwise.envs.rows import RowsGroupEnv
+from groupwise.envs.rows import EnvMaker, RowCfg, RowsGroupEnv
 from groupwise.envs.snapshots import DrawsOnDemand, adapter_for
 from groupwise.errors import GroupStartError, GroupStartWarning, GroupwiseError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed

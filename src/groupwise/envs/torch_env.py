@@ -1,16 +1,22 @@
 """Simulators written in torch: three pure functions on a batch of states make a whole environment."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from jaxtyping import Bool, Int
+from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import obs_spec
+from groupwise.envs import snapshots as states
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.errors import EnvError
 from groupwise.functional.random import RowRandom, hash_pair, mix
@@ -260,3 +266,143 @@ def _versions(state: Mapping[str, Tensor]) -> list[int]:
 def _select(mask: Bool[Tensor, " row"], yes: Mapping[str, Tensor], no: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows of ``yes`` where ``mask``, else those of ``no``."""
     return {name: torch.where(mask.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, no[name]) for name, leaf in yes.items()}
+
+
+# Gymnasium's vectorised CartPole with rows that start independently.
+
+
+@lru_cache(maxsize=1024)
+def _start_state(seed: int) -> npt.NDArray[np.float64]:
+    """The state [4] in which the single CartPole begins after ``reset(seed=seed)``. Members ask for the same one."""
+    return np.random.default_rng(seed).uniform(-0.05, 0.05, size=4)
+
+
+class CartPoleGroupEnv(GroupEnv):
+    """Gymnasium's ``CartPoleVectorEnv``, whose rows start one by one and are paused once they have finished.
+
+    Gymnasium's class cannot disable autoreset, take a seed for each row or reset some rows, but its state is public
+    and is set from outside. Every row behaves bit for bit like the single environment. Steps are not random, so the
+    noise seed has no effect.
+    """
+
+    start_mode = "native"
+
+    def __init__(self, env: CartPoleVectorEnv, *, env_id: str, device: torch.device | str = "cpu") -> None:
+        self.env_id = env_id
+        self.num_envs = env.num_envs
+        self.observation_space = env.single_observation_space
+        self.action_space = env.single_action_space
+        self.obs_spec = obs_spec(self.observation_space)
+        self.max_episode_steps = env.max_episode_steps
+        self.device = torch.device(device)
+        self._env: Any = env  # Gymnasium declares its public state as None
+        self._paused: Mask = np.zeros(env.num_envs, dtype=np.bool_)
+        self.reset(seed=0)
+
+    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
+        """First observations [N, 4]. All rows draw from one stream, as Gymnasium's class does."""
+        if mask is None:
+            self._env.reset(seed=seed)
+            self._paused[:] = False
+        else:
+            drawn = self._env.np_random.uniform(self._env.low, self._env.high, size=(4, int(mask.sum())))
+            self._begin(mask, drawn)
+        return self._obs()
+
+    def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
+        """Observations [N, 4] after starting the rows of ``mask``; see ``GroupEnv.start``."""
+        if mask.any():
+            self._begin(mask, np.stack([_start_state(seed) for seed in start_seed[mask].tolist()], axis=1))
+        return self._obs()
+
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again."""
+        self._paused |= mask
+
+    def step(self, action: Tensor) -> EnvStep:
+        """One step of every row that is not paused with actions [N]."""
+        env, before, paused = self._env, self._env.state, self._paused
+        obs, reward, terminated, truncated, _ = env.step(action.cpu().numpy())
+        env.prev_done[:] = False  # or the next step would reset the finished rows
+        if paused.any():
+            env.state[:, paused] = before[:, paused]
+            obs[paused] = before.T[paused]
+            reward[paused] = 0.0
+            terminated[paused] = False
+            truncated[paused] = False
+        self._paused = paused | terminated | truncated
+        shown = torch.from_numpy(obs).to(self.device)
+        return EnvStep(shown, torch.from_numpy(reward), torch.from_numpy(terminated), torch.from_numpy(truncated))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The state of all rows as plain data."""
+        env = states.capture(self._env)
+        return None if env is None else {"env": env, "paused": self._paused.copy()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved ``state_dict``."""
+        states.restore(self._env, state["env"])
+        self._paused = state["paused"].copy()
+
+    def close(self) -> None:
+        """Free the environment."""
+        self._env.close()
+
+    def _begin(self, mask: Mask, state: npt.NDArray[np.float64]) -> None:
+        self._env.state[:, mask] = state
+        self._env.steps[mask] = 0
+        self._paused[mask] = False
+
+    def _obs(self) -> Tensor:
+        return torch.from_numpy(self._env.state.T.astype(np.float32)).to(self.device)
+
+
+# CartPole in torch: thousands of rows a step, on the CPU or a GPU.
+
+
+class TorchCartPole(TorchGroupEnv):
+    """Gymnasium's CartPole-v1, in float32. Starts have the same distribution, from other random streams.
+
+    Source: Barto, Sutton, Anderson, "Neuronlike adaptive elements that can solve difficult learning control problems",
+    1983; constants and Euler's method as in Gymnasium's ``CartPoleEnv``.
+    """
+
+    GRAVITY = 9.8
+    MASS_POLE = 0.1
+    MASS_TOTAL = 1.1
+    HALF_LENGTH = 0.5
+    FORCE = 10.0
+    SECONDS = 0.02
+    MAX_POSITION = 2.4
+    MAX_ANGLE = 12 * 2 * math.pi / 360
+
+    def __init__(self, num_envs: int, *, max_episode_steps: int = 500, device: torch.device | str = "cpu") -> None:
+        high = np.array([2 * self.MAX_POSITION, np.inf, 2 * self.MAX_ANGLE, np.inf], dtype=np.float32)
+        super().__init__(
+            num_envs,
+            observation_space=spaces.Box(-high, high, dtype=np.float32),
+            action_space=spaces.Discrete(2),
+            max_episode_steps=max_episode_steps,
+            device=device,
+        )
+
+    def initial(self, random: RowRandom) -> Float[Tensor, "row 4"]:
+        """Position, velocity, angle and angular velocity [N, 4], each within 0.05 of rest."""
+        return random.uniform(4, low=-0.05, high=0.05)
+
+    def transition(
+        self, state: Float[Tensor, "row 4"], action: Int[Tensor, " row"], random: RowRandom
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One step of 0.02 s with a push to the left (0) or right (1); 1 is earned, and the pole may fall."""
+        x, x_dot, theta, theta_dot = state.unbind(1)
+        force = (2 * action - 1) * self.FORCE
+        cos, sin = theta.cos(), theta.sin()
+        pole = self.MASS_POLE * self.HALF_LENGTH
+        push = (force + pole * theta_dot.square() * sin) / self.MASS_TOTAL
+        inertia = self.HALF_LENGTH * (4.0 / 3.0 - self.MASS_POLE * cos.square() / self.MASS_TOTAL)
+        theta_acc = (self.GRAVITY * sin - cos * push) / inertia
+        x_acc = push - pole * theta_acc * cos / self.MASS_TOTAL
+        rates = torch.stack([x_dot, x_acc, theta_dot, theta_acc], dim=1)
+        state = state + self.SECONDS * rates
+        fell = (state[:, 0].abs() > self.MAX_POSITION) | (state[:, 2].abs() > self.MAX_ANGLE)
+        return state, torch.ones_like(x), fell

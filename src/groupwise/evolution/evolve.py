@@ -5,37 +5,319 @@ of processes nor a kill changes it. ``population.json`` is written when a round 
 rounds that it finished.
 """
 
+import gc
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import os
+import re
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from datetime import datetime
+from functools import cache
+from io import BytesIO
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
+import cloudpickle
+import numpy as np
+import torch
+
+from groupwise import plugins
+from groupwise import system as files
+from groupwise import system as processes
 from groupwise.config import load_config
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
-from groupwise.config.budget import BUDGETS
-from groupwise.config.evolution import EvolutionCfg, LaunchCfg, Value
-from groupwise.config.run import CommonCfg, RunCfg
-from groupwise.errors import ConfigError, DivergedError
-from groupwise.evolution.member import Round
-from groupwise.evolution.population import Member, Population
-from groupwise.evolution.report import write_report
-from groupwise.evolution.search import check_search, check_within, first_settings, with_settings
-from groupwise.evolution.workers import Processes, Workers
+from groupwise.config.evolution import EvolutionCfg, LaunchCfg, RangeCfg, Value
+from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
+from groupwise.errors import ConfigError, DivergedError, MemberError
+from groupwise.evolution.population import (
+    Member,
+    Population,
+    Round,
+    check_search,
+    check_within,
+    first_settings,
+    play,
+    with_settings,
+)
+from groupwise.report.curve import save_figure
 from groupwise.report.folder import RunFolder
+from groupwise.run import peak_memory, read_settings
 from groupwise.seeding import derive_seed
-from groupwise.settings import read_settings
-from groupwise.system import files
-from groupwise.system.cpus import num_cpus
-from groupwise.system.terminal import show
+from groupwise.system import num_cpus, show
+from groupwise.training.checkpoint import fork_run
 from groupwise.training.components import UserObjects
-from groupwise.training.fork import fork_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+
+
+# Processes that train members, each one at a time.
 
 log = logging.getLogger(__name__)
+
+MAX_CRASHES = 3
+"""Of a member in one round; then the search ends."""
+
+
+class Answer(NamedTuple):
+    """What became of a round."""
+
+    result: dict[str, Any] | None
+    failure: str = ""
+    """Why there is no result."""
+    peak_mib: float = 0.0
+    """Peak memory of the process."""
+
+
+Worker = TypeVar("Worker")
+
+
+class Workers(ABC, Generic[Worker]):
+    """A pool whose workers may die. A member that was lost continues from its last checkpoint.
+
+    Args:
+        count: members at once. None: as many as there is room for.
+        given: Python objects of all runs.
+        output: file for what the runs print.
+    """
+
+    def __init__(self, count: int | None, given: UserObjects, output: Path) -> None:
+        self.count = count
+        self.output = output
+        self._payload = plugins.pickled(given)
+        self._busy: dict[Worker, Round] = {}
+
+    def run(self, rounds: Sequence[Round]) -> Iterator[tuple[Round, dict[str, Any]]]:
+        """Results as they come.
+
+        Raises:
+            MemberError: a member failed, or its process died, ``MAX_CRASHES`` times; others are waited for first.
+        """
+        waiting, lost = list(rounds), ""
+        failures = dict.fromkeys((task.folder for task in rounds), 0)
+        while waiting or self._busy:
+            while waiting and (self.count is None or len(self._busy) < self.count) and self._has_room():
+                task = waiting.pop(0)
+                self._busy[self._begin(task)] = task
+            for worker, answer in self._answers():
+                task = self._busy.pop(worker)
+                if answer.result is not None:
+                    yield task, answer.result
+                    continue
+                failures[task.folder] += 1
+                log.warning("%s failed (time %d): %s", task.folder.name, failures[task.folder], answer.failure)
+                if failures[task.folder] < MAX_CRASHES:
+                    waiting.insert(0, task)
+                else:
+                    lost = f"{task.folder} failed {MAX_CRASHES} times in round {task.number + 1}: {answer.failure}"
+        if lost:
+            raise MemberError(f"{lost}; {self.output} has more; fix: remove the cause, then resume the population")
+
+    @abstractmethod
+    def _begin(self, task: Round) -> Worker:
+        """Who plays it from now on."""
+
+    @abstractmethod
+    def _answers(self) -> Iterable[tuple[Worker, Answer]]:
+        """Of busy workers; waits for at least one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers."""
+
+    def _has_room(self) -> bool:
+        return True
+
+
+class _Process(NamedTuple):
+    process: BaseProcess
+    connection: Any
+
+
+class Processes(Workers[_Process]):
+    """Processes of this machine, fewer where memory is short."""
+
+    def __init__(self, count: int, given: UserObjects, output: Path) -> None:
+        super().__init__(count, given, output)
+        self._idle: list[_Process] = []
+        self._peak_mib = 0.0
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in (*self._idle, *self._busy):
+            processes.kill(worker.process)
+
+    def _begin(self, task: Round) -> _Process:
+        worker = self._idle.pop() if self._idle else self._start()
+        worker.connection.send(task)
+        return worker
+
+    def _start(self) -> _Process:
+        ours, theirs = processes.context().Pipe()
+        args = (theirs, self._payload, tuple(plugins.loaded()), str(self.output))
+        process = processes.start(_work, *args, name="groupwise member", daemon=False)
+        theirs.close()
+        return _Process(process, ours)
+
+    def _answers(self) -> Iterator[tuple[_Process, Answer]]:
+        ready = connection.wait([worker.connection for worker in self._busy])
+        for worker in [worker for worker in self._busy if worker.connection in ready]:
+            yield worker, self._receive(worker)
+
+    def _receive(self, worker: _Process) -> Answer:
+        """The answer of a worker, which is idle again unless it died."""
+        try:
+            answer: Answer = worker.connection.recv()
+        except (EOFError, OSError):
+            worker.process.join(1.0)
+            processes.kill(worker.process)
+            return Answer(None, f"its process ended with exit code {worker.process.exitcode}")
+        self._idle.append(worker)
+        self._peak_mib = max(self._peak_mib, answer.peak_mib)
+        return answer
+
+    def _has_room(self) -> bool:
+        """Whether another process fits in memory: as much as the largest so far."""
+        meminfo = Path("/proc/meminfo")
+        found = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
+        return not self._busy or found is None or int(found[1]) / 1024 > 1.2 * self._peak_mib
+
+
+@cache
+def _prepare(plugin_files: tuple[str, ...]) -> None:
+    """Make this process ready for rounds, once."""
+    torch.set_num_threads(1)
+    plugins.load(list(map(Path, plugin_files)))
+
+
+def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Answer:
+    """The result of a round, or its error, which is printed, too.
+
+    Args:
+        payload: the Python objects of the runs. Each round has its own, since training changes a policy.
+    """
+    try:
+        _prepare(plugin_files)
+        result = play(task, cloudpickle.loads(payload))
+        return Answer(result, peak_mib=peak_memory(torch.device("cpu")).get("peak_memory_mib", 0.0))
+    except Exception as error:  # whatever it is, the parent decides
+        traceback.print_exc()
+        return Answer(None, f"{type(error).__name__}: {error}")
+    finally:
+        gc.collect()  # parts of a run refer to each other: its model would stay until the next one is loaded
+
+
+def _work(requests: Any, payload: bytes, plugin_files: tuple[str, ...], output: str) -> None:
+    """The main function of a worker: answer each round."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    with suppress(EOFError, ConnectionError):  # the parent is gone
+        while True:
+            requests.send(answered(requests.recv(), payload, plugin_files))
+
+
+# A population as a table and a picture.
+
+
+def write_report(population: Population) -> None:
+    """Write ``lineage.png`` and ``population.parquet``."""
+    import pyarrow
+    import pyarrow.parquet
+    from matplotlib.figure import Figure
+
+    table, picture = population.path / "population.parquet", population.path / "lineage.png"
+    data = BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(population.rows())), data)
+    with files.warning_if_unwritable(table):
+        files.write(table, data.getvalue())
+
+    settings = list(population.cfg.search)
+    figure = Figure(figsize=(9, 3.4 + 2.2 * len(settings)), dpi=130, layout="constrained")
+    first, *others = figure.subplots(
+        1 + len(settings), sharex=True, squeeze=False, height_ratios=[1.5] + [1] * len(settings)
+    ).flat
+    colors = _colors(population)
+    _draw_lineage(first, population, colors)
+    for axes, path in zip(others, settings, strict=True):
+        _draw_setting(axes, population, path, colors)
+    others[-1].set_xlabel("round")
+    figure.align_ylabels()
+    figure.colorbar(
+        colors, ax=[first, *others], label=f"fitness ({population.cfg.fitness.replace('_', ' ')})", shrink=0.6
+    )
+    with files.warning_if_unwritable(picture):
+        save_figure(figure, picture)
+
+
+def _colors(population: Population) -> "ScalarMappable":
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    found = [
+        score
+        for member in population.members.values()
+        for number in member.results
+        if math.isfinite(score := population.fitness(member, number))
+    ]
+    return ScalarMappable(Normalize(min(found), max(found)), "viridis")
+
+
+def _look(colors: "ScalarMappable", fitness: float) -> dict[str, Any]:
+    """Colour by fitness; a red cross where the member diverged."""
+    if math.isfinite(fitness):
+        return {"color": colors.to_rgba(np.array([fitness]))[0], "marker": "o"}
+    return {"color": "#d55e00", "marker": "x"}
+
+
+def _draw_lineage(axes: "Axes", population: Population, colors: "ScalarMappable") -> None:
+    """A column for each round, the best on top; lines lead from each member to itself and its clones in the next round."""
+    places = {
+        (number, member.name): -rank
+        for number in range(population.round)
+        for rank, member in enumerate(population.ranked(number))
+    }
+    for (number, name), place in places.items():
+        member = population.members[name]
+        before = name if (number - 1, name) in places else member.parent or ""
+        if (number - 1, before) in places:
+            look = "-" if before == name else ":"
+            axes.plot(
+                (number, number + 1), (places[number - 1, before], place), look, color="#949494", linewidth=1, zorder=1
+            )
+        axes.scatter(number + 1, place, s=70, zorder=2, **_look(colors, population.fitness(member, number)))
+    axes.set(ylabel="rank", title="Who descends from whom (dotted: a mutated clone; x: diverged)")
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_setting(axes: "Axes", population: Population, path: str, colors: "ScalarMappable") -> None:
+    """The values of a setting over the rounds, the best members in front."""
+    from matplotlib.ticker import MaxNLocator
+
+    space = population.cfg.search[path]
+    for number in range(population.round):
+        for member in reversed(population.ranked(number)):
+            value = member.settings[path]
+            height: Any = value if isinstance(space, RangeCfg) else space.index(value)
+            axes.scatter(number + 1, height, s=28, **_look(colors, population.fitness(member, number)))
+    if not isinstance(space, RangeCfg):
+        axes.set_yticks(range(len(space)), list(map(str, space)))
+    elif space.log:
+        axes.set_yscale("log")
+    axes.set_ylabel(path.removeprefix("algorithm."))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
 
 OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[str, Value] | None]
 """Called with a clone's name, its parent's settings and its own; may return others."""

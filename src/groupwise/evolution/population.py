@@ -3,19 +3,30 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
-from groupwise.config.evolution import EvolutionCfg, Value
+import torch
+from pydantic import ValidationError
+from tensordict import TensorDict
+
+from groupwise import system as files
+from groupwise.config.base import explain
+from groupwise.config.evolution import Choices, EvolutionCfg, RangeCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
-from groupwise.errors import RunFolderError
-from groupwise.report.folder import LOCK
-from groupwise.system import files
+from groupwise.errors import ConfigError, DivergedError, RunFolderError, nearest
+from groupwise.report.folder import LOCK, RunFolder
+from groupwise.run import Run, evaluate, resume, train_from_config
+from groupwise.training.checkpoint import is_fixed
+from groupwise.training.components import UserObjects
+from groupwise.training.trainer import PAUSED, Callback, Trainer
 
 if TYPE_CHECKING:
     from groupwise.evolution.evolve import OnMutation
+
 
 FILE = "population.json"
 FORMAT = 1
@@ -165,3 +176,219 @@ class Population:
 
 def _short(value: Value) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+# The settings of members: what may be searched, first values, and where they stand in a run's config.
+
+Search = Mapping[str, RangeCfg | Choices]
+
+_OF_ALL = (
+    "seed", "run_dir", "total_steps", "total_iterations", "total_epochs", "evaluation", "logging", "stop",
+    "checkpoint_interval", "keep_checkpoints", "ddp_timeout",
+)  # fmt: skip
+"""Settings that all members share."""
+
+
+def check_search(search: Search, base: CommonCfg) -> None:
+    """Refuse what cannot be searched, before anything starts.
+
+    Raises:
+        ConfigError: a path is no setting or cannot change in mid-run, or a bound or value is not allowed.
+    """
+    for path, space in search.items():
+        setting_at(base, path)
+        values = (space.min, space.max) if isinstance(space, RangeCfg) else space
+        no_reference = path == "algorithm.kl_coef" and 0 in values
+        if is_fixed(path) or path.split(".")[0] in _OF_ALL or no_reference:
+            what = f"{path} = 0" if no_reference else path
+            raise ConfigError(f"search: {what} cannot change in the middle of a run; fix: leave it out")
+        if inside := [other for other in search if other.startswith(f"{path}.")]:
+            raise ConfigError(f"search: {inside[0]} is a part of {path}; fix: one of the two")
+        for value in values:
+            with_settings(base, {path: fitted(base, path, value)})
+
+
+def first_settings(search: Search, base: CommonCfg, random: Random) -> dict[str, Value]:
+    """Random values of all searched settings."""
+    return {path: fitted(base, path, _draw(space, random)) for path, space in search.items()}
+
+
+def _draw(space: RangeCfg | Choices, random: Random) -> Value:
+    return space.draw(random) if isinstance(space, RangeCfg) else random.choice(space)
+
+
+def fitted(base: CommonCfg, path: str, value: Value) -> Value:
+    """``value``, rounded where the setting at ``path`` is a whole number."""
+    return round(value) if isinstance(value, float) and isinstance(setting_at(base, path), int) else value
+
+
+def check_within(search: Search, settings: Mapping[str, Value], owner: str) -> None:
+    """Refuse settings that are not those that are searched, or outside of the search space."""
+    if settings.keys() != search.keys():
+        raise ConfigError(f"{owner} gave settings {', '.join(settings)}; expected {', '.join(search)}")
+    for path, space in search.items():
+        value = settings[path]
+        within = (
+            isinstance(value, int | float) and space.min <= value <= space.max
+            if isinstance(space, RangeCfg)
+            else value in space
+        )
+        if not within:
+            raise ConfigError(f"{owner} gave {path} = {value!r}; expected a value of the search space")
+
+
+def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any) -> CommonCfg:
+    """``base`` with these settings, by path, and other fields.
+
+    Raises:
+        ConfigError: they are not possible.
+    """
+    tree = base.model_dump(mode="json") | fields
+    for path, value in settings.items():
+        *tables, name = path.split(".")
+        table = tree
+        for key in tables:
+            table = table[key]
+        table[name] = value
+    try:
+        return type(base).model_validate(tree)
+    except ValidationError as error:
+        shown = ", ".join(f"{path} = {value!r}" for path, value in settings.items())
+        raise ConfigError(f"search: {shown} is not possible: {'; '.join(map(explain, error.errors()))}") from error
+
+
+def setting_at(base: CommonCfg, path: str) -> Any:
+    """The setting at a path.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found: Any = base.model_dump(mode="json")
+    for key in path.split("."):
+        if not isinstance(found, dict) or key not in found:
+            known = (
+                [f"{path.rpartition('.')[0]}.{name}".lstrip(".") for name in found] if isinstance(found, dict) else []
+            )
+            raise ConfigError(f"search: there is no setting {path!r}{nearest(path, known)}")
+        found = found[key]
+    return found
+
+
+# One round of one member: train to the end of the round, evaluate, write down the result.
+
+RESULTS = "evolution.jsonl"
+"""In a member's folder: a line for each of its rounds."""
+NOISY_SHARE = 0.1
+"""Of the weights of a clone."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a member does in a round."""
+
+    number: int
+    folder: Path
+    """Of the member's run; it is made if it does not exist."""
+    cfg: CommonCfg
+    """Settings of a new run."""
+    until: int
+    """Environment steps at which the round ends."""
+    episodes: int
+    seed: int
+    """Of the evaluation; the same for all members."""
+    noise: tuple[float, int] | None = None
+    """Of a clone: standard deviation of the noise on its weights, and its seed."""
+
+
+class AddNoise(Callback):
+    """Gaussian noise on a tenth of the weights, once, before a clone trains for the first time.
+
+    Args:
+        std: in units of each tensor's standard deviation.
+
+    Source: the parameter mutation of AgileRL, https://github.com/AgileRL/AgileRL.
+    """
+
+    def __init__(self, std: float, seed: int) -> None:
+        self.std = std
+        self.seed = seed
+        self._added: int | None = None
+        """Seed of the noise in the weights. A clone of a clone begins with that of its parent."""
+
+    @torch.no_grad()
+    def on_training_start(self, trainer: Trainer) -> None:
+        """Change the weights, unless nothing is trained: such weights would not be saved."""
+        if self._added == self.seed or trainer.is_done():
+            return
+        generator = torch.Generator().manual_seed(self.seed)
+        for parameter in trainer.algorithm.policy.parameters():
+            if parameter.requires_grad and parameter.numel() > 1:
+                noise = torch.randn(parameter.shape, generator=generator) * self.std * float(parameter.std())
+                chosen = torch.rand(parameter.shape, generator=generator) < NOISY_SHARE
+                parameter.add_((noise * chosen).to(parameter))
+        self._added = self.seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed of the noise that was added."""
+        return {"added": self._added}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        self._added = state["added"]
+
+
+class PauseAt(Callback):
+    """Stops training where a round ends."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_training_start(self, trainer: Trainer) -> None:
+        """Stop at once, if the round was trained before a kill, or by an iteration of the round before."""
+        if trainer.env_steps >= self.steps:
+            trainer.stop(PAUSED)
+
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Stop where the round ends."""
+        self.on_training_start(trainer)
+
+
+def play(task: Round, given: UserObjects) -> dict[str, Any]:
+    """The result of a round: scores with their interval, or how the member diverged. A finished round is read again."""
+    for result in read_results(task.folder):
+        if result["round"] == task.number:
+            return result
+    found: dict[str, Any] = {"round": task.number, "status": "ok"}
+    try:
+        found |= _scores(_trained(task, given), task)
+    except DivergedError as error:
+        found |= {"status": "diverged", "reason": str(error)}
+    files.append(task.folder / RESULTS, f"{json.dumps(found)}\n".encode())
+    return found
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The member's finished rounds."""
+    path = folder / RESULTS
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _trained(task: Round, given: UserObjects) -> Run:
+    callbacks: list[Callback] = []
+    if task.until < (task.cfg.total_steps or 0):  # else the budget ends it
+        callbacks.append(PauseAt(task.until))
+    if task.noise is not None:
+        callbacks.append(AddNoise(*task.noise))
+    if RunFolder(task.folder).config.exists():
+        return resume(task.folder, callbacks=callbacks, **given.as_arguments())
+    return train_from_config(task.cfg.model_copy(update={"run_dir": task.folder}), given, callbacks)
+
+
+def _scores(run: Run, task: Round) -> dict[str, Any]:
+    result = evaluate(run, task.episodes, seed=task.seed)
+    by_success = isinstance(run.cfg, RunCfg) and run.cfg.evaluation.metric == "success_rate"
+    mean = result.success_rate if by_success else result.return_mean
+    if mean is None or not math.isfinite(mean):
+        raise DivergedError.because(f"the score of an evaluation is {mean}")
+    ci95 = result.success_ci95 if by_success else result.ci95
+    return {"env_steps": run.summary["env_steps"], "mean": mean, "ci95": ci95 and list(ci95)}

@@ -16,23 +16,19 @@ import cloudpickle
 import torch.distributed as dist
 
 from groupwise import plugins
+from groupwise import serving as placed
+from groupwise import system as files
 from groupwise.config.evolution import LaunchCfg
-from groupwise.config.generation import ServerGenerationCfg
-from groupwise.config.run import CommonCfg, TextRunCfg
-from groupwise.engines.distributed import backend_of
+from groupwise.config.run import CommonCfg, ServerGenerationCfg, TextRunCfg
+from groupwise.engines import backend_of
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
-from groupwise.evolution import workers as members
-from groupwise.evolution.member import Round
+from groupwise.evolution import evolve as members
+from groupwise.evolution.population import Round
 from groupwise.report.folder import RunFolder
-from groupwise.run import Run, resume, train_from_config
-from groupwise.serving import placed
-from groupwise.serving.launch import LocalServer
-from groupwise.serving.placed import PlacedServer
-from groupwise.settings import read_settings
-from groupwise.system import files
-from groupwise.system.cpus import NUM_CPUS
+from groupwise.run import Run, read_settings, reopen, resume, train_from_config
+from groupwise.serving import LocalServer, PlacedServer
+from groupwise.system import NUM_CPUS
 from groupwise.training.components import UserObjects
-from groupwise.training.reopening import reopen
 
 require_extra("ray", "ray")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from groupwise.data.rollout import Nested, Spec
 
 if TYPE_CHECKING:
-    from groupwise.engines.base import Engine
+    from groupwise.engines import Engine
 
 Batch = Mapping[str, Nested]
 """Keys of a rollout, all of one batch shape: [B] transitions, or [B, T] rows."""

@@ -14,11 +14,11 @@ from safetensors.torch import save
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from groupwise import system as files
 from groupwise.data.rollout import TensorSpec
 from groupwise.data.spaces import leaf_spaces, obs_spec
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
-from groupwise.system import files
 
 ExportFormat = Literal["onnx", "safetensors", "transformers"]
 

@@ -11,9 +11,8 @@ from torch.nn.utils.rnn import PackedSequence
 from groupwise.config.policy import RecurrentCfg
 from groupwise.data.rollout import Nested
 from groupwise.errors import DataError
-from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.actor_critic import ActorCritic, ObsEncoder
 from groupwise.policies.base import Action, Batch, Evaluation, with_state
-from groupwise.policies.networks import ObsEncoder
 
 _DEFAULT = RecurrentCfg()
 

@@ -1,22 +1,157 @@
 """The run folder: settings, metrics, checkpoints and pictures of a run. ``docs/run_folder.md`` lists its files."""
 
 import json
+import math
+import os
+import platform
 import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from io import BufferedReader, BufferedWriter, BytesIO
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, TypeAlias, TypeVar
+from uuid import uuid4
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from groupwise import plugins
+from groupwise import system as files
 from groupwise.config.base import explain
+from groupwise.config.run import EvaluationMetric
 from groupwise.errors import RunFolderError
-from groupwise.report.lock import held, is_held
-from groupwise.report.provenance import FORMAT, provenance
-from groupwise.system import files
+from groupwise.system import printable
+
+# The lock of a run folder, so that one process trains in it: flock, which ends with its process, also a killed one.
+
+_TRIES = 25
+_SECONDS_BETWEEN = 0.02
+_MAX_BYTES = 4096
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock."""
+    try:
+        with files.reading(path, _MAX_BYTES) as file:
+            return not _lock(file, exclusive=False)
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep other processes out; the file says which process trains.
+
+    Raises:
+        RunFolderError: another process holds the lock (names it).
+        OSError: it cannot be written.
+    """
+    with files.appending(path) as file:
+        for _ in range(_TRIES):  # ``is_held`` keeps the lock for a moment
+            if _lock(file, exclusive=True):
+                break
+            time.sleep(_SECONDS_BETWEEN)
+        else:
+            holder = printable(files.read(path, _MAX_BYTES).decode(errors="replace")) or "another process"
+            raise RunFolderError(f"{path.parent} is in use: {holder} trains in it; fix: wait until it ends, or stop it")
+        if sys.platform != "win32":
+            os.register_at_fork(after_in_child=file.close)  # else a child that outlives this process keeps the lock
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()!r}".encode())
+        file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                file.truncate(0)
+
+
+def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
+    """Lock an open file; False if another process holds it. A system or a disk without ``flock`` keeps nobody out."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+# What repeating a run needs in addition to its settings.
+
+FORMAT = 2
+"""Of the run folder."""
+_PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, git state, machine, plugins and command."""
+    return {
+        "format": FORMAT,
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+        "git": _git_state(),
+        "run_id": uuid4().hex,
+        "plugins": plugins.loaded(),
+        "command": shlex.join(sys.argv),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the working folder and whether tracked files differ from it; None outside of a repository.
+
+    The repository may be a stranger's, whose configuration can name programs to run (``core.fsmonitor``, filters). So files
+    are compared by way of another, temporary git folder, which has the objects and the index, but no configuration.
+    """
+    program = shutil.which("git")
+    if program is None:
+        return None
+
+    def git(*args: str, **env: str) -> str:
+        command = [program, "-c", "core.fsmonitor=false", *args]
+        done = subprocess.run(  # noqa: S603  the user's git, with the words below
+            command, capture_output=True, text=True, check=True, timeout=5, env=os.environ | env
+        )
+        return done.stdout.strip()
+
+    try:
+        commit, tree = git("rev-parse", "HEAD", "--show-toplevel").splitlines()
+        objects, index = (
+            str(Path(path).absolute())
+            for path in git("rev-parse", "--git-path", "objects", "--git-path", "index").splitlines()
+        )
+        with TemporaryDirectory() as own:
+            Path(own, "refs").mkdir()
+            Path(own, "HEAD").write_text(f"{commit}\n", encoding="ascii")
+            env = {"GIT_DIR": own, "GIT_WORK_TREE": tree, "GIT_OBJECT_DIRECTORY": objects, "GIT_INDEX_FILE": index}
+            status = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+            dirty = bool(git(*status, **env, GIT_OPTIONAL_LOCKS="0"))
+        return {"commit": commit, "dirty": dirty}
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
 
 MAX_METRICS = 2**30
 """Bytes of ``metrics.jsonl``."""
@@ -353,3 +488,232 @@ def _checked(kind: type[Model], data: object, path: Path) -> Model:
         return kind.model_validate(data)
     except ValidationError as error:
         raise _damaged(path, explain(error.errors()[0])) from error
+
+
+# What a run reached, read from its metrics, and confidence intervals.
+
+SCORES: dict[EvaluationMetric, str] = {"return": "return_mean", "success_rate": "success_rate"}
+"""Names of scores in metrics and summaries."""
+
+
+def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return") -> dict[str, Any]:
+    """Scores of the last evaluation, of the best one by ``metric``, and of training; and its updates that changed nothing."""
+    if not metrics:
+        return {"env_steps": 0, "iterations": 0, "seconds": 0.0}
+    last = metrics[-1]
+    scores = {"env_steps": last.get("env_steps", 0), "iterations": last["iteration"]}
+    scores["seconds"] = last.get("time/total_seconds", 0.0)
+    if without_gradient := sum(entry.get("train/grad_norm") == 0 for entry in metrics):
+        scores["updates_without_gradient"] = without_gradient
+    evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
+    if evaluations:
+        key = f"eval/{SCORES[metric]}"
+        final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry.get(key, -math.inf)))
+        mean, episodes = final["eval/return_mean"], int(final.get("eval/episodes", 0))
+        interval = interval_of(final)
+        scores |= {"return_mean": mean, "ci95": None if interval is None else list(interval), "episodes": episodes}
+        if cut := int(final.get("eval/cut_episodes", 0)):
+            scores["cut_episodes"] = cut
+        scores |= {"best_return_mean": best["eval/return_mean"], "best_env_steps": best.get("env_steps", 0)}
+        if "eval/success_rate" in final:
+            rate = final["eval/success_rate"]
+            interval = interval_of(final, "success_rate")
+            scores |= {"success_rate": rate, "success_ci95": None if interval is None else list(interval)}
+            scores["best_success_rate"] = best.get("eval/success_rate")
+    if "rollout/success_rate" in last:
+        scores["training_success_rate"] = last["rollout/success_rate"]
+    return scores | {"training_return_mean": last.get("rollout/return_mean")}
+
+
+def interval_of(entry: Mapping[str, Any], score: str = "return_mean") -> tuple[float, float] | None:
+    """95 % confidence interval of an evaluation's score; None for a return of one episode, and where an entry does not tell."""
+    value, episodes = float(entry[f"eval/{score}"]), int(entry.get("eval/episodes", 0))
+    if score == "success_rate":
+        return wilson_95(value, episodes) if episodes else None
+    return mean_ci95(value, float(entry.get("eval/return_std", math.nan)), episodes)
+
+
+def mean_ci95(mean: float, std: float, count: int) -> tuple[float, float] | None:
+    """Student's 95 % confidence interval of a mean; None for a single score. Arguments as of ``half_width_95``."""
+    half = half_width_95(std, count)
+    return None if math.isnan(half) else (mean - half, mean + half)
+
+
+def half_width_95(std: float, count: int) -> float:
+    """Half of Student's 95 % confidence interval of a mean; NaN for a single score.
+
+    Args:
+        std: unbiased standard deviation of the scores.
+        count: how many scores.
+    """
+    if count <= 1:
+        return math.nan
+    from scipy.special import stdtrit  # slow to import
+
+    return float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
+
+
+def wilson_95(share: float, count: int) -> tuple[float, float]:
+    """95 % interval of a share of ``count`` trials; also for means of numbers in [0, 1], whose variance is no larger.
+
+    Source: Wilson 1927, "Probable Inference, the Law of Succession, and Statistical Inference", eq. 6.
+    """
+    z = 1.959964
+    centre = share + z * z / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    low, high = (centre - half) / scale, (centre + half) / scale
+    return max(0.0, min(share, low)), min(1.0, max(share, high))  # rounding may leave out shares of 0 and 1
+
+
+# Groups that a run kept, step by step, as Parquet. docs/report.md has the schema.
+
+MAX_MIB = 64
+"""All files of a run together. Beyond it the oldest go, but for the first."""
+MAX_WIDTH = 64
+"""Numbers of an observation or action that are kept; larger ones, such as pictures, are left out."""
+Values: TypeAlias = np.ndarray | list[str] | None
+"""Of a column: numbers [step] or [step, width], texts, or nothing."""
+_PATTERN = "[0-9]*.parquet"
+
+
+def write_groups(folder: Path, iteration: int, columns: Mapping[str, Values]) -> None:
+    """Write the steps of some groups of an iteration to ``<iteration>.parquet``.
+
+    Args:
+        columns: every column of the schema but the iteration. NaN is written as null, None as a column of nulls.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    count = len(columns["step"])  # type: ignore[arg-type]
+    columns = {"iteration": np.full(count, iteration), **columns}
+    arrays = [_array(field.type, columns[field.name], count) for field in schema()]
+    data = BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=schema()), data, compression="zstd")
+    path = folder / f"{iteration:06d}.parquet"
+    with files.warning_if_unwritable(path):
+        folder.mkdir(exist_ok=True)
+        files.write(path, data.getvalue())
+        _make_room(folder)
+
+
+def kept_iterations(folder: Path) -> dict[int, Path]:
+    """The files by iteration, in order."""
+    found = {int(path.stem): path for path in folder.glob(_PATTERN) if path.stem.isdigit()}
+    return dict(sorted(found.items()))
+
+
+def read_groups(path: Path) -> dict[str, list[Any]]:
+    """The columns of a file.
+
+    Raises:
+        RunFolderError: the file is damaged, or has other columns.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    fix = "fix: delete it"
+    try:
+        data = BytesIO(files.read(path, MAX_MIB * files.MIB))
+        # `read_table` would import pandas where it is installed; a process that ends while threads begin is aborted
+        table = pyarrow.parquet.ParquetFile(data, pre_buffer=False).read(use_threads=False)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise RunFolderError(f"{path} is damaged: {error!s:.200}; {fix}") from error
+    if not table.schema.equals(schema()):
+        raise RunFolderError(f"{path} has columns {', '.join(table.column_names)}, which are no kept groups; {fix}")
+    columns: dict[str, list[Any]] = table.to_pydict()
+    return columns
+
+
+def schema() -> Any:
+    """The columns and their types."""
+    import pyarrow as pa
+
+    numbers = pa.list_(pa.float32())
+    return pa.schema(
+        {
+            "iteration": pa.int32(),
+            "env_steps": pa.int64(),
+            "group": pa.int32(),
+            "start": pa.string(),
+            "member": pa.int32(),
+            "step": pa.int32(),
+            "observation": numbers,
+            "action": numbers,
+            "token": pa.string(),
+            "reward": pa.float32(),
+            "reward_parts": numbers,
+            "log_prob": pa.float32(),
+            "ratio": pa.float32(),
+            "advantage": pa.float32(),
+            "loss_mask": pa.bool_(),
+            "greedy": pa.bool_(),
+            "end": pa.string(),
+        }
+    )
+
+
+def _array(kind: Any, values: Values, count: int) -> Any:
+    """An Arrow array, made of buffers: ``pyarrow.array`` would import pandas where it is installed, which takes long."""
+    import pyarrow as pa
+
+    match values:
+        case None:
+            return pa.nulls(count, kind)
+        case list():
+            texts = [text.encode(errors="replace") for text in values]
+            ends = np.cumsum([0, *map(len, texts)], dtype=np.int32)
+            return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(ends), pa.py_buffer(b"".join(texts))])
+    if values.ndim == 2:
+        ends = np.arange(count + 1, dtype=np.int32) * values.shape[1]
+        flat = _array(kind.value_type, values.reshape(-1), values.size)
+        return pa.ListArray.from_arrays(pa.Array.from_buffers(pa.int32(), count + 1, [None, pa.py_buffer(ends)]), flat)
+    known = pa.py_buffer(np.packbits(~np.isnan(values), bitorder="little"))
+    is_bool = kind.equals(pa.bool_())
+    data = np.packbits(values, bitorder="little") if is_bool else values.astype(kind.to_pandas_dtype())
+    return pa.Array.from_buffers(kind, count, [known, pa.py_buffer(np.ascontiguousarray(data))])
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the oldest files but the first, until the rest is small enough."""
+    paths = list(kept_iterations(folder).values())
+    while len(paths) > 2 and sum(path.stat().st_size for path in paths) > MAX_MIB * files.MIB:
+        files.remove(paths.pop(1))
+
+
+# Frames of a group's members, as a run keeps them. replay draws them.
+
+MAX_FRAME_SIZE = 160
+"""Pixels; larger frames are scaled down."""
+_MAX_FILE = files.MIB
+
+
+class Frames(BaseModel, strict=True):
+    """Frames of the members of a group as one picture: a row for each member, a column for each frame."""
+
+    iteration: int
+    group: int
+    members: dict[str, list[int]] = {}
+    """Steps of the frames of each member."""
+    width: Annotated[int, Field(ge=0, le=MAX_FRAME_SIZE)] = 0
+    """Of a frame."""
+    height: Annotated[int, Field(ge=0, le=MAX_FRAME_SIZE)] = 0
+    picture: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
+    """WebP in base64."""
+    problem: str = ""
+    """Why there are none."""
+
+
+def read_frames(path: Path) -> Frames | None:
+    """Frames that were written; None if there are none.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return Frames.model_validate(files.parse_json(files.read(path, _MAX_FILE)))
+    except (OSError, ValueError, ValidationError) as error:
+        raise RunFolderError(f"{path} is damaged: {error!s:.200}; fix: delete it") from error

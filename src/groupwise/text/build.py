@@ -1,44 +1,131 @@
 """From a ``TextRunCfg`` to the components of a run on texts."""
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Literal
-
-import torch
-
 from groupwise.errors import require_extra
 
 require_extra("transformers", "text")
 
+import logging
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import GRPOCfg, with_max_length
 from groupwise.config.credit import PartsCfg
-from groupwise.config.run import TextRunCfg
+from groupwise.config.run import ServerGenerationCfg, TextRunCfg
 from groupwise.data.rollout import TensorSpec
-from groupwise.engines.base import Engine
-from groupwise.errors import ConfigError
+from groupwise.engines import Engine
+from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
-from groupwise.speed.decoding_step import FastDecoder
-from groupwise.text.collector import TextCollector
-from groupwise.text.connect import connect
-from groupwise.text.data import Example
-from groupwise.text.evaluation import TextEvaluator
+from groupwise.serving import (
+    HEALTH,
+    HttpClient,
+    LocalServer,
+    PlacedServer,
+    RestartedError,
+    VLLMServer,
+    command,
+    folder_of_run,
+    give_command,
+    in_folder,
+    last_lines,
+)
+from groupwise.speed.decoding import FastDecoder
+from groupwise.text.collector import TextCollector, TextEvaluator
+from groupwise.text.data import Example, PromptEncoder
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
-from groupwise.text.prompts import PromptEncoder
-from groupwise.text.rollout import TextBuffer
+from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
 from groupwise.text.task import TextTask
-from groupwise.text.transcripts import Dialogue
-from groupwise.training.base import Callback
+from groupwise.text.tools import Dialogue, TextBuffer
+from groupwise.training.build import check_rollout_fits
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.components import Components, UserObjects, pick_device
-from groupwise.training.memory_check import check_rollout_fits
+from groupwise.training.trainer import Callback
+
+# From the settings to a collector whose completions come from servers.
+
+
+def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **options: Any) -> ServedCollector:
+    """The collector of a run on servers: those that the settings name, or one that is started here.
+
+    Args:
+        parts, options: what ``TextCollector`` takes besides the policy and the generator.
+    """
+    how = cfg.generation
+    assert isinstance(how, ServerGenerationCfg)
+    if engine.world_size > 1 and how.max_staleness:
+        raise ConfigError(
+            f"generation.max_staleness={how.max_staleness} needs one process, got {engine.world_size}; fix: max_staleness=0"
+        )
+    if how.in_flight_updates and policy.has_adapters:
+        raise ConfigError(
+            "generation.in_flight_updates=True with adapters: servers finish a completion by the adapters that began it; fix: "
+            "in_flight_updates=False, or lora=None"
+        )
+    with ExitStack() as stack:
+        kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
+        folder, own, clients = _find(cfg, how, policy, engine, stack)
+        kinds = {"adapters": policy.has_adapters, "in_flight_updates": how.in_flight_updates}
+        servers = [VLLMServer(client, **kinds) for client in clients]
+        generator = ServedGenerator(servers, policy, folder, engine)
+        collector = kind(generator, own, cleanup, *parts, **options)
+        cleanup.enter_context(stack.pop_all())  # an error before ends the server at once
+    return collector
+
+
+def _find(
+    cfg: TextRunCfg, how: ServerGenerationCfg, policy: CausalLM, engine: Engine, stack: ExitStack
+) -> tuple[Path, LocalServer | None, list[HttpClient]]:
+    """The folder for weights, the server that was started here, and clients of all servers."""
+    limits: dict[str, Any] = {"timeout": how.timeout, "retries": how.retries}
+    placed = folder_of_run()
+    if placed is not None:
+        if engine.rank == 0:
+            give_command(placed, _command(cfg, how, policy))
+        return placed, None, [_client_of(server, limits) for server in in_folder(placed)]
+    folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
+    folder.mkdir(parents=True, exist_ok=True)
+    if how.python is None:
+        return folder, None, [HttpClient(url, **limits) for url in how.urls]
+    if engine.world_size > 1:
+        raise ConfigError(
+            f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
+        )
+    own = LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
+    stack.callback(own.close)
+    own.wait()
+    return folder, own, [HttpClient(own.url, **limits, last_lines=partial(last_lines, own.log))]
+
+
+def _client_of(server: PlacedServer, limits: dict[str, Any]) -> HttpClient:
+    url = server.wait(2 * limits["timeout"])
+    client = HttpClient(url, **limits, last_lines=partial(last_lines, server.log), locate=server.url)
+    with suppress(RestartedError):  # the address was that of an earlier start
+        client.get(HEALTH)
+    return client
+
+
+def _command(cfg: TextRunCfg, how: ServerGenerationCfg, policy: CausalLM) -> list[str]:
+    """Starts a server of the model that training begins with."""
+    model = policy.network.name_or_path
+    if not model:
+        raise ConfigError("a model made in Python is in no folder that a server could load; fix: model=..., or urls")
+    dtype = "float32" if cfg.model.precision == "float32" else "bfloat16"
+    rank = policy.model.peft_config["default"].r if policy.has_adapters else None
+    assert how.python is not None
+    return command(how.python, model, ["--dtype", dtype, *how.args], lora_rank=rank)
+
 
 SAMPLER_FIX = (
     "another precision, objective.importance_sampling_correction, a smaller generation.max_staleness, or other limits in "

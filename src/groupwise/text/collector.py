@@ -1,6 +1,10 @@
 """Rollouts of texts: groups of completions of the same prompt, scored by reward functions."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -8,26 +12,33 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from groupwise.collectors.base import Collector, Episode
+from groupwise.collectors.vector import Collector, Episode
 from groupwise.config.algorithm import CollectionCfg, GRPOCfg
-from groupwise.config.run import TextRunCfg
-from groupwise.errors import DataError
-from groupwise.text.data import in_order
-from groupwise.text.generation import Generate
-from groupwise.text.metrics import pass_rate, repeated_ngrams
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.run import TextRunCfg, TextTaskCfg
+from groupwise.errors import ConfigError, DataError
+from groupwise.policies.base import Policy
+from groupwise.report.folder import wilson_95
+from groupwise.seeding import derive_seed
+from groupwise.text.data import EncodedPrompt, Example, Prompt, PromptEncoder, in_order, read_prompt
+from groupwise.text.generation import Generate, complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.prompts import EncodedPrompt
 from groupwise.text.rewards import RewardSet, TrainingState
-from groupwise.text.rollout import text_rollout
-from groupwise.text.transcripts import (
+from groupwise.text.task import TextTask
+from groupwise.text.tools import (
+    AnyTool,
     Dialogue,
     Transcript,
+    make_tool,
     open_group,
     rewards_of_groups,
     score,
+    text_rollout,
     training_row,
     write,
 )
+from groupwise.training.components import Evaluator
+from groupwise.training.evaluation import EvaluationResult, shown
 
 MAX_UNSCORED = 3
 """Iterations in a row without any scorable completion, after which training stops."""
@@ -229,3 +240,181 @@ def text_metrics(
         for k in (1, min(map(len, groups))):
             metrics[f"rollout/pass_at_{k}"] = fmean(pass_rate(group, success_threshold, k) for group in groups)
     return metrics
+
+
+# Evaluation of a language model on held-out prompts: mean reward and pass@k.
+
+_PROMPTS_AT_ONCE = 32
+
+
+@dataclass(frozen=True, repr=False)
+class TextEvaluation(EvaluationResult):
+    """Rewards of several completions at each of n prompts.
+
+    ``returns`` are the mean rewards of prompts, because completions of one prompt are no independent samples; ``lengths``
+    are the tokens of each completion.
+    """
+
+    rewards: tuple[tuple[float, ...], ...]
+    """Of each prompt's scorable completions; prompts without any are left out."""
+    success_threshold: float
+    """A completion with at least this reward is right."""
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """The fewest scorable completions of a prompt."""
+        return min(map(len, self.rewards))
+
+    def pass_at(self, k: int) -> tuple[float, float, float]:
+        """pass@k averaged over prompts, and its 95 % interval (Wilson's, over prompts)."""
+        mean = fmean(pass_rate(rewards, self.success_threshold, k) for rewards in self.rewards)
+        return (mean, *wilson_95(mean, self.episodes))
+
+    def line(self) -> str:
+        """The summary in one line that scripts can read."""
+        rates = [f"pass@{k}={mean:.6g} ci95={shown(ci95)}" for k, (mean, *ci95) in self._pass_rates().items()]
+        mean = f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)}"
+        counts = f"prompts={self.episodes} completions_per_prompt={self.completions_per_prompt}"
+        return " ".join([mean, *rates, counts])
+
+    def report(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        rates = {f"pass_at_{k}": {"mean": mean, "ci95": ci95} for k, (mean, *ci95) in self._pass_rates().items()}
+        numbers = super().report() | {"completions_per_prompt": self.completions_per_prompt}
+        return numbers | rates | {"rewards": [list(rewards) for rewards in self.rewards]}
+
+    def metrics(self) -> dict[str, float]:
+        """``eval/*`` numbers for the log."""
+        return super().metrics() | {f"eval/pass_at_{k}": mean for k, (mean, *_) in self._pass_rates().items()}
+
+    def _pass_rates(self) -> dict[int, tuple[float, float, float]]:
+        """pass@k for the powers of two up to the number of completions, and for that number."""
+        most = self.completions_per_prompt
+        return {k: self.pass_at(k) for k in (*(2**i for i in range(most.bit_length())), most)}
+
+
+class TextEvaluator(Evaluator):
+    """Completes and scores held-out prompts, always the same ones with the same seeds."""
+
+    def __init__(
+        self, task: TextTask, held_out: Sequence[Example], cfg: TextRunCfg, policy: Policy, *, seed: int
+    ) -> None:
+        assert isinstance(policy, CausalLM)
+        if not held_out:
+            raise ConfigError("no prompts are held out; fix: task.eval_data")
+        encoder = PromptEncoder(policy.tokenizer, cfg.task)
+        prompts = encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
+        self._prompts = prompts[: cfg.evaluation.prompts]
+        self._cfg = cfg
+        self._rewards = task.rewards(cfg.algorithm.on_nonfinite)
+        self._generate = partial(complete, policy)
+        self._dialogue = Dialogue(encoder, task.tool(), policy.context_length)
+        self._seed = seed
+
+    def __call__(self) -> TextEvaluation:
+        """Complete and score the prompts; a ``DataError`` if none of the completions could be scored."""
+        evaluation = self._cfg.evaluation
+        completions: list[Transcript] = []
+        for first in range(0, len(self._prompts), _PROMPTS_AT_ONCE):
+            transcripts = [
+                Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
+                for number, prompt in enumerate(self._prompts[first : first + _PROMPTS_AT_ONCE], start=first)
+                for member in range(evaluation.completions_per_prompt)
+            ]
+            write(transcripts, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
+            score(transcripts, self._rewards)
+            completions += transcripts
+        self._rewards.take_logged()  # such metrics are of training alone
+        rewards = tuple(map(tuple, rewards_of_groups(completions)))
+        if not rewards:
+            raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
+        lengths = tuple(completion.written for completion in completions)
+        return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, self._cfg.task.success_threshold)
+
+    def close(self) -> None:
+        """Close the reward functions and the tool."""
+        self._rewards.close()
+        self._dialogue.close()
+
+
+# Completions of prompts of the user's, apart from training.
+
+
+def is_single(prompts: object) -> bool:
+    """Whether it is one prompt, a text or a list of messages, and not several."""
+    return isinstance(prompts, str) or (isinstance(prompts, Sequence) and any(isinstance(p, Mapping) for p in prompts))
+
+
+def read_prompts(prompts: str | Sequence[Any]) -> list[Prompt]:
+    """One prompt or several, checked; a ``DataError`` names the one that is neither a text nor messages."""
+    several = [prompts] if is_single(prompts) else prompts
+    return [read_prompt(f"prompt {number}", prompt) for number, prompt in enumerate(several)]
+
+
+def write_texts(
+    policy: CausalLM,
+    prompts: Sequence[Prompt],
+    count: int,
+    *,
+    sampling: SamplingCfg,
+    task: TextTaskCfg | None = None,
+    deterministic: bool,
+    seed: int,
+    tool: AnyTool | None = None,
+) -> list[list[str]]:
+    """``count`` completions of each prompt.
+
+    Args:
+        task: how prompts become tokens, and which tool there is.
+        tool: the task's tool, if it was given in Python.
+
+    Raises:
+        ConfigError: the policy has no tokenizer.
+        DataError: a prompt is too long.
+    """
+    if policy.tokenizer is None:
+        raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
+    task = task or TextTaskCfg()
+    encoder = PromptEncoder(policy.tokenizer, task.model_copy(update={"on_long_prompt": "error"}))
+    room = policy.max_prompt_length(sampling.max_new_tokens)
+    encoded = encoder.select([Example(prompt, {}) for prompt in prompts], room)
+    groups = [
+        [Transcript(prompt, number, derive_seed(seed, "sample", number, i), deterministic) for i in range(count)]
+        for number, prompt in enumerate(encoded)
+    ]
+    with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length)) as dialogue:
+        for first in range(0, len(groups), _PROMPTS_AT_ONCE):
+            some = groups[first : first + _PROMPTS_AT_ONCE]
+            write([member for group in some for member in group], partial(complete, policy), sampling, dialogue)
+    return [[member.text for member in group] for group in groups]
+
+
+def predict(policy: CausalLM, prompts: str | Sequence[Any], deterministic: bool) -> str | list[str]:
+    """A completion of each prompt, as ``policy.predict`` returns it; random ones by torch's global generator."""
+    seed = 0 if deterministic else int(torch.randint(2**31, ()))
+    read = read_prompts(prompts)
+    texts = write_texts(policy, read, 1, sampling=policy.sampling, deterministic=deterministic, seed=seed)
+    return texts[0][0] if is_single(prompts) else [text for (text,) in texts]
+
+
+def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:
+    """Share of the text's n-grams that occur earlier in it: 0 if all are new, near 1 in a loop; 0 for fewer than two."""
+    count = len(tokens) - n + 1
+    if count < 2:
+        return 0.0
+    return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count
+
+
+def pass_at_k(completions: int, solved: int, k: int) -> float:
+    """Chance that at least one of k completions solves the problem, estimated without bias from ``completions >= k`` of them.
+
+        1 - C(completions - solved, k) / C(completions, k)
+
+    Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1.
+    """
+    return 1 - math.comb(completions - solved, k) / math.comb(completions, k)
+
+
+def pass_rate(rewards: Sequence[float], success_threshold: float, k: int) -> float:
+    """``pass_at_k`` of a prompt's completions, of which those with at least the threshold as reward are right."""
+    return pass_at_k(len(rewards), sum(reward >= success_threshold for reward in rewards), k)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,13 +10,256 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
-from groupwise.config.policy import SamplingCfg
-from groupwise.errors import DataError
-from groupwise.policies.base import Action
-from groupwise.text.sampling import Completion, DecodingState
+from groupwise.config.policy import MAX_KEPT, SamplingCfg
+from groupwise.errors import ConfigError, DataError
+from groupwise.functional.random import hash_pair, mix, unit
+from groupwise.functional.vocabulary import LogitProcessor
+from groupwise.policies.base import Action, Batch
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
+
+
+# Processed logits: penalties for tokens of the text so far, and filters that keep the likeliest tokens.
+
+_NEVER = -1e30
+"""The logit of a token that is not kept: finite, so that 0 times it is 0."""
+
+
+def penalized(
+    logits: Float[Tensor, "row vocabulary"],
+    sampling: SamplingCfg,
+    text: Int[Tensor, "row place"],
+    written: Int[Tensor, "row written"],
+) -> tuple[Float[Tensor, "row vocabulary"], Float[Tensor, "row vocabulary"]]:
+    """Logits after the penalties, and their derivative.
+
+    Args:
+        text: prompt and completion so far, for the repetition penalty.
+        written: the completion so far, or that of this turn, for the presence penalty.
+
+    Source: Keskar et al., "CTRL", 2019, section 4.1, with the sign of transformers and vLLM; OpenAI's API for the presence
+    penalty.
+    """
+    factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+    factor = factor.masked_fill(~_among(text, logits.shape[1]), 1)
+    return logits * factor - sampling.presence_penalty * _among(written, logits.shape[1]), factor
+
+
+def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) -> Int[Tensor, "row kept"]:
+    """Ids that ``top_k``, then ``top_p``, then ``min_p`` keep, by rising id; of equally likely tokens some.
+
+    Of tokens equally likely at the border, as many are kept as have room. The most likely one is always kept.
+
+    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1; Nguyen et al., "Turning Up
+    the Heat: Min-p Sampling", 2024, section 3.
+    """
+    vocabulary = logits.shape[1]
+    top, ids = logits.topk(min(sampling.top_k or MAX_KEPT, vocabulary))
+    likely = logits.softmax(dim=-1).gather(1, ids) if sampling.top_k is None else top.softmax(dim=-1)
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    if sampling.top_p is not None:
+        keep &= likely.cumsum(dim=-1) - likely < sampling.top_p
+    if sampling.min_p is not None:
+        keep &= likely >= sampling.min_p * likely[:, :1]
+    keep[:, 0] = True  # where logits are NaN, too
+    # by id, as rounding in another batch may change the order by likelihood
+    ids = ids.masked_fill(~keep, vocabulary).sort(dim=-1).values[:, : int(keep.sum(dim=-1).max())]
+    return ids.masked_fill(ids == vocabulary, -1)
+
+
+def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor:
+    """What processed the logits of the tokens in ``loss_mask`` when they were sampled.
+
+    Args:
+        batch: ``obs``, ``valid`` and ``loss_mask``; with penalties ``turn_id``; and with filters ``support``: the ids that
+            were kept, ``[N, T, kept]``.
+    """
+    mask = batch["loss_mask"]
+    row, step = mask.nonzero(as_tuple=True)
+    place = torch.arange(mask.shape[1], device=mask.device)
+    tokens = batch["obs"].masked_fill(~batch["valid"], -1)
+
+    def process(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+        derivative = None
+        if sampling.has_penalties:
+            # slot t holds token t, which precedes its action and was the action of slot t - 1
+            text, turn = tokens[row[part]].masked_fill(place > step[part, None], -1), batch["turn_id"][row[part]]
+            other_turn = functional.pad(turn, (1, -1), value=-1) != turn.gather(1, step[part, None])
+            logits, derivative = penalized(logits, sampling, text, text.masked_fill(other_turn, -1))
+        if sampling.has_filters:
+            kept = _among(batch["support"][row[part], step[part]].long(), logits.shape[1])
+            logits = logits.masked_fill(~kept, _NEVER)
+        return logits, derivative
+
+    return process
+
+
+def _among(ids: Int[Tensor, "row place"], vocabulary: int) -> Bool[Tensor, "row vocabulary"]:
+    """Whether each token is one of the ids."""
+    found = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
+    return found.scatter_(1, ids.masked_fill(ids < 0, vocabulary), True)[:, :vocabulary]
+
+
+# Sampling: the next token of each completion, and what ends a completion.
+
+BLOCK = 256
+"""Probabilities in one running sum: one over a whole vocabulary is slow."""
+_TINY = 1e-30
+_STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
+
+
+class Completion(NamedTuple):
+    """One completion of a prompt."""
+
+    tokens: list[int]
+    """The token that ended it included."""
+    log_probs: list[float]
+    """Of each token, under the distribution that it was drawn from."""
+    stop: Literal["eos", "stop", "length"]
+    """What ended it: an end-of-text token, a stop string, or ``max_new_tokens``."""
+    support: list[Int[Tensor, " kept"]] | None = None
+    """With ``top_k``, ``top_p`` or ``min_p``: the tokens that could be drawn at each step, by rising id; -1 fills up."""
+    policy_version: list[int] | None = None
+    """From servers: the iteration whose policy generated each token."""
+
+
+class DecodingState:
+    """The state of decoding: all completions; each step adds a token to every unfinished one.
+
+    A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.
+
+    Args:
+        prompt: the tokens before each completion, -1 at padding; only needed for the repetition penalty.
+        eos_ids: tokens that end a completion.
+        tokenizer: of transformers; only needed for stop strings.
+        deterministic: take the most likely token each time; seeds do not matter then.
+    """
+
+    def __init__(
+        self,
+        seeds: Int[Tensor, " row"],
+        sampling: SamplingCfg,
+        eos_ids: Sequence[int],
+        tokenizer: Any = None,
+        *,
+        prompt: Int[Tensor, "row place"] | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        if sampling.stop and tokenizer is None:
+            raise ConfigError(f"stop={sampling.stop!r} needs a tokenizer; fix: give the policy one, or stop=()")
+        count, device = len(seeds), seeds.device
+        self.running = torch.arange(count, device=device)
+        """Rows that are unfinished."""
+        self._sampling, self._tokenizer, self._deterministic = sampling, tokenizer, deterministic
+        # of all steps at once: one by one, a small model would spend a tenth of its time on this
+        self._chances = unit(hash_pair(mix(seeds)[:, None], torch.arange(sampling.max_new_tokens, device=device)))
+        self._ends = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self._step = 0
+        shape = (count, sampling.max_new_tokens)
+        self._tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self._log_probs = torch.zeros(shape, device=device)
+        self._prompt = self._tokens[:, :0] if prompt is None else prompt
+        self._supports: list[tuple[Tensor, Tensor]] = []
+        self._lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
+
+    def write(
+        self, logits: Float[Tensor, "running vocabulary"]
+    ) -> tuple[Int[Tensor, " running"], Bool[Tensor, " running"]]:
+        """The next token of each unfinished row, and whether the row is still unfinished."""
+        rows, step = self.running, self._step
+        if self._sampling.has_penalties:
+            written = self._tokens[rows, :step]
+            logits, _ = penalized(logits, self._sampling, torch.cat([self._prompt[rows], written], dim=1), written)
+        token, log_prob, support = draw(
+            logits, self._chances[rows, step], self._sampling, deterministic=self._deterministic
+        )
+        self._tokens[rows, step], self._log_probs[rows, step] = token, log_prob
+        if support is not None:
+            self._supports.append((rows, support.int()))
+        self._step = step + 1
+        stop = torch.isin(token, self._ends).long()
+        if self._sampling.stop:
+            stop[self._has_stop_string(rows) & (stop == 0)] = _STOPS.index("stop")
+        self._stops[rows], self._lengths[rows] = stop, self._step
+        unfinished = (stop == 0) & (self._step < self._sampling.max_new_tokens)
+        self.running = rows[unfinished]
+        return token, unfinished
+
+    def completions(self) -> list[Completion]:
+        """Of all rows, in their order; of unfinished ones, their tokens so far."""
+        columns = (self._tokens, self._log_probs, self._stops, self._lengths)
+        supports: list[list[Tensor]] = [[] for _ in self._tokens]
+        for numbers, support in self._supports:
+            for row, ids in zip(numbers.tolist(), support.cpu(), strict=True):
+                supports[row].append(ids)
+        rows = zip(*(column.tolist() for column in columns), supports, strict=True)
+        return [Completion(t[:n], lp[:n], _STOPS[stop], support or None) for t, lp, stop, n, support in rows]
+
+    def _has_stop_string(self, rows: Int[Tensor, " running"]) -> Bool[Tensor, " running"]:
+        """Whether the text of each row ends with or just after a stop string."""
+        strings = self._sampling.stop
+        window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
+        last = self._tokens[rows, max(0, self._step - window) : self._step].tolist()
+        texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
+        return torch.tensor([any(s in text for s in strings) for text in texts], device=rows.device)
+
+
+def draw(
+    logits: Float[Tensor, "row vocabulary"],
+    chance: Float[Tensor, " row"],
+    sampling: SamplingCfg,
+    *,
+    deterministic: bool = False,
+) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Int[Tensor, "row kept"] | None]:
+    """A token of each row, from ``softmax(logits / temperature)`` among those that the filters keep.
+
+    Args:
+        chance: uniform in [0, 1); equal numbers draw equal tokens.
+        deterministic: take the most likely token instead, of equally likely ones the first.
+
+    Returns:
+        The tokens, their log-probabilities in that distribution, and with filters the tokens that are kept (``kept_tokens``).
+    """
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    support = None
+    if sampling.has_filters:
+        support = kept_tokens(logits, sampling)
+        logits = logits.gather(1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
+    probability = logits.softmax(dim=-1)
+    place = probability.argmax(dim=-1) if deterministic else pick(probability, chance)
+    log_prob = probability.gather(1, place[:, None])[:, 0].log()
+    return place if support is None else support.gather(1, place[:, None])[:, 0], log_prob, support
+
+
+def pick(probability: Float[Tensor, "row place"], chance: Float[Tensor, " row"]) -> Int[Tensor, " row"]:
+    """The place at which the running sum reaches 1 - chance of the total; never one of probability 0."""
+    goal = 1 - chance
+    width = probability.shape[1]
+    if width <= BLOCK:
+        return _reach(probability, goal)[0]
+    padded = functional.pad(probability, (0, -width % BLOCK)) if width % BLOCK else probability
+    blocks = padded.view(len(padded), -1, BLOCK)
+    mass = blocks.sum(dim=-1)
+    block, summed, goal = _reach(mass, goal)
+    before = (summed - mass).gather(1, block[:, None])[:, 0]
+    rows = torch.arange(len(blocks), device=block.device)
+    return block * BLOCK + _reach(blocks[rows, block], (goal - before).clamp(min=_TINY))[0]
+
+
+def _reach(
+    mass: Float[Tensor, "row place"], goal: Float[Tensor, " row"]
+) -> tuple[Int[Tensor, " row"], Float[Tensor, "row place"], Float[Tensor, " row"]]:
+    """The first place with mass at which the running sum reaches the goal; the running sums; and the goal itself.
+
+    Where rounding leaves the goal above every sum, the greatest is the goal.
+    """
+    summed = mass.cumsum(dim=-1)
+    reached = torch.where(mass > 0, summed, 0)  # on a GPU, rounding may let sums rise or fall without mass
+    goal = torch.minimum(goal, reached.amax(dim=-1))
+    return (reached >= goal[:, None]).int().argmax(dim=-1), summed, goal
+
 
 Head = Callable[[Tensor], Tensor]
 """Logits of hidden states, in float32."""

@@ -6,24 +6,159 @@ Scores are those of the sampling distribution, temperature included.
 import functools
 import sys
 import warnings
-from collections.abc import MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.functional.vocabulary import token_scores, unprocessed
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.text.prefixes import Prefixes, find_prefixes
-from groupwise.text.processing import recorded_processor
-from groupwise.text.reference import AdapterReference
+from groupwise.text.generation import recorded_processor
+
+# The common prefix of a group's rows, which a language model encodes once (prefix sharing).
+
+
+class Prefixes(NamedTuple):
+    """Rows ``[N, T]`` cut into U common prefixes and N suffixes."""
+
+    number: Int[Tensor, " row"]
+    """Which prefix each row has."""
+    head: Int[Tensor, "prefix head"]
+    """Tokens of the prefixes, padded on the left."""
+    head_valid: Bool[Tensor, "prefix head"]
+    tail: Int[Tensor, "row tail"]
+    """Tokens of the suffixes, padded on the right."""
+    tail_valid: Bool[Tensor, "row tail"]
+    length: Int[Tensor, " row"]
+    """Tokens of each row's prefix."""
+
+    def gather(
+        self,
+        head: Float[Tensor, "prefix head width"],
+        tail: Float[Tensor, "row tail width"],
+        mask: Bool[Tensor, "row step"],
+    ) -> Float[Tensor, "token width"]:
+        """The values at the slots of the mask, in their order, from the two parts."""
+        row, place = mask.nonzero().unbind(dim=1)
+        length, number = self.length[row], self.number[row]
+        in_head = number * head.shape[1] + head.shape[1] - length + place
+        in_tail = head.shape[0] * head.shape[1] + row * tail.shape[1] + place - length
+        both = torch.cat([head.flatten(0, 1), tail.flatten(0, 1)])
+        return both[torch.where(place < length, in_head, in_tail)]
+
+
+@torch.no_grad()
+def find_prefixes(
+    tokens: Int[Tensor, "row step"], valid: Bool[Tensor, "row step"], group: Int[Tensor, "row step"]
+) -> Prefixes | None:
+    """The longest common prefix of each group's rows, which are padded on the right; None if no two rows share one.
+
+    A row keeps at least one token for itself, so that every suffix has a part in the second pass.
+    """
+    rows, place = torch.arange(len(tokens), device=tokens.device), torch.arange(tokens.shape[1], device=tokens.device)
+    known, number = torch.unique(group[:, 0], return_inverse=True)
+    if len(known) == len(tokens):
+        return None
+    total = valid.sum(dim=1)
+    first = rows.new_full((len(known),), len(tokens)).scatter_reduce(0, number, rows, "amin")
+    alike = (tokens == tokens[first[number]]) & (place < total[:, None] - 1)
+    common = alike.long().cumprod(dim=1).sum(dim=1)
+    shared = common.new_full((len(known),), tokens.shape[1]).scatter_reduce(0, number, common, "amin")
+    alone = torch.bincount(number) == 1  # such a row shares all of itself, which would make every head as wide
+    shared[alone] = shared[alone].clamp(max=int(shared[~alone].amax()))
+    if int(shared.min()) < 1:
+        return None
+    width, length = int(shared.max()), shared[number]
+    back = torch.arange(width, device=tokens.device) - width + shared[:, None]
+    ahead = torch.arange(int((total - length).max()), device=tokens.device) + length[:, None]
+    return Prefixes(
+        number=number,
+        head=tokens[first].gather(1, back.clamp(min=0)),
+        head_valid=back >= 0,
+        tail=tokens.gather(1, ahead.clamp(max=tokens.shape[1] - 1)),
+        tail_valid=ahead < total[:, None],
+        length=length,
+    )
+
+
+# The reference of a language model with adapters.
+
+
+class AdapterReference(Policy):
+    """The policy with a frozen copy of its trained parameters: a reference that shares the base model."""
+
+    scored_by = "row"
+
+    def __init__(self, policy: "CausalLM") -> None:
+        super().__init__()
+        self._policy = (policy,)  # in a tuple, it is no submodule
+        self.actor_only, self.batch_keys, self.action_spec = policy.actor_only, policy.batch_keys, policy.action_spec
+        self.copies = nn.ParameterList(
+            nn.Parameter(parameter.detach().clone(), requires_grad=False) for parameter in self._trained()
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Scores of the tokens in ``loss_mask``, without gradient; zeros elsewhere."""
+        with self._swapped() as policy:
+            return policy.evaluate(batch)
+
+    def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """As the policy's."""
+        with self._swapped() as policy:
+            return policy.act(obs, deterministic, generator)
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """As the policy's."""
+        with self._swapped() as policy:
+            return policy.predict(obs, deterministic)
+
+    @torch.no_grad()
+    def move_towards(self, policy: Policy, share: float) -> None:
+        """Move the copies towards the policy's trained parameters, by this share of the way."""
+        for copy, parameter in zip(self.copies, self._trained(), strict=True):
+            copy.lerp_(parameter, share)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the policy shares prefixes."""
+        return self._policy[0].shares_prefixes
+
+    @property
+    def device(self) -> torch.device:
+        """The policy's device."""
+        return self._policy[0].device
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._policy[0].parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def _swapped(self) -> Iterator["CausalLM"]:
+        """The policy, with the copies in place of its trained parameters."""
+        pairs = [*zip(self.copies, self._trained(), strict=True)]
+
+        def swap() -> None:
+            for copy, parameter in pairs:
+                copy.data, parameter.data = parameter.data, copy.data
+
+        swap()
+        try:
+            yield self._policy[0]
+        finally:
+            swap()
+
 
 _TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit; bfloat16 rounds to 0.004."""
@@ -65,7 +200,6 @@ class CausalLM(Policy):
         gradient_checkpointing: bool = False,
     ) -> None:
         from groupwise.text.generation import Decoder
-        from groupwise.text.layers import recompute_layers, silence_dropout
 
         super().__init__()
         self.model: Any = model
@@ -94,8 +228,6 @@ class CausalLM(Policy):
 
     def train(self, mode: bool = True) -> "CausalLM":
         """Sets the mode, but keeps quantised layers differentiable."""
-        from groupwise.text.layers import keep_differentiable
-
         super().train(mode)
         keep_differentiable(self)
         return self
@@ -176,8 +308,6 @@ class CausalLM(Policy):
 
     def blocks(self) -> list[nn.Module]:
         """Modules that compute one after the other, of which a rank may hold one at a time; the rest belongs to all of them."""
-        from groupwise.text.layers import decoder_layers
-
         layers = decoder_layers(self.network)
         return layers if self.value_head is None else [*layers, self.value_head]
 
@@ -193,7 +323,7 @@ class CausalLM(Policy):
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """The completion of a prompt, a text or a list of messages, as text; of a list of prompts, a list."""
-        from groupwise.text.samples import predict
+        from groupwise.text.collector import predict
 
         return predict(self, obs, deterministic)
 
@@ -227,8 +357,6 @@ class CausalLM(Policy):
 
     def _hidden_shared(self, prefixes: Prefixes, mask: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at the tokens of the mask, each prefix encoded once; a ``ConfigError`` if the cache forbids it."""
-        from groupwise.text.layers import prefix_cache, suffix_cache
-
         cache = prefix_cache(self.network.config)
         with self.computing():  # around both, so that weights are cast once
             head = self.hidden_states(prefixes.head, prefixes.head_valid, cache)
@@ -354,3 +482,95 @@ def _keep_saved(
 def _expect_saved(policy: CausalLM, keys: Any) -> None:
     """Do not report the names that ``_keep_saved`` removes as missing."""
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
+
+
+# Changes to the layers of transformers models for training: no dropout, gradient checkpointing, shared prefixes.
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_NOISES = ("drop", "jitter")
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0, also those in attributes of modules: attention, layer drop, routers' jitter."""
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and any(word in name for word in _NOISES):
+                setattr(module, name, 0.0)
+
+
+def decoder_layers(model: nn.Module) -> list[Any]:
+    """The layers that a model repeats."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Gradient checkpointing. transformers' own switch needs training mode, and disables the cache for shared prefixes."""
+    layers = decoder_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} has no layers for gradient checkpointing; fix: gradient_checkpointing=False"
+        )
+    for layer in layers:
+        layer.forward = MethodType(_forward_recomputed, layer)  # bound, so that it can be copied
+
+
+def _forward_recomputed(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = type(layer).forward
+    if not torch.is_grad_enabled():  # sampling: `checkpoint` would do the same, slower
+        return forward(layer, *args, **kwargs)
+    return checkpoint(forward, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """Keep layers quantised by bitsandbytes in training mode.
+
+    In evaluation mode, some CPUs repack their weights for a kernel without a backward pass; 8-bit ones round activations.
+    """
+    library = sys.modules.get("bitsandbytes")  # imported by the code that made such layers
+    if library is None:
+        return
+    for module in model.modules():
+        if isinstance(module, library.nn.Linear4bit | library.nn.Linear8bitLt):
+            module.train()
+
+
+class PrefixCacheLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers
+    """A layer's cache that keeps the keys and values of one pass, with their gradient."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values."""
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+
+class SuffixCacheLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer's cache of prefixes that is only read, so that the suffixes may be recomputed."""
+
+    def __init__(self, prefix: PrefixCacheLayer, number: Int[Tensor, " row"]) -> None:
+        super().__init__()
+        self.keys, self.values, self.is_initialized = prefix.keys, prefix.values, True
+        self.number = number
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values of each row's prefix and suffix."""
+        keys, values = self.keys[self.number], self.values[self.number]
+        return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
+
+
+def prefix_cache(config: Any) -> Any:
+    """An empty cache for a pass over prefixes; a ``ConfigError`` if it is not the keys and values of all tokens."""
+    cache: Any = DynamicCache(config=config)
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
+    if odd:
+        raise ConfigError(f"its cache has a {' and a '.join(sorted(odd))}, not the keys and values of every token")
+    cache.layers = [PrefixCacheLayer() for _ in cache.layers]
+    return cache
+
+
+def suffix_cache(config: Any, prefixes: Any, number: Int[Tensor, " row"]) -> Any:
+    """The cache for a pass over suffixes; ``prefixes`` is a filled ``prefix_cache``, ``number`` the prefix of each row."""
+    cache: Any = DynamicCache(config=config)
+    cache.layers = [SuffixCacheLayer(layer, number) for layer in prefixes.layers]
+    return cache

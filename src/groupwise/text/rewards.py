@@ -11,21 +11,321 @@ import asyncio
 import inspect
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
+import cloudpickle
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from groupwise import plugins
+from groupwise import system as processes
 from groupwise.config.algorithm import OnNonFinite
-from groupwise.config.text import RewardCfg
+from groupwise.config.run import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.plugins import register
 from groupwise.text.data import Completion, Prompt
-from groupwise.text.isolated import described
-from groupwise.text.registered import check_settings
-from groupwise.text.reward_functions import ARGUMENTS, Reward, RewardFunction, Score, numbers
+
+# What rewards and tools have in common: functions and classes that settings name.
+
+
+def check_settings(
+    what: str, made: Callable[..., Any], settings: Mapping[str, Any], *, first: Sequence[Any] = (), complete: bool
+) -> None:
+    """Refuse settings that do not exist or have the wrong type.
+
+    Args:
+        first: positional arguments that precede them.
+        complete: refuse missing settings, too.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    signature = inspect.signature(made)
+    try:
+        signature.bind_partial(*first, **settings)  # first of all: a typing error is no missing setting
+        if complete:
+            signature.bind(*first, **settings)
+    except TypeError as error:
+        unknown = next((key for key in settings if key not in signature.parameters), "")
+        hint = nearest(unknown, signature.parameters) or f"; fix: settings that fit {signature}"
+        raise ConfigError(f"{what}: {error}{hint}") from error
+    hints = get_type_hints(made.__init__ if inspect.isclass(made) else made)
+    for key in settings.keys() & hints.keys():
+        try:
+            TypeAdapter(hints[key]).validate_python(settings[key], strict=True)
+        except PydanticSchemaGenerationError:  # a type that only its owner can check
+            continue
+        except ValidationError as error:
+            raise ConfigError(
+                f"{what}: {key} = {settings[key]!r}: {error.errors()[0]['msg']}; fix: its value"
+            ) from error
+
+
+# A function in a process of its own, which is killed with its children where a call takes too long.
+
+
+class RemoteError(Exception):
+    """The function raised an error: its type and message, with its traceback as a note."""
+
+
+def described(error: Exception) -> str:
+    """Type and message of an error, also of one in another process."""
+    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+
+
+class LostCallError(Exception):
+    """The call took too long, or its process died."""
+
+
+class Isolated:
+    """Calls ``function`` in another process, whose limit holds also where a call sleeps, forks or holds the interpreter.
+
+    The process starts with the first call, and again with the next one after it was killed.
+
+    Args:
+        name: for messages.
+        seconds: limit of each call.
+
+    Raises:
+        ConfigError: the function cannot be sent to another process.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, seconds: float) -> None:
+        self._name, self._seconds = name, seconds
+        try:
+            self._payload = plugins.pickled(function)
+        except Exception as error:
+            raise ConfigError(
+                f"{name} cannot be sent to another process: {error!r}; fix: make locks, files and models inside the "
+                "function, or no timeout"
+            ) from error
+        self._child: processes.Child | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns.
+
+        Raises:
+            RemoteError: what it raises.
+            LostCallError: it took longer than ``seconds``, or its process died.
+            ConfigError: its process does not start.
+        """
+        if self._child is not None and not self._child.process.is_alive():
+            self.close()
+        child = self._child or self._start()
+        result, error = self._answer(child, self._seconds, (args, kwargs))
+        if error is None:
+            return result
+        message, trace = error
+        raised = RemoteError(message)
+        raised.add_note(trace)
+        raise raised
+
+    def close(self, seconds: float = processes.SECONDS_TO_CLOSE) -> None:
+        """End the process and its children."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close(seconds)
+
+    def _start(self) -> processes.Child:
+        self._child = child = processes.Child(_serve, self._payload, name=self._name)
+        try:
+            _, error = self._answer(child, processes.SECONDS_TO_IMPORT)
+            failure = None if error is None else error[1]
+        except LostCallError as error:
+            failure = str(error)
+        if failure is not None:
+            self.close()
+            raise ConfigError(
+                f"the process of {self._name} does not start: {failure}\nfix: a script needs `if __name__ == '__main__':` around "
+                "what it runs"
+            )
+        return child
+
+    def _answer(self, child: processes.Child, seconds: float, message: Any = None) -> Any:
+        """The answer to a message; without one, that to the start."""
+        try:
+            if message is not None:
+                child.send(message)
+            return child.answer(seconds, time.monotonic())
+        except processes.LostChildError as error:
+            self.close(0.0)
+            raise LostCallError(f"{self._name} {error}") from None
+        except BaseException:  # interrupted: an unread answer would be taken for that to the next message
+            self.close(0.0)
+            raise
+
+
+def _serve(connection: Connection, payload: bytes) -> None:
+    processes.serve(connection, _function(payload))
+
+
+@contextmanager
+def _function(payload: bytes) -> Iterator[Callable[[Any], Any]]:
+    function = cloudpickle.loads(payload)
+    yield lambda call: function(*call[0], **call[1])
+
+
+# One reward function: its arguments, the columns that it needs, and the process that it may run in.
+
+Reward = Callable[..., Any]
+"""Maps keywords to a sequence of numbers or None, sync or async."""
+Score: TypeAlias = float | RewardError | None
+"""None: the reward does not apply. An error: it failed, and the completion gets no reward."""
+LogMetric = Callable[[str, float], None]
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments of every function; no column may have such a name."""
+ARGUMENTS_OF_ONE = ("completion", "prompt", "question")
+"""Arguments of a function that scores one completion: ``question`` is the column of that name, or else the prompt."""
+
+
+class RewardObject:
+    """Base class of rewards that limit the time of their calls themselves, so that ``task.reward_timeout`` leaves them here.
+
+    They may read columns named by their settings, and hold resources until the run ends.
+    """
+
+    columns: tuple[str, ...] = ()
+    """Columns that every example must have."""
+
+    def close(self) -> None:
+        """Free its resources."""
+
+
+class RewardFunction:
+    """A function and how it is called.
+
+    Args:
+        call: a ``Reward``, perhaps a ``RewardObject``.
+        settings: arguments of each call; columns of these names are not passed.
+    """
+
+    def __init__(self, name: str, call: Reward, weight: float = 1.0, settings: Mapping[str, Any] | None = None) -> None:
+        self.name, self.weight, self.settings = name, weight, dict(settings or {})
+        self.call: Any = call  # or a RewardObject, which is a function, too
+        parameters = inspect.signature(call).parameters
+        self._names = [*parameters]
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._scores_one = "completion" in parameters and "completions" not in parameters
+        self.isolated: Isolated | None = None
+        """The process that it runs in, if it has one of its own."""
+
+    def isolate(self, seconds: float) -> None:
+        """Run it in a process of its own, with this limit of each call; not if it limits its time itself.
+
+        Raises:
+            ConfigError: it cannot be sent to a process.
+        """
+        if not isinstance(self.call, RewardObject):
+            self.isolated = Isolated(RemoteReward(self), f"reward {self.name!r}", seconds)
+
+    def close(self) -> None:
+        """Free its resources."""
+        if isinstance(self.call, RewardObject):
+            self.call.close()
+        if self.isolated is not None:
+            self.isolated.close()
+
+    def needed_columns(self) -> list[str]:
+        """Columns without which it cannot be called."""
+        if isinstance(self.call, RewardObject):
+            return [*self.call.columns]
+        named = inspect.signature(self.call).parameters.values()
+        needed = [p.name for p in named if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return [name for name in needed if name not in {*ARGUMENTS, *ARGUMENTS_OF_ONE, *self.settings}]
+
+    def __call__(self, keywords: Mapping[str, Any], log_metric: LogMetric) -> Any:
+        """What it returns for those of the keywords that it takes; an error for each completion if its process was lost."""
+        if self.isolated is not None:
+            return self._from_process(self.isolated, keywords, log_metric)
+        if self._scores_one:
+            return self._one_by_one(keywords)
+        keywords = {**keywords, "log_extra": _ignore, "log_metric": log_metric}
+        taken = {name: value for name, value in keywords.items() if self._takes_all or name in self._names}
+        return self.call(**taken | self.settings)
+
+    def _one_by_one(self, keywords: Mapping[str, Any]) -> Any:
+        """The score of each completion, from a function of one."""
+        prompts = keywords["prompts"]
+        columns = {
+            name: values for name, values in keywords.items() if name not in ARGUMENTS or name == "completion_ids"
+        }
+        texts = {"completion": [written_text(completion) for completion in keywords["completions"]], "prompt": prompts}
+        given = {"question": prompts} | columns | texts
+        names = [name for name in self._names if name in given and name not in self.settings]
+        rows = zip(*(given[name] for name in names), strict=True)
+        scores = [self.call(**dict(zip(names, row, strict=True)), **self.settings) for row in rows]
+        return _awaited(scores) if any(map(inspect.iscoroutine, scores)) else scores
+
+    def _from_process(self, isolated: Isolated, keywords: Mapping[str, Any], log_metric: LogMetric) -> Any:
+        try:
+            scores, logged = isolated(keywords)
+        except LostCallError as error:
+            return [RewardError(str(error))] * len(keywords["prompts"])
+        for name, value in logged:
+            log_metric(name, value)
+        return scores
+
+
+async def _awaited(scores: Sequence[Any]) -> list[Any]:
+    """The scores, some of which are coroutines that run at the same time."""
+    results = iter(await asyncio.gather(*filter(inspect.isawaitable, scores)))
+    return [next(results) if inspect.isawaitable(score) else score for score in scores]
+
+
+class RemoteReward:
+    """A reward function in the process of its own: returns its scores and what it logged."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, keywords: Mapping[str, Any]) -> tuple[list[Score], list[tuple[str, float]]]:
+        """Call the function."""
+        logged: list[tuple[str, float]] = []
+        result = self._function(keywords, lambda name, value: logged.append((name, float(value))))
+        if inspect.iscoroutine(result):
+            self._loop = self._loop or asyncio.new_event_loop()
+            result = self._loop.run_until_complete(result)
+        return numbers(self._function.name, result, len(keywords["prompts"])), logged
+
+
+def numbers(name: str, result: Any, count: int) -> list[Score]:
+    """The scores of a function; errors as they are.
+
+    Raises:
+        RewardError: it did not return a number, None or a ``RewardError`` for each completion.
+    """
+    try:
+        values = [v if v is None or isinstance(v, RewardError) else float(v) for v in result]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RewardError(
+            f"reward {name!r} returned {result!r:.80}: {error}; expected a list of {count} numbers, one for each completion "
+            "(None where it does not apply); fix: its return"
+        ) from error
+    if len(values) != count:
+        raise RewardError(
+            f"reward {name!r} returned {len(values)} scores for {count} completions; fix: one for each, None where it "
+            "does not apply"
+        )
+    return values
+
+
+def written_text(completion: Completion) -> str:
+    """A completion as a text; of several messages, what the model wrote."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(message["content"] for message in completion if message["role"] == "assistant")
+
+
+def _ignore(*_: Any) -> None:
+    """TRL prints the columns of ``log_extra``."""
+
 
 log = logging.getLogger(__name__)
 

@@ -4,27 +4,29 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
+from groupwise import system as files
 from groupwise.config.policy import SamplingCfg
-from groupwise.engines.base import Engine
+from groupwise.config.run import ServerGenerationCfg
+from groupwise.engines import Engine
 from groupwise.errors import ServerError
-from groupwise.serving.base import Answer, GroupRequest, LostWeightsError, Server
-from groupwise.serving.launch import LocalServer
-from groupwise.system import files
+from groupwise.serving import Answer, GroupRequest, LocalServer, LostWeightsError, Server
 from groupwise.text.collector import TextCollector
+from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
-from groupwise.text.sampling import Completion
+from groupwise.text.tools import Transcript
 
 log = logging.getLogger(__name__)
 
@@ -237,3 +239,90 @@ def _ask(asked: tuple[Server, GroupRequest]) -> list[Answer] | LostWeightsError:
         return server.generate(request)
     except LostWeightsError as error:
         return error
+
+
+# Asynchronous collection: servers write the next rollouts while the learner updates.
+
+
+class Written(NamedTuple):
+    """A rollout that servers have written; seconds are those of ``time.perf_counter``."""
+
+    groups: list[list[Transcript]]
+    begun: float
+    loaded: float
+    """When the servers had their weights."""
+    ended: float
+
+
+class AsyncCollector(ServedCollector):
+    """Has rollouts written ahead: with the one that is trained on, at most ``max_staleness + 1`` of them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        how = self._cfg.generation
+        assert isinstance(how, ServerGenerationCfg)
+        self.max_staleness = how.max_staleness
+        self._threads = ThreadPoolExecutor(
+            self.max_staleness + 1 if how.in_flight_updates else 1, "groupwise generation"
+        )
+        self._queue: deque[Future[Written]] = deque()
+        self._last_taken = self._last_end = time.perf_counter()
+
+    def close(self) -> None:
+        """End what the servers write, and the threads."""
+        for ahead in self._queue:
+            ahead.cancel()
+        self.generator.close()
+        self._threads.shutdown()
+        super().close()
+
+    def forget(self) -> None:
+        """Drop what is written ahead; it is asked for again."""
+        for ahead in self._queue:
+            ahead.cancel()
+        wait(self._queue)
+        self._queue.clear()
+        super().forget()  # last, as these may have loaded weights
+
+    def _give_weights(self) -> None:
+        """Save the weights, and queue that the servers load them and write rollouts by them."""
+        for ahead in self._queue:
+            if ahead.done() and (error := ahead.exception()):
+                raise error
+        self.generator.save(self.iteration)
+        for number in range(len(self._queue), self.max_staleness + 1):
+            groups = self._open(self._cfg.num_prompts, ahead=number)
+            self._queue.append(self._threads.submit(self._write_ahead, groups, self.iteration))
+
+    def _write_ahead(self, groups: list[list[Transcript]], weights: int) -> Written:
+        """The groups, begun by these weights or later ones."""
+        begun = time.perf_counter()
+        self.generator.load(weights)
+        loaded = time.perf_counter()
+        return Written(self._write(groups), begun, loaded, time.perf_counter())
+
+    def _written(self, count: int, first: int) -> list[list[Transcript]]:
+        """The oldest rollout of the queue."""
+        asked, ready = time.perf_counter(), sum(ahead.done() for ahead in self._queue)
+        found = self._queue[0].result()
+        self._queue.popleft()
+        now, ended = time.perf_counter(), max(found.ended, self._last_end)
+        waited = max(0.0, found.begun - self._last_end)  # rollouts in flight overlap
+        self._numbers = {
+            "rollout/sync_seconds": found.loaded - found.begun,
+            "time/queue_length": float(ready),
+            "time/learner_idle_fraction": (now - asked) / (now - self._last_taken),
+            "time/server_idle_fraction": waited / (ended - self._last_end) if waited else 0.0,
+        }
+        self._numbers |= self._staleness([member for group in found.groups for member in group])
+        self._last_taken, self._last_end = now, ended
+        return found.groups
+
+    def _staleness(self, members: list[Transcript]) -> dict[str, float]:
+        """Updates since the policy that generated the tokens: their mean, and the share of each number."""
+        versions = (version for member in members for version in member.policy_version if version >= 0)
+        ages = Counter(self.iteration - version for version in versions)
+        assert 0 <= min(ages) <= max(ages) <= self.max_staleness  # others are an error before
+        total = ages.total()
+        shares = {f"rollout/staleness_{age}": ages[age] / total for age in range(self.max_staleness + 1)}
+        return {"rollout/staleness": sum(age * count for age, count in ages.items()) / total} | shares

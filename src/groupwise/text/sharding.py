@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from groupwise.engines.distributed import DistributedEngine, backend_of
+from groupwise.engines import DistributedEngine, backend_of
 from groupwise.text.policy import CausalLM
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -1,53 +1,290 @@
 """From a ``RunCfg`` to the parts of a run on an environment."""
 
 import logging
+import os
 import pkgutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import Collector, MakeActor, acting_on_finite
 from groupwise.collectors.groups import GroupCollector
-from groupwise.collectors.torch_groups import TorchGroupCollector
-from groupwise.collectors.torch_vector import MakeStepper, TorchVectorCollector
-from groupwise.collectors.vector import VectorCollector
-from groupwise.config.algorithm import BCCfg, GRPOCfg, with_max_length
+from groupwise.collectors.torch import MakeStepper, TorchGroupCollector, TorchVectorCollector
+from groupwise.collectors.vector import Collector, MakeActor, VectorCollector, acting_on_finite
+from groupwise.config.algorithm import BCCfg, CollectionCfg, GRPOCfg, with_max_length
 from groupwise.config.base import GIVEN
-from groupwise.config.env import StartMode
 from groupwise.config.policy import PolicyCfg
-from groupwise.config.run import DEFAULT_HORIZON, EvaluationMetric, RunCfg, SamplerMismatchCfg
+from groupwise.config.run import (
+    DEFAULT_HORIZON,
+    EnvCfg,
+    EvaluationMetric,
+    RunCfg,
+    SamplerMismatchCfg,
+    StartMode,
+    TextRunCfg,
+)
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, torch_fix
 from groupwise.envs.torch_env import TorchGroupEnv
-from groupwise.errors import ConfigError, EnvError
+from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
-from groupwise.report.video import NoPictureError
+from groupwise.report.video import NoPictureError, film, film_group
 from groupwise.seeding import derive_seed
-from groupwise.speed import compile, rollouts
-from groupwise.speed.flat import flat_adam
-from groupwise.speed.numpy_actor import numpy_actor
-from groupwise.training.base import Callback
+from groupwise.speed import control as compile
+from groupwise.speed import control as rollouts
+from groupwise.speed.control import flat_adam, numpy_actor
 from groupwise.training.callbacks import CheckSamplerMismatch
-from groupwise.training.checkpoint import Identity
-from groupwise.training.components import Components, UserObjects, pick_device, threads
-from groupwise.training.env_evaluator import EnvEvaluator, no_second_env, record, record_group, separate_env
-from groupwise.training.initialize import initialize
-from groupwise.training.memory_check import check_rollout_fits
-from groupwise.training.videos import Videos
+from groupwise.training.checkpoint import Identity, initialize
+from groupwise.training.components import Components, Evaluator, UserObjects, pick_device, threads
+from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
+from groupwise.training.trainer import Callback
+
+if TYPE_CHECKING:
+    from groupwise.training.trainer import Trainer
+
+
+# Evaluation and video of a run's policy in environments of its own.
+
+log = logging.getLogger(__name__)
+
+MAX_EVALUATION_ENVS = 128
+_MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
+"""Arguments of ``gymnasium.make_vec`` that it records among those of the environment."""
+
+
+class EnvEvaluator(Evaluator):
+    """Plays the episodes that ``cfg.evaluation`` describes, in environments of its own.
+
+    Args:
+        seed: of the episodes. Each call plays the same ones, so two evaluations differ by the policy alone.
+        fresh: start each episode in a new environment, for environments that start elsewhere when used. Else a
+            resumed run would get other scores.
+
+    Raises:
+        ConfigError: the environment cannot be made a second time.
+    """
+
+    def __init__(self, cfg: RunCfg, given: UserObjects, policy: Policy, *, seed: int, fresh: bool = False) -> None:
+        separate = separate_env(cfg.env, given.env)
+        if separate is None:
+            raise no_second_env(given.env)
+        env_cfg, source = separate
+        most = env_cfg.num_envs if env_cfg.vectorization == "async" else MAX_EVALUATION_ENVS
+        self.cfg = cfg
+        self.policy = policy
+        self.seed = seed
+        self._collection = cfg.algorithm.collection if isinstance(cfg.algorithm, GRPOCfg) else CollectionCfg()
+        self._make: Callable[[], GroupEnv] = partial(
+            make_env,
+            env_cfg.model_copy(update={"start_mode": "fresh" if fresh else "auto"}),
+            grouped=True,
+            num_envs=min(cfg.evaluation.episodes, most),
+            env=source,
+            verify=False,
+            device=policy.device,
+        )
+        self.env = self._make()
+        self._warned = False
+
+    def __call__(self) -> EvaluationResult:
+        """Play the episodes; once again in new environments if these fail, unless ``on_env_error`` is ``raise``."""
+        try:
+            return self._play()
+        except DataError:  # of the policy's actions; other environments would not help
+            raise
+        except Exception as error:
+            if self._collection.on_env_error == "raise":
+                raise
+            log.warning("the evaluation failed, and begins again in new environments: %r", error)
+        with suppress(Exception):
+            self.env.close()
+        self.env = self._make()
+        return self._play()
+
+    def _play(self) -> EvaluationResult:
+        horizon = self._collection.horizon or DEFAULT_HORIZON
+        limit = MAX_STEPS if self.env.max_episode_steps is not None else horizon
+        result = evaluate_policy(
+            self.policy,
+            self.env,
+            episodes=self.cfg.evaluation.episodes,
+            seed=self.seed,
+            deterministic=self.cfg.evaluation.deterministic,
+            on_nonfinite=self.cfg.algorithm.on_nonfinite,
+            max_steps=limit,
+        )
+        if result.cut_episodes and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d of %d evaluation episodes were cut after %s steps, because %s has no step limit; fix: env.max_episode_steps",
+                result.cut_episodes,
+                result.episodes,
+                f"{limit:,}",
+                self.env.env_id,
+            )
+        return result
+
+    def close(self) -> None:
+        """Free the environments."""
+        self.env.close()
+
+
+def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: int) -> None:
+    """Film an episode of the greedy policy.
+
+    Raises:
+        NoPictureError: the environment does not render to arrays, or cannot be made a second time.
+        EnvError: its renderer failed.
+    """
+    if (separate := separate_env(cfg.env, given.env)) is None:
+        raise NoPictureError("no video: the environment was given ready-made; fix: give an id or a callable")
+    film(policy, *separate, path, seed=derive_seed(seed, "video"))
+
+
+def record_group(cfg: RunCfg, given: UserObjects, policy: Policy, folder: RunFolder, start_mode: StartMode) -> None:
+    """Draw members of a group that the run kept, if its environment can be made a second time.
+
+    Args:
+        start_mode: of the group.
+
+    Raises:
+        EnvError: the renderer failed, or there is none.
+    """
+    if (separate := separate_env(cfg.env, given.env)) is not None:
+        env_cfg, source = separate
+        mode = "seed" if start_mode == "native" else start_mode  # one environment is not native
+        as_in_training = {"num_random_noops": cfg.env.num_random_noops, "start_mode": mode}
+        film_group(policy, env_cfg.model_copy(update=as_in_training), source, folder.groups, folder.frames)
+
+
+def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:
+    """What ``make_env`` needs for a second set of environments, whose rows start one by one.
+
+    None for a ready ``VectorEnv``, or a vector environment that Gymnasium cannot make again.
+    """
+    import gymnasium
+
+    if isinstance(env, VectorEnv):
+        return None
+
+    vectorization = "auto" if cfg.vectorization == "entry_point" else cfg.vectorization
+    plain = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
+    cfg = cfg.model_copy(update={**plain, "vectorization": vectorization})
+    if not isinstance(env, gymnasium.vector.VectorEnv):
+        return cfg, env
+    wrapped = env is not env.unwrapped or "wrappers" in (env.spec.kwargs if env.spec else {})
+    if env.spec is None or wrapped:
+        return None
+    kwargs = {key: value for key, value in env.spec.kwargs.items() if key not in _MAKE_VEC_KWARGS}
+    return cfg.model_copy(update={"id": env.spec.id, "kwargs": kwargs}), None
+
+
+def no_second_env(env: object) -> ConfigError:
+    """The error for an environment that cannot be made again."""
+    return ConfigError(
+        f"{type(env).__name__} cannot be made a second time for evaluation; fix: leave evaluation.interval out, or give "
+        "an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
+    )
+
+
+# Videos during training.
+
+
+class Videos(Callback):
+    """Films an episode after every ``interval`` evaluations.
+
+    Args:
+        film: writes a video to a path.
+        folder: of the videos.
+    """
+
+    def __init__(self, film: Callable[[Path], None], interval: int, folder: Path) -> None:
+        self.film = film
+        self.interval = interval
+        self.folder = folder
+        self.evaluations = 0
+
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+        """Film when it is time."""
+        self.evaluations += 1
+        if self.evaluations % self.interval:
+            return
+        with files.warning_if_unwritable(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            self.film(self.folder / f"step_{trainer.env_steps}.gif")
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many evaluations there were."""
+        return {"evaluations": self.evaluations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        self.evaluations = int(state["evaluations"])
+
+
+# Refuses rollouts that cannot fit in memory, before anything is allocated.
+
+SLOT_BYTES = 40
+"""The least that a step takes in a rollout: reward, masks, ids, log-probability, and small observations and actions."""
+_EPISODE_BYTES = 250
+"""Of the bookkeeping of an episode in a group."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def check_rollout_fits(
+    cfg: RunCfg | TextRunCfg, slot_bytes: int = SLOT_BYTES, device: torch.device | None = None
+) -> None:
+    """Raise a ``ConfigError`` if a rollout needs more memory than there is, even with episodes of a single step.
+
+    Args:
+        slot_bytes: of one step of one environment, or one token.
+        device: that holds the rollout.
+    """
+    sums = {}
+    if isinstance(cfg, RunCfg):
+        rows, steps = cfg.env.num_envs, cfg.algorithm.num_steps
+        window = f"env.num_envs={rows:,} x (algorithm.num_steps={steps:,} + 1) x {slot_bytes} bytes"
+        sums[window] = rows * (steps + 1) * slot_bytes
+    of_episode, episodes, names = slot_bytes + _EPISODE_BYTES, 1, []
+    if isinstance(cfg, TextRunCfg):
+        episodes, names = cfg.num_prompts, [f"num_prompts={cfg.num_prompts:,}"]
+    if isinstance(cfg.algorithm, GRPOCfg):
+        episodes *= cfg.algorithm.group_size
+        names.append(f"algorithm.group_size={cfg.algorithm.group_size:,}")
+    sums[f"{' x '.join(names)} x at least {of_episode} bytes an episode"] = episodes * of_episode
+    what, need = max(sums.items(), key=lambda item: item[1])
+    there = total_memory(device)
+    if there is not None and need > there:
+        raise ConfigError(
+            f"a rollout needs at least {need / 2**30:,.1f} GiB: {what}; there are {there / 2**30:,.1f} GiB; fix: smaller "
+            "numbers"
+        )
+
+
+def total_memory(device: torch.device | None = None) -> int | None:
+    """Bytes of memory of a GPU, or of this machine or container; None if it cannot be found out."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= getattr(os, "sysconf_names", {}).keys():
+        return None
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(physical, int(limit)) if limit.isdecimal() else physical
+
 
 CLONING = "groupwise.embodied.cloning"
 """Behaviour cloning, which is no part of the core."""
-CHUNK_POLICY = "groupwise.embodied.chunks:ChunkActorCritic"
+CHUNK_POLICY = "groupwise.embodied.vla:ChunkActorCritic"
 """``PolicyCfg``'s policy with ``env.action_chunk``, which is no part of the core."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -19,26 +19,90 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import safetensors.torch
+import torch
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from groupwise.config.base import explain
-from groupwise.errors import CheckpointError, GroupwiseError
-from groupwise.report.folder import Count
-from groupwise.system import files
-from groupwise.system.terminal import printable
-from groupwise.training.plain_data import decode, encode
+from groupwise import plugins
+from groupwise import system as files
+from groupwise.comparison.compare import differences
+from groupwise.config.base import explain, flat
+from groupwise.config.load import load_config
+from groupwise.config.run import CommonCfg
+from groupwise.errors import CheckpointError, ConfigError, GroupwiseError
+from groupwise.policies.base import Policy
+from groupwise.report.folder import Count, RunFolder
+from groupwise.system import printable
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
+
+
+# Nested data of a state as JSON and tensors.
+
+
+def encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
+    """Nested data as JSON; tensors go to ``tensors`` by their path. ``{"$": kind, ...}`` marks what JSON lacks."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {**encode(torch.from_numpy(np.array(value)), tensors, path), "$": kind}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        while path in tensors:  # the keys 1 and "1" have the same path
+            path += "+"
+        order = sorted(range(value.dim()), key=value.stride, reverse=True)  # rounding depends on the memory layout
+        tensors[path] = value.permute(order)
+        return {"$": "tensor", "path": path, "order": order}
+    if isinstance(value, list | tuple):
+        items = [encode(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$": "tuple", "items": items}
+    if isinstance(value, Mapping):
+        pairs = [(key, encode(item, tensors, f"{path}/{key}")) for key, item in value.items()]
+        if all(isinstance(key, str) for key in value) and "$" not in value:
+            return dict(pairs)
+        return {"$": "dict", "items": [[encode(key, {}, path), item] for key, item in pairs]}
+    raise CheckpointError(
+        f"a checkpoint holds plain data and tensors only, but {path!r} is a {type(value).__name__}; "
+        "fix: return such data from state_dict()"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What ``encode`` was given."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get("$"):
+        case "tensor":
+            return _in_memory_as_saved(tensors, value)
+        case "array":
+            return _in_memory_as_saved(tensors, value).numpy()
+        case "scalar":
+            return tensors[value["path"]].numpy()[()]
+        case "tuple":
+            return tuple(decode(value["items"], tensors))
+        case "dict":
+            return {decode(key, tensors): decode(item, tensors) for key, item in value["items"]}
+        case _:
+            return {key: decode(item, tensors) for key, item in value.items()}
+
+
+def _in_memory_as_saved(tensors: Mapping[str, Tensor], value: Mapping[str, Any]) -> Tensor:
+    order = value["order"]
+    return tensors[value["path"]].permute(sorted(range(len(order)), key=order.__getitem__))
+
 
 log = logging.getLogger(__name__)
 Content = TypeVar("Content")
@@ -358,3 +422,155 @@ def _make_room(folder: Path) -> None:
     free = next(number for number in count() if not os.path.lexists(name(number)))
     for number in range(free, 0, -1):
         os.replace(name(number - 1), name(number))
+
+
+# First weights of a policy, from the checkpoint of another one.
+
+
+def initialize(policy: Policy, source: Path) -> str:
+    """Give a policy the weights of another one, but not where one lacks ``value_modules`` of the other; says what was done.
+
+    Args:
+        source: a run folder (its latest checkpoint), or a checkpoint.
+
+    Raises:
+        RunFolderError: there is no run.
+        CheckpointError: there is no checkpoint, or its policy differs (names the tensors).
+    """
+    is_checkpoint = source.parent.name == "checkpoints" or (source / MANIFEST).is_file()
+    folder = source if is_checkpoint else RunFolder.open(source).latest
+    weights, own = load_checkpoint(folder, policy=policy).policy, policy.state_dict()
+    of_values = {name for name in own.keys() ^ weights.keys() if name.partition(".")[0] in policy.value_modules}
+    absent, unused = of_values - weights.keys(), of_values - own.keys()
+    taken = {name: weight for name, weight in weights.items() if name not in unused}
+    try:
+        load_policy(policy, taken | {name: own[name] for name in absent}, folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"policy.init_from: {error}") from error
+    parts = [f"Weights: {len(taken)} tensors from {folder}"]
+    for names, what in ((absent, "{} starts fresh"), (unused, "its {} is not used")):
+        if names:
+            parts.append(what.format(", ".join(sorted({name.partition(".")[0] for name in names}))))
+    return f"{'; '.join(parts)}."
+
+
+# A new run that begins at a checkpoint of another one, with other settings.
+
+CheckpointName: TypeAlias = Literal["latest", "best"] | int
+"""A checkpoint of a run; a number is that of its environment steps."""
+
+_FIXED = (
+    "env.id",
+    "env.num_envs",
+    "env.vectorization",
+    "policy",
+    "model",
+    "task.data",
+    "algorithm.name",
+    "algorithm.optimizer",
+)
+"""Settings that the content of a checkpoint depends on."""
+_SCORING = ("env.", "evaluation.", "task.")
+_NOT_SCORING = ("evaluation.interval", "evaluation.episodes", "evaluation.video_interval")
+"""Settings that do not change what an evaluation scores; others do, and the score of ``best`` is then of another kind."""
+
+
+def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = "latest", **fields: Any) -> Path:
+    """A new run folder that begins at a checkpoint of the run in ``path``; ``resume`` trains on in it.
+
+    Its metrics up to there are copied. ``best`` holds weights only, so optimiser and running episodes start anew. A run that
+    is finished needs a larger budget.
+
+    Args:
+        run_dir: does not exist, or is empty.
+        checkpoint: ``latest``, ``best``, or the environment steps of one of the latest.
+        fields: changed settings, as of ``gw.train``: ``algorithm={"learning_rate": 1e-4}``, ``total_steps=200_000``.
+
+    Raises:
+        ConfigError: a setting is wrong or cannot change, the budget is used up, or there is no such checkpoint.
+        RunFolderError: ``path`` is no run folder, or ``run_dir`` is taken.
+        CheckpointError: the checkpoint is damaged.
+    """
+    return fork_run(Path(path), Path(run_dir), checkpoint, partial(load_config, **fields))
+
+
+def fork_run(
+    path: Path,
+    run_dir: Path,
+    checkpoint: CheckpointName,
+    read: Callable[[Path], CommonCfg],
+    *,
+    finished: bool = False,
+) -> Path:
+    """``fork`` with the settings that ``read`` makes of the file with those of the run.
+
+    Args:
+        finished: whether the checkpoint may have used up the budget.
+    """
+    folder = RunFolder.open(path)
+    known = folder.read_provenance()
+    with plugins.blaming_absence(path, known["plugins"]):
+        folder.check_format()
+        cfg = read(folder.config)
+    if cfg.run_dir is not None:
+        raise ConfigError(f"run_dir = {str(cfg.run_dir)!r}, but the fork goes to {run_dir}; fix: leave run_dir out")
+    settings = cfg.model_dump(mode="json")
+    changed = _check_changes(folder, settings)
+    if checkpoint == "best" and getattr(cfg.algorithm, "kl_coef", 0) > 0:
+        raise ConfigError(
+            f"{folder.best} has no reference for algorithm.kl_coef; fix: checkpoint='latest' (--from latest), or its environment steps"
+        )
+    found = _find(folder, checkpoint)
+    iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
+    if not finished:
+        cfg.budget.check_exceeds(saved_counts(found)[cfg.budget.unit], found)
+    kept = [entry for entry in folder.read_metrics() if entry["iteration"] <= iteration]
+    used = list(dict.fromkeys([*known["plugins"], *plugins.loaded()]))
+    new = RunFolder.create(settings, run_dir, given_in_python=known["given_in_python"], plugins=used)
+    try:
+        new.checkpoints.mkdir()
+        shutil.copytree(found, new.latest)
+        comparable = not any(name.startswith(_SCORING) and name not in _NOT_SCORING for name in changed)
+        if comparable and has_checkpoint(folder.best) and saved_counts(folder.best)["steps"] <= steps:
+            shutil.copytree(folder.best, new.best)
+        files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
+    except BaseException:
+        files.remove(new.path)
+        raise
+    return new.path
+
+
+def is_fixed(name: str) -> bool:
+    """Whether the content of a checkpoint depends on the setting at this path."""
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and name != "policy.init_from"
+
+
+def _find(folder: RunFolder, checkpoint: CheckpointName) -> Path:
+    if checkpoint == "best":
+        return folder.best
+    existing = find_checkpoints(folder.latest)
+    if checkpoint == "latest":
+        return existing[0] if existing else folder.latest
+    steps = {saved_counts(path)["steps"]: path for path in existing}
+    if checkpoint not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "no step"
+        raise ConfigError(
+            f"checkpoint = {checkpoint}: {folder.path} has checkpoints of {there}; fix: one of these, 'latest' or 'best'"
+        )
+    return steps[checkpoint]
+
+
+def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
+    """Names of the settings that changed; an error for those that the content of a checkpoint depends on."""
+    changed = differences({"old": flat(folder.read_config()), "new": flat(settings)})
+    for name, values in changed.items():
+        old, new = values.get("old"), values.get("new")
+        if is_fixed(name) or (name == "algorithm.kl_coef" and not old):
+            takes_weights = "policy" in settings and not name.startswith(
+                "policy."
+            )  # else they do not fit, or it is text
+            begin = f" with policy.init_from={str(folder.path)!r}" if takes_weights else ""
+            raise ConfigError(
+                f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run{begin}"
+            )
+    return list(changed)

@@ -10,16 +10,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import Collector
+from groupwise.collectors.vector import Collector
 from groupwise.config.base import Cfg
 from groupwise.config.run import EvaluationMetric, RunCfg, TextRunCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.errors import ConfigError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
-from groupwise.training.base import Callback
 from groupwise.training.checkpoint import Identity
 from groupwise.training.evaluation import EvaluationResult
+from groupwise.training.trainer import Callback
 
 
 class UserObjects(NamedTuple):

@@ -9,15 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.collectors.base import acting_on_finite
+from groupwise.collectors.vector import acting_on_finite
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import EvaluationMetric
 from groupwise.data.rollout import all_finite, allocate
-from groupwise.envs.base import EnvStep, GroupEnv
-from groupwise.envs.success import successes_by_task
+from groupwise.envs.base import EnvStep, GroupEnv, successes_by_task
 from groupwise.errors import DataError, EnvError
 from groupwise.policies.base import Action, Policy
-from groupwise.report.scores import mean_ci95, wilson_95
+from groupwise.report.folder import mean_ci95, wilson_95
 from groupwise.seeding import derive_seed
 
 log = logging.getLogger(__name__)

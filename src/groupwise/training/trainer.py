@@ -3,26 +3,98 @@
 import logging
 import math
 import random
+import signal
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.collectors.base import Collector, pool_metrics
-from groupwise.config.budget import Budget
+from groupwise.collectors.vector import Collector, pool_metrics
+from groupwise.config.run import Budget
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.engines.base import Engine
-from groupwise.errors import DataError, DivergedError
+from groupwise.engines import Engine
+from groupwise.errors import ConfigError, DataError, DivergedError
 from groupwise.seeding import derive_seed
-from groupwise.training.base import Callback, check_callbacks
+
+if TYPE_CHECKING:
+    from groupwise.envs.base import EnvStep
+    from groupwise.training.evaluation import EvaluationResult
+
+
+# The events of a run.
+
+
+def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
+    """The user's callbacks.
+
+    Raises:
+        ConfigError: they are no list, or one is no ``Callback``.
+    """
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks = {callbacks!r:.80}: expected a list; fix: callbacks=[...]")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"{callback!r:.80} is no Callback; fix: give instances of subclasses of gw.Callback")
+    return tuple(callbacks)
+
+
+class Callback:
+    """Receives training events; override what you need. Values added to ``metrics`` are logged."""
+
+    def on_training_start(self, trainer: "Trainer") -> None:
+        """Before the first iteration, also of a resumed run."""
+
+    def on_step(self, trainer: "Trainer", action: Tensor, step: "EnvStep") -> None:
+        """After each step of all environments, if you override it; else it costs nothing. Of language models: an error.
+
+        Args:
+            action: [N, ...] as the environments got it, or of environments in torch as the policy gave it.
+            step: what they returned; copy what you keep. Rows that wait for the others of their group have reward 0.
+        """
+
+    def on_rollout_end(self, trainer: "Trainer", rollout: TensorDict) -> None:
+        """After collection, before the update. The rollout must not be changed."""
+
+    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """After the update."""
+
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: "EvaluationResult") -> None:
+        """After an evaluation, before its iteration ends."""
+
+    def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
+        """After a checkpoint was written to ``path``. Training went on meanwhile, so ``trainer`` may be further."""
+
+    def on_training_end(self, trainer: "Trainer") -> None:
+        """After the last iteration, unless an error or the user's interrupt ended the run."""
+
+    def on_interrupt(self, trainer: "Trainer") -> None:
+        """After an interrupt or an error, unless it came during the update, or is a ``DataError`` or ``DivergedError``.
+
+        The trainer is as its last complete iteration left it. ``on_iteration_end`` may not have been called for it.
+        """
+
+    def close(self) -> None:
+        """The last call, also after an error: free files and displays."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data that a resumed run needs; saved in every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved ``state_dict``."""
+
 
 log = logging.getLogger(__name__)
 
@@ -277,3 +349,33 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+# Temporary handlers for signals. Imports no torch.
+
+STOP = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
+"""Signals that end a run: Ctrl-C, a request of the system, and the end of the terminal."""
+
+ALARM = (signal.SIGALRM,) if sys.platform != "win32" else ()
+"""What ``alarm`` sends."""
+
+
+@contextmanager
+def handling(handle: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """Let ``handle`` take these signals. Outside of the main thread, or with other handlers set, nothing changes."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers if in_main}
+    ours = {n: was for n, was in before.items() if was in (signal.default_int_handler, signal.SIG_DFL)}
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, was in ours.items():
+            signal.signal(number, was)
+
+
+def alarm(seconds: int, handle: Callable[[int, FrameType | None], None]) -> None:
+    """Send ``ALARM`` to this process in that time (0: no more), if ``handle`` takes it."""
+    if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is handle:
+        signal.alarm(seconds)

@@ -12,7 +12,7 @@ from stable_baselines3.common.utils import LinearSchedule
 import groupwise as gw
 from groupwise.algorithms.losses import clip_range as clip_range_of
 from groupwise.config import resolve
-from groupwise.config.presets import env_preset
+from groupwise.config.load import env_preset
 from groupwise.contrib.sb3 import GRPO, presets
 from groupwise.contrib.sb3.policy import NormalizedExtractor
 

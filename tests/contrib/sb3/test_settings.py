@@ -11,7 +11,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 import groupwise as gw
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.presets import objective_preset
+from groupwise.config.load import objective_preset
 from groupwise.contrib.sb3 import GRPO
 from groupwise.contrib.sb3.settings import ARGUMENTS, ELSEWHERE, update_cfg
 

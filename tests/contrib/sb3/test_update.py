@@ -9,7 +9,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.utils import configure_logger
 
 import groupwise as gw
-from groupwise.config.presets import objective_presets
+from groupwise.config.load import objective_presets
 from groupwise.contrib.sb3 import GRPO
 
 

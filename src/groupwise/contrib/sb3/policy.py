@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested
-from groupwise.engines.base import Engine
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError
+from groupwise.policies.actor_critic import ObsNormalizer
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.policies.distributions import make_head
-from groupwise.policies.normalization import ObsNormalizer
+from groupwise.policies.heads import make_head
 
 NetArch = list[int] | dict[str, list[int]]
 _HIDDEN_GAIN = float(np.sqrt(2))

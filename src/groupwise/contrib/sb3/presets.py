@@ -10,7 +10,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from groupwise.config.algorithm import CreditCfg, ObjectiveCfg
 from groupwise.config.credit import GroupStepCfg
-from groupwise.config.presets import env_preset, objective_preset
+from groupwise.config.load import env_preset, objective_preset
 from groupwise.contrib.sb3.settings import ARGUMENTS, CFG_NAMES
 from groupwise.errors import ConfigError
 

@@ -7,9 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.base import explain
-from groupwise.config.choices import Choice
-from groupwise.config.presets import objective_preset
+from groupwise.config.base import Choice, explain
+from groupwise.config.load import objective_preset
 from groupwise.errors import ConfigError, UnknownNameError
 
 CFG_NAMES = {

@@ -1,0 +1,346 @@
+"""Fixed windows of experience from torch environments: for PPO."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
+from torch import Tensor
+
+from groupwise.collectors.vector import EnvCollector, Episode, MakeActor, RolloutWriter, VectorCollector
+from groupwise.config.algorithm import CollectionCfg
+from groupwise.data.rollout import Nested
+from groupwise.envs.base import EnvStep
+from groupwise.envs.starts import verify_group_start
+from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
+from groupwise.errors import EnvError
+from groupwise.functional.random import hash_pair
+from groupwise.policies.base import Action, Policy
+from groupwise.seeding import derive_seed
+
+
+class StepOutput(NamedTuple):
+    """An action of all rows and its outcome."""
+
+    action: Action
+    rows: TorchRows
+    obs: Nested
+    """[N, ...] of the rows, for the next action."""
+    result: EnvStep
+    """With the observations at which episodes ended, where they did."""
+    others: tuple[Tensor, ...] = ()
+    """Further tensors that the collector carries to the next step."""
+
+
+Step: TypeAlias = Callable[..., StepOutput]
+
+
+class TorchCollector(EnvCollector):
+    """Acts and steps all rows of a ``TorchGroupEnv`` by one function.
+
+    Args:
+        stepper: makes what acts and steps in place of ``reference_stepper``. None, and where it returns None: the method.
+
+    Raises:
+        EnvError: the policy is on another device than the environment, or recurrent.
+    """
+
+    env: TorchGroupEnv
+    step: Callable[..., StepOutput]
+
+    def __init__(
+        self,
+        env: TorchGroupEnv,
+        policy: Policy,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        actor: MakeActor | None = None,
+        stepper: "MakeStepper | None" = None,
+    ) -> None:
+        if policy.state_size:
+            raise EnvError(
+                f"a recurrent policy cannot act within the steps of {env.env_id}; fix: VectorCollector for PPO, or "
+                "collection.partial_groups='complete' for GRPO"
+            )
+        if policy.device.type != env.device.type:
+            raise EnvError(
+                f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
+            )
+        super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
+        self.fast_stepper = None if stepper is None else stepper(self)
+
+    def reference_stepper(self, generator: torch.Generator) -> Step:
+        """Acts and steps all rows in one rollout."""
+        return partial(self.step, partial(self.actor(), generator=generator))
+
+    def stepper(self, generator: torch.Generator) -> Step:
+        """Acts and steps all rows in one rollout, in the fastest way, and calls the hooks."""
+        step = (self.fast_stepper or self.reference_stepper)(generator)
+        if not self._hooks:
+            return step
+
+        def heard(*inputs: Any) -> StepOutput:
+            output = step(*inputs)
+            for hook in self._hooks:
+                hook(output.action.action, output.result)
+            return output
+
+        return heard
+
+
+MakeStepper: TypeAlias = Callable[[TorchCollector], Callable[[torch.Generator], Step] | None]
+
+
+class TorchVectorCollector(TorchCollector, VectorCollector):
+    """The rollouts of ``VectorCollector`` from a ``TorchGroupEnv``, without a host sync in any step."""
+
+    def step(self, act: Callable[[Nested], Action], rows: TorchRows, obs: Nested) -> StepOutput:
+        """An action of all rows, a step, and new starts where episodes ended. A pure function of tensors."""
+        action = act(obs)
+        rows, result = self.env.stepped(rows, self.policy.env_action(action.action))
+        rows = self.env.renewed(rows, result.terminated | result.truncated)
+        return StepOutput(action, rows, self.env.observed(rows), result)
+
+    @torch.inference_mode()
+    def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
+        step, rows = self.stepper(self.action_generator()), self.env.rows
+        results = []
+        for t in range(num_steps):
+            writer.observe(t, obs)
+            action, rows, obs, result, _ = step(rows, obs)
+            writer.act(t, action)
+            writer.outcome(t, result)
+            results.append(result)
+        self.env.rows = rows
+        if not self.policy.actor_only:
+            cut = torch.stack([result.truncated & ~result.terminated for result in results]).cpu()  # one host sync
+            for t, result in enumerate(results):
+                writer.cut(t, cut[t], result.obs)
+        return obs
+
+
+# Groups of episodes from torch environments, all rows in step: GRPO on a GPU.
+
+Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
+"""Of starts and of noise."""
+
+
+class TorchGroupCollector(TorchCollector):
+    """Windows of groups, without a host sync in any step. The rows of a group are neighbours and start together.
+
+    Members that ended wait for the others. The last step of the window truncates the running ones. If the first member
+    was running, the next group begins in its state, copied for all members; otherwise at a new start. The first member
+    is chosen without regard to returns, so groups begin in states that the policy itself reaches. Its episodes continue
+    across windows and are those of ``rollout/return_mean``.
+
+    Args:
+        verify_start: check before training that members share their start bit for bit.
+
+    Raises:
+        EnvError: rows do not make whole groups, the policy has a critic or is on another device, or a setting of
+            ``collection`` needs ``GroupCollector``.
+        GroupStartError: members do not share a start.
+    """
+
+    def __init__(
+        self,
+        env: TorchGroupEnv,
+        policy: Policy,
+        *,
+        group_size: int,
+        collection: CollectionCfg | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        verify_start: bool = True,
+        actor: MakeActor | None = None,
+        stepper: MakeStepper | None = None,
+    ) -> None:
+        super().__init__(env, policy, seed=seed, rank=rank, actor=actor, stepper=stepper)
+        self.group_size = group_size
+        self.collection = collection or CollectionCfg(partial_groups="truncate")
+        self.horizon = self.collection.horizon
+        self._check()
+        if verify_start and env.start_report is None:
+            env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
+        num_groups, device = env.num_envs // group_size, env.device
+        rows = torch.arange(env.num_envs, device=device)
+        self._group, self._member = rows // group_size, rows % group_size
+        self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
+        """Groups whose first member was truncated by the window, and which begin in its state."""
+        self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
+        """Of the first member so far."""
+        self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
+
+    def _check(self) -> None:
+        env, cfg = self.env, self.collection
+        if cfg.partial_groups != "truncate":
+            raise EnvError(f"collection.partial_groups={cfg.partial_groups!r} needs GroupCollector; fix: 'truncate'")
+        if env.num_envs % self.group_size:
+            raise EnvError(
+                f"{env.num_envs} rows of {env.env_id} do not make whole groups of {self.group_size}, which "
+                "collection.partial_groups='truncate' needs; fix: a multiple, or 'complete'"
+            )
+        if not self.policy.actor_only:
+            raise EnvError(
+                "collection.partial_groups='truncate' keeps no values, and the policy has a critic; fix: an actor_only "
+                "policy, or 'complete'"
+            )
+        if cfg.dynamic_sampling is not None:
+            raise EnvError(
+                "collection.partial_groups='truncate' keeps all groups, and collection.dynamic_sampling leaves some out; fix: "
+                "None, or partial_groups='complete'"
+            )
+
+    @torch.inference_mode()
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        """Exactly ``num_steps`` slots of every row."""
+        env, step, seeds = self.env, self.stepper(self.action_generator()), self._seeds(num_steps)
+        writer = RolloutWriter(rollout, self.policy)
+        slots = torch.arange(1, num_steps + 1, device=env.device)
+        rows = self._first_rows(*seeds[0])
+        obs, began = env.observed(rows), torch.zeros_like(self._group)
+        valid, starts = [], []
+        for t, (slot, may_start) in enumerate(zip(slots, slots < num_steps, strict=True)):
+            writer.observe(t, obs)
+            valid.append(~rows.paused)
+            starts.append(began)
+            action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
+            writer.act(t, action)
+            writer.outcome(t, result)
+        rollout = writer.finish(num_steps, obs)
+        env.rows = rows
+        rollout["truncated"][:, num_steps - 1].logical_or_(~rows.paused)
+        self._label(rollout, torch.stack(valid, dim=1), torch.stack(starts, dim=1))
+        self._count(rollout, writer, torch.stack(starts, dim=1), ~rows.paused)
+        self.iteration += 1
+        return rollout
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the running episodes."""
+        running = {"goes_on": self._goes_on, "return": self._return, "length": self._length}
+        return super().state_dict() | {"running": running | {"rank": self.rank, "env": self.env.state_dict()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved ``state_dict``, with the episodes that were running if this process saved them."""
+        super().load_state_dict(state)
+        running, device = state["running"], self.env.device
+        if running["rank"] == self.rank:
+            self.env.load_state_dict(running["env"])
+            self._goes_on, self._return, self._length = (running[k].to(device) for k in ("goes_on", "return", "length"))
+
+    def step(
+        self,
+        act: Callable[[Nested], Action],
+        rows: TorchRows,
+        obs: Nested,
+        began: Int[Tensor, " row"],
+        slot: Int[Tensor, ""],
+        may_start: Bool[Tensor, ""],
+        *seeds: Int[Tensor, " row"],
+    ) -> StepOutput:
+        """An action of all rows, a step, and new starts of groups that ended. A pure function of tensors.
+
+        Args:
+            began: slot at which each row's episode began.
+            slot: number of the next slot.
+            may_start: whether the window has that slot.
+            seeds: of starts and of noise there.
+        """
+        action = act(obs)
+        rows, result = self.env.stepped(rows, self.policy.env_action(action.action))
+        if self.horizon is not None:
+            cut = ~rows.paused & (slot - began >= self.horizon)
+            rows, result = rows._replace(paused=rows.paused | cut), result._replace(truncated=result.truncated | cut)
+        over = rows.paused.view(-1, self.group_size).all(dim=1)[self._group] & may_start  # of the whole group
+        rows = self.env.started(rows, over, *seeds)
+        return StepOutput(action, rows, self.env.observed(rows), result, (torch.where(over, slot, began),))
+
+    def _first_rows(self, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> TorchRows:
+        """The rows at the beginning of the window."""
+        goes_on, rows = self._goes_on[self._group], self.env.rows
+        if not rows.state:
+            rows = self.env.started(rows, torch.ones_like(goes_on), start_seed, noise_seed)
+        rows = self.env.copied(rows, goes_on, self._group * self.group_size, noise_seed)
+        return self.env.started(rows, ~goes_on, start_seed, noise_seed)
+
+    def _seeds(self, num_steps: int) -> list[Seeds]:
+        """Of groups that begin at each slot of the window; the last ones are for the slot behind it, where none does."""
+        slot, group = torch.arange(num_steps, device=self.env.device)[:, None], self._group
+        noise = group * num_steps + slot
+        if self.collection.noise == "independent":
+            noise = noise * self.group_size + self._member
+        start = hash_pair(self._stream("start"), group * num_steps + slot)
+        found = list(zip(start, hash_pair(self._stream("noise"), noise), strict=True))
+        return [*found, found[-1]]
+
+    def _stream(self, name: str) -> Int[Tensor, ""]:
+        return torch.tensor(derive_seed(self.seed, name, self.rank, self.iteration), device=self.env.device)
+
+    def _label(self, rollout: TensorDict, valid: Bool[Tensor, "row step"], began: Int[Tensor, "row step"]) -> None:
+        """Fill masks, ids and steps."""
+        slot = torch.arange(valid.shape[1], device=valid.device)
+        starts = (began == slot)[:: self.group_size]
+        number = starts.flatten().cumsum(dim=0).view_as(starts) - 1
+        group_id = number[self._group].gather(1, began)
+        labels = {
+            "valid": valid,
+            "loss_mask": valid,
+            "step": torch.where(valid, slot - began, 0),
+            "group_id": torch.where(valid, group_id, -1),
+            "episode_id": torch.where(valid, group_id * self.group_size + self._member[:, None], -1),
+        }
+        for key, label in labels.items():
+            rollout[key][:, :-1] = label
+
+    def _count(
+        self,
+        rollout: TensorDict,
+        writer: RolloutWriter,
+        began: Int[Tensor, "row step"],
+        running: Bool[Tensor, " row"],
+    ) -> None:
+        """Count steps, groups and episodes.
+
+        Args:
+            running: episodes that the end of the window cut.
+        """
+        first = slice(0, None, self.group_size)
+        began, self._goes_on = began[first], running[first]
+        valid = rollout["valid"][:, :-1]
+        steps, last_group = torch.stack([valid.sum(), rollout["group_id"].max()]).tolist()
+        reward, terminated, truncated = (rollout[key][first, :-1] for key in ("reward", "terminated", "truncated"))
+        ended = terminated | truncated
+        ended[:, -1] &= ~self._goes_on
+        slot, group = ended.T.nonzero().T.tolist()
+        success = [flag for flag, _, _ in writer.outcomes([number * self.group_size for number in group], slot)]
+        self.record(self._finished(reward, terminated, ended, began, success))
+        self.last_steps = steps
+        self._metrics = {
+            "rollout/groups": float(last_group + 1),
+            "rollout/idle_fraction": 1 - steps / valid.numel(),
+            "rollout/wasted_steps": 0.0,
+        }
+
+    def _finished(
+        self,
+        reward: Float[Tensor, "group step"],
+        terminated: Bool[Tensor, "group step"],
+        ended: Bool[Tensor, "group step"],
+        began: Int[Tensor, "group step"],
+        success: list[bool | None],
+    ) -> list[Episode]:
+        """Episodes of the first members that ended, in the order of their ends. Keeps returns and lengths of running ones."""
+        total = reward.double().cumsum(dim=1)
+        slot = torch.arange(reward.shape[1], device=reward.device)
+        earlier = began == 0  # they may have begun in an earlier window
+        returns = total - (total - reward).gather(1, began) + torch.where(earlier, self._return[:, None], 0.0)
+        length = slot - began + 1 + torch.where(earlier, self._length[:, None], 0)
+        self._return = torch.where(self._goes_on, returns[:, -1], 0.0)
+        self._length = torch.where(self._goes_on, length[:, -1], 0)
+        numbers = torch.stack([part.T[ended.T].double() for part in (returns, length, terminated)]).tolist()
+        return [
+            Episode(total, int(steps), bool(end), s) for total, steps, end, s in zip(*numbers, success, strict=True)
+        ]

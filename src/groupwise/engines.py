@@ -1,0 +1,167 @@
+"""What ranks exchange; the base class is for a single process.
+
+``functional`` takes ``engine.sum`` as a plain callable. Algorithms do not know which engine they hold.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Engine:
+    """One process: every sum over ranks is the number itself."""
+
+    rank: int = 0
+    world_size: int = 1
+    sharded: bool = False
+    """Whether a rank holds a part of what is trained, so that it can neither score nor save anything alone."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum of the tensor over all ranks, without gradient."""
+        return tensor
+
+    def sum_int(self, number: int) -> int:
+        """Sum of a Python number over all ranks."""
+        return number
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """Plain data of every rank, in the order of ranks."""
+        return [thing]
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """Rows ``[n, ...]`` of all ranks, in the order of ranks, and the slice of this rank.
+
+        Ranks may have different numbers of rows, so each adds its own to zeros.
+        """
+        counts = torch.zeros(self.world_size, dtype=torch.int64, device=rows.device)
+        counts[self.rank] = len(rows)
+        ends = self.sum(counts).cumsum(0).tolist()
+        own = slice(ends[self.rank] - len(rows), ends[self.rank])
+        everyone = rows.new_zeros(ends[-1], *rows.shape[1:])
+        everyone[own] = rows
+        return self.sum(everyone), own
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace each gradient by its sum over all ranks (losses carry global weights, so it is a sum)."""
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+        """Clip the norm of the summed gradient; returns the norm before. None: no limit."""
+        return clip_grad_norm_(parameters, math.inf if limit is None else limit)
+
+    def learner(self, policy: Module) -> Module:
+        """What updates train: the policy itself, or a copy that ``publish`` brings back."""
+        return policy
+
+    def load_learner(self, learner: nn.Module, policy: nn.Module) -> None:
+        """Give the learner the parameters of its policy, which were loaded."""
+
+    def publish(self, learner: nn.Module, policy: nn.Module) -> None:
+        """Give the policy the trained parameters of its learner."""
+
+    def shard(self, policy: Module) -> Module:
+        """The policy, of which each rank may keep a part only."""
+        return policy
+
+    def whole(self, state: Any) -> Any:
+        """Nested data with whole tensors in place of the ranks' parts. All ranks call it together."""
+        return state
+
+    def split(self, state: Mapping[Any, Any], like: Mapping[Any, Tensor]) -> Mapping[Any, Any]:
+        """The reverse of ``whole``: the parts of this rank, as those of the same keys in ``like``."""
+        return state
+
+    def broadcast(self, module: nn.Module) -> None:
+        """Make every rank's parameters and buffers those of rank 0."""
+
+    def close(self) -> None:
+        """Leave the process group."""
+
+
+# Data-parallel training under torchrun: one process per rank, each with its own environments.
+
+
+class DistributedEngine(Engine):
+    """Sums over the ranks of torch's default process group.
+
+    Args:
+        device: type of the tensors to be summed, "cpu" or "cuda".
+        timeout: seconds that an exchange may take.
+        backend: of torch. None: that of the device.
+    """
+
+    def __init__(self, device: str, timeout: float, backend: str | None = None) -> None:
+        self.device = device
+        if not dist.is_initialized():  # Ray Train does
+            dist.init_process_group(backend or backend_of(device), timeout=timedelta(seconds=timeout))
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum of the tensor over all ranks, without gradient."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def sum_int(self, number: int) -> int:
+        """Sum of a Python number over all ranks."""
+        return int(self.sum(torch.tensor(number, device=self.device)))
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """Plain data of every rank, in the order of ranks."""
+        things: list[Any] = [None] * self.world_size
+        dist.all_gather_object(things, thing)
+        return things
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace each gradient, in place, by its sum over all ranks, in one exchange; a missing one counts as 0."""
+        trained = [p for p in parameters if p.requires_grad]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def broadcast(self, module: nn.Module) -> None:
+        """Make every rank's parameters and buffers those of rank 0."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def backend_of(device: str, *, cpu_offload: bool = False) -> str:
+    """Torch's backend for tensors on the device; with ``cpu_offload`` also for those in the host's memory."""
+    if device != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
+
+
+def from_environment(
+    device: str = "cpu", several: Callable[[str, float], DistributedEngine] = DistributedEngine, timeout: float = 1800.0
+) -> Engine:
+    """A distributed engine under ``torchrun``, else one for a single process.
+
+    Args:
+        device: type of the tensors to be summed, "cpu" or "cuda"; "cuda" selects the GPU of the local rank.
+        several: the engine of several processes.
+        timeout: seconds that one of their exchanges may take.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Engine()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return several(device, timeout)

@@ -1,0 +1,512 @@
+"""From a run folder to one file of HTML that needs no network and, but for the explorer, no scripts."""
+
+import json
+import math
+import re
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from html import escape
+from importlib.resources import files as resources
+from itertools import groupby
+from math import hypot, inf
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from pydantic import ValidationError
+
+from groupwise import plugins
+from groupwise import system as files
+from groupwise.config import resolve
+from groupwise.config.base import flat
+from groupwise.config.run import BUDGETS, RunCfg, TextRunCfg
+from groupwise.errors import ConfigError
+from groupwise.report.curve import curve_figure, histogram, learning_curve, small, to_png
+from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_frames, read_groups, scores_of
+from groupwise.report.health import CLONING, WORDS, Metrics, diagnose, percent
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+# The groups of a run, as the page's explorer reads them: a few numbers for each step, in JSON.
+
+MAX_BYTES = 1_200_000
+"""JSON of all groups together."""
+MAX_CELLS = 240
+"""Cells of a member; in longer episodes a cell is several steps."""
+MAX_NUMBERS = 64
+"""Of an observation or action; longer ones, such as pictures, are not shown."""
+_WORD = re.compile(r"\s*\S+|\s+$")
+Number: TypeAlias = float | int | None
+_Step = dict[str, Any]
+
+
+def load_groups(folder: Path) -> list[dict[str, Any]]:
+    """The groups that fit, by iteration and then by spread of returns; those of the last and the first iteration go first.
+
+    Raises:
+        RunFolderError: a file is damaged.
+    """
+    waiting = [_ranked(read_groups(path)) for path in kept_iterations(folder).values()]
+    waiting = waiting[-1:] + waiting[:-1]
+    chosen: list[dict[str, Any]] = []
+    size = 0
+    while any(waiting):
+        for groups in waiting:
+            if groups:
+                group = groups.pop(0)
+                size += len(to_json(group))
+                if size > MAX_BYTES and chosen:
+                    return _sorted(chosen)
+                chosen.append(group)
+    return _sorted(chosen)
+
+
+def to_json(data: object) -> Markup:
+    """JSON that can stand in a script element: it has no ``<``."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c"))  # noqa: S704  without < nothing ends the element
+
+
+def _sorted(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(groups, key=lambda group: (-group["iteration"], -group["spread"], group["group"]))
+
+
+def _ranked(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The groups of a file, the largest spread first."""
+    steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    groups = [_group(list(members)) for _, members in groupby(steps, key=lambda step: step["group"])]
+    return sorted(groups, key=lambda group: -group["spread"])
+
+
+def _group(steps: list[_Step]) -> dict[str, Any]:
+    episodes = [list(steps) for _, steps in groupby(steps, key=lambda step: step["member"])]
+    is_text = steps[0]["token"] is not None
+    # a token is a cell
+    stride = 1 if is_text else -(-max(map(len, episodes)) // MAX_CELLS)
+    members = [_member(episode, stride) for episode in episodes]
+    returns = [sum(step["reward"] for step in episode) for episode in episodes]
+    known = {key: steps[0][key] for key in ("iteration", "env_steps", "group", "start")}
+    spread = _number(max(returns) - min(returns))
+    group = known | {"spread": spread, "stride": stride, "text": is_text, "members": members}
+    return group | {"diff": extremes(members)} if is_text and spread else group
+
+
+def extremes(members: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return and words of the best and the worst completion; each stretch with whether the other lacks it at its place."""
+    ranked = sorted(members, key=lambda member: -member["return"])
+    ends = ranked[:1] + ranked[1:][-1:]
+    best, worst = (_WORD.findall("".join(member["token"])) for member in (ranked[0], ranked[-1]))
+    match = SequenceMatcher(None, [word.strip() for word in best], [word.strip() for word in worst])
+    spans = [
+        (("".join(best[i:j]), how != "equal"), ("".join(worst[k:m]), how != "equal"))
+        for how, i, j, k, m in match.get_opcodes()
+    ]
+    return [
+        {"return": end["return"], "words": [pair[side] for pair in spans if pair[side][0]]}
+        for side, end in enumerate(ends)
+    ]
+
+
+def _member(steps: list[_Step], stride: int) -> dict[str, Any]:
+    cells = [steps[first : first + stride] for first in range(0, len(steps), stride)]
+    rewards = [sum(step["reward"] for step in cell) for cell in cells]
+    member = {
+        "return": _number(sum(rewards), digits=6),
+        "end": steps[-1]["end"],
+        "length": len(steps),
+        "first": steps[0]["step"],
+        "greedy": steps[0]["greedy"],
+        "reward": _short(map(_number, rewards)),
+        "mask": _short(int(any(step["loss_mask"] for step in cell)) for cell in cells),
+    }
+    for key in ("advantage", "ratio", "log_prob"):
+        member[key] = _short(_mean([step[key] for step in cell]) for cell in cells)
+    if steps[0]["token"] is not None:
+        return member | {"token": [step["token"] for step in steps]}
+    if steps[0]["action"] is not None and len(steps[0]["action"]) <= MAX_NUMBERS:
+        member["action"] = [list(map(_number, cell[0]["action"])) for cell in cells]
+    if steps[0]["observation"] is not None and len(steps[0]["observation"]) <= MAX_NUMBERS:
+        member["observation"] = [list(map(_number, cell[0]["observation"])) for cell in cells]
+    return member
+
+
+def _mean(values: Sequence[Number]) -> Number:
+    known = [value for value in values if value is not None]
+    return _number(sum(known) / len(known)) if known else None
+
+
+def _short(values: Iterator[Any] | Sequence[Any]) -> list[Any]:
+    """A list; of one element if all are the same."""
+    found = list(values)
+    return found[:1] if len(set(found)) == 1 else found
+
+
+def _number(value: float | int, digits: int = 4) -> Number:
+    """Rounded; None for what is not finite."""
+    shown = float(f"{value:.{digits}g}")
+    if not math.isfinite(shown):
+        return None
+    return int(shown) if shown == int(shown) else shown
+
+
+MAX_VIDEO = 900_000
+"""Bytes of a video that the page holds; of a larger one it gives the path."""
+STATIC_GROUPS = 3
+"""Groups that are tables, for readers without scripts."""
+
+
+class Live(NamedTuple):
+    """What a page has that follows its run."""
+
+    home: str
+    """Address of all runs."""
+    events: str
+    """Address that tells of changes."""
+    script: str
+    """Takes the changes in."""
+
+
+class Answer(NamedTuple):
+    """Whether the run learned."""
+
+    word: str
+    text: str
+
+
+def write_page(run: Path, out: Path | None = None) -> Path:
+    """Write the page of the run in a folder, also of one that failed or still trains; returns its path.
+
+    Args:
+        out: None: ``report.html`` in the folder.
+
+    Raises:
+        RunFolderError: it is no run folder, or is damaged.
+    """
+    folder = RunFolder.open(run)
+    out = out or folder.report
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files.write(out, render(folder).encode())
+    return out
+
+
+def render(folder: RunFolder, live: Live | None = None) -> str:
+    """The page.
+
+    Args:
+        live: of a page that follows the run.
+    """
+    config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
+    metrics, groups = folder.read_metrics(), load_groups(folder.groups)
+    unit, score, sample = words_of(config)
+    return (
+        templates(__package__)
+        .get_template("page.html")
+        .render(
+            style=style(),
+            script=resources(__package__).joinpath("page.js").read_text(encoding="utf-8"),
+            live=live,
+            subject=subject(config, summary),
+            algorithm=config["algorithm"]["name"],
+            seed=config["seed"],
+            name=folder.path.resolve().name,
+            ending=_ending(folder, metrics, unit),
+            answer=answer(metrics, score, sample),
+            success=_success(metrics),
+            curve=learning_curve(metrics, (unit, score)) if metrics else "",
+            video=_video(folder.video),
+            completions=_completions(groups),
+            health=_health(metrics, folder),
+            groups=groups,
+            grouped="group_size" in config["algorithm"],
+            static=groups[:STATIC_GROUPS],
+            data=to_json(groups),
+            frames=_frames(folder, groups),
+            num_iterations=len({group["iteration"] for group in groups}),
+            why_no_groups=_why_no_groups(config),
+            settings=settings_of(config),
+            versions=_without_none(provenance.get("versions") or {}),
+            facts=_facts(provenance, summary),
+            commands=_commands(folder, provenance),
+            score=score,
+            unit=unit,
+        )
+    )
+
+
+def templates(package: str) -> "Environment":
+    """The templates of a package."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    env = Environment(
+        loader=PackageLoader(package, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters["number"] = _shown
+    return env
+
+
+def style() -> str:
+    """The style sheet."""
+    return resources(__package__).joinpath("page.css").read_text(encoding="utf-8")
+
+
+def words_of(config: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What a run's steps, scores and evaluated items are called."""
+    is_text = "task" in config
+    return ("tokens", "reward", "prompts") if is_text else ("environment steps", "return", "episodes")
+
+
+def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Answer:
+    """Whether the run learned: the last evaluation against the first one, and against the first iteration of training."""
+    scores = [entry["rollout/return_mean"] for entry in metrics if "rollout/return_mean" in entry]
+    evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
+    if not evaluations:
+        if not scores:
+            return Answer("Unknown", "No iteration was logged.")
+        change = f"from {_shown(scores[0])} to {_shown(scores[-1])}"
+        return Answer("Unknown", f"The {score} of training went {change}, and nothing was evaluated.")
+    first, last = evaluations[0], evaluations[-1]
+    before, after = first["eval/return_mean"], last["eval/return_mean"]
+    at_first, at_last = interval_of(first), interval_of(last)
+    if at_first is None or at_last is None:
+        one = f", of one of the {sample}" if last.get("eval/episodes") == 1 else ""
+        change = f"from {_shown(before)} to {_shown(after)}{one}"
+        return Answer("Unknown", f"The evaluated {score} went {change}, without an interval.")
+    interval = f"95 % interval {_shown(at_last[0])} to {_shown(at_last[1])}"
+    end = f"{_shown(after)} ({interval}, {last['eval/episodes']:.0f} {sample})"
+    noise, untrained = hypot(at_first[1] - before, at_last[1] - after), scores[0] if scores else -inf
+    best = max(evaluations, key=lambda entry: entry["eval/return_mean"])
+    top = best["eval/return_mean"]
+    if top - max(before, after) > noise and after - before < 0.5 * (top - before):
+        peak = f"rose from {_shown(before)} to {_shown(top)} at step {best['env_steps']:,}"
+        return Answer("No longer", f"The evaluated {score} {peak}, then fell to {end}.")
+    if before - after > noise:
+        at = f"{_shown(before)} (95 % interval {_shown(at_first[0])} to {_shown(at_first[1])})"
+        return Answer("No", f"The evaluated {score} fell from {at} to {end}.")
+    if after - before > noise:
+        rose = f"The evaluated {score} rose from {_shown(before)} to {end}"
+        if after > untrained:
+            return Answer("Yes", f"{rose}.")
+        return Answer("No", f"{rose}, which is no more than the {_shown(untrained)} of the first iteration.")
+    if scores[-1:] > [untrained] and at_last[0] > untrained:
+        early = f"from {_shown(untrained)} in the first iteration, most of it before the first evaluation"
+        return Answer("Yes", f"The {score} rose {early}; at the end it is {end}.")
+    change = "no more than noise" if noise else "no change"
+    return Answer("Not visibly", f"The evaluated {score} was {_shown(before)} first and {end} last: {change}.")
+
+
+def _success(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """How often the first and the last evaluation succeeded, where they say."""
+    evaluations = [entry for entry in metrics if "eval/success_rate" in entry]
+    if not evaluations:
+        return ""
+    first, last = evaluations[0], evaluations[-1]
+    ends = interval_of(last, "success_rate")
+    interval = f" (95 % interval {percent(ends[0])} to {percent(ends[1])})" if ends else ""
+    rates = [percent(entry["eval/success_rate"]) for entry in (first, last)]
+    return f"Success: {rates[0]} in the first evaluation, {rates[1]} in the last{interval}."
+
+
+def subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """What was trained on."""
+    return str(summary.get("task") or ("text" if "task" in config else config.get("env", {}).get("id", "?")))
+
+
+def _ending(folder: RunFolder, metrics: list[dict[str, Any]], unit: str) -> str:
+    """How far the run came, and why it ended."""
+    reached = scores_of(metrics)
+    done = f"{reached['env_steps']:,} {unit} in {reached['iterations']:,} iterations, {reached['seconds']:,.1f} s of training"
+    if folder.is_training:
+        return f"Still training: {done} so far."
+    stopped = str(folder.read_summary().get("stopped", ""))
+    if not stopped:
+        return f"Killed after {done}."
+    if stopped == "failed":
+        return f"The run failed with an error after {done}."
+    return f"Ended by {stopped} after {done}."
+
+
+def _video(path: Path) -> str:
+    """The video as an address that holds it; empty where there is none, or it is too large."""
+    if not path.is_file() or path.stat().st_size > MAX_VIDEO:
+        return ""
+    return f"data:image/gif;base64,{b64encode(files.read(path, MAX_VIDEO)).decode()}"
+
+
+def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of texts, the best and the worst completion of some groups of the first and the last iteration."""
+    if not groups or not groups[0]["text"]:
+        return []
+    iterations = [group["iteration"] for group in groups]
+    found = []
+    for iteration in sorted({min(iterations), max(iterations)}):
+        some = [group for group in groups if group["iteration"] == iteration][:STATIC_GROUPS]
+        found.append({"iteration": iteration, "groups": [_extremes(group) for group in some]})
+    return found
+
+
+def _extremes(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"start": group["start"], "members": extremes(group["members"])}
+
+
+def _frames(folder: RunFolder, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Frames of a group that the page shows, or why there are none."""
+    found = read_frames(folder.frames)
+    shown = {(group["iteration"], group["group"]) for group in groups}
+    return found.model_dump() if found is not None and (found.iteration, found.group) in shown else None
+
+
+def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
+    """The findings with their figures."""
+    read = Metrics(metrics)
+    rows = []
+    for number, finding in enumerate(diagnose(folder)):
+        label, name = f"{finding.title}, all of training", f"h{number}"
+        picture = small([read.series(key) for key in finding.keys], label, name) if finding.keys else ""
+        if finding.values:
+            picture = histogram(finding.values, f"Histogram: {finding.title.lower()}", name)
+        rows.append(finding._asdict() | {"picture": picture, "word": WORDS[finding.verdict]})
+    return rows
+
+
+def _why_no_groups(config: Mapping[str, Any]) -> str:
+    if config.get("evaluation", {}).get("num_logged_groups", 0) == 0:
+        return "This run kept no groups: evaluation.num_logged_groups is 0, or it is of an earlier version."
+    if config["algorithm"]["name"] == CLONING:
+        return "Cloning has no groups."
+    return "No groups yet: a run keeps some with each evaluation."
+
+
+class Settings(NamedTuple):
+    """The settings of a run, by where they come from."""
+
+    given: dict[str, str]
+    preset: dict[str, str]
+    """Of the environment, where they are other than the library's."""
+    default: dict[str, str]
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """The settings of a run, as they are shown."""
+    name, found = config["algorithm"]["name"], Settings({}, {}, {})
+    try:
+        default = (TextRunCfg if "task" in config else RunCfg).model_validate({"algorithm": {"name": name}})
+        expected = default if "task" in config else resolve(config["env"]["id"], name)
+    except (ConfigError, KeyError, ValidationError):  # an algorithm of a plugin that is not loaded
+        return found._replace(given={key: _setting(value) for key, value in flat(dict(config)).items()})
+    library, usual = (flat(cfg.model_dump(mode="json")) for cfg in (default, expected))
+    for key, value in flat(dict(config)).items():
+        if key not in usual or usual[key] != value:
+            instead = f" (default {_setting(usual[key])})" if key in usual and key != "env.id" else ""
+            found.given[key] = f"{_setting(value)}{instead}"
+        elif key not in library or library[key] != value:
+            found.preset[key] = _setting(value)
+        else:
+            found.default[key] = _setting(value)
+    return found
+
+
+def _setting(value: object) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
+    """Where and when the run was made, and what it used."""
+    git, machine = provenance.get("git") or {}, provenance.get("machine") or {}
+    facts = {
+        "started": provenance.get("started"),
+        "system": machine.get("system"),
+        "processor": machine.get("processor"),
+        "cores": machine.get("cores"),
+        "git commit": f"{git['commit']}{' with changes' if git.get('dirty') else ''}" if git.get("commit") else None,
+        "peak memory": f"{summary['peak_memory_mib']:,.0f} MiB" if summary.get("peak_memory_mib") else None,
+        "size on disk": f"{summary['disk_mib']} MiB" if summary.get("disk_mib") else None,
+        "plugins": ", ".join(provenance["plugins"]),
+    }
+    return _without_none(facts)
+
+
+def _without_none(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in facts.items() if value}
+
+
+def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str]:
+    """How the run was made, and how to make it again."""
+    again = plugins.command("train", folder.config)
+    given = provenance["given_in_python"]
+    if given:
+        again = (
+            f"in Python, where {' and '.join(given)} came from: gw.train(..., seed={folder.read_config().get('seed')})"
+        )
+    found = {"made by": str(provenance.get("command") or ""), "repeat": again}
+    if folder.read_summary().get("stopped") not in BUDGETS:
+        found["continue"] = plugins.resume_command(folder.path, given, provenance["plugins"])
+    return _without_none(found)
+
+
+def _shown(value: float | int) -> str:
+    """Four digits."""
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# What notebooks show of a run.
+
+
+class Curve(Figure):
+    """A figure that a notebook shows, also one that did not import pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        return to_png(self)
+
+
+class Frame:
+    """A page, which a notebook shows in a frame."""
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+
+    def _repr_html_(self) -> str:
+        # without the base, links inside the page would lead to the notebook
+        page = self.page.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
+        style = "width: 100%; height: 45rem; border: 0"
+        return f'<iframe srcdoc="{escape(page)}" title="Page of the run" style="{style}"></iframe>'
+
+
+def plot(folder: RunFolder) -> Figure:
+    """The learning curve of a run."""
+    config, metrics = folder.read_config(), folder.read_metrics()
+    unit, score, _ = words_of(config)
+    title = f"{_title(folder)}, seed {config['seed']}"
+    return curve_figure(metrics, title, unit, score, size=(7.0, 4.2), kind=Curve)
+
+
+def to_html(folder: RunFolder) -> str:
+    """A short version of the run's page, in HTML."""
+    config, metrics = folder.read_config(), folder.read_metrics()
+    unit, score, sample = words_of(config)
+    learned = answer(metrics, score, sample)
+    curve = learning_curve(metrics, (unit, score), f"r{token_hex(8)}") if metrics else ""  # unique in the notebook
+    row = Markup("<li>{}: <b>{}</b> {} {}</li>")
+    sick = [row.format(WORDS[f.verdict], f.title, f.text, f.advice) for f in diagnose(folder) if f.verdict != "good"]
+    parts = Markup("<p><b>{}</b>, seed {}, {}</p><p>Did it learn? <b>{}.</b> {}</p>").format(
+        _title(folder), config["seed"], folder.path, learned.word, learned.text
+    )
+    return parts + Markup('<div style="max-width: 40rem">{}</div><ul>{}</ul>').format(curve, Markup().join(sick))
+
+
+def explore(folder: RunFolder) -> Frame:
+    """The page of a run, with the explorer of its groups."""
+    return Frame(render(folder))
+
+
+def _title(folder: RunFolder) -> str:
+    config = folder.read_config()
+    return f"{subject(config, folder.read_summary())}, {config['algorithm']['name']}"

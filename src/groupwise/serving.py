@@ -1,0 +1,723 @@
+"""What training asks of an inference server: five verbs."""
+
+import json
+import logging
+import math
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from random import SystemRandom
+from typing import Any, Literal, NamedTuple, NoReturn
+from urllib.parse import urlsplit
+
+from groupwise import system as files
+from groupwise.config.policy import SamplingCfg
+from groupwise.errors import ConfigError, GroupwiseError, ServerError
+
+# JSON over HTTP, with time limits and repetition.
+
+log = logging.getLogger(__name__)
+
+HEALTH = "/health"
+"""Where a server says at once that it lives, also when it is busy."""
+MAX_ANSWER = 2**30
+"""Most bytes of an answer."""
+SECONDS_TO_CONNECT = 10.0
+"""A server that is busy accepts connections; one that is cut off or stopped does not, and nobody says so."""
+_FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
+"""Seconds between two tries; they double each time."""
+_HEALTH_INTERVAL = 5.0
+"""Seconds without an answer after which a server is asked whether it is healthy."""
+_QUIET = 5.0
+"""Seconds without another warning."""
+
+
+class NoAnswerError(Exception):
+    """A call that may be repeated."""
+
+
+class RestartedError(ServerError):
+    """The server was started again at another address, so it has nothing of what it was given."""
+
+
+class RefusedError(ServerError):
+    """The server understood a call and refused it.
+
+    Args:
+        status: HTTP's.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class HttpClient:
+    """Calls of one server. Each uses a connection of its own, so that threads may share the client.
+
+    Args:
+        url: scheme, host and port.
+        timeout: seconds of one try of a call, of which a connection gets ``SECONDS_TO_CONNECT``.
+        retries: how often a call is repeated that got no answer or an error of the server (5xx).
+        last_lines: what the server printed, to explain why it gives no answer.
+        locate: where the server was last ready, if something restarts it. Calls wait for that.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float,
+        retries: int,
+        last_lines: Callable[[], str] = str,
+        locate: Callable[[], str | None] | None = None,
+    ) -> None:
+        self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
+        self._locate = locate
+        self._warned = -_QUIET
+        self._running: dict[HTTPConnection, socket.socket] = {}
+        self._closed = threading.Event()
+        self._of_thread = threading.local()
+
+    @property
+    def failures(self) -> int:
+        """Tries of calls of this thread that got no answer."""
+        return getattr(self._of_thread, "failures", 0)
+
+    def get(self, path: str) -> Any:
+        """The JSON of an answer."""
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON of an answer; None if it is empty or plain text."""
+        return self._call("POST", path, body or {})
+
+    def close(self) -> None:
+        """End the calls that run, and all later ones, by a ``ServerError``."""
+        self._closed.set()
+        for connection in tuple(self._running.values()):
+            with suppress(OSError):  # it has just ended
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers at ``/health``, asked once."""
+        try:
+            self._try("GET", HEALTH, None)
+        except (NoAnswerError, RefusedError):
+            return False
+        return True
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        wait = _FIRST_WAIT
+        for number in range(self.retries + 1):
+            try:
+                return self._try(method, path, body)
+            except NoAnswerError as error:
+                last = error
+                self._of_thread.failures = self.failures + 1
+            if number < self.retries and self._locate is not None:
+                self._follow(self._locate)
+            if self._closed.is_set():
+                raise ServerError(f"{self.url}{path}: the client was closed")
+            if number < self.retries:
+                self._warn(f"{self.url}{path}: {last}; trying again")
+                self._closed.wait(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+        raise ServerError(
+            f"{self.url}{path}: no answer in {self.retries + 1} tries: {last}; fix: look at the server's log, start it "
+            f"again, and resume the run{self._last_lines()}"
+        )
+
+    def _follow(self, locate: Callable[[], str | None]) -> None:
+        """Wait until the server is healthy; a ``RestartedError`` if its address has changed."""
+        seconds = 2 * self.timeout  # for another start, and before for others to notice
+        until = time.monotonic() + seconds
+        while not self._closed.is_set():
+            url = locate() or self.url
+            if self._probe(url).is_healthy():
+                if url == self.url:
+                    return
+                before, self.url = self.url, url
+                raise RestartedError(f"{before} was started again at {url}")
+            if time.monotonic() > until:
+                raise ServerError(f"{self.url} was lost, and not started again in {seconds:g} s{self._last_lines()}")
+            self._closed.wait(_FIRST_WAIT)
+
+    def _warn(self, message: str) -> None:
+        """Log it, unless there was one a moment ago: calls fail together."""
+        now = time.monotonic()
+        if now > self._warned + _QUIET:
+            self._warned = now
+            log.warning("%s", message)
+
+    def _try(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        parts = urlsplit(self.url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=min(self.timeout, SECONDS_TO_CONNECT))
+        data = None if body is None else json.dumps(body).encode()
+        until = time.monotonic() + self.timeout
+        try:
+            try:
+                connection.connect()
+            except TimeoutError:
+                raise NoAnswerError(f"no connection in {connection.timeout:g} s") from None
+            connection.sock.settimeout(self.timeout)
+            self._running[connection] = connection.sock
+            if self._closed.is_set():  # asked for last: ``close`` may not have seen this call
+                raise NoAnswerError("the client was closed")
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            self._wait(connection.sock, until)
+            response = connection.getresponse()
+            text = bytearray()
+            while part := response.read1(2**16):
+                text += part
+                if time.monotonic() > until:
+                    raise TimeoutError("the answer took too long")
+                if len(text) > MAX_ANSWER:
+                    raise ServerError(f"{self.url}{path}: an answer of more than {MAX_ANSWER:,} bytes")
+            if response.length:  # read1 does not say that the connection was cut
+                raise NoAnswerError(f"the connection was cut, {response.length} bytes before the end of the answer")
+        except TimeoutError:
+            raise NoAnswerError(f"it took longer than {self.timeout:g} s") from None
+        except (OSError, HTTPException) as error:
+            raise NoAnswerError(f"{type(error).__name__}: {error}") from None
+        finally:
+            self._running.pop(connection, None)
+            connection.close()
+        return self._read(path, response.status, response.getheader("Content-Type") or "", bytes(text))
+
+    def _wait(self, connection: socket.socket, until: float) -> None:
+        """Return when an answer begins. A server that dies may hold a call open: meanwhile its health is asked for."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            while not selector.select(min(_HEALTH_INTERVAL, max(0.0, until - time.monotonic()))):
+                if time.monotonic() >= until:
+                    raise TimeoutError
+                # a shorter time limit is that of such a question itself
+                if self.timeout > _HEALTH_INTERVAL and not self._probe(self.url).is_healthy():
+                    raise NoAnswerError("it gives no answer, and is not healthy")
+
+    def _probe(self, url: str) -> "HttpClient":
+        return HttpClient(url, timeout=_HEALTH_INTERVAL, retries=0)
+
+    def _read(self, path: str, status: int, kind: str, text: bytes) -> Any:
+        if status >= 300:
+            said = f"status {status}: {text[:2000].decode(errors='replace')}"
+            if status >= 500 or status == 429:
+                raise NoAnswerError(said)
+            raise RefusedError(f"{self.url}{path} was refused: {said}", status)
+        if "json" not in kind or not text:
+            return None
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ServerError(f"{self.url}{path} answered no JSON: {text[:200]!r}") from None
+
+
+Stop = Literal["eos", "stop", "length"]
+
+
+class LostWeightsError(ServerError):
+    """A server answered with other weights than the last that it was given, as after a restart."""
+
+
+class GroupRequest(NamedTuple):
+    """Completions of one prompt. A repeated request is the same request: it has its seed."""
+
+    prompt: Sequence[int]
+    size: int
+    """Completions."""
+    seed: int
+    sampling: SamplingCfg
+    eos_ids: tuple[int, ...]
+    """Tokens that end a completion; no others do."""
+    vocabulary: int
+    """Tokens that the model has."""
+    version: str
+    """Of the weights that must write them: ``<run>-<iteration>``."""
+    greedy: bool = False
+    """Take the most likely token each time."""
+
+
+class Answer(NamedTuple):
+    """One completion."""
+
+    tokens: list[int]
+    """The token that ended it included."""
+    log_probs: list[float]
+    """Of each token, under the distribution that it was drawn from."""
+    stop: Stop
+    versions: list[str]
+    """Of the weights that wrote each token."""
+
+
+class Reply(NamedTuple):
+    """One completion as a server tells it."""
+
+    prompt: Sequence[int]
+    """What it completed."""
+    tokens: list[int]
+    scored: Sequence[tuple[int, float]]
+    """Tokens and their log-probabilities."""
+    end: str
+    """``"stop"`` or ``"length"``; anything else is an error."""
+    versions: list[str]
+    """Of the weights that wrote each token."""
+
+
+class Server(ABC):
+    """An inference server. Every call has a time limit and raises a ``ServerError``; none changes anything when repeated.
+
+    Args:
+        adapters: whether weights are adapters.
+        in_flight_updates: whether requests that run go on under new weights, or are finished before.
+    """
+
+    needs: str
+    """The server and its first release that answers as expected."""
+
+    def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
+        self._client, self._adapters = client, adapters
+        self._in_flight_updates = in_flight_updates
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._client.url
+
+    def check(self) -> None:
+        """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
+        with self._reading():
+            self.inspect()
+
+    @abstractmethod
+    def inspect(self) -> None:
+        """What ``check`` does."""
+
+    @abstractmethod
+    def ask(self, request: GroupRequest) -> list[Reply]:
+        """What the server says; a ``LostWeightsError`` if it has no such adapters."""
+
+    def generate(self, request: GroupRequest) -> list[Answer]:
+        """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
+        with self._reading():
+            try:
+                replies = self.ask(request)
+            except RestartedError as error:
+                raise LostWeightsError(str(error)) from None
+            answers = [_answer(reply, request, self.url) for reply in replies]
+        if len(replies) != request.size:
+            raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
+        versions = {version for answer in answers for version in answer.versions}
+        if wrong := [version for version in versions if not self.allows(version, request)]:
+            raise LostWeightsError(f"{self.url} answered by weights {wrong[0]!r}, expected {request.version!r}")
+        return [check_answer(answer, request, self.url) for answer in answers]
+
+    def allows(self, version: str, request: GroupRequest) -> bool:
+        """Whether weights of this version may have written a token: those asked for, or in flight later ones of the run."""
+        (run, _, asked), (of_run, _, iteration) = request.version.rpartition("-"), version.rpartition("-")
+        is_later = self._in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
+        return version == request.version or is_later
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Finish the requests that run, or hold them back, and begin none."""
+
+    @abstractmethod
+    def load_weights(self, folder: Path, version: str) -> None:
+        """Read the safetensors of a folder: those of a whole model, or of adapters."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Forget what was cached of prompts, and of requests that are held back."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Begin requests again, and go on with those that were held back."""
+
+    def close(self) -> None:
+        """End the calls that run, and all later ones, by a ``ServerError``."""
+        self._client.close()
+
+    def update(self, folder: Path, version: str) -> None:
+        """Give it new weights. A failure leaves it paused, as half of its weights may be old."""
+        for _ in range(self._client.retries + 1):
+            failures = self._client.failures
+            with self._reading(), suppress(RestartedError):
+                self.pause()
+                self.load_weights(folder, version)
+                self.flush()
+                self.resume()
+                if self._client.failures == failures:
+                    return
+            # a call was repeated, perhaps at a server that was started again and lacks what calls before gave it
+        raise ServerError(f"{self.url} was lost again and again while it read weights; fix: look at the server's log")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A ``ServerError`` if an answer has another format."""
+        try:
+            yield
+        except GroupwiseError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.url} answered in another format ({error!r}); fix: {self.needs} or later"
+            ) from None
+
+
+def _answer(reply: Reply, request: GroupRequest, url: str) -> Answer:
+    if list(reply.prompt) != list(request.prompt):
+        raise ServerError(f"{url} read another prompt than it was sent; fix: serve the model that is trained")
+    if [token for token, _ in reply.scored] != reply.tokens:
+        raise ServerError(f"{url} gave log-probabilities of other tokens than those of the completion")
+    if reply.end not in ("stop", "length"):
+        raise ServerError(f"{url} ended a completion by {reply.end!r}; fix: let no one abort requests")
+    ended: Stop = "length" if reply.end == "length" else "stop"
+    stop: Stop = "eos" if reply.tokens and reply.tokens[-1] in request.eos_ids else ended
+    return Answer(reply.tokens, [value for _, value in reply.scored], stop, reply.versions)
+
+
+def of_each_token(spans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The versions of the weights that wrote the spans of a completion, token by token."""
+    return [span["version"] for span in spans for _ in range(span["end"] - span["start"])]
+
+
+def _is_log_prob(value: object) -> bool:
+    """Servers send null, or NaN, where a network diverged."""
+    return isinstance(value, float | int) and math.isfinite(value) and -1e3 < value < 1e-3
+
+
+def check_answer(answer: Answer, request: GroupRequest, url: str) -> Answer:
+    """The answer; a ``ServerError`` if it cannot be one of this request."""
+    tokens, longest = answer.tokens, request.sampling.max_new_tokens
+    wrong = None
+    if len(answer.versions) != len(tokens):
+        wrong = f"{len(tokens)} tokens, and the versions of the weights of {len(answer.versions)}"
+    elif not 1 <= len(tokens) <= longest or len(answer.log_probs) != len(tokens):
+        wrong = f"{len(tokens)} tokens with {len(answer.log_probs)} log-probabilities, asked for 1 to {longest}"
+    elif strange := [token for token in tokens if not 0 <= token < request.vocabulary]:
+        wrong = f"token {strange[0]}, and the model has {request.vocabulary:,}; fix: serve the model that is trained"
+    elif ends := [token for token in tokens[:-1] if token in request.eos_ids]:
+        wrong = f"tokens after the end of the text ({ends[0]})"
+    elif answer.stop == "length" and len(tokens) < longest:
+        wrong = f"a completion cut after {len(tokens)} of {longest} tokens; fix: serve a longer context"
+    elif odd := [value for value in answer.log_probs if not _is_log_prob(value)]:
+        wrong = f"the log-probability {odd[0]}"
+    if wrong is not None:
+        raise ServerError(f"{url} gave {wrong}")
+    return answer
+
+
+# vLLM's server (0.32): token ids in, token ids and log-probabilities out.
+
+ADAPTER = "groupwise"
+"""Name under which adapters are served."""
+FLAGS = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out")
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+FIX = f"fix: start it by groupwise serve, or with {' '.join(f'{k}={v}' for k, v in ENVIRONMENT.items())} and {' '.join(FLAGS)}"
+
+
+class VLLMServer(Server):
+    """One server. For adapters it needs ``--enable-lora``."""
+
+    needs = "vLLM 0.32"
+
+    def inspect(self) -> None:
+        """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
+        try:
+            config = self._client.get("/server_info?config_format=json")["vllm_config"]
+        except RefusedError:
+            raise ServerError(f"{self.url} has no /server_info; {FIX}") from None
+        model = config["model_config"]
+        for name, needed in {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}.items():
+            if model.get(name) != needed:
+                raise ServerError(f"{self.url} has {name}={model.get(name)!r}, expected {needed!r}; {FIX}")
+        if self._adapters and not config.get("lora_config"):
+            raise ServerError(f"{self.url} serves no adapters; fix: --enable-lora --max-lora-rank <rank>")
+
+    def ask(self, request: GroupRequest) -> list[Reply]:
+        """The server's choices, in their order."""
+        body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": sampling_params(request)}
+        body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
+        try:
+            said = self._client.post("/inference/v1/generate", body)
+        except RefusedError as error:
+            if error.status == 404 and self._adapters:
+                raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
+            raise
+        choices = sorted(said["choices"], key=lambda choice: choice["index"])
+        return [_reply(said["prompt_token_ids"], choice) for choice in choices]
+
+    def pause(self) -> None:
+        """Finish the requests that run, or hold them back, and begin none."""
+        self._client.post(f"/pause?mode={'keep' if self._in_flight_updates else 'wait'}")
+
+    def load_weights(self, folder: Path, version: str) -> None:
+        """Read the safetensors of a folder."""
+        if self._adapters:
+            body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+            self._client.post("/v1/load_lora_adapter", body)
+        else:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            self._client.post("/collective_rpc", body)
+        self._client.post("/update_weight_version", {"new_version": version})
+
+    def flush(self) -> None:
+        """Forget what was cached of prompts, and of requests that are held back: it is computed by the new weights."""
+        running = "?reset_running_requests=true" if self._in_flight_updates else ""
+        if not self._client.post(f"/reset_prefix_cache{running}")["success"]:
+            raise ServerError(f"{self.url} keeps cached prompts of the old weights; fix: no other requests on it")
+
+    def resume(self) -> None:
+        """Begin requests again, and go on with those that were held back."""
+        self._client.post("/resume")
+
+
+def sampling_params(request: GroupRequest) -> dict[str, Any]:
+    """Every field that changes what is sampled. Completions of the group have the seeds from ``seed`` on."""
+    sampling = request.sampling
+    return {
+        "n": request.size,
+        "seed": request.seed,
+        "temperature": 0.0 if request.greedy else sampling.temperature,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": 0,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(request.eos_ids),
+        "ignore_eos": True,  # the ids above are all that end a completion
+        "skip_special_tokens": False,  # stop strings are looked for in the whole text
+        "spaces_between_special_tokens": False,
+        "logprobs": 0,  # of the sampled token alone
+    }
+
+
+def _reply(prompt: list[int], choice: dict[str, Any]) -> Reply:
+    scored = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+    return Reply(prompt, choice["token_ids"], scored, choice["finish_reason"], of_each_token(choice["weight_versions"]))
+
+
+# A vLLM server of one's own: a process of another virtual environment, which ends with this one.
+
+HOST = "127.0.0.1"
+_PORTS = range(20_000, 32_768)
+"""Below those that a system gives to programs that ask for any, so none of these takes one before the server does."""
+_LAST_LINES, _ERRORS = 10, 5
+_SECONDS_TO_END = 10.0
+_HEALTH_SECONDS = 4.0
+_LEAD = """
+import os, signal, subprocess, sys
+
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+if os.fork() == 0:  # not this process, which some kill with its parent
+    os.read(0, 1)  # returns when the other end is gone
+    os.killpg(0, signal.SIGKILL)
+os._exit(server.wait() & 255)
+"""
+"""Leads the server's group of processes, which ends with the process that started it."""
+
+
+def command(python: Path, model: str, args: Sequence[str] = (), *, lora_rank: int | None = None) -> list[str]:
+    """The command line of a server of a model, without its address.
+
+    Args:
+        lora_rank: largest rank of adapters. None: there will be none.
+    """
+    # not `vllm serve`: builds for CPUs lack its entry point
+    words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *FLAGS]
+    if lora_rank is not None:
+        ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
+        words += [
+            "--enable-lora",
+            "--max-lora-rank",
+            str(next((rank for rank in ranks if rank >= lora_rank), lora_rank)),
+        ]
+    return [*words, *args]
+
+
+class LocalServer:
+    """A server that runs as long as this process, or until ``close``, also if this process is killed.
+
+    Args:
+        words: the command line, without the address.
+        log: file for what it prints.
+        timeout: seconds that its start may take.
+        host: address of this machine at which it listens.
+        port: 0 for a free one.
+    """
+
+    def __init__(
+        self, words: Sequence[str], log: Path, timeout: float = 600.0, *, host: str = HOST, port: int = 0
+    ) -> None:
+        if not Path(words[0]).is_file():
+            raise ConfigError(f"python={words[0]!r} is no file; fix: the Python of an environment with vLLM")
+        self._address = (host, free_port(port, host))
+        self.url, self.log, self._timeout = f"http://{host}:{self._address[1]}", log, timeout
+        self.words = [*words, "--host", host, "--port", str(self._address[1])]
+        self._process = self._start()
+
+    def is_healthy(self) -> bool:
+        """Whether it answers."""
+        return HttpClient(self.url, timeout=_HEALTH_SECONDS, retries=0).is_healthy()
+
+    def start_again(self) -> None:
+        """Start it anew, with a new log."""
+        self.close()
+        self._process = self._start()
+
+    def wait(self) -> None:
+        """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
+        until = time.monotonic() + self._timeout
+        while not self.is_healthy():
+            if self._process.poll() is not None:
+                self.join()
+            if time.monotonic() > until:
+                raise ServerError(f"the server was not ready in {self._timeout:g} s{last_lines(self.log)}")
+            time.sleep(0.2)
+
+    def join(self) -> NoReturn:
+        """Wait until it ends by itself; then a ``ServerError`` with its last lines."""
+        code = self._process.wait()
+        raise ServerError(f"the server ended with exit code {code}{last_lines(self.log)}")
+
+    def close(self) -> None:
+        """End it and all its processes."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+        until = time.monotonic() + _SECONDS_TO_END
+        while time.monotonic() < until and _is_open(self._address):  # the server itself is a child of that process
+            time.sleep(0.05)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("wb") as file:
+            return subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _LEAD, *self.words],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
+
+
+def last_lines(log: Path) -> str:
+    """The errors that a server printed, the cause first, and the end of what it printed."""
+    text = log.read_text(errors="replace")
+    errors = list(dict.fromkeys(re.findall(r"\w+Error: .+", text)))[:_ERRORS]
+    return "\n".join(["; its errors:", *errors, "its last lines:", *text.splitlines()[-_LAST_LINES:]])
+
+
+def _is_open(address: tuple[str, int]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(address) == 0
+
+
+def free_port(port: int = 0, host: str = HOST) -> int:
+    """A port of this machine that nothing listens at; a ``ConfigError`` if something listens at the one asked for."""
+    for candidate in [port] if port else SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            try:
+                probe.bind((host, candidate))
+            except OSError as error:
+                last = error
+            else:
+                return candidate
+    raise ConfigError(f"port {candidate} cannot be used ({last}); fix: another one, or end what listens there")
+
+
+# Servers of a run that are placed on machines by something else, which starts them again where they end.
+
+FOLDER = "GROUPWISE_SERVERS"
+"""Environment variable with the folder, in the processes of the run."""
+_POLL = 0.2
+
+
+class PlacedServer:
+    """A server's part of the folder.
+
+    Args:
+        folder: its own, below that of all servers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "server.log"
+        self._command, self._state = folder.parent / "command.json", folder / "state.json"
+
+    def command(self) -> list[str]:
+        """The command line of the server, without its address; waits until the run gives it."""
+        while not self._command.exists():
+            time.sleep(_POLL)
+        return list(json.loads(self._command.read_bytes()))
+
+    def is_at(self, url: str) -> None:
+        """Say that it is ready."""
+        files.write(self._state, json.dumps({"url": url}).encode())
+
+    def cannot_start(self, error: str) -> None:
+        """Say so: calls of it end by this error."""
+        files.write(self._state, json.dumps({"error": error}).encode())
+
+    def url(self) -> str | None:
+        """Where it was last ready; None if it never was.
+
+        Raises:
+            ServerError: it cannot start.
+        """
+        if not self._state.exists():
+            return None
+        state = json.loads(self._state.read_bytes())
+        if "error" in state:
+            raise ServerError(state["error"])
+        return str(state["url"])
+
+    def wait(self, timeout: float) -> str:
+        """Where it is, when it is ready for the first time."""
+        until = time.monotonic() + timeout
+        while (url := self.url()) is None:
+            if time.monotonic() > until:
+                raise ServerError(
+                    f"a server of the run was not ready in {timeout:g} s; fix: a larger generation.timeout"
+                )
+            time.sleep(_POLL)
+        return url
+
+
+def create(folder: Path, number: int) -> list[PlacedServer]:
+    """New servers in an empty folder."""
+    for name in range(number):
+        (folder / str(name)).mkdir()
+    return in_folder(folder)
+
+
+def in_folder(folder: Path) -> list[PlacedServer]:
+    """All servers of a folder."""
+    return [PlacedServer(path) for path in sorted(folder.glob("[0-9]*"), key=lambda path: int(path.name))]
+
+
+def give_command(folder: Path, words: Sequence[str]) -> None:
+    """Have the servers start."""
+    files.write(folder / "command.json", json.dumps(list(words)).encode())
+
+
+def folder_of_run() -> Path | None:
+    """The folder, if something places the servers of this process's run."""
+    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None

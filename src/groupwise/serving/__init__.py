@@ -1,1 +1,0 @@
-"""Inference servers: the protocol, vLLM over HTTP, and a launcher. Imports no torch."""

@@ -1,0 +1,456 @@
+"""Files in folders that a stranger may have made: written to fresh names, read within limits, and no link followed.
+
+Imports no torch.
+"""
+
+import errno
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from io import BufferedReader, BufferedWriter
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+MIB = 2**20
+MAX_SETTINGS = MIB
+"""Bytes of a file of settings."""
+MAX_DEPTH = 200
+"""Levels of nested lists and objects in JSON."""
+MAX_VALUES = 2_000_000
+"""Values in a JSON text."""
+
+if sys.platform == "win32":
+    _FOLLOW = _NO_LINK = os.O_BINARY
+else:
+    _FOLLOW = os.O_NONBLOCK
+    _NO_LINK = _FOLLOW | os.O_NOFOLLOW
+"""Flags of ``open``. None waits for the other end of a FIFO."""
+
+
+def create(path: Path, data: bytes) -> None:
+    """Write a new file that survives a power cut.
+
+    Raises:
+        FileExistsError: something is there, if only a link.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write or replace a file at once. A link at ``path`` is replaced, too."""
+    fresh = fresh_name(path)
+    try:
+        create(fresh, data)
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def appending(path: Path) -> BufferedWriter:
+    """A file, open to add to it; new if there is none.
+
+    Raises:
+        OSError: it is a link, or a FIFO.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o666), "ab")
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add all of ``data`` to a file, or nothing.
+
+    Raises:
+        OSError: as of ``appending``, or the disk is full.
+    """
+    with appending(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if os.write(file.fileno(), data) < len(data):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, "there is room for a part only")
+
+
+def warn_unsaved(what: object, error: OSError) -> None:
+    """Say that something could not be written."""
+    log.warning("NOT SAVED: %s (%s); fix: make room, or give rights to write", what, error)
+
+
+@contextmanager
+def warning_if_unwritable(what: object) -> Iterator[None]:
+    """Log a warning in place of an ``OSError``: a full disk ends no training."""
+    try:
+        yield
+    except OSError as error:
+        warn_unsaved(what, error)
+
+
+@contextmanager
+def reading(path: Path, limit: int, *, follow: bool = False) -> Iterator[BufferedReader]:
+    """A file, open for reading.
+
+    Args:
+        limit: the most bytes that it may have.
+        follow: whether ``path`` may be a link, as of files that the user names.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is a link, no regular file, or too large.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | (_FOLLOW if follow else _NO_LINK))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a link, and links are not followed") from error
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        check_size(status.st_size, limit)
+        yield file
+
+
+def read(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """The content of a file; arguments and errors as of ``reading``."""
+    with reading(path, limit, follow=follow) as file:
+        return file.read(limit)
+
+
+def check_size(size: int, limit: int) -> None:
+    """Raise a ``ValueError`` if ``size`` is more than ``limit`` bytes."""
+    if size > limit:
+        raise ValueError(f"it has {size:,} bytes, more than the limit of {limit:,}")
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is broken, has a key twice in one object, or more than ``MAX_VALUES`` values, ``MAX_DEPTH`` levels or 4,300 digits of a number.
+    """
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
+    try:
+        tree = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        _check_depth(tree, MAX_DEPTH)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    return tree
+
+
+def _check_depth(tree: Any, levels: int) -> None:
+    if isinstance(tree, dict | list):
+        if levels == 0:
+            raise RecursionError
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            _check_depth(child, levels - 1)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r:.100} comes twice")
+    return found
+
+
+def link_out_of(folder: Path, *, without: str = "") -> Path | None:
+    """A link inside of a folder that leads out of it; None if there is none.
+
+    Args:
+        without: a folder in it whose content is left out.
+    """
+
+    def leads_out(path: Path) -> bool:
+        return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root)
+
+    root = Path(os.path.realpath(folder))
+    for place, folders, names in os.walk(root):
+        for path in (Path(place, name) for name in (*folders, *names)):
+            if leads_out(path):
+                return path
+        if Path(place) == root and without in folders:
+            folders.remove(without)
+    return None
+
+
+def fresh_name(path: Path) -> Path:
+    """A path next to ``path`` that cannot be guessed."""
+    return path.with_name(f".{path.name}.{token_hex(8)}.partial")
+
+
+def size(folder: Path) -> int:
+    """Bytes of the files in a folder, without what links lead to. Those that vanish meanwhile do not count."""
+    found = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found += os.lstat(os.path.join(root, name)).st_size
+    return found
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder, or a link but not what it leads to. What cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new files survive a power cut; Windows needs no such call."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# Processes for the user's code: none outlives this process, and one that hangs is killed with its children.
+
+SECONDS_TO_IMPORT = 60.0
+"""At least so long may a new process take to import packages."""
+SECONDS_TO_CLOSE = 5.0
+
+
+class LostChildError(Exception):
+    """A process died, or gave no answer in time; says which."""
+
+
+class Child:
+    """A process that answers messages, one at a time.
+
+    Args:
+        target: calls ``serve`` with the connection, its first argument.
+    """
+
+    def __init__(self, target: Callable[..., None], *args: Any, name: str) -> None:
+        self._connection, theirs = context().Pipe()
+        self.process = start(target, theirs, *args, name=name)
+        theirs.close()
+
+    def send(self, message: Any) -> None:
+        """Ask for an answer; None ends the process."""
+        with suppress(OSError):  # it is dead, as its answer will show
+            self._connection.send(message)
+
+    def answer(self, seconds: float, since: float) -> Any:
+        """Result and error of the last message; or those of the start, before the first message.
+
+        Args:
+            seconds: to wait, counted from ``since`` (of ``time.monotonic``).
+
+        Raises:
+            LostChildError: there is no answer. Close it then.
+        """
+        try:
+            if self._connection.poll(max(0.0, since + seconds - time.monotonic())):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            self.process.join(1.0)
+            raise LostChildError(f"ended with exit code {self.process.exitcode}") from None
+        raise LostChildError(f"took longer than {seconds:g} s")
+
+    def close(self, seconds: float = SECONDS_TO_CLOSE) -> None:
+        """End the process and its children; it is killed if it does not end by itself in that time."""
+        self.send(None)
+        self._connection.close()
+        self.process.join(max(0.0, seconds))
+        kill(self.process)
+
+
+def serve(connection: Connection, handler: AbstractContextManager[Callable[[Any], Any]]) -> None:
+    """The work of a ``Child``: open the handler, say whether that worked, then answer messages until None.
+
+    An answer is a result, and an error: None, or its type and message, and its traceback.
+    """
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(handler)
+        except Exception as error:
+            connection.send((None, _described(error)))
+            return
+        connection.send((None, None))
+        with suppress(EOFError, ConnectionError):  # the parent is gone
+            while (message := connection.recv()) is not None:
+                try:
+                    connection.send((handle(message), None))
+                except Exception as error:
+                    connection.send((None, _described(error)))
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+
+
+def context() -> ForkServerContext:
+    """Makes new processes, rather than copies of this one, which may hold threads and a GPU."""
+    return get_context("forkserver")
+
+
+def start(target: Callable[..., None], *args: Any, name: str, daemon: bool = True) -> BaseProcess:
+    """A new process that runs ``target(*args)``. Its children are killed with it; with ``daemon`` it may have none."""
+    context().set_forkserver_preload([target.__module__])
+    process = context().Process(target=_main, args=(target, *args), daemon=daemon, name=name)
+    with _safe_path():
+        process.start()
+    return process
+
+
+def kill(process: BaseProcess) -> None:
+    """End a process and its children, also after it has ended by itself."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()  # it may not lead its group yet
+    process.join()
+
+
+def _main(target: Callable[..., None], *args: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
+    os.setsid()  # a group of its own: its children can be killed with it
+    parent = parent_process()
+    if sys.platform == "linux" and parent is not None:  # elsewhere it ends when it next waits for a message
+        import fcntl
+
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(
+            parent.sentinel, fcntl.F_SETFL, os.O_ASYNC
+        )  # the kernel signals the group when the parent's end closes
+    target(*args)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """New interpreters import nothing from the current folder before they have the path of this one."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+# Text for the terminal. Imports no torch.
+
+_LIBRARY = "groupwise"
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    r"""The text with its control characters shown, such as ``\x1b``; lines and tabs stay.
+
+    Ids, errors and completions may be a stranger's, and a terminal obeys control characters: it moves the cursor, hides
+    text or sets the title. So are marks that turn the direction of text, and halves of characters, which cannot be printed.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
+    """Print lines in their printable form. A message to ``stderr`` that cannot be written is lost, and no error."""
+    stream = SafeStream(sys.stderr) if to == "stderr" else sys.stdout
+    print(*map(printable, lines), sep="\n", file=stream, flush=True)
+
+
+class SafeStream(io.TextIOBase):
+    """A stream that may fail, such as stderr on a full disk or of a closed terminal: what cannot be written is lost."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream or io.StringIO()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream."""
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Of the stream."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Write if that is possible."""
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush if that is possible."""
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def prepare() -> None:
+    """What the command line prints, and what it warns and logs, is printable, also in ASCII and where a library says it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    logging.setLogRecordFactory(_PrintableRecord)
+    warnings.formatwarning = _format_warning
+
+
+def show_errors_only() -> None:
+    """No warnings, and no bars of libraries that are not yet imported."""
+    logging.getLogger(_LIBRARY).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    os.environ["TQDM_DISABLE"] = "1"
+
+
+def show_everything() -> None:
+    """Also what this library logs for its developers."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger(_LIBRARY).setLevel(logging.DEBUG)
+
+
+class _PrintableRecord(logging.LogRecord):
+    def getMessage(self) -> str:  # noqa: N802  of the base class
+        return printable(super().getMessage())
+
+
+_format = warnings.formatwarning
+
+
+def _format_warning(*args: Any, **options: Any) -> str:
+    return printable(_format(*args, **options))
+
+
+# How many processors there are to share. Imports no torch.
+
+NUM_CPUS = "PYTHON_CPU_COUNT"
+"""Environment variable, also of Python from 3.13 on, with the number for a process that shares them with others."""
+
+
+def num_cpus() -> int:
+    """Among those this process may use."""
+    if os.environ.get(NUM_CPUS, "").isdecimal():
+        return max(1, int(os.environ[NUM_CPUS]))
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

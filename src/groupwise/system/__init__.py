@@ -1,1 +1,0 @@
-"""Of the operating system: files, processes, processors, the terminal. Imports no torch, and nothing of groupwise but errors."""

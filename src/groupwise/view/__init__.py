@@ -1,1 +1,0 @@
-"""A local web page that follows runs while they train."""

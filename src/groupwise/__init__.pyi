@@ -1,6 +1,5 @@
 """The public names, for type checkers."""
 
-# fmt: off
 from groupwise import config as config
 from groupwise import errors as errors
 from groupwise.algorithms.advantages import register_baseline as register_baseline
@@ -9,6 +8,9 @@ from groupwise.algorithms.grpo import GRPO as GRPO
 from groupwise.algorithms.losses import register_loss as register_loss
 from groupwise.algorithms.ppo import PPO as PPO
 from groupwise.check import check_env as check_env
+from groupwise.collectors.groups import GroupCollector as GroupCollector
+from groupwise.collectors.vector import VectorCollector as VectorCollector
+from groupwise.comparison.compare import compare as compare
 from groupwise.config import load_config as load_config
 from groupwise.config.algorithm import CollectionCfg as CollectionCfg
 from groupwise.config.algorithm import CreditCfg as CreditCfg
@@ -16,10 +18,34 @@ from groupwise.config.algorithm import GRPOCfg as GRPOCfg
 from groupwise.config.algorithm import ObjectiveCfg as ObjectiveCfg
 from groupwise.config.algorithm import PPOCfg as PPOCfg
 from groupwise.config.algorithm import register_algorithm as register_algorithm
+from groupwise.config.base import register_choice as register_choice
 from groupwise.config.policy import ModelCfg as ModelCfg
 from groupwise.config.policy import PolicyCfg as PolicyCfg
 from groupwise.config.policy import SamplingCfg as SamplingCfg
 from groupwise.config.policy import register_policy as register_policy
+from groupwise.config.run import EnvCfg as EnvCfg
+from groupwise.config.run import RunCfg as RunCfg
+from groupwise.config.run import TextRunCfg as TextRunCfg
 from groupwise.data.rollout import RolloutBuffer as RolloutBuffer
+from groupwise.embodied.torch_sim import from_torch_sim as from_torch_sim
+from groupwise.embodied.vla import VLAPolicy as VLAPolicy
+from groupwise.envs.make import make_env as make_env
+from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv
+from groupwise.evolution.evolve import evolve as evolve
+from groupwise.policies.actor_critic import ActorCritic as ActorCritic
+from groupwise.run import Run as Run
+from groupwise.run import evaluate as evaluate
+from groupwise.run import resume as resume
+from groupwise.run import sample as sample
+from groupwise.run import train as train
+from groupwise.text.agent import LanguageAgent as LanguageAgent
+from groupwise.text.agent import PromptEnv as PromptEnv
+from groupwise.text.policy import CausalLM as CausalLM
+from groupwise.text.rewards import register_reward as register_reward
+from groupwise.text.task import TextTask as TextTask
+from groupwise.text.tools import register_tool as register_tool
+from groupwise.training.checkpoint import fork as fork
+from groupwise.training.trainer import Callback as Callback
+from groupwise.training.trainer import Trainer as Trainer
 
 __version__: str

@@ -36,7 +36,8 @@ def exists(path: str) -> bool:
 def test_named_settings_exist(page):
     roots = "|".join(dict.fromkeys([*RunCfg.model_fields, *TextRunCfg.model_fields, *OF_THE_ALGORITHM]))
     named = set(re.findall(rf"`((?:{roots})\.[a-z_.]+)(?=[`=])", page.read_text(encoding="utf-8")))
-    assert {path for path in named - NO_SETTINGS if not exists(path)} == set()
+    named = {path for path in named - NO_SETTINGS if "_cfg." not in path and ".cfg." not in path}  # EmbodiChain's
+    assert {path for path in named if not exists(path)} == set()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "experiments.md"], ids=lambda page: page.stem)

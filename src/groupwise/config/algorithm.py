@@ -11,9 +11,8 @@ from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_
 from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
 from groupwise.config.credit import CreditCfg as CreditCfg
 from groupwise.config.credit import PartsCfg
-from groupwise.config.objective import FixedLengthCfg, TrustRegionCfg
+from groupwise.config.objective import ClipRange, FixedLengthCfg, LinearRangeCfg, TrustRegionCfg, range_at
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
-from groupwise.config.ranges import ClipRange, LinearRangeCfg, range_at
 
 _CLIP_RANGE: TypeAdapter[float | LinearRangeCfg] = TypeAdapter(ClipRange)
 OnNonFinite: TypeAlias = Literal["stop", "drop", "zero"]
@@ -21,12 +20,8 @@ LearningRate: TypeAlias = Annotated[float, Gt(0), Le(1000)]
 """Bounded, so that no step makes a parameter infinite."""
 
 
-class OptimizerCfg(Choice):
+class OptimizerCfg(Choice, family="optimizer", default="adam"):
     """Which optimiser, and its settings other than the learning rate."""
-
-    family: ClassVar = "optimizer"
-    default: ClassVar = "adam"
-    known: ClassVar = {}
 
 
 @register_choice
@@ -69,12 +64,8 @@ class RMSpropCfg(OptimizerCfg):
     """Added to the denominator."""
 
 
-class ScheduleCfg(Choice):
+class ScheduleCfg(Choice, family="schedule", default="none"):
     """How the learning rate changes over training."""
-
-    family: ClassVar = "schedule"
-    default: ClassVar = "none"
-    known: ClassVar = {}
 
 
 @register_choice
@@ -180,12 +171,9 @@ class CollectionCfg(Cfg):
     """Leave groups without variance out of the loss, and collect others in their place, with at most this many times the steps of an iteration (DAPO). 0: only leave them out. None: they stay."""
 
 
-class AlgorithmCfg(Choice):
+class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
 
-    family: ClassVar = "algorithm"
-    default: ClassVar = "grpo"
-    known: ClassVar = {}
     algorithm: ClassVar[type[Any] | str] = ""
     """The ``BaseAlgorithm`` subclass, or ``module:Class``, to import torch only when needed."""
 
@@ -242,9 +230,7 @@ class AlgorithmCfg(Choice):
         values = dict(objective) if isinstance(objective, dict | ObjectiveCfg) else {}
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
         if "clip_low" not in type(region).model_fields:
-            raise ValueError(
-                f"clip_coef={data['clip_coef']!r} sets a clip range, which trust_region={region.name!r} does not have; fix: leave it out"
-            )
+            raise ValueError(f"clip_coef={coef!r} sets a clip range, which trust_region={region.name!r} does not have")
         given = {name: value for name, value in region if name in region.model_fields_set}
         both = given | {"clip_low": coef, "clip_high": coef}
         return {**data, "objective": values | {"trust_region": both}}
@@ -351,8 +337,8 @@ class GRPOCfg(AlgorithmCfg):
         equal_returns_teach = self.credit.reward.name == "parts" or not self.credit.baseline.within_group
         if equal_returns_teach and self.collection.dynamic_sampling is not None:
             raise ValueError(
-                f"credit.reward={self.credit.reward.name!r} with credit.baseline={self.credit.baseline.name!r} learns from groups "
-                f"of equal whole return, which collection.dynamic_sampling leaves out; fix: dynamic_sampling=None"
+                f"credit.baseline={self.credit.baseline.name!r} with reward={self.credit.reward.name!r} learns from groups of "
+                "equal whole return, which collection.dynamic_sampling leaves out; fix: dynamic_sampling=None"
             )
         return self
 
@@ -379,14 +365,9 @@ class BCCfg(AlgorithmCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "BCCfg":
-        unread = self.changed("target_kl", "clip_coef") | {
-            f"objective.{name}": value
-            for name, value in self.objective.changed(
-                "ratio", "trust_region", "importance_sampling_correction", "old_log_prob"
-            ).items()
-        }
+        names = ("ratio", "trust_region", "importance_sampling_correction", "old_log_prob")
+        objective = {f"objective.{name}": value for name, value in self.objective.changed(*names).items()}
+        unread = self.changed("target_kl", "clip_coef") | objective
         for name, value in unread.items():
-            raise ValueError(
-                f"{name}={value!r} has no effect on behaviour cloning, which has no ratio; fix: leave it out"
-            )
+            raise ValueError(f"{name}={value!r} has no effect on behaviour cloning; fix: leave it out")
         return self

@@ -10,11 +10,9 @@ from pydantic import SerializeAsAny, model_validator
 from groupwise.config.base import Cfg, Choice, NonNegative, register_choice
 
 
-class BaselineCfg(Choice):
+class BaselineCfg(Choice, family="baseline", default="mean"):
     """What is subtracted from the score: settings of a function registered with ``register_baseline``."""
 
-    family: ClassVar = "baseline"
-    default: ClassVar = "mean"
     known: ClassVar = dict.fromkeys(
         ("ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "optimal_token", "second_best"),
         "groupwise.algorithms.advantages",
@@ -39,12 +37,8 @@ class MeanCfg(BaselineCfg):
     source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
-class CreditRewardCfg(Choice):
+class CreditRewardCfg(Choice, family="reward", default="total"):
     """Which reward is compared."""
-
-    family: ClassVar = "reward"
-    default: ClassVar = "total"
-    known: ClassVar = {}
 
 
 @register_choice
@@ -67,12 +61,8 @@ class PartsCfg(CreditRewardCfg):
     source: ClassVar = "https://arxiv.org/abs/2601.05242"
 
 
-class GroupKeyCfg(Choice):
+class GroupKeyCfg(Choice, family="group key", default="group"):
     """What is compared."""
-
-    family: ClassVar = "group key"
-    default: ClassVar = "group"
-    known: ClassVar = {}
 
 
 @register_choice
@@ -124,30 +114,27 @@ class CreditCfg(Cfg):
 
     @model_validator(mode="after")
     def _check_together(self) -> "CreditCfg":
+        by_step = isinstance(self.group_key, GroupStepCfg)
         for field, allowed in self.baseline.needs.items():
-            name = field if field in vars(self) else f"group_key.{field}"
             value = (vars(self.group_key) | vars(self)).get(field)
             found = value.name if isinstance(value, Choice) else value
             if found not in allowed:
+                name = field if field in vars(self) else f"group_key.{field}"
                 raise ValueError(
                     f"baseline={self.baseline.name!r} needs {name}={' or '.join(map(repr, allowed))}; got {name}={found!r}, "
                     f"fix: {name}={allowed[0]!r}, or baseline='mean'"
                 )
-        if isinstance(self.group_key, GroupStepCfg) and self.returns not in ("return_to_go", "turn"):
+        if by_step and self.returns not in ("return_to_go", "turn"):
             raise ValueError(
                 f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
             )
-        if self.returns == "turn" and not isinstance(self.group_key, GroupStepCfg):
-            raise ValueError(
-                f"returns='turn' compares the same turn; got group_key={self.group_key.name!r}, fix: group_key='group_step'"
-            )
+        if self.returns == "turn" and not by_step:
+            raise ValueError("returns='turn' compares the same turn; fix: group_key='group_step'")
         if self.normalize == "episodes" and (self.returns != "outcome" or self.baseline.name == "gigpo"):
             raise ValueError(
                 "normalize='episodes' needs one advantage for each episode; got "
                 f"returns={self.returns!r}, baseline={self.baseline.name!r}, fix: returns='outcome', or normalize='batch'"
             )
         if self.kl_placement == "reward" and self.reward.name == "parts":
-            raise ValueError(
-                "kl_placement='reward' takes the KL off the total reward; got reward='parts', fix: kl_placement='loss'"
-            )
+            raise ValueError("kl_placement='reward' needs one reward; got reward='parts', fix: kl_placement='loss'")
         return self

@@ -3,19 +3,46 @@
 Trust regions and corrections other than the defaults are made from the functions of ``algorithms/losses.py``.
 """
 
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import SerializeAsAny, model_validator
+from pydantic import ConfigDict, SerializeAsAny, TypeAdapter, WrapValidator, model_validator
 
-from groupwise.config.base import Cfg, Choice, PositiveInt, register_choice
-from groupwise.config.ranges import ClipRange
+from groupwise.config.base import Cfg, Choice, NonNegative, Positive, PositiveInt, register_choice
 
 
-class TrustRegionCfg(Choice):
+class LinearRangeCfg(Cfg):
+    """A clip range that goes in a straight line from ``start`` to ``end``."""
+
+    name: Literal["linear"] = "linear"
+    """The only schedule."""
+    start: Positive
+    """Range at the beginning of training."""
+    end: NonNegative = 0.0
+    """Range at its end."""
+
+
+_NUMBER: TypeAdapter[float] = TypeAdapter(Positive, config=ConfigDict(allow_inf_nan=False))
+
+
+def _number_or_schedule(value: object, handler: Callable[[object], Any]) -> float | LinearRangeCfg:
+    """Check the one that was meant: the errors of a union name both."""
+    schedule = isinstance(value, Mapping | LinearRangeCfg)
+    return LinearRangeCfg.model_validate(value) if schedule else _NUMBER.validate_python(value)
+
+
+ClipRange: TypeAlias = Annotated[Positive | LinearRangeCfg, WrapValidator(_number_or_schedule)]
+"""A number, or ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
+
+
+def range_at(value: float | LinearRangeCfg, progress: float = 0.0) -> float:
+    """The number at a share ``progress`` of training."""
+    return value.start + progress * (value.end - value.start) if isinstance(value, LinearRangeCfg) else value
+
+
+class TrustRegionCfg(Choice, family="trust region", default="clip"):
     """How the policy update is limited: settings of a function registered with ``register_loss``."""
 
-    family: ClassVar = "trust region"
-    default: ClassVar = "clip"
     known: ClassVar = dict.fromkeys(
         ("cispo", "clip_cov", "dppo", "dual_clip", "gmpo", "kl_cov", "none", "reinforce", "sapo", "two_sided", "vespo"),
         "groupwise.algorithms.losses",
@@ -38,11 +65,9 @@ class ClipCfg(TrustRegionCfg):
     source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
-class CorrectionCfg(Choice):
+class CorrectionCfg(Choice, family="importance sampling correction", default="none"):
     """How the difference between sampler and trainer is corrected: settings of a function registered with ``register_correction``."""
 
-    family: ClassVar = "importance sampling correction"
-    default: ClassVar = "none"
     known: ClassVar = dict.fromkeys(("mis", "off_policy_mask", "tis"), "groupwise.algorithms.losses")
     reweights: ClassVar[bool] = False
     """Whether it weighs steps by ``old_log_prob`` against the sampler's, which needs ``old_log_prob="recomputed"``."""
@@ -56,12 +81,9 @@ class NoCorrectionCfg(CorrectionCfg):
     source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
-class AggregationCfg(Choice):
+class AggregationCfg(Choice, family="aggregation", default="token_mean"):
     """How the losses of steps become one loss."""
 
-    family: ClassVar = "aggregation"
-    default: ClassVar = "token_mean"
-    known: ClassVar = {}
     by_episode: ClassVar[bool] = True
     """Whether minibatches must keep episodes whole."""
 
@@ -131,16 +153,14 @@ class ObjectiveCfg(Cfg):
 
     @model_validator(mode="after")
     def _check(self) -> "ObjectiveCfg":
-        region = self.trust_region
+        region, correction = self.trust_region, self.importance_sampling_correction
         if region.needs_ratio not in (None, self.ratio):
             raise ValueError(
-                f"trust_region={region.name!r} needs ratio={region.needs_ratio!r}; got ratio={self.ratio!r}, "
-                f"fix: ratio={region.needs_ratio!r}"
+                f"trust_region={region.name!r} needs another ratio than {self.ratio!r}; fix: ratio={region.needs_ratio!r}"
             )
-        correction = self.importance_sampling_correction
         if correction.reweights and self.old_log_prob == "sampled":
             raise ValueError(
-                f"importance_sampling_correction={correction.name!r} compares old_log_prob with the sampler's, and "
-                "old_log_prob='sampled' is the sampler's; fix: old_log_prob='recomputed'"
+                f"importance_sampling_correction={correction.name!r} compares old_log_prob with the sampler's; "
+                "fix: old_log_prob='recomputed'"
             )
         return self

@@ -11,10 +11,18 @@ from groupwise.algorithms.advantages import Scores
 from groupwise.algorithms.losses import LossInputs, cispo, dppo, sapo
 from groupwise.cli.options import parse_options
 from groupwise.config import load_config, resolve, to_json
-from groupwise.config.algorithm import OptimizerCfg, ScheduleCfg
+from groupwise.config.algorithm import (
+    AggregationCfg,
+    BaselineCfg,
+    ClipCfg,
+    CorrectionCfg,
+    CreditCfg,
+    ObjectiveCfg,
+    OptimizerCfg,
+    ScheduleCfg,
+    TrustRegionCfg,
+)
 from groupwise.config.base import register_choice
-from groupwise.config.credit import BaselineCfg, CreditCfg
-from groupwise.config.objective import AggregationCfg, ClipCfg, CorrectionCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.errors import ConfigError
 
 FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, AggregationCfg, OptimizerCfg, ScheduleCfg)

@@ -12,6 +12,7 @@ from groupwise.config import load as presets
 from groupwise.config.algorithm import (
     AlgorithmCfg,
     CreditCfg,
+    GroupStepCfg,
     GRPOCfg,
     LinearCfg,
     ObjectiveCfg,
@@ -20,7 +21,6 @@ from groupwise.config.algorithm import (
     register_algorithm,
 )
 from groupwise.config.base import Cfg, Choice
-from groupwise.config.credit import GroupStepCfg
 from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
 from groupwise.config.run import EnvCfg, RunCfg
 from groupwise.errors import ConfigError

@@ -10,9 +10,8 @@ from variants import SETTINGS, VARIANTS
 import groupwise as gw
 from groupwise.config import load as presets
 from groupwise.config import resolve
-from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.algorithm import CreditCfg, GroupStepCfg, GRPOCfg, ObjectiveCfg, PartsCfg
 from groupwise.config.base import Choice
-from groupwise.config.credit import GroupStepCfg, PartsCfg
 from groupwise.errors import ConfigError, UnknownNameError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text())

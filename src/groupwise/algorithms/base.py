@@ -29,6 +29,7 @@ from groupwise.config.algorithm import (
     AlgorithmCfg,
     CosineCfg,
     ExponentialCfg,
+    FixedLengthCfg,
     GRPOCfg,
     LinearCfg,
     ScheduleCfg,
@@ -36,7 +37,6 @@ from groupwise.config.algorithm import (
     at_progress,
     has_range_schedule,
 )
-from groupwise.config.objective import FixedLengthCfg
 from groupwise.data.minibatch import LAYOUTS, cut, take
 from groupwise.data.rollout import Nested
 from groupwise.engines import Engine

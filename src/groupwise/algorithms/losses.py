@@ -21,8 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from groupwise.config.base import Fraction, NonNegative, Positive, settings_of
-from groupwise.config.objective import (
+from groupwise.config.algorithm import (
     CorrectionCfg,
     FixedLengthCfg,
     LinearRangeCfg,
@@ -30,6 +29,7 @@ from groupwise.config.objective import (
     TrustRegionCfg,
     range_at,
 )
+from groupwise.config.base import Fraction, NonNegative, Positive, settings_of
 from groupwise.data.minibatch import Unit
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.errors import ConfigError, DataError, require_name

@@ -15,10 +15,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from groupwise import system as files
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg
 from groupwise.config.base import Cfg, Choice, explain
-from groupwise.config.credit import CreditCfg
-from groupwise.config.objective import ObjectiveCfg
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError, require_extra

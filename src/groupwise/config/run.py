@@ -8,9 +8,8 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
 
-from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, LinearCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, LinearCfg, PartsCfg, PPOCfg
 from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveInt, register_choice
-from groupwise.config.credit import CreditCfg, PartsCfg
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
 

@@ -295,7 +295,9 @@ class CreditCfg(Cfg):
                 f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
             )
         if self.returns == "turn" and not by_step:
-            raise ValueError("returns='turn' compares the same turn; fix: group_key='group_step'")
+            raise ValueError(
+                "returns='turn' compares the same turn; got group_key='group', fix: group_key='group_step'"
+            )
         if self.normalize == "episodes" and (self.returns != "outcome" or self.baseline.name == "gigpo"):
             raise ValueError(
                 "normalize='episodes' needs one advantage for each episode; got "

@@ -110,7 +110,9 @@ class EnvCfg(Cfg):
     @model_validator(mode="after")
     def _check_steps(self) -> "EnvCfg":
         if self.actions_executed > self.action_chunk:
-            raise ValueError(f"num_action_steps={self.num_action_steps} is more than action_chunk; fix: a longer chunk")
+            raise ValueError(
+                f"num_action_steps={self.num_action_steps} is more than action_chunk={self.action_chunk}; fix: at most that many"
+            )
         return self
 
 

@@ -357,14 +357,6 @@ def test_actor_without_a_critic_is_refused_where_one_is_needed():
         gw.train("CartPole-v1", policy=policy, **TINY)
 
 
-def test_arguments_in_the_order_of_stable_baselines3_are_answered_by_a_call():
-    fix = r"fix: gw\.train\('CartPole-v1'\), or .* groupwise\.contrib\.sb3\.GRPO\('MlpPolicy', 'CartPole-v1'\)"
-    with pytest.raises(
-        gw.errors.ConfigError, match=f"'MlpPolicy' is a policy in Stable-Baselines3, expected an env.*; {fix}"
-    ):
-        gw.train("MlpPolicy", "CartPole-v1")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["GRPO", "PPO"])
 def test_an_algorithm_takes_its_settings_and_a_policy(name: str):

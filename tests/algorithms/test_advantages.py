@@ -222,10 +222,7 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ({"baseline": "greedy", "scale": "mean"}, "baseline='greedy' needs .*; got scale='mean'"),
         ({"baseline": "greedy", "scale": "population_std"}, "baseline='greedy' needs .*; got scale='population_std'"),
         ({"baseline": "ema", "scale": "none", "reward": "parts"}, "got reward='parts', fix: reward='total'"),
-        (
-            {"group_key": {"singleton": "zero"}},
-            "singleton is a setting of group key 'group_step', not of group key 'group'",
-        ),
+        ({"group_key": {"singleton": "zero"}}, "group_key: unknown key 'singleton'"),
         ({"baseline": "optimal_token"}, "got group_key='group', fix: group_key='group_step'"),
         (
             {"baseline": "optimal_token", **by_step(finished_members="zero")},

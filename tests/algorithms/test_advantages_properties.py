@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from credit_rollouts import PRESETS, OneOfTwo, credit, per_episode, preset, rollout
+from credit_rollouts import OneOfTwo, credit, per_episode, preset, rollout
+from variants import SETTINGS
 
-RULES = sorted({str(p["credit"]): name for name, p in PRESETS.items()}.values())
+RULES = sorted({str(p["credit"]): name for name, p in SETTINGS.items()}.values())
 NEAR = {"knn"}
 """Of equally near states the first ones count, and many are equal here; any group's are near; cut returns go on."""
 OF_THE_BATCH = ["gdpo", "gpg", "lite_ppo", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]

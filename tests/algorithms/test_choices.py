@@ -8,13 +8,21 @@ from objective_updates import make_policy, make_rollout
 
 import groupwise as gw
 from groupwise.algorithms.advantages import Scores
-from groupwise.algorithms.losses import LossInputs, cispo, sapo
+from groupwise.algorithms.losses import LossInputs, cispo, dppo, sapo
 from groupwise.cli.options import parse_options
 from groupwise.config import load_config, resolve, to_json
-from groupwise.config.algorithm import OptimizerCfg, ScheduleCfg
+from groupwise.config.algorithm import (
+    AggregationCfg,
+    BaselineCfg,
+    ClipCfg,
+    CorrectionCfg,
+    CreditCfg,
+    ObjectiveCfg,
+    OptimizerCfg,
+    ScheduleCfg,
+    TrustRegionCfg,
+)
 from groupwise.config.base import register_choice
-from groupwise.config.credit import BaselineCfg, CreditCfg
-from groupwise.config.objective import AggregationCfg, ClipCfg, CorrectionCfg, ObjectiveCfg, TrustRegionCfg
 from groupwise.errors import ConfigError
 
 FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, AggregationCfg, OptimizerCfg, ScheduleCfg)
@@ -59,11 +67,11 @@ def test_mistakes_name_the_nearest(given, message):
 @pytest.mark.parametrize(
     ("preset", "given", "expected"),
     [
-        ("cispo_verl", {"high": 2.0}, cispo.Settings(low=0.8, high=2.0)),
-        ("cispo_verl", {"name": "cispo", "high": 2.0}, cispo.Settings(low=0.8, high=2.0)),
-        ("cispo_verl", "cispo", cispo.Settings(low=0.8, high=1.2)),
-        ("cispo_verl", "sapo", sapo.Settings()),
-        ("cispo_verl", {"name": "sapo", "positive": 2.0}, sapo.Settings(positive=2.0)),
+        ("prime_rl", {"high": 2.0}, dppo.Settings(low=0.2, high=2.0, max_ratio=None, pull=1e-3)),
+        ("prime_rl", {"name": "dppo", "low": 0.1}, dppo.Settings(low=0.1, high=0.2, max_ratio=None, pull=1e-3)),
+        ("prime_rl", "dppo", dppo.Settings(low=0.2, high=0.2, max_ratio=None, pull=1e-3)),
+        ("prime_rl", "sapo", sapo.Settings()),
+        ("prime_rl", {"name": "sapo", "positive": 2.0}, sapo.Settings(positive=2.0)),
     ],
 )
 def test_over_a_preset_parameters_are_merged_and_other_names_replace(preset, given, expected):
@@ -84,14 +92,14 @@ def test_clip_coef_sets_the_range_of_whatever_clips():
 
 
 def test_a_config_comes_back_from_its_json(tmp_path):
-    cfg = resolve("CartPole-v1", {"credit": {"baseline": "leave_one_out"}}, preset="cispo_verl")
+    cfg = resolve("CartPole-v1", {"credit": {"baseline": "leave_one_out"}}, preset="cispo")
     path = tmp_path / "run.json"
     path.write_text(to_json(cfg))
     assert load_config(path) == cfg
     assert json.loads(path.read_text())["algorithm"]["objective"]["trust_region"] == {
         "name": "cispo",
-        "low": 0.8,
-        "high": 1.2,
+        "low": None,
+        "high": 5.0,
     }
 
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from credit_rollouts import PRESETS
 from objective_updates import make_policy
 from tensordict import TensorDict
+from variants import SETTINGS
 
 from groupwise.algorithms.losses import Counts, objective_data, policy_ratio, reference_kl
 from groupwise.config.algorithm import ObjectiveCfg
@@ -19,7 +19,7 @@ MASK = torch.tensor([[True] * 3, [True, True, False]])
 
 
 def objective(name):
-    return ObjectiveCfg(**PRESETS[name]["objective"])
+    return ObjectiveCfg(**SETTINGS[name]["objective"])
 
 
 def assert_near(found, expected):
@@ -42,7 +42,7 @@ def batch(**more):
 def test_kl_losses_of_verl(name, value, gradient):
     log_prob = LOG_RATIO[0].clone().requires_grad_()
     at = {"ref_log_prob": torch.zeros(3), "old_log_prob": log_prob.detach()}
-    distance = reference_kl(PRESETS[name]["kl_estimator"], make_policy(), Evaluation(log_prob, log_prob), at)
+    distance = reference_kl(SETTINGS[name]["kl_estimator"], make_policy(), Evaluation(log_prob, log_prob), at)
     assert_near(distance, value)
     distance.sum().backward()
     assert_near(log_prob.grad, gradient)

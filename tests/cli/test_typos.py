@@ -82,7 +82,7 @@ def test_options_of_commands(command: str, capsys: pytest.CaptureFixture[str]):
         ("config CartPole-v1 --policy.hidden-sizes [64, 64]", "got a list; fix: --policy.hidden-sizes 64 64"),
         (
             "config CartPole-v1 --policy.normalize-obs 1",
-            "policy: normalize_obs = '1': expected true or false, got text",
+            "policy: normalize_obs = '1' has the wrong type",
         ),
     ],
 )
@@ -96,8 +96,8 @@ def test_values_and_words(words: str, hint: str, capsys: pytest.CaptureFixture[s
     [
         ([{"nam": "exact"}], "task.rewards.0: unknown key 'nam'; did you mean 'name'?"),
         ([{"name": "exact", "wieght": 2}], "task.rewards.0: unknown key 'wieght'; did you mean 'weight'?"),
-        ([{"name": "exact", "weight": "2"}], "task.rewards.0: weight = '2': expected a number, got text; fix: 2.0"),
-        ([{"name": "exact", "weight": True}], "weight = True: expected a number, got true or false; fix: 1.0"),
+        ([{"name": "exact", "weight": "2"}], "task.rewards.0: weight = '2' has the wrong type; fix: 2.0"),
+        ([{"name": "exact", "weight": True}], "weight = True has the wrong type; fix: 1.0"),
         ({"name": "exact"}, "task.rewards = {'name': 'exact'}: expected a list; fix: [{\"name\": \"exact\"}]"),
     ],
 )
@@ -114,17 +114,17 @@ def test_rewards_in_a_file(rewards: object, hint: str, tmp_path: Path):
     [
         ('"seed": 1, "seed": 2', "broken JSON: the key 'seed' comes twice"),
         ('"policy": {"name": "mlp", "name": "cnn"}', "broken JSON: the key 'name' comes twice"),
-        ('"seed": "1"', "seed = '1': expected a number, got text; fix: 1"),
-        ('"seed": true', "seed = True: expected a number, got true or false; fix: 1"),
+        ('"seed": "1"', "seed = '1' has the wrong type; fix: 1"),
+        ('"seed": true', "seed = True has the wrong type; fix: 1"),
         (
             '"policy": {"normalize_obs": 1}',
-            "policy: normalize_obs = 1: expected true or false, got a number; fix: true",
+            "policy: normalize_obs = 1 has the wrong type; fix: true",
         ),
-        ('"policy": {"normalize_obs": "yes"}', "normalize_obs = 'yes': expected true or false, got text; fix: true"),
+        ('"policy": {"normalize_obs": "yes"}', "normalize_obs = 'yes' has the wrong type; fix: true"),
         ('"policy": {"hidden_sizes": 64}', "policy.hidden_sizes = 64: expected a list; fix: [64]"),
         (
             '"policy": {"hidden_sizes": [64, "64"]}',
-            "hidden_sizes = [64, '64']: expected a number, got text; fix: [64, 64]",
+            "hidden_sizes = [64, '64'] has the wrong type; fix: [64, 64]",
         ),
         ('"logging": {"report_to": "wandb"}', "logging.report_to = 'wandb': expected a list; fix: [\"wandb\"]"),
     ],

@@ -1,6 +1,7 @@
 import json
+import re
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
 import pytest
 from pydantic import BaseModel
@@ -11,6 +12,7 @@ from groupwise.config import load as presets
 from groupwise.config.algorithm import (
     AlgorithmCfg,
     CreditCfg,
+    GroupStepCfg,
     GRPOCfg,
     LinearCfg,
     ObjectiveCfg,
@@ -19,10 +21,9 @@ from groupwise.config.algorithm import (
     register_algorithm,
 )
 from groupwise.config.base import Cfg, Choice
-from groupwise.config.credit import GroupStepCfg
 from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
 from groupwise.config.run import EnvCfg, RunCfg
-from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.errors import ConfigError
 
 
 @pytest.fixture
@@ -105,54 +106,7 @@ def test_keyword_arguments_of_the_environment_are_replaced_not_merged(write):
     assert load_config(path, env={"kwargs": {"b": 2}}).env.kwargs == {"b": 2}
 
 
-# --- presets ---
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-@pytest.mark.parametrize("env_id", [*presets.env_ids(), "Other-v0"])
-def test_every_environment_preset_is_valid(env_id, algorithm):
-    assert resolve(env_id, algorithm).algorithm.name == algorithm
-    assert "clip_coef" not in presets.env_preset(env_id)[algorithm].get(
-        "algorithm", {}
-    )  # it would beat the user's objective
-
-
-def test_presets_exist_for_the_promised_environments():
-    promised = {"CartPole-v1", "Acrobot-v1", "MountainCarContinuous-v0", "Pendulum-v1", "LunarLander-v3"}
-    promised |= {"HalfCheetah-v5", "Hopper-v5"}
-    assert promised <= set(presets.env_ids())
-
-
-@pytest.mark.parametrize("name", presets.objective_presets())
-def test_every_objective_preset_is_valid_and_names_its_source(name):
-    preset = presets.objective_presets()[name]
-    if name == "agilerl_turn_ratio":  # for rollouts that have turns, which no environment gives
-        assert GRPOCfg(**preset.settings).objective.ratio == "turn"
-    else:
-        resolve("CartPole-v1", {"credit": {"reward": {"names": ["a", "b"]}}} if name == "gdpo" else None, preset=name)
-    assert preset.source.startswith("https://")
-    assert preset.settings.keys() >= {"credit", "objective"}
-
-
-def test_every_choice_of_credit_and_objective_is_described():
-    parts = {"credit": CreditCfg, "objective": ObjectiveCfg, "credit.group_key": GroupStepCfg}
-    estimators = {f"kl_estimator.{name}" for name in get_args(GRPOCfg.model_fields["kl_estimator"].annotation)}
-    literals = {
-        f"{part}.{name}.{choice}"
-        for part, cfg_type in parts.items()
-        for name, field in cfg_type.model_fields.items()
-        if get_origin(field.annotation) is Literal and name != "name"
-        for choice in get_args(field.annotation)
-    }
-    members = {
-        f"{part}.{name}.{kind.own_name()}"
-        for part, cfg_type in parts.items()
-        for name, field in cfg_type.model_fields.items()
-        if isinstance(field.default, Choice)
-        for kind in field.default.members()
-    }
-    assert presets.choices().keys() == literals | members | estimators
-    assert all(choice.note and choice.source for choice in presets.choices().values())
+# --- classes ---
 
 
 def test_every_field_is_documented_and_no_config_is_long():
@@ -161,11 +115,6 @@ def test_every_field_is_documented_and_no_config_is_long():
         assert cfg_type.__doc__ != BaseModel.__doc__, cfg_type
         undocumented = {name for name, field in cfg_type.model_fields.items() if not field.description}
         assert undocumented <= ({"name"} if issubclass(cfg_type, Choice) else set()), cfg_type
-
-
-def test_objective_preset_needs_an_algorithm_with_credit():
-    with pytest.raises(ConfigError, match="algorithm 'ppo' lacks"):
-        resolve("CartPole-v1", "ppo", preset="grpo")
 
 
 # --- files ---
@@ -257,53 +206,66 @@ def test_file_that_is_no_text_is_named(tmp_path):
 
 # --- errors ---
 
+WRONG = [
+    # a key: the nearest one, one of the groups below, or the same in another library
+    ({"learning_rat": 1}, "algorithm: unknown key 'learning_rat'; did you mean 'learning_rate'?"),
+    ({"credit": {"scail": "std"}}, "algorithm.credit: unknown key 'scail'; did you mean 'scale'?"),
+    ({"name": "ppo", "gae_lamda": 1}, "did you mean 'gae_lambda'?"),
+    ({"eps": 1}, "unknown key 'eps'; did you mean optimizer.eps or credit.eps?"),
+    ({"kl_beta": 1}, "algorithm: unknown key 'kl_beta'; did you mean 'kl_coef'?"),
+    ({"scale_rewards": True}, "unknown key 'scale_rewards'; did you mean credit.scale?"),
+    ({"batch_group_updates": True}, "did you mean 'minibatch_size'?"),
+    ({"clip_range": 1}, "algorithm: unknown key 'clip_range'; did you mean 'clip_coef'?"),
+    ({"optimizer": {"epsilon": 1}}, "optimizer: unknown key 'epsilon'; did you mean 'eps'?"),
+    ({"name": "ppo", "group_size": 4}, "algorithm: unknown key 'group_size'; known: clip_coef, "),
+    # a value
+    ({"credit": {"scale": "stdd"}}, "algorithm.credit.scale = 'stdd': expected one of "),
+    ({"credit": {"scale": "stdd"}}, "did you mean 'std'?"),
+    ({"group_size": 1}, "algorithm.group_size = 1: input should be greater"),
+    ({"clip_coef": "wide"}, "algorithm.clip_coef = 'wide': input should be a valid number"),
+    ({"clip_coef": lambda left: left}, "algorithm.clip_coef = <function"),
+    ({"num_epochs": "3"}, "num_epochs = '3' has the wrong type; fix: 3"),
+    ({"credit": {"returns": "outcome"}}, "baseline='knn' needs returns='return_to_go'"),
+    ({"kl_coef": 0.1, "sync_ref_model": True}, "sync_ref_model = True: expected settings by name"),
+    ({"sync_ref_model": {"steps": 2}}, "sync_ref_model updates a reference, and kl_coef=0 has none"),
+    ({"credit": {"baseline": 3}}, "credit.baseline = 3: expected settings by name"),
+    # a choice
+    ({"schedule": "linaer"}, "schedule: unknown schedule 'linaer': did you mean 'linear'"),
+    ({"schedule": {"name": "linear", "decay": 1}}, "schedule: unknown key 'decay'; known: final, name, warmup"),
+    ({"optimizer": {"name": "sgd", "momentum": 3}}, "optimizer.momentum = 3: input should be less"),
+    ({"name": "grpoo"}, "unknown algorithm 'grpoo': did you mean 'grpo'"),
+]
+WRONG_IN_RUN = [
+    ({"xyz": 1}, "unknown key 'xyz'; known: algorithm, "),
+    ({"n_envs": 1}, "unknown key 'n_envs'; did you mean env.num_envs?"),
+    ({"n_steps": 1}, "unknown key 'n_steps'; did you mean algorithm.num_steps?"),
+    ({"n_eval_episodes": 3}, "unknown key 'n_eval_episodes'; did you mean evaluation.episodes?"),
+    ({"callback": []}, "unknown key 'callback'; did you mean callbacks of gw.train?"),
+    ({"policy": {"net_arch": [64]}}, "policy: unknown key 'net_arch'; did you mean 'hidden_sizes'?"),
+    ({"policy": "MlpPolicy"}, "unknown policy 'MlpPolicy': did you mean 'actor_critic'"),
+    ({"policy": {"hidden_sizes": [64, 0]}}, "policy.hidden_sizes.1 = 0: input should be greater"),
+    ({"policy": {"normalize_obs": 1}}, "normalize_obs = 1 has the wrong type; fix: true"),
+    ({"total_steps": "many"}, "total_steps = 'many': input should be a valid integer"),
+    ({"seed": True}, "seed = True has the wrong type; fix: 1"),
+    ({"device": "gpu"}, "device = 'gpu': string should match pattern"),
+    ({"env": 3}, "env = 3: expected an object"),
+    ({"env": EnvCfg}, "env = <class "),
+    ({"algorithm": GRPOCfg(clip_coef=0.1), "preset": "cispo"}, "unknown key 'clip_low'"),
+]
 
-@pytest.mark.parametrize(
-    ("algorithm", "fields", "message"),
-    [
-        ({"learning_rat": 1}, {}, r"algorithm: unknown key 'learning_rat'; did you mean 'learning_rate'\?"),
-        (
-            {"name": "ppo", "group_size": 4},
-            {},
-            r"algorithm: unknown key 'group_size'; group_size is a setting of algorithm 'grpo', not of algorithm 'ppo'",
-        ),
-        ({"credit": {"scail": "std"}}, {}, r"algorithm\.credit: unknown key 'scail'; did you mean 'scale'\?"),
-        (None, {"xyz": 1}, r"unknown key 'xyz'; known: .*total_steps"),
-        (None, {"gae_lambda": 1}, r"unknown key 'gae_lambda'; gae_lambda is a setting of .*algorithm 'ppo', not"),
-        (None, {"n_envs": 1}, r"unknown key 'n_envs'; did you mean env\.num_envs\?"),
-        (None, {"scale": 1}, r"unknown key 'scale'; did you mean algorithm\.credit\.scale\?"),
-        (
-            {"num_envs": 1},
-            {},
-            r"algorithm: unknown key 'num_envs'; num_envs is a setting of EnvCfg, not of algorithm 'grpo'",
-        ),
-        ({"vf_coef": 1}, {}, r"vf_coef is a setting of algorithm 'ppo', not of"),
-        ({"kl_beta": 1}, {}, r"algorithm: unknown key 'kl_beta'; did you mean 'kl_coef'\?"),
-        ({"name": "ppo", "kl_beta": 1}, {}, r"kl_coef is a setting of algorithm 'grpo', not of"),
-        ({"scale_rewards": True}, {}, r"unknown key 'scale_rewards'; did you mean credit\.scale\?"),
-        ({"batch_group_updates": True}, {}, r"'batch_group_updates'; did you mean 'minibatch_size'\?"),
-        ({"kl_ref_iterations": 1}, {}, r"'kl_ref_iterations'; did you mean 'sync_ref_model'\?"),
-        ({"eps": 1}, {}, r"unknown key 'eps'; did you mean optimizer\.eps or credit\.eps\?"),
-        (None, {"n_steps": 1}, r"unknown key 'n_steps'; did you mean algorithm\.num_steps\?"),
-        (None, {"hidden_sizes": 1}, r"unknown key 'hidden_sizes'; did you mean policy\.hidden_sizes\?"),
-        ({"clip_range": 1}, {}, r"algorithm: unknown key 'clip_range'; did you mean 'clip_coef'\?"),
-        ({"optimizer": {"epsilon": 1}}, {}, r"optimizer: unknown key 'epsilon'; did you mean 'eps'\?"),
-        ({"credit": {"scale": "stdd"}}, {}, r"algorithm\.credit\.scale = 'stdd': .*did you mean 'std'\?"),
-        ({"group_size": 1}, {}, r"algorithm\.group_size = 1: .*greater than or equal to 2"),
-        ({"clip_coef": "wide"}, {}, r"algorithm\.clip_coef = 'wide': .*number"),
-        (None, {"policy": {"hidden_sizes": [64, 0]}}, r"policy\.hidden_sizes\.1 = 0: .*greater than or equal to 1"),
-        (None, {"total_steps": "many"}, r"total_steps = 'many': .*integer"),
-        (None, {"device": "gpu"}, r"device = 'gpu': string should match pattern .*cpu.*auto.*cuda"),
-        ({"credit": {"returns": "outcome"}}, {}, r"algorithm\.credit: .*fix.*\(from the preset: .*baseline"),
-        (None, {"env": 3}, r"env = 3: expected an object"),
-        (GRPOCfg(clip_coef=0.1), {"preset": "cispo"}, r"unknown key 'clip_low'; .* not of trust region 'cispo'"),
-        ("grpoo", {}, r"unknown algorithm 'grpoo': did you mean 'grpo'"),
-        ("knn", {}, r"unknown algorithm 'knn': it is a preset of grpo; fix: preset='knn'"),
-    ],
-)
-def test_wrong_settings_name_key_value_and_fix(algorithm, fields, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve("CartPole-v1", algorithm, **fields)
+
+@pytest.mark.parametrize(("fields", "message"), [*(({"algorithm": one}, said) for one, said in WRONG), *WRONG_IN_RUN])
+def test_wrong_settings_name_key_value_and_fix(fields, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve("CartPole-v1", **fields)
+
+
+@pytest.mark.parametrize("fields", [fields for fields, message in WRONG if "'knn'" not in message])
+def test_a_config_built_in_python_complains_as_a_file_does(fields):
+    cfg_type = PPOCfg if fields.get("name") == "ppo" else GRPOCfg
+    with pytest.raises(ConfigError, match=f"^{cfg_type.__name__}: ") as caught:
+        cfg_type(**fields)
+    assert isinstance(caught.value, ValueError)
 
 
 def test_every_mistake_is_reported_at_once():
@@ -315,58 +277,6 @@ def test_every_mistake_is_reported_at_once():
         "policy: unknown key 'hidden'",
     ]
     assert "unknown key 'epochs'; did you mean 'num_epochs'?" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n_eval_episodes": 3}, r"unknown key 'n_eval_episodes'; did you mean evaluation\.episodes\?"),
-        ({"net_arch": [64]}, r"unknown key 'net_arch'; did you mean policy\.hidden_sizes\?"),
-        ({"policy": {"net_arch": [64]}}, r"policy: unknown key 'net_arch'; did you mean 'hidden_sizes'\?"),
-        ({"policy": "MlpPolicy"}, "unknown policy 'MlpPolicy': did you mean 'actor_critic'"),
-        ({"callback": []}, r"unknown key 'callback'; did you mean callbacks of gw\.train\?"),
-        (
-            {"reward_fn": len},
-            r"unknown key 'reward_fn'; rewards is a setting of TextTaskCfg, not of RunCfg",
-        ),
-        (
-            {"algorithm": {"clip_coef": lambda left: left}},
-            r"algorithm\.clip_coef: expected data, got a function; fix: a num",
-        ),
-        ({"env": EnvCfg}, r"env = <class .*EnvCfg'>: expected .*; fix: an instance, as gw\.PPOCfg\(\)"),
-    ],
-)
-def test_names_and_habits_of_stable_baselines3(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve("CartPole-v1", **fields)
-    assert resolve("CartPole-v1", {"clip_coef": {"start": 0.2, "end": 0.0}})  # what the message says
-
-
-def test_unknown_preset_names_the_nearest():
-    with pytest.raises(UnknownNameError, match="did you mean 'dr_grpo'"):
-        resolve("CartPole-v1", preset="dr_grp")
-
-
-# --- built in Python ---
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: GRPOCfg(learning_rat=1), r"GRPOCfg: unknown key 'learning_rat'; did you mean 'learning_rate'\?$"),
-        (lambda: GRPOCfg(credit={"scal": "std"}), r"GRPOCfg: credit: unknown key 'scal'; did you mean 'scale'\?$"),
-        (lambda: PPOCfg(gamma=2, vf_coef=-1), r"PPOCfg: gamma = 2: .*equal to 1\nPPOCfg: vf_coef = -1: .*equal to 0$"),
-        (lambda: RunCfg(algorithm={"name": "ppo", "gae_lamda": 1}), r"did you mean 'gae_lambda'\?$"),
-        (
-            lambda: RunCfg(algorithm={"group_siz": 1}),
-            r"algorithm: unknown key 'group_siz'; did you mean 'group_size'",
-        ),
-    ],
-)
-def test_a_config_built_in_python_complains_as_a_file_does(build, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        build()
-    assert isinstance(caught.value, ValueError)
 
 
 # --- registry ---
@@ -481,12 +391,6 @@ def test_an_error_names_choices_that_are_numbers(registry):
         resolve("CartPole-v1", {"name": "one", "num_epochs": 3})
 
 
-@pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo", "knn"])
-def test_groups_that_teach_although_equal_are_not_left_out(preset):
-    with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*fix: dynamic_sampling=None"):
-        resolve("CartPole-v1", {"name": "grpo", "collection": {"dynamic_sampling": 0}}, preset=preset)
-
-
 @pytest.mark.parametrize("rules", [{"finished_members": "zero"}, {"singleton": "trajectory"}])
 @pytest.mark.parametrize("given", [lambda c: GRPOCfg(credit=c), lambda c: {"credit": c}], ids=["config", "dictionary"])
 def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(rules, given):
@@ -495,15 +399,9 @@ def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(rules, give
     assert credit == CreditCfg(**full, scale="population_std")
     short = {"credit": {"group_key": rules}}
     assert resolve("LunarLander-v3", short).algorithm.credit == credit
-    with pytest.raises(ConfigError, match=r"group_key: unknown key .* is a setting of group key 'group_step', not"):
+    with pytest.raises(ConfigError, match="group_key: unknown key"):
         resolve("CartPole-v1", short, preset="grpo")
     assert resolve("CartPole-v1", given(full), preset="grpo").algorithm.credit.group_key == GroupStepCfg(**rules)
-
-
-def test_a_reference_is_renewed_only_where_there_is_one():
-    with pytest.raises(ConfigError, match=r"sync_ref_model updates a reference, and kl_coef=0 has none; fix: kl_coef"):
-        GRPOCfg(sync_ref_model={"steps": 2})
-    GRPOCfg(sync_ref_model={"steps": 2}, kl_coef=0.1)
 
 
 # --- choices with parameters of their own ---
@@ -520,45 +418,6 @@ def test_another_choice_drops_the_parameters_of_the_one_below(tmp_path):
     path.write_text('{"env": {"id": "CartPole-v1"}, "algorithm": {"schedule": {"name": "linear", "final": 0.25}}}')
     assert load_config(path, {"schedule": {"name": "step", "decay": 0.1}}).algorithm.schedule == StepCfg(decay=0.1)
     assert load_config(path, {"schedule": "linear"}).algorithm.schedule == LinearCfg(final=0.25)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"schedule": "linaer"}, "schedule: unknown schedule 'linaer': did you mean 'linear'"),
-        (
-            {"schedule": {"name": "linear", "decay": 1}},
-            "schedule: unknown key 'decay'; decay is a setting of schedule 'step', not of schedule 'linear'",
-        ),
-        ({"optimizer": {"name": "sgd", "momentum": 3}}, "optimizer.momentum = 3: input should be less"),
-    ],
-)
-def test_a_wrong_choice_is_named_by_its_path(given, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve("CartPole-v1", {"name": "grpo", **given})
-    with pytest.raises(ConfigError, match=message):
-        GRPOCfg(**given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"kl_coef": 0.1, "sync_ref_model": True},
-            r'sync_ref_model = True: expected settings by name; fix: {"steps": 1}',
-        ),
-        ({"adaptive_entropy": 0.2}, r'adaptive_entropy = 0\.2: expected settings by name; fix: {"target": 0\.2}'),
-        ({"credit": {"baseline": 3}}, r'credit\.baseline = 3: expected settings by name; fix: "mean"'),
-    ],
-)
-def test_another_value_than_a_group_of_settings_gets_an_example(given, message):
-    with pytest.raises(ConfigError, match=message):
-        GRPOCfg(**given)
-
-
-def test_a_setting_of_a_choice_is_given_with_the_choice():
-    with pytest.raises(ConfigError, match=r"fix: group_key=\{'name': 'group_step', 'finished_members': \.\.\.\}"):
-        CreditCfg(finished_members="zero")
 
 
 @pytest.mark.parametrize("policy", [PolicyCfg(hidden_sizes=(8,)), RecurrentCfg(cell="gru"), VLACfg(num_layers=1)])

@@ -63,7 +63,7 @@ def test_the_command_line_takes_it_by_position_and_by_option(tmp_path, capsys):
         ("a: " + "[" * 5_000, "broken YAML: "),
         ("env: {id: CartPole-v1}\nsead: 1", "unknown key 'sead'; did you mean 'seed'"),
         ("env: {id: CartPole-v1}\nalgorithm: {gamma: .inf}", r"algorithm\.gamma = '\.inf'"),
-        ("env: {id: CartPole-v1}\nseed: '1'", "expected a number, got text"),
+        ("env: {id: CartPole-v1}\nseed: '1'", "seed = '1' has the wrong type"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, message):

@@ -20,13 +20,12 @@ import torch
 
 import groupwise as gw
 from groupwise import config
-from groupwise.config import load as presets
 from groupwise.text.tools import Tool
 
 HERE = Path(__file__).parent
 FILE = Path(os.environ.get("GOLDEN_FILE", HERE / "golden.json"))
 sys.path.insert(0, str(HERE.parent / "support"))
-
+from variants import SETTINGS  # noqa: E402  of tests/support
 
 QUIET = {"speed": "off", "logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
 CONTROL = ("CartPole-v1", "Pendulum-v1")
@@ -150,8 +149,8 @@ def resumed(algorithm):
 
 
 def updated(preset):
-    """Two updates on the same made-up rollout."""
-    settings = presets.objective_preset(preset).settings
+    """Two updates of a preset or variant on the same made-up rollout."""
+    settings = SETTINGS[preset]
     objective = dict(settings.get("objective", {}))
     if objective.get("aggregation") in ("constant", "seq_mean_token_sum_norm"):
         objective["aggregation"] = {"name": objective["aggregation"], "max_length": STEPS}
@@ -346,7 +345,7 @@ def control_cases():
     """Name of each case of control, and what computes it."""
     cases = {f"{env} {name}": (trained, env, name) for env in CONTROL for name in ALGORITHMS}
     cases |= {f"resume {name}": (resumed, name) for name in ALGORITHMS}
-    cases |= {f"preset {name}": (updated, name) for name in sorted(presets.objective_presets())}
+    cases |= {f"preset {name}": (updated, name) for name in sorted(SETTINGS)}
     cases |= {f"update {name}": (updated_with, settings) for name, settings in UPDATES.items()}
     cases |= {f"update ppo {name}": (partial(updated_ppo, **settings),) for name, settings in PPO_UPDATES.items()}
     cases |= {f"two ranks {name}": (updated_on_two_ranks, name) for name in ALGORITHMS}

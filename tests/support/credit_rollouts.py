@@ -1,17 +1,13 @@
 """Rollouts small enough to work credit out by hand."""
 
-import json
-from importlib.resources import files
-
 import torch
 from tensordict import TensorDict
+from variants import SETTINGS
 
 from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.config.algorithm import CreditCfg
 from groupwise.engines import Engine
 from groupwise.policies.base import Evaluation
-
-PRESETS = json.loads(files("groupwise").joinpath("config/presets/objectives.json").read_text())
 
 
 def rollout(episodes, *, steps=None, per_row=1, **more):
@@ -89,7 +85,7 @@ def credit(batch, gamma=1.0, average=None, engine=None, **choices):
 
 
 def preset(name, **changes):
-    return PRESETS[name]["credit"] | changes
+    return SETTINGS[name]["credit"] | changes
 
 
 def per_episode(out, batch):

@@ -4,7 +4,7 @@ import torch
 
 from groupwise.algorithms import losses
 from groupwise.algorithms.losses import Counts, LossInputs, UpdateStart, policy_ratio
-from groupwise.config.objective import ObjectiveCfg
+from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.functional.reduce import local
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from variants import SETTINGS
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.load import objective_preset
 from groupwise.config.policy import SamplingCfg
 from groupwise.text.policy import CausalLM
 from groupwise.text.tools import TextRow, text_rollout
@@ -89,7 +89,7 @@ def rollout(record, rewards):
 def updated(record, rewards=BATCH["rewards"]):
     """Our algorithm after the one update that TRL's record describes, and the metrics of it."""
     preset, credit, objective = CASES[record["case"]]
-    settings = objective_preset(preset).settings
+    settings = SETTINGS[preset]
     cfg = GRPOCfg(
         **settings
         | {"credit": settings["credit"] | credit, "objective": settings["objective"] | objective}

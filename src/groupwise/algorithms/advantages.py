@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
+from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
 from groupwise.config.base import Fraction, NonNegative, PositiveInt, settings_of
-from groupwise.config.credit import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, UnknownNameError, require_name

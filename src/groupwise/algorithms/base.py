@@ -29,6 +29,7 @@ from groupwise.config.algorithm import (
     AlgorithmCfg,
     CosineCfg,
     ExponentialCfg,
+    FixedLengthCfg,
     GRPOCfg,
     LinearCfg,
     ScheduleCfg,
@@ -36,8 +37,6 @@ from groupwise.config.algorithm import (
     at_progress,
     has_range_schedule,
 )
-from groupwise.config.base import SB3_FIX
-from groupwise.config.objective import FixedLengthCfg
 from groupwise.data.minibatch import LAYOUTS, cut, take
 from groupwise.data.rollout import Nested
 from groupwise.engines import Engine
@@ -115,8 +114,9 @@ class BaseAlgorithm(ABC):
         gradient: MakeGradient | None = None,
     ) -> None:
         if not isinstance(cfg, AlgorithmCfg) or not isinstance(policy, Policy):
+            fix = "fix: gw.train('CartPole-v1'), or groupwise.contrib.sb3.GRPO('MlpPolicy', 'CartPole-v1')"
             raise ConfigError(
-                f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; {SB3_FIX}"
+                f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; {fix}"
             )
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None

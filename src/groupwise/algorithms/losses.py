@@ -21,9 +21,15 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
+from groupwise.config.algorithm import (
+    CorrectionCfg,
+    FixedLengthCfg,
+    LinearRangeCfg,
+    ObjectiveCfg,
+    TrustRegionCfg,
+    range_at,
+)
 from groupwise.config.base import Fraction, NonNegative, Positive, settings_of
-from groupwise.config.objective import CorrectionCfg, FixedLengthCfg, ObjectiveCfg, TrustRegionCfg
-from groupwise.config.ranges import LinearRangeCfg, range_at
 from groupwise.data.minibatch import Unit
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.errors import ConfigError, DataError, require_name

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, policy_loss, value_loss
-from groupwise.config.algorithm import PPOCfg
-from groupwise.config.ranges import range_at
+from groupwise.config.algorithm import PPOCfg, range_at
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError

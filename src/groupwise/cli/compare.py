@@ -8,7 +8,7 @@ from typing import get_args
 from groupwise.cli.parser import Parser
 from groupwise.comparison.compare import Comparison, compare
 from groupwise.comparison.show import Table, tables
-from groupwise.config.load import read_json
+from groupwise.config.load import read_file
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
 from groupwise.system import printable
@@ -74,7 +74,7 @@ def parse_word(word: str) -> tuple[str | None, Path]:
 def read_reference(path: Path) -> dict[str, tuple[float, float]]:
     """Reference scores by environment."""
     try:
-        return {name: (float(low), float(high)) for name, (low, high) in read_json(path).items()}
+        return {name: (float(low), float(high)) for name, (low, high) in read_file(path).items()}
     except (ValueError, TypeError) as error:
         expected = 'expected JSON like {"CartPole-v1": [20, 500]}, the scores that count as 0 and 1'
         raise ConfigError(f"{path}: {expected}; {error}") from error

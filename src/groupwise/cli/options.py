@@ -21,9 +21,9 @@ from groupwise import system as files
 from groupwise.cli.parser import SHARED
 from groupwise.config import load as presets
 from groupwise.config import load_config, resolve
-from groupwise.config.base import OTHER_NAMES, Cfg, Choice, paths_of
+from groupwise.config.base import OTHER_NAMES, Cfg, Choice
 from groupwise.config.load import SUFFIXES, Tree
-from groupwise.config.run import CommonCfg, EnvCfg, RunCfg, TextRunCfg, TextTaskCfg
+from groupwise.config.run import EnvCfg, RunCfg, TextRunCfg, TextTaskCfg
 from groupwise.envs.make import check_id, import_package, unknown_environment
 from groupwise.errors import ConfigError
 
@@ -109,7 +109,7 @@ def parse_options(
         _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)
     known = {option.path for option in options}
     if unknown := [path for path in given if path not in known]:
-        raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, flags, default, given)}")
+        raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, flags)}")
     return _resolve(target, preset, _tree(options, given))
 
 
@@ -235,13 +235,7 @@ def _convert(flag: str, word: str, types: set[Any]) -> Any:
 # --- mistakes ---
 
 
-def _hint(
-    path: str,
-    options: Sequence[Option],
-    flags: Sequence[str],
-    default: CommonCfg,
-    given: Mapping[str, list[str]],
-) -> str:
+def _hint(path: str, options: Sequence[Option], flags: Sequence[str]) -> str:
     """What an unknown option may mean."""
     if path == "env.id":
         return ": the environment is the first argument"
@@ -252,30 +246,11 @@ def _hint(
     own = OTHER_NAMES.get(own, own)
     last = {name: name.rpartition(".")[2] for name in known if not path.startswith(f"{name}.")}
     same = [name for name in last if last[name] == own]
-    if not same and (owner := _owner(path, default, given)):
-        return f": {owner}"
     like = get_close_matches(own, last.values(), n=1, cutoff=0.7)
     near = same or get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
     if near:
         return f"; did you mean {' or '.join(map(_flag, near[:3]))}?"
     return f"; known: {', '.join(map(_flag, known))}" if len(known) < _FEW else "; --help-all shows them all"
-
-
-def _owner(path: str, settings: Cfg, given: Mapping[str, list[str]], outer: str = "") -> str:
-    """Which settings have a part of a path that these lack, if it is not further down in these, and how to get them."""
-    part, dot, rest = path.partition(".")
-    name = OTHER_NAMES.get(part, part)
-    if name in type(settings).model_fields:
-        inner, at = vars(settings)[name], f"{outer}{name}"
-        inner = _chosen(inner, at, given) if isinstance(inner, Choice) else inner
-        return _owner(rest, inner, given, f"{at}.") if isinstance(inner, Cfg) and rest else ""
-    owner = "" if paths_of(type(settings), name) else settings.owner_of(name)
-    at, member = settings.choice_with(name)
-    if not owner or not member:
-        return owner
-    choice = f"{outer}{at}".removesuffix(".")
-    words = " ".join(given.get(f"{outer}{path}") or ["VALUE"])
-    return f"{owner}; fix: {_flag(choice)} {member} {_flag(f'{choice}.{name}{dot}{rest}')} {words}"
 
 
 # --- help ---

@@ -1,32 +1,322 @@
-"""Settings of the algorithms, and their registry. Imports no torch."""
+"""Settings of the algorithms: objective, credit, optimiser, schedule, collection; and their registry. Imports no torch.
+
+Trust regions, corrections and baselines other than the defaults are made from the functions of ``algorithms/losses.py`` and
+``algorithms/advantages.py``.
+"""
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationError, WrapValidator, model_validator
 
 from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
-from groupwise.config.credit import CreditCfg as CreditCfg
-from groupwise.config.credit import PartsCfg
-from groupwise.config.objective import FixedLengthCfg, TrustRegionCfg
-from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
-from groupwise.config.ranges import ClipRange, LinearRangeCfg, range_at
 
+# Objective: the loss of a step, and how steps become one loss
+
+
+class LinearRangeCfg(Cfg):
+    """A clip range that goes in a straight line from ``start`` to ``end``."""
+
+    name: Literal["linear"] = "linear"
+    """The only schedule."""
+    start: Positive
+    """Range at the beginning of training."""
+    end: NonNegative = 0.0
+    """Range at its end."""
+
+
+_NUMBER: TypeAdapter[float] = TypeAdapter(Positive, config=ConfigDict(allow_inf_nan=False))
+
+
+def _number_or_schedule(value: object, handler: Callable[[object], Any]) -> float | LinearRangeCfg:
+    """Check the one that was meant: the errors of a union name both."""
+    schedule = isinstance(value, Mapping | LinearRangeCfg)
+    return LinearRangeCfg.model_validate(value) if schedule else _NUMBER.validate_python(value)
+
+
+ClipRange: TypeAlias = Annotated[Positive | LinearRangeCfg, WrapValidator(_number_or_schedule)]
+"""A number, or ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
 _CLIP_RANGE: TypeAdapter[float | LinearRangeCfg] = TypeAdapter(ClipRange)
+
+
+def range_at(value: float | LinearRangeCfg, progress: float = 0.0) -> float:
+    """The number at a share ``progress`` of training."""
+    return value.start + progress * (value.end - value.start) if isinstance(value, LinearRangeCfg) else value
+
+
+class TrustRegionCfg(Choice, family="trust region", default="clip"):
+    """How the policy update is limited: settings of a function registered with ``register_loss``."""
+
+    known: ClassVar = dict.fromkeys(
+        ("cispo", "clip_cov", "dppo", "dual_clip", "gmpo", "kl_cov", "none", "reinforce", "sapo", "two_sided", "vespo"),
+        "groupwise.algorithms.losses",
+    )
+    needs_ratio: ClassVar[str | None] = None
+    """The required ``objective.ratio``. None: any."""
+    needs_old_log_prob: ClassVar[bool] = False
+    """Whether it reads ``old_log_prob`` before the first optimiser step."""
+
+
+@register_choice
+class ClipCfg(TrustRegionCfg):
+    """PPO's minimum of raw and clipped; with clip_high above clip_low DAPO's clip-higher."""
+
+    name: Literal["clip"] = "clip"
+    clip_low: ClipRange = 0.2
+    """The ratio is clipped at 1 - clip_low. A number, or a schedule over training: ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
+    clip_high: ClipRange = 0.2
+    """The ratio is clipped at 1 + clip_high. A number or a schedule."""
+    source: ClassVar = "https://arxiv.org/abs/1707.06347"
+
+
+class CorrectionCfg(Choice, family="importance sampling correction", default="none"):
+    """How the difference between sampler and trainer is corrected: settings of a function registered with ``register_correction``."""
+
+    known: ClassVar = dict.fromkeys(("mis", "off_policy_mask", "tis"), "groupwise.algorithms.losses")
+    reweights: ClassVar[bool] = False
+    """Whether it weighs steps by ``old_log_prob`` against the sampler's, which needs ``old_log_prob="recomputed"``."""
+
+
+@register_choice
+class NoCorrectionCfg(CorrectionCfg):
+    """No correction."""
+
+    name: Literal["none"] = "none"
+    source: ClassVar = "https://arxiv.org/abs/1707.06347"
+
+
+class AggregationCfg(Choice, family="aggregation", default="token_mean"):
+    """How the losses of steps become one loss."""
+
+    by_episode: ClassVar[bool] = True
+    """Whether minibatches must keep episodes whole."""
+
+
+@register_choice
+class TokenMeanCfg(AggregationCfg):
+    """Mean over all steps of the minibatch (DAPO)."""
+
+    name: Literal["token_mean"] = "token_mean"
+    source: ClassVar = "https://arxiv.org/abs/2503.14476"
+    by_episode: ClassVar = False
+
+
+@register_choice
+class SeqMeanTokenMeanCfg(AggregationCfg):
+    """Mean of episode means."""
+
+    name: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
+    source: ClassVar = "https://arxiv.org/abs/2402.03300"
+
+
+@register_choice
+class SeqMeanTokenSumCfg(AggregationCfg):
+    """Mean of episode sums."""
+
+    name: Literal["seq_mean_token_sum"] = "seq_mean_token_sum"
+    source: ClassVar = "https://arxiv.org/abs/2402.14740"
+
+
+class FixedLengthCfg(AggregationCfg):
+    """An aggregation that divides by a fixed length."""
+
+    max_length: PositiveInt | None = None
+    """Length of the longest episode. None: the step limit of the environment, or the token limit of a completion."""
+
+
+@register_choice
+class ConstantLengthCfg(FixedLengthCfg):
+    """Sum over episodes times ``max_length`` (Dr. GRPO)."""
+
+    name: Literal["constant"] = "constant"
+    source: ClassVar = "https://arxiv.org/abs/2503.20783"
+
+
+@register_choice
+class SeqMeanTokenSumNormCfg(FixedLengthCfg):
+    """Sum over ``max_length`` (Dr. GRPO in verl); grows with the batch."""
+
+    name: Literal["seq_mean_token_sum_norm"] = "seq_mean_token_sum_norm"
+    source: ClassVar = "https://github.com/volcengine/verl"
+    by_episode: ClassVar = False
+
+
+class ObjectiveCfg(Cfg):
+    """The loss of a step, and how steps are aggregated."""
+
+    ratio: Literal["token", "turn", "sequence", "sequence_token", "sequence_product"] = "token"
+    """Level of the probability ratio: ``token``, each step; ``turn``, geometric mean over the turn; ``sequence``, over the episode (GSPO); ``sequence_token``, the same with the gradient of each step; ``sequence_product``, the product over the episode."""
+    trust_region: SerializeAsAny[TrustRegionCfg] = ClipCfg()
+    """How the update is limited, by name or with its parameters: ``{"name": "cispo", "high": 1.2}``."""
+    importance_sampling_correction: SerializeAsAny[CorrectionCfg] = NoCorrectionCfg()
+    """Correction of the difference between sampler and trainer, by name or with its parameters. ``tis`` and ``mis`` need ``old_log_prob="recomputed"``."""
+    aggregation: SerializeAsAny[AggregationCfg] = TokenMeanCfg()
+    """How steps become one loss, by name or with its parameters: ``{"name": "constant", "max_length": 500}``."""
+    old_log_prob: Literal["sampled", "recomputed"] = "sampled"
+    """Denominator of the ratio: as the sampler reported it, or recomputed at the update's start."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ObjectiveCfg":
+        region, correction = self.trust_region, self.importance_sampling_correction
+        if region.needs_ratio not in (None, self.ratio):
+            raise ValueError(
+                f"trust_region={region.name!r} needs another ratio than {self.ratio!r}; fix: ratio={region.needs_ratio!r}"
+            )
+        if correction.reweights and self.old_log_prob == "sampled":
+            raise ValueError(
+                f"importance_sampling_correction={correction.name!r} compares old_log_prob with the sampler's; "
+                "fix: old_log_prob='recomputed'"
+            )
+        return self
+
+
+# Credit: how rewards of a group become advantages
+
+
+class BaselineCfg(Choice, family="baseline", default="mean"):
+    """What is subtracted from the score: settings of a function registered with ``register_baseline``."""
+
+    known: ClassVar = dict.fromkeys(
+        ("ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "optimal_token", "second_best"),
+        "groupwise.algorithms.advantages",
+    )
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Required values of other settings of credit."""
+    within_group: ClassVar[bool] = True
+    """Whether a group of equal returns has advantages 0."""
+    discounts: ClassVar[bool] = False
+    """Whether it reads ``CreditInput.gamma``."""
+    greedy_members: ClassVar[Literal[0, 1]] = 0
+    """Further deterministic episodes of each group, not trained on."""
+    needs_scores: ClassVar[bool] = False
+    """Whether it reads ``CreditInput.start``."""
+
+
+@register_choice
+class MeanCfg(BaselineCfg):
+    """The mean of those compared."""
+
+    name: Literal["mean"] = "mean"
+    source: ClassVar = "https://arxiv.org/abs/2402.03300"
+
+
+class CreditRewardCfg(Choice, family="reward", default="total"):
+    """Which reward is compared."""
+
+
+@register_choice
+class TotalCfg(CreditRewardCfg):
+    """The reward as one number."""
+
+    name: Literal["total"] = "total"
+    source: ClassVar = "https://arxiv.org/abs/2402.03300"
+
+
+@register_choice
+class PartsCfg(CreditRewardCfg):
+    """Each part of the reward on its own, advantages added up (GDPO)."""
+
+    name: Literal["parts"] = "parts"
+    names: tuple[str, ...] = ()
+    """Entries of ``info`` that make up the reward, such as ``reward_forward``. Empty for texts, where each reward function is a part."""
+    weights: tuple[float, ...] = ()
+    """Weight of each part's advantage. Empty: 1 each."""
+    source: ClassVar = "https://arxiv.org/abs/2601.05242"
+
+
+class GroupKeyCfg(Choice, family="group key", default="group"):
+    """What is compared."""
+
+
+@register_choice
+class WholeGroupCfg(GroupKeyCfg):
+    """Members are compared as a whole."""
+
+    name: Literal["group"] = "group"
+    source: ClassVar = "https://arxiv.org/abs/2402.03300"
+
+
+@register_choice
+class GroupStepCfg(GroupKeyCfg):
+    """Members are compared at the same time step (with ``returns="turn"``: at the same turn)."""
+
+    name: Literal["group_step"] = "group_step"
+    source: ClassVar = "https://github.com/DexForce/EmbodiChain"
+    finished_members: Literal["zero", "mask", "trajectory"] = "mask"
+    """After a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
+    singleton: Literal["zero", "trajectory"] = "zero"
+    """A member with nothing to compare with: advantage 0, or the advantage of the whole episode."""
+
+
+class CreditCfg(Cfg):
+    """How rewards become advantages: a composition of independent choices."""
+
+    rule: str = "composed"
+    """``composed``: the choices below; or the name of a registered credit rule."""
+    reward: SerializeAsAny[CreditRewardCfg] = TotalCfg()
+    """The whole reward, or each of its parts on its own, with the advantages added (GDPO)."""
+    group_key: SerializeAsAny[GroupKeyCfg] = WholeGroupCfg()
+    """What is compared: the whole group, or its members at the same step, by name or with parameters: ``{"name": "group_step", "singleton": "trajectory"}``."""
+    returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
+    """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from this step; ``return_to_go``, discounted rewards from this step; ``turn``, the sum of the turn's rewards."""
+    baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
+    """Subtracted from the score, by name or with its parameters: ``{"name": "knn", "k": 16}``."""
+    scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
+    """Divisor: standard deviation of what is compared, unbiased or of the population; unbiased standard deviation of the batch; mean of what is compared (MaxRL); share of scores that are not 0 (GPG); nothing."""
+    eps: NonNegative = 1e-4
+    """Added to the standard deviation, in units of the score. 1e-8 would turn rounding noise into full advantages."""
+    normalize: Literal["none", "batch", "informative", "episodes"] = "none"
+    """Scale advantages to mean 0 and standard deviation 1: never; over all steps of the batch; over the steps of groups with variance; over episodes, whatever their length (GDPO)."""
+    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
+    """Where ``kl_coef`` times the KL goes: into the loss, off each reward before credit, or into the advantage."""
+
+    @property
+    def discounts(self) -> bool:
+        """Whether ``gamma`` has an effect; of a registered rule it is not known."""
+        return self.rule != "composed" or self.returns == "return_to_go" or self.baseline.discounts
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "CreditCfg":
+        by_step = isinstance(self.group_key, GroupStepCfg)
+        for field, allowed in self.baseline.needs.items():
+            value = (vars(self.group_key) | vars(self)).get(field)
+            found = value.name if isinstance(value, Choice) else value
+            if found not in allowed:
+                name = field if field in vars(self) else f"group_key.{field}"
+                raise ValueError(
+                    f"baseline={self.baseline.name!r} needs {name}={' or '.join(map(repr, allowed))}; got {name}={found!r}, "
+                    f"fix: {name}={allowed[0]!r}, or baseline='mean'"
+                )
+        if by_step and self.returns not in ("return_to_go", "turn"):
+            raise ValueError(
+                f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
+            )
+        if self.returns == "turn" and not by_step:
+            raise ValueError(
+                "returns='turn' compares the same turn; got group_key='group', fix: group_key='group_step'"
+            )
+        if self.normalize == "episodes" and (self.returns != "outcome" or self.baseline.name == "gigpo"):
+            raise ValueError(
+                "normalize='episodes' needs one advantage for each episode; got "
+                f"returns={self.returns!r}, baseline={self.baseline.name!r}, fix: returns='outcome', or normalize='batch'"
+            )
+        if self.kl_placement == "reward" and self.reward.name == "parts":
+            raise ValueError("kl_placement='reward' needs one reward; got reward='parts', fix: kl_placement='loss'")
+        return self
+
+
+# Optimisers and schedules
+
 OnNonFinite: TypeAlias = Literal["stop", "drop", "zero"]
 LearningRate: TypeAlias = Annotated[float, Gt(0), Le(1000)]
 """Bounded, so that no step makes a parameter infinite."""
 
 
-class OptimizerCfg(Choice):
+class OptimizerCfg(Choice, family="optimizer", default="adam"):
     """Which optimiser, and its settings other than the learning rate."""
-
-    family: ClassVar = "optimizer"
-    default: ClassVar = "adam"
-    known: ClassVar = {}
 
 
 @register_choice
@@ -69,12 +359,8 @@ class RMSpropCfg(OptimizerCfg):
     """Added to the denominator."""
 
 
-class ScheduleCfg(Choice):
+class ScheduleCfg(Choice, family="schedule", default="none"):
     """How the learning rate changes over training."""
-
-    family: ClassVar = "schedule"
-    default: ClassVar = "none"
-    known: ClassVar = {}
 
 
 @register_choice
@@ -180,12 +466,9 @@ class CollectionCfg(Cfg):
     """Leave groups without variance out of the loss, and collect others in their place, with at most this many times the steps of an iteration (DAPO). 0: only leave them out. None: they stay."""
 
 
-class AlgorithmCfg(Choice):
+class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
 
-    family: ClassVar = "algorithm"
-    default: ClassVar = "grpo"
-    known: ClassVar = {}
     algorithm: ClassVar[type[Any] | str] = ""
     """The ``BaseAlgorithm`` subclass, or ``module:Class``, to import torch only when needed."""
 
@@ -242,9 +525,7 @@ class AlgorithmCfg(Choice):
         values = dict(objective) if isinstance(objective, dict | ObjectiveCfg) else {}
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
         if "clip_low" not in type(region).model_fields:
-            raise ValueError(
-                f"clip_coef={data['clip_coef']!r} sets a clip range, which trust_region={region.name!r} does not have; fix: leave it out"
-            )
+            raise ValueError(f"clip_coef={coef!r} sets a clip range, which trust_region={region.name!r} does not have")
         given = {name: value for name, value in region if name in region.model_fields_set}
         both = given | {"clip_low": coef, "clip_high": coef}
         return {**data, "objective": values | {"trust_region": both}}
@@ -351,8 +632,8 @@ class GRPOCfg(AlgorithmCfg):
         equal_returns_teach = self.credit.reward.name == "parts" or not self.credit.baseline.within_group
         if equal_returns_teach and self.collection.dynamic_sampling is not None:
             raise ValueError(
-                f"credit.reward={self.credit.reward.name!r} with credit.baseline={self.credit.baseline.name!r} learns from groups "
-                f"of equal whole return, which collection.dynamic_sampling leaves out; fix: dynamic_sampling=None"
+                f"credit.baseline={self.credit.baseline.name!r} with reward={self.credit.reward.name!r} learns from groups of "
+                "equal whole return, which collection.dynamic_sampling leaves out; fix: dynamic_sampling=None"
             )
         return self
 
@@ -379,14 +660,9 @@ class BCCfg(AlgorithmCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "BCCfg":
-        unread = self.changed("target_kl", "clip_coef") | {
-            f"objective.{name}": value
-            for name, value in self.objective.changed(
-                "ratio", "trust_region", "importance_sampling_correction", "old_log_prob"
-            ).items()
-        }
+        names = ("ratio", "trust_region", "importance_sampling_correction", "old_log_prob")
+        objective = {f"objective.{name}": value for name, value in self.objective.changed(*names).items()}
+        unread = self.changed("target_kl", "clip_coef") | objective
         for name, value in unread.items():
-            raise ValueError(
-                f"{name}={value!r} has no effect on behaviour cloning, which has no ratio; fix: leave it out"
-            )
+            raise ValueError(f"{name}={value!r} has no effect on behaviour cloning; fix: leave it out")
         return self

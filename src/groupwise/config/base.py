@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Len
@@ -27,23 +26,20 @@ GIVEN = "<given in Python>"
 """Placeholder in a config for an object passed in Python."""
 
 OTHER_NAMES = {
-    "clip_range": "clip_coef", "clip_ratio": "clip_coef", "epsilon": "clip_coef", "num_generations": "group_size",
-    "num_iterations": "num_epochs", "beta": "kl_coef", "lr": "learning_rate", "lam": "gae_lambda",
-    "n_steps": "num_steps", "n_epochs": "num_epochs", "update_epochs": "num_epochs", "batch_size": "minibatch_size",
-    "n_action_steps": "num_action_steps", "n_envs": "num_envs", "total_timesteps": "total_steps",
-    "kl_beta": "kl_coef", "kl_ref_iterations": "sync_ref_model", "ref_model_sync_steps": "sync_ref_model", "ref_model_mixup_alpha": "sync_ref_model", "filter_groups": "dynamic_sampling", "scale_rewards": "scale",
-    "batch_group_updates": "minibatch_size", "group_rollout_buffer_class": "credit",
-    "n_eval_episodes": "episodes", "eval_freq": "interval", "net_arch": "hidden_sizes", "activation_fn": "activation",
-    "callback": "callbacks of gw.train",
-    "MlpPolicy": "actor_critic", "CnnPolicy": "actor_critic", "MultiInputPolicy": "actor_critic", "MlpLstmPolicy": "recurrent",
-    "num_train_epochs": "total_epochs", "n_iterations": "total_iterations", "loss_type": "aggregation", "epsilon_high": "clip_high", "max_completion_length": "max_new_tokens",
-    "rank": "r", "reward_fn": "rewards", "reward_funcs": "rewards", "reward_function": "rewards",
+    "batch_group_updates": "minibatch_size", "batch_size": "minibatch_size", "beta": "kl_coef", "clip_range": "clip_coef",
+    "clip_ratio": "clip_coef", "epsilon": "clip_coef", "epsilon_high": "clip_high", "filter_groups": "dynamic_sampling",
+    "group_rollout_buffer_class": "credit", "kl_beta": "kl_coef", "kl_ref_iterations": "sync_ref_model", "lam": "gae_lambda",
+    "loss_type": "aggregation", "lr": "learning_rate", "n_epochs": "num_epochs", "n_steps": "num_steps",
+    "num_generations": "group_size", "num_iterations": "num_epochs", "ref_model_mixup_alpha": "sync_ref_model",
+    "ref_model_sync_steps": "sync_ref_model", "scale_rewards": "scale", "update_epochs": "num_epochs",
+    "n_action_steps": "num_action_steps", "n_envs": "num_envs",
+    "n_iterations": "total_iterations", "num_train_epochs": "total_epochs", "total_timesteps": "total_steps",
+    "callback": "callbacks of gw.train", "eval_freq": "interval", "n_eval_episodes": "episodes",
+    "activation_fn": "activation", "net_arch": "hidden_sizes", "max_completion_length": "max_new_tokens", "rank": "r",
+    "reward_fn": "rewards", "reward_funcs": "rewards", "reward_function": "rewards",
+    "CnnPolicy": "actor_critic", "MlpLstmPolicy": "recurrent", "MlpPolicy": "actor_critic", "MultiInputPolicy": "actor_critic",
 }  # fmt: skip
-"""Settings and choices by their names in Stable-Baselines3, its proposed GRPO, TRL, verl, PEFT, CleanRL and LeRobot, where another setting is spelled more like them."""
-
-
-SB3_FIX = "fix: gw.train('CartPole-v1'), or with Stable-Baselines3's arguments groupwise.contrib.sb3.GRPO('MlpPolicy', 'CartPole-v1')"
-"""For those who give a policy's name, then an environment."""
+"""Settings and choices by their names in other libraries, as in docs/coming_from.md."""
 
 
 class Cfg(BaseModel):
@@ -72,68 +68,28 @@ class Cfg(BaseModel):
         """Those of these fields that differ from their defaults."""
         return {name: vars(self)[name] for name in names if vars(self)[name] != type(self).model_fields[name].default}
 
-    @classmethod
-    def explain_unknown(cls, key: str) -> str:
-        """The message for a key that is not a field: the one that was meant, or who has it."""
-        known, name = sorted(cls.model_fields), OTHER_NAMES.get(key, key)
-        paths = [name] if " " in name else [] if name in known else paths_of(cls, name)
-        if paths:
-            return f"unknown key {key!r}; did you mean {' or '.join(paths[:3])}?"
-        alike = name != key and nearest(key, known, cutoff=0.6)  # Adam's epsilon is its eps
-        if not alike and (owner := cls.owner_of(name)):
-            at, member = cls.choice_with(name)
-            fix = f"; fix: {at}={{'name': {member!r}, {name!r}: ...}}" if at else ""
-            return f"unknown key {key!r}; {owner}{fix}"
-        near = nearest(name if name in known else key, known)
-        return f"unknown key {key!r}{near or '; known: ' + ', '.join(known)}"
-
-    @classmethod
-    def owner_of(cls, name: str) -> str:
-        """Which settings elsewhere have one of that name; empty if it is here or nowhere."""
-        if name in cls.model_fields:
-            return ""
-        owners = [member for _, member in choices_with(cls, name)] or owners_of(name)
-        names = " and ".join(owner.title() for owner in owners[:3])
-        return names and f"{name} is a setting of {names}, not of {cls.title()}"
-
-    @classmethod
-    def choice_with(cls, name: str) -> tuple[str, str]:
-        """Path of the choice, and name of its member, that has a setting of that name; empty if none has."""
-        at, member = next(iter(choices_with(cls, name)), ("", None))
-        return at, member.own_name() if member else ""
-
-    @classmethod
-    def members(cls) -> list[type[Any]]:
-        """The members of a choice; none if it is no choice."""
-        return []
-
-    @classmethod
-    def title(cls) -> str:
-        """What messages call it."""
-        return cls.__name__
-
-    @classmethod
-    def example(cls) -> str:
-        """What may be given, as JSON: its first default that is no group."""
-        plain = {n: f.default for n, f in cls.model_fields.items() if isinstance(f.default, str | float | int | tuple)}
-        return json.dumps(dict([*plain.items(), (next(iter(cls.model_fields)), None)][:1]))
-
     @model_validator(mode="wrap")
     @classmethod
-    def _refuse_other_types(cls, data: object, handler: Callable[[object], Any]) -> Any:
+    def _refuse_unknown_keys_and_other_types(cls, data: object, handler: Callable[[object], Any]) -> Any:
+        given = data if isinstance(data, Mapping) else {}
+        if unknown := [str(key) for key in given if key not in cls.model_fields]:
+            raise ValueError(" ".join(f"unknown key {key!r}{_meant(cls, key)}" for key in unknown))
         made = handler(data)
-        for key, value in data.items() if isinstance(data, Mapping) else ():
-            if key in cls.model_fields and (wrong := _of_another_type(value, taken := vars(made)[key])):
-                raise ValueError(f"{key} = {value!r:.200}: {wrong}; fix: {json.dumps(taken)}")
+        for key, value in given.items():
+            if _of_another_type(value, taken := vars(made)[key]):
+                raise ValueError(f"{key} = {value!r:.200} has the wrong type; fix: {json.dumps(taken)}")
         return made
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_keys(cls, data: object) -> object:
-        unknown = [str(key) for key in data if key not in cls.model_fields] if isinstance(data, Mapping) else []
-        if unknown:
-            raise ValueError(" ".join(map(cls.explain_unknown, unknown)))
-        return data
+
+def _meant(cls: type[Cfg], key: str) -> str:
+    """The end of a message on an unknown key: the field that was meant here or one level below, or all fields."""
+    known, name = sorted(cls.model_fields), OTHER_NAMES.get(key, key)
+    groups = {part: getattr(type(field.default), "model_fields", ()) for part, field in cls.model_fields.items()}
+    found = [repr(name)] if name in known else [f"{part}.{name}" for part, fields in groups.items() if name in fields]
+    if not found and (near := nearest(key, known, cutoff=0.6)):  # Adam's epsilon is its eps
+        return near
+    found = found or ([name] if name != key else [])
+    return f"; did you mean {' or '.join(found)}?" if found else f"; known: {', '.join(known)}"
 
 
 def refuse_unknown(settings: Iterable[str], known: Collection[str], owner: str) -> None:
@@ -144,49 +100,13 @@ def refuse_unknown(settings: Iterable[str], known: Collection[str], owner: str) 
             raise ConfigError(f"unknown setting {name!r} of a {owner}{near}")
 
 
-def paths_of(cls: type[Cfg], name: str) -> list[str]:
-    """Where the parts of a group of settings, as they are by default, have a setting of that name."""
-    parts = {part: type(field.default) for part, field in cls.model_fields.items() if isinstance(field.default, Cfg)}
-    here = [f"{part}.{name}" for part, inner in parts.items() if name in inner.model_fields]
-    return here + [f"{part}.{path}" for part, inner in parts.items() for path in paths_of(inner, name)]
-
-
-def choices_with(cls: type[Cfg], name: str) -> list[tuple[str, type[Any]]]:
-    """Members of this choice with a setting of that name, or of the choices in the parts; each with the path of its choice."""
-    here = [member for member in cls.members() if name in member.model_fields]
-    if here:
-        return [("", member) for member in here if not any(base in here for base in member.__mro__[1:])]
-    parts = {part: type(field.default) for part, field in cls.model_fields.items() if isinstance(field.default, Cfg)}
-    inside = [(f"{part}.{at}", owner) for part, inner in parts.items() for at, owner in choices_with(inner, name)]
-    return [(at.removesuffix("."), owner) for at, owner in inside]
-
-
-def owners_of(name: str, cls: type[Cfg] = Cfg) -> list[type[Cfg]]:
-    """The classes of settings that introduce a setting of that name."""
-    if name in cls.model_fields:
-        return [cls]
-    return [owner for kind in cls.__subclasses__() for owner in owners_of(name, kind)]
-
-
-def _kinds(cls: type[Cfg]) -> list[type[Cfg]]:
-    """The class, and all that extend it."""
-    return [cls, *(kind for sub in cls.__subclasses__() for kind in _kinds(sub))]
-
-
-def _of_another_type(given: object, taken: object) -> str:
-    """What is wrong where pydantic made a number of a text or a truth value, or a truth value of another value."""
+def _of_another_type(given: object, taken: object) -> bool:
+    """Whether pydantic made a number of a text or a truth value, or a truth value of another value."""
     if isinstance(given, list | tuple) and isinstance(taken, tuple):
-        return next(filter(None, map(_of_another_type, given, taken)), "")
-    expected, got = _kind(taken), _kind(given)
-    return "" if expected in (got, _TEXT, "") else f"expected {expected}, got {got}"
-
-
-_TEXT = "text"
-
-
-def _kind(value: object) -> str:
-    kinds: dict[type | tuple[type, ...], str] = {bool: "true or false", str: _TEXT, (int, float): "a number"}
-    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "")
+        return any(map(_of_another_type, given, taken))
+    if isinstance(taken, bool) or isinstance(given, bool):
+        return isinstance(taken, bool | int | float) and type(taken) is not type(given)
+    return isinstance(taken, int | float) and not isinstance(given, int | float)
 
 
 def explain(item: Mapping[str, Any]) -> str:
@@ -198,16 +118,11 @@ def explain(item: Mapping[str, Any]) -> str:
             hint = nearest(str(item["input"]), choices)
             return f"{path} = {item['input']!r:.200}: expected one of {', '.join(choices)}{hint}"
         case "model_type":
-            examples = [kind.example() for kind in _kinds(Cfg) if kind.__name__ == item["ctx"]["class_name"]]
-            fix = "".join(f"; fix: {example}" for example in examples[:1])
-            return f"{path} = {item['input']!r:.200}: expected settings by name{fix}"
+            return f"{path} = {item['input']!r:.200}: expected settings by name"
         case "tuple_type":
             return f"{path} = {item['input']!r:.200}: expected a list; fix: [{json.dumps(item['input'], default=repr)}]"
         case "value_error":
             return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
-        case _ if isinstance(item["input"], FunctionType):
-            over = "over training a clip range takes {'start': 0.2, 'end': 0.0}, and the rate has its schedule='linear'"
-            return f"{path}: expected data, got a function; fix: a number; {over}"
         case _:
             return f"{path} = {item['input']!r:.200}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
@@ -240,6 +155,12 @@ class Choice(Cfg):
     known: ClassVar[dict[str, type[Any] | str]] = {}
     """Members by name: classes, or modules that register them on import."""
 
+    def __init_subclass__(cls, family: str = "", default: str = "", **config: Any) -> None:
+        """Make it a family of its own, if it is given a name."""
+        super().__init_subclass__(**config)
+        if family:
+            cls.family, cls.default, cls.known = family, default, dict(vars(cls).get("known", {}))
+
     def __init__(self, /, **fields: Any) -> None:
         super().__init__(**{"name": type(self).own_name()} | fields)
 
@@ -256,11 +177,6 @@ class Choice(Cfg):
         return default if isinstance(default, str) else None
 
     @classmethod
-    def title(cls) -> str:
-        """``schedule 'linear'``."""
-        return f"{cls.family} {cls.own_name()!r}" if cls.own_name() else super().title()
-
-    @classmethod
     def named(cls, name: str) -> type[Any]:
         """The member of this family with that name, or an ``UnknownNameError``."""
         found = cls.known.get(name)
@@ -268,21 +184,15 @@ class Choice(Cfg):
             importlib.import_module(found)
             found = cls.known[name]
         if not isinstance(found, type):
-            near = OTHER_NAMES.get(name)
-            raise UnknownNameError(
-                cls.family, name, cls.known, hint=f"did you mean {near!r}?" if near in cls.known else None
-            )
+            ours = OTHER_NAMES.get(name)
+            hint = f"did you mean {ours!r}?" if ours in cls.known else None
+            raise UnknownNameError(cls.family, name, cls.known, hint=hint)
         return found
 
     @classmethod
     def members(cls) -> list[type[Any]]:
         """All members of this family, sorted by name."""
         return [cls.named(name) for name in sorted(cls.known)]
-
-    @classmethod
-    def example(cls) -> str:
-        """A name, as JSON."""
-        return json.dumps(cls.default or min(cls.known))
 
     @classmethod
     def note(cls) -> str:

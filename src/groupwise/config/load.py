@@ -9,18 +9,14 @@ import json
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from groupwise import system as files
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
-from groupwise.config.base import OTHER_NAMES, SB3_FIX, Cfg, Choice, explain
-from groupwise.config.credit import CreditCfg
-from groupwise.config.objective import ObjectiveCfg
+from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.base import Cfg, Choice, explain
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError, require_extra
@@ -100,7 +96,7 @@ def read(name: str) -> Tree:
     return tree
 
 
-# YAML settings files, read as YAML 1.2 reads them: 1e-4 is a number, on and off are text. Imports no torch.
+# Files of settings. YAML is read as YAML 1.2 reads it: 1e-4 is a number, on and off are text.
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -113,39 +109,32 @@ _SCALARS = {
 """Pattern and first characters of values that are no text (YAML 1.2.2, section 10.3.2). PyYAML's own are of YAML 1.1."""
 
 
-def parse_yaml(data: bytes) -> Any:
-    """The value of a YAML text, made of what JSON has.
+def read_file(path: Path, *, follow: bool = True) -> Tree:
+    """The object in a JSON or YAML file, or a ``ConfigError``; ``follow`` as in ``files.read``."""
+    language, parse = ("YAML", _parse_yaml) if path.suffix in SUFFIXES else ("JSON", files.parse_json)
+    try:
+        tree = parse(files.read(path, files.MAX_SETTINGS, follow=follow))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; expected a {language} file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: broken {language}: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a {language} object, found {type(tree).__name__}")
+    return tree
 
-    Raises:
-        ValueError: it is broken, has aliases, tags of Python or a key twice, or exceeds the limits of ``files.parse_json``.
-        MissingExtraError: PyYAML is not installed.
-    """
+
+def _parse_yaml(data: bytes) -> Any:
+    """The value of a YAML text, made of what JSON has; aliases, which could stand for gigabytes, are refused."""
     require_extra("yaml", "yaml")
     import yaml
 
-    try:
-        tree = yaml.load(data, _loader())  # noqa: S506  a SafeLoader
-        return files.parse_json(json.dumps(tree).encode())
-    except (yaml.YAMLError, TypeError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-
-
-@cache
-def _loader() -> type:
-    import yaml
-
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses aliases, which could stand for gigabytes, and keys that come twice."""
-
         yaml_implicit_resolvers: dict[str, Any] = {}  # in place of those of YAML 1.1
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                raise ValueError(
-                    f"line {self.peek_event().start_mark.line + 1} has an alias; fix: write the value again"
-                )
+                line = self.peek_event().start_mark.line + 1
+                raise ValueError(f"line {line} has an alias; fix: write the value again")
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -156,7 +145,12 @@ def _loader() -> type:
 
     for kind, (pattern, first) in _SCALARS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})$"), list(first))
-    return Loader
+    try:
+        return files.parse_json(json.dumps(yaml.load(data, Loader)).encode())  # noqa: S506  a SafeLoader
+    except (yaml.YAMLError, TypeError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -179,8 +173,6 @@ def resolve(
     Raises:
         ConfigError: a setting is unknown or its value wrong.
     """
-    if OTHER_NAMES.get(env_id) in AnyPolicyCfg.known:
-        raise ConfigError(f"{env_id!r} is a policy in Stable-Baselines3, expected an environment; {SB3_FIX}")
     given = _given(algorithm, fields)
     cfg = _resolve([{**given, "env": {**_table(given, "env"), "id": env_id}}], preset)
     assert isinstance(cfg, RunCfg)
@@ -233,32 +225,10 @@ def load_config(
             file = {
                 key: value for key, value in _table(tree, "algorithm").items() if key not in ("credit", "objective")
             }
-            tree["algorithm"] = _merge(file, {key: value for key, value in own.items() if key in file})
+            tree["algorithm"] = merge(file, {key: value for key, value in own.items() if key in file})
         return _resolve([tree, _given(algorithm, fields)], preset or named)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def read_file(path: Path) -> Tree:
-    """The object in a JSON or YAML file, or a ``ConfigError``."""
-    return _read_object(path, "YAML", parse_yaml) if path.suffix in SUFFIXES else read_json(path)
-
-
-def read_json(path: Path, *, follow: bool = True) -> Tree:
-    """The object in a JSON file, or a ``ConfigError``; ``follow`` as in ``files.reading``."""
-    return _read_object(path, "JSON", files.parse_json, follow=follow)
-
-
-def _read_object(path: Path, language: str, parse: Callable[[bytes], Any], *, follow: bool = True) -> Tree:
-    try:
-        tree = parse(files.read(path, files.MAX_SETTINGS, follow=follow))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; expected a {language} file") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: broken {language}: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a {language} object, found {type(tree).__name__}")
-    return tree
 
 
 def to_json(cfg: CommonCfg) -> str:
@@ -287,21 +257,20 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     given = functools.reduce(_over, layers)
     files = ["text", "text_lora"] if adapters or _names_adapters(_table(given, "model")) else ["text"]
     trees = [env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(read, files))
-    base = functools.reduce(_merge, (_preset_for(tree, cfg_type) for tree in trees))
+    base = functools.reduce(merge, (_preset_for(tree, cfg_type) for tree in trees))
     if kind is RunCfg:  # settings of the preset's policy are not those of another one
-        base = _merge({"policy": {"name": AnyPolicyCfg.default}}, base)
+        base = merge({"policy": {"name": AnyPolicyCfg.default}}, base)
     policy = given.get("policy")
     source = policy.get("init_from") if isinstance(policy, dict) else None
     if isinstance(source, str | Path) and source:
-        base = _merge(base, {"policy": _policy_of(Path(source))})
+        base = merge(base, {"policy": _policy_of(Path(source))})
     if preset not in (None, "auto"):
         base = _with_objective(base, str(preset), cfg_type)
-    base = _merge(base, {"algorithm": {"name": cfg_type.own_name()}})
+    base = merge(base, {"algorithm": {"name": cfg_type.own_name()}})
     try:
         return kind.model_validate(_over(base, given))
     except ValidationError as error:
-        lines = [_explain(item, base, given) for item in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError("\n".join(map(explain, error.errors()))) from error
 
 
 def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
@@ -320,8 +289,6 @@ def _algorithm_type(layers: list[Tree]) -> type[AlgorithmCfg]:
         raise ConfigError(
             f"settings of algorithm {own!r} do not fit algorithm {name!r}; fix: keep {own!r}, or a new run without them"
         )
-    if name not in AlgorithmCfg.known and name in objective_presets():
-        raise ConfigError(f"unknown algorithm {name!r}: it is a preset of grpo; fix: preset={name!r}")
     return AlgorithmCfg.named(name)
 
 
@@ -348,7 +315,7 @@ def _policy_of(source: Path) -> Tree:
     """Settings of the policy of a run, or of a checkpoint inside one; none where there is no run."""
     for folder in (source, *source.parents[:2]):
         if (folder / "config.json").is_file():
-            settings = _table(read_json(folder / "config.json", follow=False), "policy")
+            settings = _table(read_file(folder / "config.json", follow=False), "policy")
             kept = {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
             return {"name": AnyPolicyCfg.default, **kept}
     return {}
@@ -372,13 +339,9 @@ def _table(tree: Tree, key: str) -> Tree:
     """The settings under a key; empty if there are none."""
     value = tree.get(key, {})
     if not isinstance(value, dict):
-        fix = "; fix: an instance, as gw.PPOCfg()" if isinstance(value, type) else ""
-        if key == "model":
-            fix = "; fix: a path, or policy=gw.CausalLM(model, tokenizer=tokenizer) for a model made in Python"
+        fix = "; fix: a path, or policy=gw.CausalLM(model, tokenizer=tokenizer)" if key == "model" else ""
         shown = textwrap.shorten(repr(value), 100, placeholder=" ...")  # networks have long ones
-        raise ConfigError(
-            f"{key} = {shown}: expected an object with settings by name (a dict, or an instance of a config class){fix}"
-        )
+        raise ConfigError(f"{key} = {shown}: expected an object with settings by name{fix}")
     return value
 
 
@@ -393,11 +356,11 @@ def _over(low: Tree, high: Tree) -> Tree:
     """``high`` over ``low``, all settings of a run: one budget replaces another."""
     if any(high.get(name) is not None for name in BUDGETS):
         low = {key: value for key, value in low.items() if key not in BUDGETS}
-    merged: Tree = _merge(low, high)
+    merged: Tree = merge(low, high)
     return merged
 
 
-def _merge(low: Any, high: Any) -> Any:
+def merge(low: Any, high: Any) -> Any:
     """``high`` over ``low``: tables key by key; other values, ``kwargs`` and choices of another name as a whole."""
     if isinstance(low, str) and isinstance(high, dict):
         low = {"name": low}
@@ -408,18 +371,4 @@ def _merge(low: Any, high: Any) -> Any:
     if low.get("name", high.get("name")) != high.get("name", low.get("name")):
         return high
     whole = {key for key in high if key not in low or key.endswith("kwargs")}
-    return low | {key: value if key in whole else _merge(low[key], value) for key, value in high.items()}
-
-
-def _explain(item: Mapping[str, Any], base: Tree, given: Tree) -> str:
-    """One line on one of pydantic's errors, with the settings in it that come from the preset."""
-    line = explain(item)
-    theirs = sorted(_at(base, item["loc"]).keys() - _at(given, item["loc"]).keys())
-    named = [name for name in theirs if f"{name}=" in line]
-    return f"{line} (from the preset: {', '.join(named)})" if named else line
-
-
-def _at(tree: Any, loc: tuple[int | str, ...]) -> Tree:
-    for key in loc:
-        tree = tree.get(key, {}) if isinstance(tree, dict) else {}
-    return tree if isinstance(tree, dict) else {}
+    return low | {key: value if key in whole else merge(low[key], value) for key, value in high.items()}

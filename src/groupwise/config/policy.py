@@ -11,13 +11,10 @@ from groupwise.config.base import Cfg, Choice, Keys, Positive, PositiveInt, regi
 from groupwise.errors import require_name
 
 
-class AnyPolicyCfg(Choice):
+class AnyPolicyCfg(Choice, family="policy", default="actor_critic"):
     """Which policy. ``register_policy`` adds yours."""
 
     name: str = ""
-    family: ClassVar = "policy"
-    default: ClassVar = "actor_critic"
-    known: ClassVar = {}
     policy: ClassVar[str | type] = ""
     """The ``Policy``, or its ``module:Class``; it takes ``(observation_space, action_space, cfg, *, actor_only, gamma)``."""
     init_from: Path | None = None
@@ -54,7 +51,7 @@ class PolicyCfg(AnyPolicyCfg):
     def _check_trunk(self) -> "PolicyCfg":
         if self.trunk == "shared" and (keys := self.changed("actor_keys", "critic_keys")):
             raise ValueError(
-                f"trunk='shared' has one encoder, and {', '.join(keys)} asks for two; fix: trunk='separate', or env.obs_keys"
+                f"trunk='shared' has one encoder, and {', '.join(keys)} asks for two; fix: trunk='separate'"
             )
         return self
 
@@ -137,9 +134,7 @@ class VLACfg(AnyPolicyCfg):
     @model_validator(mode="after")
     def _check_path(self) -> "VLACfg":
         if not self.path and self.lora is not None:
-            raise ValueError(
-                "lora trains adapters of the model in path, which is empty; fix: path='my_model', or lora=None"
-            )
+            raise ValueError("lora trains adapters of the model in path, which is empty; fix: path='my_model'")
         if unread := self.path and self.changed("hidden_size", "num_layers", "patch_size"):
             raise ValueError(
                 f"{', '.join(unread)} are of a new model, and path={self.path!r} is one; fix: leave them out"
@@ -204,7 +199,5 @@ class ModelCfg(Cfg):
     @model_validator(mode="after")
     def _check_quantization(self) -> "ModelCfg":
         if self.quantization != "none" and self.lora is None:
-            raise ValueError(
-                f"quantization={self.quantization!r} needs adapters, as quantised weights are not trained; got lora=None, fix: lora={{'r': 16}}"
-            )
+            raise ValueError(f"quantization={self.quantization!r} needs adapters; got lora=None, fix: lora={{'r': 16}}")
         return self

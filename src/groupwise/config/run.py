@@ -8,9 +8,8 @@ from urllib.parse import urlsplit
 from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
 
-from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, LinearCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, LinearCfg, PartsCfg, PPOCfg
 from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveInt, register_choice
-from groupwise.config.credit import CreditCfg, PartsCfg
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from groupwise.training.trackers import Tracker
 
 
-# How long training lasts.
+# How long training lasts
 
 BUDGETS = {"total_steps": "env_steps", "total_iterations": "iteration", "total_epochs": "rollout/epoch"}
 """The settings, of which one is given, and the metrics that count what is done of them."""
@@ -33,11 +32,7 @@ class Budget(NamedTuple):
 
     @classmethod
     def only(cls, **totals: int | float | None) -> "Budget":
-        """The one that is given.
-
-        Raises:
-            ConfigError: none is, or several.
-        """
+        """The one that is given; a ``ConfigError`` if none is, or several."""
         given = {name: total for name, total in totals.items() if total is not None}
         if len(given) != 1:
             found = " and ".join(f"{name}={total:,}" for name, total in given.items()) or "none"
@@ -45,16 +40,9 @@ class Budget(NamedTuple):
         return cls(*given.popitem())
 
     def check_exceeds(self, done: int | float, where: object) -> None:
-        """Refuse a budget that is used up.
-
-        Args:
-            where: what has done as much.
-
-        Raises:
-            ConfigError: it is not more than ``done``.
-        """
-        if self.total <= done:
-            name, total, unit = self.name, self.total, self.unit
+        """Raise a ``ConfigError`` if ``where`` has done as much already."""
+        name, total, unit = self.name, self.total, self.unit
+        if total <= done:
             raise ConfigError(f"{name} = {total:,}, but {where} has {done:,} {unit} already; fix: a larger {name}")
 
     @property
@@ -73,7 +61,7 @@ class Budget(NamedTuple):
         return self.total / 10 if self.unit == "epochs" else max(1, self.total // 10)
 
 
-# Settings of environments. Imports no torch and no simulator.
+# Environments
 
 StartMode = Literal["native", "snapshot", "seed", "fresh", "none"]
 """How members share a start, best first: state set for all rows at once; state captured and restored by an adapter; a seeded reset; a seeded reset of a fresh environment. ``none``: they do not."""
@@ -123,13 +111,12 @@ class EnvCfg(Cfg):
     def _check_steps(self) -> "EnvCfg":
         if self.actions_executed > self.action_chunk:
             raise ValueError(
-                f"num_action_steps={self.num_action_steps} executes more actions than the policy decides on, which are "
-                f"action_chunk={self.action_chunk}; fix: at most that many, or a longer action_chunk"
+                f"num_action_steps={self.num_action_steps} is more than action_chunk={self.action_chunk}; fix: at most that many"
             )
         return self
 
 
-# Settings of the trackers. Imports no torch.
+# Trackers
 
 
 class TrackedRun(NamedTuple):
@@ -201,7 +188,7 @@ class TrackioCfg(TrackerCfg):
     """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
 
 
-# Settings of texts and rewards. Imports no torch and no transformers.
+# Texts and rewards
 
 GYM = "reasoning-gym:"
 """Prefix of reasoning-gym tasks."""
@@ -264,47 +251,29 @@ class TextTaskCfg(Cfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextTaskCfg":
-        if self.tool is None:
-            for name, value in self.changed("tool_kwargs", "tool_timeout", "tool_answer", "max_turns").items():
-                raise ValueError(
-                    f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out"
-                )
-        gym = {"data": self.data.startswith(GYM), "eval_data": (self.eval_data or "").startswith(GYM)}
-        for name, read in {
-            "data_size": gym["data"],
-            "eval_size": gym["eval_data"],
-            "data_kwargs": any(gym.values()),
-        }.items():
-            if not read and (value := self.changed(name)):
-                raise ValueError(
-                    f"{name}={value[name]!r} is of reasoning-gym tasks, which "
-                    f"{'eval_data' if name == 'eval_size' else 'data'} does not name; fix: leave it out, or '{GYM}<task>'"
-                )
+        unread = {} if self.tool else self.changed("tool_kwargs", "tool_timeout", "tool_answer", "max_turns")
+        for name, value in unread.items():
+            raise ValueError(f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out")
+        gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)
+        unread = ({} if gym else self.changed("data_size")) | ({} if gym_eval else self.changed("eval_size"))
+        for name, value in (unread | ({} if gym or gym_eval else self.changed("data_kwargs"))).items():
+            raise ValueError(f"{name}={value!r} is of reasoning-gym tasks; fix: leave it out, or name such a task")
         if self.tool == GIVEN and self.tool_kwargs:
-            raise ValueError(
-                f"tool_kwargs={self.tool_kwargs!r} are for registered tools, got a Python object; fix: leave them out"
-            )
+            raise ValueError(f"tool_kwargs={self.tool_kwargs!r} are for registered tools; fix: leave them out")
         if self.tool_answer.count("{}") != 1:
-            raise ValueError(
-                f"tool_answer={self.tool_answer!r}: expected {{}} once, where the answer goes; fix: '<result>{{}}</result>'"
-            )
+            raise ValueError(f"tool_answer={self.tool_answer!r}: expected {{}} once; fix: '<result>{{}}</result>'")
         if self.system_prompt is not None and self.chat == "never":
             raise ValueError(
-                "system_prompt is a message of a conversation, and chat='never' has none; fix: chat='auto', or add it to "
-                "the prompts"
+                "system_prompt is a message of a conversation, and chat='never' has none; fix: chat='auto'"
             )
         return self
 
 
-# Settings of where completions are generated. Imports no torch.
+# Where completions are generated
 
 
-class GenerationCfg(Choice):
+class GenerationCfg(Choice, family="generation", default="native"):
     """Where completions are generated in training."""
-
-    family: ClassVar = "generation"
-    default: ClassVar = "native"
-    known: ClassVar = {}
 
 
 @register_choice
@@ -340,19 +309,16 @@ class ServerGenerationCfg(GenerationCfg):
     def _check(self) -> "ServerGenerationCfg":
         if not self.urls or (self.python is not None and self.changed("urls")):
             raise ValueError(
-                f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two: urls of "
-                "servers that run, or the Python of an environment with vLLM"
+                f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two"
             )
         for url in self.urls:
             try:
                 urlsplit(url).port  # noqa: B018  raises where it is no number
-            except ValueError:
-                raise ValueError(
-                    f"urls = {url!r}: the port is no number below 65536; fix: http://127.0.0.1:8000"
-                ) from None
+            except ValueError as error:
+                raise ValueError(f"urls = {url!r}: {error}; fix: http://127.0.0.1:8000") from None
         if self.in_flight_updates and not self.max_staleness:
             raise ValueError(
-                "in_flight_updates=True and max_staleness=0: servers write nothing while new weights come; fix: max_staleness=1"
+                "in_flight_updates=True and max_staleness=0: no rollout is in flight; fix: max_staleness=1"
             )
         if self.args and self.python is None:
             raise ValueError(
@@ -404,7 +370,7 @@ class TextEvaluationCfg(Cfg):
     def _check_completions(self) -> "TextEvaluationCfg":
         if self.deterministic and self.completions_per_prompt > 1:
             raise ValueError(
-                f"completions_per_prompt={self.completions_per_prompt} of a deterministic policy are all the same; fix: deterministic=False"
+                f"completions_per_prompt={self.completions_per_prompt} would all be the same; fix: deterministic=False"
             )
         return self
 
@@ -494,15 +460,12 @@ class CommonCfg(Cfg):
         schedule, budget = self.algorithm.schedule, self.budget
         if isinstance(schedule, LinearCfg) and schedule.warmup >= budget.total:
             raise ValueError(
-                f"algorithm.schedule.warmup={schedule.warmup} is not less than {budget.name}={budget.total:,}; fix: a share of "
-                f"training below 1, or fewer {budget.unit}"
+                f"algorithm.schedule.warmup={schedule.warmup} is not less than {budget.name}={budget.total:,}; "
+                f"fix: a share of training below 1, or fewer {budget.unit}"
             )
-        expected = AlgorithmCfg.named(self.algorithm.name)
-        if type(self.algorithm) is not expected:
-            got = type(self.algorithm).__name__
-            raise ValueError(
-                f"algorithm {self.algorithm.name!r} is registered for {expected.__name__}, got {got}; fix: register_algorithm({got})"
-            )
+        got = type(self.algorithm)
+        if got is not AlgorithmCfg.named(self.algorithm.name):
+            raise ValueError(f"{got.__name__} is not registered; fix: register_algorithm({got.__name__})")
         return self
 
 
@@ -531,22 +494,16 @@ class RunCfg(CommonCfg):
     def _check(self) -> "RunCfg":
         algorithm = self.algorithm
         if algorithm.objective.ratio == "turn" and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
-            raise ValueError(
-                "algorithm.objective.ratio='turn' needs turn_id in the rollout, which environments do not give; fix: "
-                "ratio='token' or 'sequence', another preset, or GRPO by hand on rollouts that have turn_id"
-            )
+            raise ValueError("algorithm.objective.ratio='turn' needs turn_id in the rollout; fix: ratio='token'")
         credit = algorithm.credit if isinstance(algorithm, GRPOCfg) else CreditCfg()
         if credit.rule == "composed" and isinstance(credit.reward, PartsCfg) and not credit.reward.names:
             raise ValueError(
-                "algorithm.credit.reward='parts' compares the parts of a reward, and its names are empty; fix: "
-                "credit.reward.names=('reward_forward', ...), as the environment's info calls them, or credit.reward='total'"
+                "algorithm.credit.reward='parts' compares the parts of a reward, and its names are empty; "
+                "fix: credit.reward.names=('reward_forward', ...), as the environment's info calls them"
             )
         threshold = self.stop.threshold
         if self.evaluation.metric == "success_rate" and threshold is not None and not 0 < threshold <= 1:
-            raise ValueError(
-                f"stop.threshold={threshold:g} is no success rate, which evaluation.metric='success_rate' compares it with; "
-                "fix: more than 0 and at most 1, or evaluation.metric='return'"
-            )
+            raise ValueError(f"stop.threshold={threshold:g} is no success rate; fix: more than 0 and at most 1")
         return self
 
 
@@ -586,74 +543,54 @@ class TextRunCfg(CommonCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":
-        if isinstance(self.algorithm, BCCfg):
-            raise ValueError(
-                "algorithm='bc' clones demonstrations in environments; fix: train on texts by grpo, or fine-tune by another library"
-            )
-        if self.task.tool is None and type(self.algorithm) in (GRPOCfg, PPOCfg):
-            self._check_turns()
-        unread = self.algorithm.changed("num_steps")
-        if isinstance(self.algorithm, GRPOCfg):
-            names = ("noise", "horizon", "partial_groups", "on_env_error")
-            unread |= {f"collection.{name}": value for name, value in self.algorithm.collection.changed(*names).items()}
-            if self.algorithm.reward_parts:
-                unread["credit.reward.names"] = self.algorithm.reward_parts
-        for name, value in unread.items():
-            raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
-        self._check_discount()
+        self._check_algorithm_of_texts()
         if self.cpu_offload and self.engine != "fsdp":
-            raise ValueError(
-                f"cpu_offload=True has no effect with engine={self.engine!r}; fix: engine='fsdp', or cpu_offload=False"
-            )
+            raise ValueError("cpu_offload=True has no effect with engine='ddp'; fix: engine='fsdp'")
         if self.engine == "fsdp" and self.model.quantization != "none":
-            raise ValueError(
-                f"engine='fsdp' cannot divide weights with model.quantization={self.model.quantization!r}; fix: 'none', or "
-                "engine='ddp'"
-            )
+            raise ValueError("engine='fsdp' cannot divide the weights of model.quantization; fix: engine='ddp'")
         if self.generation.name != "native" and self.sampling.has_filters:
             raise ValueError(
-                f"generation={self.generation.name!r} gives no tokens that top_k, top_p and min_p keep, among which training "
-                "scores; fix: leave these out of sampling, or generation='native'"
+                f"generation={self.generation.name!r} gives no tokens that top_k, top_p and min_p keep; "
+                "fix: leave these out of sampling, or generation='native'"
             )
-        if isinstance(self.generation, ServerGenerationCfg) and self.generation.max_staleness:
-            self._check_stale_rollouts(self.generation.max_staleness)
         if self.stop.threshold is not None and self.task.eval_data is None:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
-        if self.overlong_buffer > self.sampling.max_new_tokens:
-            raise ValueError(
-                f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={self.sampling.max_new_tokens}; "
-                "fix: a smaller one"
-            )
+        if self.overlong_buffer > (longest := self.sampling.max_new_tokens):
+            raise ValueError(f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}")
         return self
 
-    def _check_stale_rollouts(self, staleness: int) -> None:
-        objective = self.algorithm.objective
-        if objective.old_log_prob == "recomputed" and not objective.importance_sampling_correction.reweights:
+    def _check_algorithm_of_texts(self) -> None:
+        algorithm, objective = self.algorithm, self.algorithm.objective
+        if isinstance(algorithm, BCCfg):
+            raise ValueError("algorithm='bc' clones demonstrations in environments; fix: algorithm='grpo'")
+        grpo = algorithm if isinstance(algorithm, GRPOCfg) else GRPOCfg()
+        credit, collection = grpo.credit, grpo.collection
+        if self.task.tool is None and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
+            needs = "needs turns, and without a tool a completion is one turn; fix: task.tool"
+            if objective.ratio == "turn":
+                raise ValueError(f"algorithm.objective.ratio='turn' {needs}, or ratio='sequence'")
+            if credit.rule == "composed" and credit.returns == "turn":
+                raise ValueError(f"algorithm.credit.returns='turn' {needs}, or credit.returns='outcome'")
+        names = ("noise", "horizon", "partial_groups", "on_env_error")
+        unread = algorithm.changed("num_steps")
+        unread |= {f"collection.{name}": value for name, value in collection.changed(*names).items()}
+        unread |= {"credit.reward.names": grpo.reward_parts} if grpo.reward_parts else {}
+        unread_gamma = type(algorithm) is GRPOCfg and not credit.discounts  # a user's own algorithm may discount
+        if unread_gamma and algorithm.gamma != 1 and "gamma" in algorithm.model_fields_set:
             raise ValueError(
-                f"generation.max_staleness={staleness} trains on completions of earlier weights, whose probabilities "
-                "algorithm.objective.old_log_prob='recomputed' alone leaves out; fix: "
-                "algorithm.objective.importance_sampling_correction='tis', or old_log_prob='sampled'"
+                f"algorithm.gamma={algorithm.gamma:g} has no effect with credit.returns={credit.returns!r}; fix: leave it out"
             )
-        if isinstance(self.algorithm, GRPOCfg) and self.algorithm.collection.dynamic_sampling is not None:
+        for name, value in unread.items():
+            raise ValueError(f"algorithm.{name}={value!r} has no effect on text; fix: leave it out")
+        staleness = self.generation.max_staleness if isinstance(self.generation, ServerGenerationCfg) else 0
+        corrected = objective.old_log_prob == "sampled" or objective.importance_sampling_correction.reweights
+        if staleness and not corrected:
             raise ValueError(
-                f"generation.max_staleness={staleness} has the next prompts written before it is known how many "
-                "collection.dynamic_sampling takes; fix: dynamic_sampling=None, or max_staleness=0"
+                f"generation.max_staleness={staleness} needs the probabilities of earlier weights; "
+                "fix: algorithm.objective.importance_sampling_correction='tis', or old_log_prob='sampled'"
             )
-
-    def _check_discount(self) -> None:
-        algorithm = self.algorithm
-        if type(algorithm) is not GRPOCfg or algorithm.credit.discounts:  # a user's own may discount
-            return
-        if "gamma" in algorithm.model_fields_set and algorithm.gamma != 1:
+        if staleness and collection.dynamic_sampling is not None:
             raise ValueError(
-                f"algorithm.gamma={algorithm.gamma:g} has no effect with credit.returns={algorithm.credit.returns!r}; fix: leave it "
-                "out, or credit.returns='return_to_go'"
+                f"generation.max_staleness={staleness} asks for prompts before collection.dynamic_sampling has chosen; "
+                "fix: dynamic_sampling=None, or max_staleness=0"
             )
-
-    def _check_turns(self) -> None:
-        needs = "needs turns, and without a tool a completion is one turn; fix: task.tool"
-        if self.algorithm.objective.ratio == "turn":
-            raise ValueError(f"algorithm.objective.ratio='turn' {needs}, or ratio='sequence'")
-        credit = self.algorithm.credit if isinstance(self.algorithm, GRPOCfg) else CreditCfg()
-        if credit.rule == "composed" and credit.returns == "turn":
-            raise ValueError(f"algorithm.credit.returns='turn' {needs}, or credit.returns='outcome'")

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import GRPOCfg, with_max_length
-from groupwise.config.credit import PartsCfg
+from groupwise.config.algorithm import GRPOCfg, PartsCfg, with_max_length
 from groupwise.config.run import ServerGenerationCfg, TextRunCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.engines import Engine

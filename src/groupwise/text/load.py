@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from groupwise.config.load import ADAPTER_CONFIG, read_json
+from groupwise.config.load import ADAPTER_CONFIG, read_file
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.policy import CausalLM
@@ -67,7 +67,7 @@ def find_model(path: str) -> str:
             if not child.is_file() and not child.is_dir():
                 raise ConfigError(f"{child} is neither a file nor a folder; fix: remove it")
         if (folder / "config.json").is_file():
-            read_json(folder / "config.json")
+            read_file(folder / "config.json")
         return str(folder)
     wanted = "fix: a folder with config.json and weights, or a hub id"
     if not path or path[0] in "./~" or path.count("/") > 1:
@@ -160,7 +160,7 @@ def _base_of(path: str) -> str | None:
     config = Path(path) / ADAPTER_CONFIG
     if not config.is_file():
         return None
-    name = read_json(config).get("base_model_name_or_path")
+    name = read_file(config).get("base_model_name_or_path")
     try:
         return find_model(name if isinstance(name, str) else "")
     except ConfigError as error:

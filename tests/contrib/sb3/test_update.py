@@ -90,7 +90,7 @@ def test_presets_by_name(preset):
     assert (model.credit, model.objective) == (gw.CreditCfg(**settings["credit"]), objective)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "rloo", "sb3_process", "sb3_outcome", "sb3_timestep"])
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "sb3_process", "sb3_outcome"])
 def test_presets_train(preset):
     model = corridor(credit=preset, objective=preset)
     before = parameters(model)

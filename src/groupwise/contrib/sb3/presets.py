@@ -8,8 +8,7 @@ from typing import Any
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
-from groupwise.config.algorithm import CreditCfg, ObjectiveCfg
-from groupwise.config.credit import GroupStepCfg
+from groupwise.config.algorithm import CreditCfg, GroupStepCfg, ObjectiveCfg
 from groupwise.config.load import env_preset, objective_preset
 from groupwise.contrib.sb3.settings import ARGUMENTS, CFG_NAMES
 from groupwise.errors import ConfigError

@@ -2,6 +2,7 @@
 
     python tools/step_path.py control grpo|ppo        CartPole-v1, reference settings as the default preset resolves them
     python tools/step_path.py text                    a tiny random Llama
+    ... --functions                                   also every function that is called
 
 Prints JSON: files, functions, lines of those functions (source lines, docstrings and blanks left out), the files.
 """
@@ -21,7 +22,8 @@ ROOT = Path(gw.__file__).parent
 
 
 def main():
-    what, algo = sys.argv[1], (sys.argv[2] if len(sys.argv) > 2 else "grpo")
+    words = [word for word in sys.argv[1:] if word != "--functions"]
+    what, algo = words[0], (words[1] if len(words) > 1 else "grpo")
     seen = {}
 
     def profiler(frame, event, arg):
@@ -79,6 +81,8 @@ def main():
         name = str(Path(code.co_filename).relative_to(ROOT))
         files.add(name)
         per[name] += n
+        if "--functions" in sys.argv:
+            print(f"{name}: {code.co_qualname}: {n}")
     print(
         json.dumps(
             {

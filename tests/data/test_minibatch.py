@@ -2,8 +2,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_updates import make_policy
 
-from groupwise.data.minibatch import coarsest, shuffle_items, shuffle_transitions, take
+from groupwise.data.minibatch import Rows, Steps, shuffle_items, shuffle_transitions, take
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -79,9 +80,10 @@ def test_order_follows_the_seed():
     assert not torch.equal(a, c)
 
 
-def test_coarsest():
-    assert coarsest("transition", "episode") == "episode"
-    assert coarsest("row", "episode") == "row"
+def test_what_a_micro_batch_must_not_cut():
+    policy = make_policy(actor_only=True)
+    assert [Steps(policy, unit).unit for unit in ("transition", "episode")] == ["transition", "episode"]
+    assert Rows(policy, "episode").unit == "row"
 
 
 def test_slices_are_views():

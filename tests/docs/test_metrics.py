@@ -56,7 +56,7 @@ class SpoilsAGradient(gw.Callback):
     def on_training_start(self, trainer):
         norms = iter([torch.tensor(torch.nan)])
         clip = trainer.algorithm.clip_gradients
-        trainer.algorithm.clip_gradients = lambda: next(norms, None) or clip()
+        trainer.algorithm.clip_gradients = lambda limit: next(norms, None) or clip(limit)
 
 
 @pytest.fixture(scope="module")

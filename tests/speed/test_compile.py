@@ -32,6 +32,7 @@ def make(kind, settings, fast=FLAT):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # three minutes of a processor, of which others may take most
 def test_updates_rollouts_and_runs_are_compiled_in_one_process_and_resumed_exactly_in_another(tmp_path):
     """The environments of the run and of the rollouts differ in their number of rows."""
     check_compiled(tmp_path, "updates", "whole", "rollouts")

@@ -35,7 +35,7 @@ def test_the_vectors_adam_is_torchs(name):
     algorithm = build("ppo", optimizer={"name": name, **settings}, learning_rate=0.03, fast=FLAT)
     single = copy.deepcopy(algorithm.policy)
     torchs = torch.optim.Adam(single.parameters(), lr=0.03, decoupled_weight_decay=name == "adamw", **settings)
-    flat = algorithm.optimizer.flat
+    flat = algorithm.optimizer
     for _ in range(4):
         algorithm.optimizer.zero_grad()
         for parameter, other in zip(algorithm.policy.parameters(), single.parameters(), strict=True):
@@ -59,7 +59,7 @@ def test_training_goes_on_from_a_saved_state():
 
 def test_a_gradient_set_to_none_comes_back():
     algorithm = build("ppo", fast=FLAT, **ADAM)
-    flat = algorithm.optimizer.flat
+    flat = algorithm.optimizer
     algorithm.policy.zero_grad(set_to_none=True)
     before = flat.vector.detach().clone()
     algorithm.update(make_rollout(algorithm.policy))
@@ -95,7 +95,7 @@ def test_parameters_that_were_replaced_are_refused(change):
 
 def test_loaded_weights_reach_the_vector():
     algorithm = build("ppo", fast=FLAT, **ADAM)
-    flat = algorithm.optimizer.flat
+    flat = algorithm.optimizer
     algorithm.policy.load_state_dict({name: torch.ones_like(v) for name, v in algorithm.policy.state_dict().items()})
     assert (flat.vector == 1).all()
 

@@ -123,29 +123,42 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
         UnknownNameError: no such rule is registered.
         DataError: the rollout lacks what the rule needs, or the rule returned anything else than advantages.
     """
-    mask, found = credit.batch["loss_mask"], credit_rule(credit.cfg.rule)(credit)
+    mask, rule = credit.batch["loss_mask"], credit.cfg.rule
+    if rule not in CREDIT_RULES:
+        raise UnknownNameError("credit rule", rule, CREDIT_RULES)
+    found: object = CREDIT_RULES[rule](credit)
     if not isinstance(found, Tensor) or found.shape != mask.shape:
-        raise _no_advantages(credit.cfg.rule, found, mask)
+        what = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(type(found))
+        raise DataError(
+            f"credit rule {rule!r} returned {what}, expected a tensor of shape {list(mask.shape)}; fix: an advantage for "
+            "each step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
+        )
     return torch.where(mask, found, 0.0)
 
 
-def _no_advantages(rule: str, found: object, mask: Tensor) -> DataError:
-    what = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(type(found))
-    return DataError(
-        f"credit rule {rule!r} returned {what}, expected a tensor of shape {list(mask.shape)}; fix: an advantage for each "
-        "step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
-    )
-
-
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
-    """Advantages by the independent choices of ``CreditCfg``."""
+    """Advantages by the independent choices of ``CreditCfg``, with mean 0 and standard deviation 1 if it says so."""
     advantage = torch.zeros_like(credit.reward)
     baseline = BASELINES[credit.cfg.baseline.name]
     for weight, reward in compared(credit):
         part = credit._replace(reward=reward)
         found = baseline.function(part, **credit.cfg.baseline.parameters()) if baseline.whole else compare(part)
         advantage = advantage + weight * found
-    return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
+
+    cfg, counts, all_sum = credit.cfg, credit.batch["loss_mask"], credit.engine.sum
+    match cfg.normalize:
+        case "none":
+            return advantage
+        case "episodes":
+            episode, number = credit.batch["episode_id"], credit.num_episodes
+            each = segment_mean(advantage, episode, number, counts)
+            _, scored = episode_groups(credit.batch, number)
+            return gather_segments(whiten(each, scored, eps=cfg.eps, all_sum=all_sum), episode)
+        case "informative":
+            group = credit.batch["group_id"]
+            differs = segment_sum((advantage != 0).to(advantage), group, credit.num_groups)
+            counts = counts & (gather_segments(differs, group) > 0)
+    return whiten(advantage, counts, eps=cfg.eps, all_sum=all_sum)
 
 
 def compared(credit: CreditInput) -> list[tuple[float, Tensor]]:
@@ -252,35 +265,16 @@ def _at_moment(
         zeros = finished_count(batch["group_id"], moment, ended, credit.num_groups, moments)
     advantage = subtracted(Scores(credit, score, key, num_keys, batch["loss_mask"], zeros))
     if rules.finished_members == "trajectory":
-        among_all = _complete(credit, key, num_keys)
+        # every scorable member of the group is still there to be compared with
+        group, scored = episode_groups(batch, credit.num_episodes)
+        members = segment_sum(scored.float(), group, credit.num_groups)
+        here = segment_sum(torch.ones_like(credit.reward), key, num_keys)
+        among_all = (gather_segments(here, key) == gather_segments(members, batch["group_id"])) & (key >= 0)
     elif rules.singleton == "trajectory":
         among_all = comparable(key, num_keys, member, zeros)
     else:
         return advantage
     return torch.where(among_all, advantage, whole_episodes(credit, outcome))
-
-
-def _complete(credit: CreditInput, key: Int[Tensor, "row step"], num_keys: int) -> Bool[Tensor, "row step"]:
-    """True where every scorable member of the group is still there to be compared with."""
-    group, scored = episode_groups(credit.batch, credit.num_episodes)
-    members = segment_sum(scored.float(), group, credit.num_groups)
-    here = segment_sum(torch.ones_like(credit.reward), key, num_keys)
-    return (gather_segments(here, key) == gather_segments(members, credit.batch["group_id"])) & (key >= 0)
-
-
-def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """The advantages with mean 0 and standard deviation 1 over the steps or the episodes of the batch."""
-    cfg, counts = credit.cfg, credit.batch["loss_mask"]
-    if cfg.normalize == "episodes":
-        episode, number = credit.batch["episode_id"], credit.num_episodes
-        _, scored = episode_groups(credit.batch, number)
-        each = segment_mean(advantage, episode, number, counts)
-        return gather_segments(whiten(each, scored, eps=cfg.eps, all_sum=credit.engine.sum), episode)
-    if cfg.normalize == "informative":
-        group = credit.batch["group_id"]
-        differs = segment_sum((advantage != 0).to(advantage), group, credit.num_groups)
-        counts = counts & (gather_segments(differs, group) > 0)
-    return whiten(advantage, counts, eps=cfg.eps, all_sum=credit.engine.sum)
 
 
 def episode_groups(batch: TensorDict, num_episodes: int) -> tuple[Int[Tensor, " episode"], Bool[Tensor, " episode"]]:
@@ -309,17 +303,6 @@ def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
     return register("credit rule", CREDIT_RULES, name)
 
 
-def credit_rule(name: str) -> CreditRule:
-    """The rule of that name.
-
-    Raises:
-        UnknownNameError: no such rule is registered.
-    """
-    if name not in CREDIT_RULES:
-        raise UnknownNameError("credit rule", name, CREDIT_RULES)
-    return CREDIT_RULES[name]
-
-
 def check_credit(cfg: CreditCfg, policy: Policy) -> None:
     """Refuse what cannot work, before the first rollout.
 
@@ -327,7 +310,8 @@ def check_credit(cfg: CreditCfg, policy: Policy) -> None:
         UnknownNameError: no such rule is registered.
         ConfigError: the settings contradict each other, or the baseline cannot work with the policy.
     """
-    credit_rule(cfg.rule)
+    if cfg.rule not in CREDIT_RULES:
+        raise UnknownNameError("credit rule", cfg.rule, CREDIT_RULES)
     why = BASELINES[cfg.baseline.name].refuses(policy)
     if why is not None:
         raise ConfigError(f"credit.baseline={cfg.baseline.name!r} {why}")
@@ -599,17 +583,40 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
 
     Source: https://arxiv.org/abs/1606.04460.
     """
-    batch, reward, gamma, engine = credit.batch, credit.reward, credit.gamma, credit.engine
-    steps = gathered(batch, reward, gamma, engine)
-    if bool((steps.episode == steps.episode[:1]).all()):  # the same on every rank
+    batch, reward, gamma, engine, obs = credit.batch, credit.reward, credit.gamma, credit.engine, credit.batch["obs"]
+    if not isinstance(obs, Tensor) or not obs.is_floating_point() or obs.dim() != 3:
+        got = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
+        raise DataError(
+            f"credit.baseline='knn' needs vectors of floats [N, T, D] as observations, got {got}; "
+            "fix: baseline='mean' with group_key='group_step'"
+        )
+
+    # the steps of all ranks, with: discounted return to the episode's end in the rollout; gamma to the number of steps until
+    # a truncation, the weight of the value there; whether it is the last one of a truncated episode
+    member, terminated, truncated, done = batch["loss_mask"], batch["terminated"], batch["truncated"], credit.done
+    cut = truncated & ~terminated
+    tail = return_to_go(gamma * (cut & member).to(reward), done, gamma)
+    numbers = torch.stack([return_to_go(reward, done, gamma), tail, cut.to(reward)], dim=-1)
+    counts, rank = engine.gather((batch["episode_id"].max() + 1).clamp(min=0)[None])
+    state, own = engine.gather(obs[member])
+    episode, _ = engine.gather(batch["episode_id"][member] + counts[: rank.start].sum())  # unique over all ranks
+    score, tail, ended = engine.gather(numbers[member])[0].unbind(dim=-1)
+    cut = ended.bool()
+    if bool((episode == episode[:1]).all()):  # the same on every rank
         return torch.zeros_like(reward)
-    total = len(steps.state)
-    pool = torch.arange(0, total, -(-total // POOL), device=reward.device)
-    near = nearest(steps.state, steps.episode, pool, k=k, asked=steps.own)
+
+    # V = mean(score + tail V_last) over the neighbours: values of truncated episodes depend on other values
+    pool = torch.arange(0, len(state), -(-len(state) // POOL), device=reward.device)
+    near = nearest(state, episode, pool, k=k, asked=own)
+    last, found = score.new_zeros(int(counts.sum())), near.mean(score[pool])
+    for _ in range(ROUNDS - 1 if bool(cut.any()) else 0):
+        last[episode[cut]] = engine.gather(found[cut[own]])[0]
+        found = near.mean((score + tail * last[episode])[pool])
     value = torch.zeros_like(reward)
-    value[batch["loss_mask"]] = values(near, pool, steps, engine)
-    ends = (batch["terminated"], batch["truncated"])
-    return gae(reward, value, next_values(value, ends[1]), *ends, gamma=gamma, gae_lambda=gae_lambda)
+    value[member] = found
+    # at truncations the value is the step's own: the final observation has no return
+    next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
+    return gae(reward, value, next_value, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
 
 
 # --- knn: values from the nearest states of other episodes ---
@@ -659,86 +666,14 @@ def nearest(
     """
     mean, scale = state.mean(dim=0), state.std(dim=0, correction=0)
     state = (state - mean) / torch.where(scale > _FLAT * mean.abs(), scale, torch.inf)
-    blocks = zip(torch.split(state[asked], _BLOCK), torch.split(episode[asked], _BLOCK), strict=True)
-    found = [_nearest(*block, state[pool], episode[pool], min(k, len(pool))) for block in blocks]
+    pooled, found = state[pool], []
+    for part, own in zip(torch.split(state[asked], _BLOCK), torch.split(episode[asked], _BLOCK), strict=True):
+        # by products, one state far from all others costs the distances between these their digits
+        distance = torch.cdist(part, pooled, compute_mode="donot_use_mm_for_euclid_dist")
+        distance.masked_fill_(own[:, None] == episode[pool], torch.inf)
+        distance, index = distance.topk(min(k, len(pool)), largest=False)
+        found.append((index, distance.isfinite()))
     return Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-
-def _nearest(
-    state: Float[Tensor, "element feature"],
-    episode: Int[Tensor, " element"],
-    pool: Float[Tensor, "pooled feature"],
-    pool_episode: Int[Tensor, " pooled"],
-    k: int,
-) -> Neighbours:
-    # by products, one state far from all others costs the distances between these their digits
-    distance = torch.cdist(state, pool, compute_mode="donot_use_mm_for_euclid_dist")
-    distance, index = distance.masked_fill_(episode[:, None] == pool_episode, torch.inf).topk(k, largest=False)
-    return Neighbours(index, distance.isfinite())
-
-
-class PooledSteps(NamedTuple):
-    """The steps of all ranks, concatenated."""
-
-    state: Float[Tensor, "element feature"]
-    episode: Int[Tensor, " element"]
-    """Ids that are unique over all ranks."""
-    score: Float[Tensor, " element"]
-    """Discounted return to the episode's end in the rollout."""
-    tail: Float[Tensor, " element"]
-    """Gamma to the number of steps until the truncation, the weight of the value there; 0 in terminated episodes."""
-    cut: Bool[Tensor, " element"]
-    """Last step of a truncated episode."""
-    num_episodes: int
-    own: slice
-    """This rank's steps."""
-
-
-def gathered(batch: TensorDict, reward: Float[Tensor, "row step"], gamma: float, engine: Engine) -> PooledSteps:
-    """The steps of all ranks."""
-    member, truncated = batch["loss_mask"], batch["truncated"]
-    cut = truncated & ~batch["terminated"]
-    done = batch["terminated"] | truncated
-    score = return_to_go(reward, done, gamma)
-    tail = return_to_go(gamma * (cut & member).to(reward), done, gamma)
-    counts, rank = engine.gather((batch["episode_id"].max() + 1).clamp(min=0)[None])
-    episode = batch["episode_id"][member] + counts[: rank.start].sum()
-    numbers = torch.stack([score, tail, cut.to(score)], dim=-1)[member]
-    (state, own), (episode, _), (numbers, _) = map(engine.gather, (_vectors(batch["obs"])[member], episode, numbers))
-    score, tail, ended = numbers.unbind(dim=-1)
-    return PooledSteps(state, episode, score, tail, ended.bool(), int(counts.sum()), own)
-
-
-def values(near: Neighbours, pool: Int[Tensor, " pooled"], steps: PooledSteps, engine: Engine) -> Float[Tensor, " own"]:
-    """Mean of the discounted returns from the nearest states; truncated ones are bootstrapped from their last step's value.
-
-    That value depends on other values, so ``V = mean(score + tail V_last)`` is iterated.
-
-    Args:
-        near: neighbours of this rank's steps in the pool of all ranks.
-    """
-    last = steps.score.new_zeros(steps.num_episodes)
-    cut = steps.cut[steps.own]
-    value = near.mean(steps.score[pool])
-    for _ in range(ROUNDS - 1 if bool(steps.cut.any()) else 0):
-        last[steps.episode[steps.cut]] = engine.gather(value[cut])[0]
-        value = near.mean((steps.score + steps.tail * last[steps.episode])[pool])
-    return value
-
-
-def next_values(value: Float[Tensor, "row step"], truncated: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """V of each step's successor; at truncations the step's own, because the final observation has no return."""
-    return torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
-
-
-def _vectors(obs: Nested) -> Float[Tensor, "row step feature"]:
-    if not isinstance(obs, Tensor) or not obs.is_floating_point() or obs.dim() != 3:
-        found = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
-        raise DataError(
-            f"credit.baseline='knn' needs vectors of floats [N, T, D] as observations, got {found}; "
-            "fix: baseline='mean' with group_key='group_step'"
-        )
-    return obs
 
 
 # --- gigpo: steps with the same observation ---

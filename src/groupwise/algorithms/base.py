@@ -142,7 +142,9 @@ class BaseAlgorithm(ABC):
         self.optimizer: torch.optim.Optimizer | FastOptimizer = fast or build_optimizer(cfg, self.parameters)
         if fast is not None:
             self.parameters = fast.param_groups[0]["params"]
-        self._clip = fast.clip if fast is not None else partial(self.engine.clip_gradients, self.parameters)
+        clip = partial(self.engine.clip_gradients, self.parameters) if fast is None else fast.clip
+        self.clip_gradients: Callable[[float | None], Tensor] = clip
+        """Clips the gradient's norm; returns the norm before."""
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.entropy = EntropyBonus(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
@@ -191,35 +193,42 @@ class BaseAlgorithm(ABC):
             data: keys ``[N, T]``: what ``policy.evaluate`` and ``loss`` read, with ``loss_mask`` and ``episode_id``.
             num_episodes: ids in ``episode_id`` are below it.
         """
+        cfg = self.cfg
         self.optimize_start = time.perf_counter()
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
-        stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum, recomputed=self._recomputes)
+        recomputed = cfg.objective.old_log_prob == "recomputed"
+        stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum, recomputed=recomputed)
+        watched = cfg.target_kl is not None or self.schedule.adaptive or self.entropy.adaptive
+        backward = self.gradient or self.backward
+
+        def add_up(micro_batches: list[dict[str, Nested]]) -> tuple[list[dict[str, Nested]], list[Tensor]]:
+            self.optimizer.zero_grad()
+            return micro_batches, [backward(batch) for batch in micro_batches]
+
         for minibatch in self._minibatches(data, num_episodes):
-            self.micro_batches.run(minibatch, partial(self._accumulate, stats))
+            micro_batches, sums = self.micro_batches.run(minibatch, add_up)
+            if recomputed and not stats.steps:
+                stats.compare_sampler(micro_batches)
             self.engine.sum_gradients(self.parameters)
-            step_metrics = stats.step_means() if self._needs_step_metrics else {}
-            self.schedule.adapt(step_metrics)
-            if self._exceeds_target_kl(step_metrics):
+            step_metrics = stats.step_means(sums) if watched else {}
+            if self.schedule.adaptive:
+                self.schedule.adapt(step_metrics)
+            # the policy has moved too far for another step: Stable-Baselines3's rule
+            if cfg.target_kl is not None and float(step_metrics["approx_kl"]) > 1.5 * cfg.target_kl:
                 break
-            grad_norm = self.clip_gradients()
+            grad_norm = self.clip_gradients(cfg.max_grad_norm)
             if not math.isfinite(grad_norm):
                 self._skip_step(stats)
                 continue
-            stats.end_step(grad_norm)
+            stats.end_step(sums, grad_norm)
             self.optimizer.step()
-            self.entropy.adapt(step_metrics)
+            if self.entropy.adaptive:
+                self.entropy.adapt(step_metrics)
         self.optimizer_steps += stats.steps
         self.engine.publish(self.learner, self.policy)
-        return stats.means() | self.schedule.metrics() | self.entropy.metrics()
-
-    def _accumulate(self, stats: "UpdateStats", micro_batches: list[dict[str, Nested]]) -> None:
-        """Compute the gradient of a minibatch."""
-        backward = self.gradient or self.backward
-        self.optimizer.zero_grad()
-        stats.start_step()
-        for batch in micro_batches:
-            stats.add(backward(batch))
-        stats.compare_sampler(micro_batches)
+        rate = self.schedule.learning_rate * self.schedule.factor
+        metrics = stats.means() | {"train/learning_rate": torch.tensor(rate, dtype=torch.float64)}
+        return metrics | ({"train/ent_coef": self.entropy.coef.clone()} if self.entropy.adaptive else {})
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
         """Add the gradient of a micro-batch to that of the parameters; returns the sums of its metrics."""
@@ -236,24 +245,6 @@ class BaseAlgorithm(ABC):
         shares = [batch["weight" if name.endswith("loss") else "share"] for name in self.metric_names]
         sums = (values * torch.stack(shares).flatten(1)).sum(dim=1)
         return (batch["weight"] * loss).sum(), sums.float()
-
-    def clip_gradients(self) -> Float[Tensor, ""]:
-        """Clip the gradient's norm; returns the norm before."""
-        return self._clip(self.cfg.max_grad_norm)
-
-    @property
-    def _recomputes(self) -> bool:
-        """Whether the sampler's probabilities may differ from the trainer's."""
-        return self.cfg.objective.old_log_prob == "recomputed"
-
-    @property
-    def _needs_step_metrics(self) -> bool:
-        return self.cfg.target_kl is not None or self.schedule.adaptive or self.entropy.adaptive
-
-    def _exceeds_target_kl(self, step_metrics: dict[str, Tensor]) -> bool:
-        """Whether the policy has moved too far for another step: Stable-Baselines3's 1.5 times ``target_kl``."""
-        limit = self.cfg.target_kl
-        return limit is not None and float(step_metrics["approx_kl"]) > 1.5 * limit
 
     def _skip_step(self, stats: "UpdateStats") -> None:
         """Leave out a step whose gradient is NaN or infinite, and warn of the first one of an update; or stop the run."""
@@ -276,10 +267,9 @@ class BaseAlgorithm(ABC):
         A single minibatch has no order, so it is prepared once and nothing is gathered.
         """
         elements, size = self.layout.counted(data), self.cfg.micro_batch_size
-        total = self._num_steps(elements["loss_mask"])
-        if not total:
+        count = self._num_minibatches(elements["loss_mask"])
+        if not count:
             return
-        count = self._num_minibatches(total)
         if count == 1 and size is None:
             whole = self._weighted(elements, [len(elements["loss_mask"])], num_episodes)
             yield from [[whole][: len(whole["loss_mask"])]] * self.cfg.num_epochs  # this rank may have no element
@@ -313,20 +303,17 @@ class BaseAlgorithm(ABC):
             elements["weight"] = torch.cat([weigh(m, e, num_episodes) for m, e in whole])
         return elements
 
-    def _num_steps(self, mask: Tensor) -> int:
-        """Steps that count, on all ranks."""
-        return int(self.engine.sum(self.layout.num_steps(mask)))
-
-    def _num_minibatches(self, total: int) -> int:
-        size = self.cfg.minibatch_size
-        return 1 if size is None else max(1, round(total / size))
+    def _num_minibatches(self, mask: Tensor) -> int:
+        """Optimiser steps in an epoch; 0 where no step counts on any rank."""
+        total, size = int(self.engine.sum(self.layout.num_steps(mask))), self.cfg.minibatch_size
+        return min(total, 1) if size is None or not total else max(1, round(total / size))
 
     # --- what the loss reads ---
 
     def policy_inputs(self, batch: TensorDict) -> dict[str, Nested]:
         """What scoring the transitions ``[N, T]`` reads, and which of them count."""
         keys = {*self.policy.batch_keys, "loss_mask", "episode_id", *self.layout.keys}
-        if self._recomputes:
+        if self.cfg.objective.old_log_prob == "recomputed":
             keys |= {"step", "sample_log_prob"}
         inputs = {key: batch[key] for key in keys}
         if "trained" in batch.keys():  # noqa: SIM118  iterating goes over rows
@@ -357,7 +344,7 @@ class BaseAlgorithm(ABC):
             num_episodes,
             lambda: self.score(self.learner, inputs) if start is None else start,
             seed=derive_seed(self.seed, "objective", self.iteration),
-            single_pass=self.cfg.num_epochs == 1 and self._num_minibatches(self._num_steps(mask)) == 1,
+            single_pass=self.cfg.num_epochs == 1 and self._num_minibatches(mask) <= 1,
             all_sum=self.engine.sum,
         )
         return inputs | {"advantage": data["advantage"]} | more
@@ -397,7 +384,8 @@ class BaseAlgorithm(ABC):
 
     def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
         """Tell the schedules which share of training is done, in [0, 1]; ``budget`` and ``step`` as in ``schedule_factor``."""
-        self.schedule.set_progress(progress, budget, step)
+        if not self.schedule.adaptive:
+            self.schedule.set_factor(schedule_factor(self.cfg.schedule, progress, budget, step))
         if self.range_schedules is not None:
             self.cfg = at_progress(self.range_schedules, progress)
 
@@ -453,18 +441,12 @@ class Schedule:
         """The current rate, as a share of ``learning_rate``."""
         self.adaptive = isinstance(cfg, AdaptiveKLCfg)
 
-    def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
-        """Set the rate of the next update, as ``schedule_factor`` has it."""
-        if not self.adaptive:
-            self.set_factor(schedule_factor(self.cfg, progress, budget, step))
-
     def adapt(self, step_metrics: Mapping[str, Tensor]) -> None:
         """``adaptive_kl``: lower the rate when the policy moves too fast, raise it when it hardly moves.
 
         Source: the rule of rsl_rl's PPO, factors 1.5 beyond [desired / 2, desired * 2].
         """
-        if not isinstance(self.cfg, AdaptiveKLCfg):
-            return
+        assert isinstance(self.cfg, AdaptiveKLCfg)
         kl = float(step_metrics["approx_kl"])
         if kl > 2 * self.cfg.desired_kl:
             self.set_factor(max(self.factor / 1.5, self.cfg.min_factor))
@@ -484,10 +466,6 @@ class Schedule:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore a saved factor."""
         self.set_factor(state["factor"])
-
-    def metrics(self) -> dict[str, Tensor]:
-        """``train/learning_rate``."""
-        return {"train/learning_rate": torch.tensor(self.learning_rate * self.factor, dtype=torch.float64)}
 
 
 def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, step: float = 0.0) -> float:
@@ -544,16 +522,11 @@ class EntropyBonus:
 
     def adapt(self, step_metrics: dict[str, Tensor]) -> None:
         """Change the weight by the mean entropy of an optimiser step (0-dim, over all ranks)."""
-        if self.cfg is None:
-            return
+        assert self.cfg is not None
         self.in_force = (step_metrics["entropy"] <= self.cfg.target).to(self.coef)
         change = self.cfg.step * (2 * self.in_force - 1)
         self.coef = (self.coef + change).clamp(self.cfg.min_coef, self.cfg.max_coef)
         self._bonus = self.coef * self.in_force
-
-    def metrics(self) -> dict[str, Tensor]:
-        """``train/ent_coef``, where it changes."""
-        return {"train/ent_coef": self.coef.clone()} if self.adaptive else {}
 
     def state_dict(self) -> dict[str, float]:
         """Weight, and whether the bonus is on (1 or 0)."""
@@ -592,35 +565,25 @@ class UpdateStats:
         self._all_sum = all_sum
         self._zeros = torch.zeros(len(names), device=device)
         self._first = self._zeros
-        self._step: list[Tensor] = []
         self._taken: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._sampler = torch.zeros(2, len(DEPTHS), dtype=torch.float64, device=device) if recomputed else None
 
-    def start_step(self) -> None:
-        """Forget what was added to the current optimiser step: it begins again."""
-        self._step = []
-
-    def add(self, sums: Float[Tensor, " metric"]) -> None:
-        """Add the sums of a micro-batch to the current optimiser step."""
-        self._step.append(sums)
-
     def compare_sampler(self, micro_batches: Sequence[Batch]) -> None:
         """Add what the first optimiser step tells of the sampler, before anything has changed."""
-        if self._sampler is not None and not self.steps:
-            self._sampler = sum(map(sampler_kl_sums, micro_batches), self._sampler)
+        assert self._sampler is not None
+        self._sampler = sum(map(sampler_kl_sums, micro_batches), self._sampler)
 
-    def step_means(self) -> dict[str, Tensor]:
-        """Means over the current optimiser step, on all ranks."""
-        return dict(zip(self._names, self._all_sum(sum(self._step, self._zeros)).unbind(), strict=True))
+    def step_means(self, sums: Sequence[Float[Tensor, " metric"]]) -> dict[str, Tensor]:
+        """Means over an optimiser step on all ranks, from the sums of its micro-batches."""
+        return dict(zip(self._names, self._all_sum(sum(sums, self._zeros)).unbind(), strict=True))
 
-    def end_step(self, grad_norm: Float[Tensor, ""]) -> None:
-        """Count the current optimiser step: it will be taken."""
+    def end_step(self, sums: Sequence[Float[Tensor, " metric"]], grad_norm: Float[Tensor, ""]) -> None:
+        """Count an optimiser step that will be taken."""
         if not self.steps:
-            self._first = sum(self._step, self._zeros)
-        self._taken += self._step
+            self._first = sum(sums, self._zeros)
+        self._taken += sums
         self._norms.append(grad_norm)
-        self._step = []
         self.steps += 1
 
     def means(self) -> dict[str, Tensor]:

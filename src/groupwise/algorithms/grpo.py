@@ -23,9 +23,9 @@ from groupwise.algorithms.advantages import (
     next_state,
 )
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
-from groupwise.algorithms.losses import DIAGNOSTICS, learns_alone, multiplied, policy_loss, reference_kl
+from groupwise.algorithms.losses import DIAGNOSTICS, LOSSES, multiplied, policy_loss, reference_kl
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.data.rollout import Nested, transition_view
+from groupwise.data.rollout import transition_view
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.advantages import episode_return, kl_shaping
@@ -58,29 +58,91 @@ class GRPO(BaseAlgorithm):
         self._is_first = True
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics."""
-        batch = transition_view(rollout)
-        credit = self._credit_input(batch)
+        """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics.
+
+        Raises:
+            DataError: no group has two members.
+        """
+        cfg, batch, all_sum = self.cfg, transition_view(rollout), self.engine.sum
+        mask, episode, group = batch["loss_mask"], batch["episode_id"], batch["group_id"]
+        num_groups, num_episodes = int(group.max()) + 1, int(episode.max()) + 1
+        if num_episodes and not 0 < num_groups < num_episodes and cfg.credit.baseline.within_group:
+            raise DataError(
+                f"no group of the rollout has two members ({num_episodes} episodes, {num_groups} groups), so there is nothing "
+                "to compare; fix: collect it with GroupCollector, which starts the members of a group in the same state"
+            )
+
         inputs = self.policy_inputs(batch)
         if self.reference is not None:
-            inputs |= self._reference_scores(inputs)
-        start = self.score(self.learner, inputs) if self._needs_start_scores else None
-        advantage = self._advantage(credit, inputs, start)
-        if not self._can_learn(advantage):
+            scores = self.score(self.reference, inputs)
+            inputs["ref_log_prob"] = scores.log_prob
+            if cfg.kl_estimator == "exact":
+                assert scores.dist is not None
+                inputs["ref_dist"] = scores.dist
+        kl_in_credit = self.reference is not None and cfg.credit.kl_placement != "loss"
+        start = None
+        if kl_in_credit or cfg.credit.baseline.needs_scores or cfg.top_entropy_quantile < 1:
+            start = self.score(self.learner, inputs)
+
+        parts = batch.get("reward_parts", None) if cfg.credit.reward.name == "parts" else None
+        credit = CreditInput(
+            batch=batch,
+            reward=self.policy.normalize_reward(batch["reward"]),
+            parts=None if parts is None else self.policy.normalize_reward(parts),
+            cfg=cfg.credit,
+            gamma=cfg.gamma,
+            num_groups=num_groups,
+            num_episodes=num_episodes,
+            engine=self.engine,
+            state=self.baseline_state,
+            start=start,
+        )
+        distance = torch.zeros_like(credit.reward)
+        if kl_in_credit:
+            assert start is not None
+            at_start = inputs | {"old_log_prob": start.log_prob}  # the ratio is 1
+            kl = self.of_decisions(reference_kl(cfg.kl_estimator, self.policy, start, at_start))
+            distance = cfg.kl_coef * kl
+        if cfg.credit.kl_placement == "reward":
+            credit = credit._replace(reward=credit.reward - distance.masked_fill(~mask, 0))
+        self.baseline_state = next_state(credit)
+        advantage = advantages(credit)
+        if cfg.credit.kl_placement == "advantage":
+            advantage = advantage + kl_shaping(distance, episode, num_episodes, mask)
+
+        region = cfg.objective.trust_region
+        kl_in_loss = cfg.kl_coef > 0 and cfg.credit.kl_placement == "loss"
+        has_gradient = kl_in_loss or self.entropy.enabled or LOSSES[region.name].learns_alone(**region.parameters())
+        if not has_gradient and not bool(all_sum(advantage.count_nonzero())):
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
-        data = self.loss_inputs(batch, inputs, advantage, credit.num_episodes, start)
-        if start is not None and self.cfg.top_entropy_quantile < 1:
-            data = self._select_by_entropy(data, start.entropy)
-        metrics = self.optimize(data, credit.num_episodes)
-        if (
-            self._is_first and batch["loss_mask"].any()
-        ):  # else nothing was left of the rollout, which has its own warning
+        data = self.loss_inputs(batch, inputs, advantage, num_episodes, start)
+        if start is not None and cfg.top_entropy_quantile < 1:
+            chosen = highest(start.entropy, cfg.top_entropy_quantile, data["loss_mask"], all_sum)
+            data = multiplied(data, chosen.to(start.entropy))
+        metrics = self.optimize(data, num_episodes)
+
+        if self._is_first and mask.any():  # else nothing was left of the rollout, which has its own warning
             self._is_first = False
-            self._check_advantage(advantage)
+            if (
+                not self.entropy.enabled and not advantage.any()
+            ):  # a KL has no gradient yet; later it may be the end of learning
+                log.warning(
+                    "update %d learns nothing: no group has members with different returns; "
+                    "fix: a denser reward, a larger group_size, easier starts (docs/troubleshooting.md)",
+                    self.iteration + 1,
+                )
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
-        self._sync_reference()
-        return metrics | {"rollout/zero_variance_groups": self._zero_variance(credit)}
+        sync = cfg.sync_ref_model
+        if self.reference is not None and sync is not None and self.iteration % sync.steps == 0:
+            self.reference.move_towards(self.learner, sync.mixup_alpha)
+
+        # groups whose members all did equally well, in every part of the reward that is compared
+        raw = compared(credit._replace(reward=batch["reward"], parts=None))
+        returns = [weight * episode_return(reward, episode, num_episodes) for weight, reward in raw]
+        member_of, scored = episode_groups(batch, num_episodes)
+        alike = zero_variance_groups(torch.stack(returns, dim=-1), member_of, num_groups, scored, all_sum=all_sum)
+        return metrics | {"rollout/zero_variance_groups": alike}
 
     def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """``policy_loss + kl_coef * KL(policy || reference) - ent_coef * entropy`` of each element."""
@@ -110,105 +172,3 @@ class GRPO(BaseAlgorithm):
         self.baseline_state = None if remembered is None else remembered.to(self.policy.device)
         if self.reference is not None:
             self.reference.load_state_dict(self.engine.split(state["reference"], self.reference.state_dict()))
-
-    def _credit_input(self, batch: TensorDict) -> CreditInput:
-        """What credit reads of the transitions, rewards in the policy's scale.
-
-        Raises:
-            DataError: no group has two members.
-        """
-        num_groups, num_episodes = int(batch["group_id"].max()) + 1, int(batch["episode_id"].max()) + 1
-        if num_episodes and not 0 < num_groups < num_episodes and self.cfg.credit.baseline.within_group:
-            raise DataError(
-                f"no group of the rollout has two members ({num_episodes} episodes, {num_groups} groups), so there is nothing "
-                "to compare; fix: collect it with GroupCollector, which starts the members of a group in the same state"
-            )
-        parts = batch.get("reward_parts", None) if self.cfg.credit.reward.name == "parts" else None
-        return CreditInput(
-            batch=batch,
-            reward=self.policy.normalize_reward(batch["reward"]),
-            parts=None if parts is None else self.policy.normalize_reward(parts),
-            cfg=self.cfg.credit,
-            gamma=self.cfg.gamma,
-            num_groups=num_groups,
-            num_episodes=num_episodes,
-            engine=self.engine,
-            state=self.baseline_state,
-        )
-
-    def _reference_scores(self, inputs: dict[str, Nested]) -> dict[str, Nested]:
-        """The reference's log-probabilities, and its distributions where the KL is exact."""
-        assert self.reference is not None
-        scores = self.score(self.reference, inputs)
-        if self.cfg.kl_estimator != "exact":
-            return {"ref_log_prob": scores.log_prob}
-        assert scores.dist is not None
-        return {"ref_log_prob": scores.log_prob, "ref_dist": scores.dist}
-
-    def _can_learn(self, advantage: Tensor) -> bool:
-        """Whether anything in the loss has a gradient: an advantage, a KL or an entropy bonus."""
-        kl_in_loss = self.cfg.kl_coef > 0 and self.cfg.credit.kl_placement == "loss"
-        if kl_in_loss or self.entropy.enabled or learns_alone(self.cfg.objective.trust_region):
-            return True
-        return bool(self.engine.sum(advantage.count_nonzero()))
-
-    def _select_by_entropy(self, data: dict[str, Nested], entropy: Tensor) -> dict[str, Nested]:
-        """``data`` in which the steps with the highest entropies alone have a policy loss."""
-        chosen = highest(entropy, self.cfg.top_entropy_quantile, data["loss_mask"], self.engine.sum)
-        return multiplied(data, chosen.to(entropy))
-
-    def _check_advantage(self, advantage: Tensor) -> None:
-        """Warn of a first update without a gradient: a KL has none yet. Later ones may be the end of learning."""
-        if not self.entropy.enabled and not advantage.any():
-            log.warning(
-                "update %d learns nothing: no group has members with different returns; "
-                "fix: a denser reward, a larger group_size, easier starts (docs/troubleshooting.md)",
-                self.iteration + 1,
-            )
-
-    @property
-    def _needs_start_scores(self) -> bool:
-        """Whether anything reads the policy's scores at the update's start."""
-        selects = self.cfg.top_entropy_quantile < 1
-        return self._shapes_credit or self.cfg.credit.baseline.needs_scores or selects
-
-    @property
-    def _shapes_credit(self) -> bool:
-        """Whether the KL to the reference enters the advantages."""
-        return self.reference is not None and self.cfg.credit.kl_placement != "loss"
-
-    def _advantage(self, credit: CreditInput, data: dict[str, Nested], start: Evaluation | None) -> Tensor:
-        """Advantages ``[N, T]``, with the KL to the reference where ``kl_placement`` puts it."""
-        cfg = self.cfg.credit
-        distance = torch.zeros_like(credit.reward)
-        if self._shapes_credit:
-            assert start is not None
-            # at the update's start the ratio is 1
-            at_start = data | {"old_log_prob": start.log_prob}
-            distance = self.of_decisions(reference_kl(self.cfg.kl_estimator, self.policy, start, at_start))
-            distance = self.cfg.kl_coef * distance
-        credit = credit._replace(start=start)
-        if cfg.kl_placement == "reward":
-            credit = credit._replace(reward=credit.reward - distance.masked_fill(~credit.batch["loss_mask"], 0))
-        self.baseline_state = next_state(credit)
-        advantage = advantages(credit)
-        if cfg.kl_placement == "advantage":
-            mask = credit.batch["loss_mask"]
-            advantage = advantage + kl_shaping(distance, credit.batch["episode_id"], credit.num_episodes, mask)
-        return advantage
-
-    def _sync_reference(self) -> None:
-        """Replace the reference by the policy, or mix it in, when its interval has passed."""
-        sync = self.cfg.sync_ref_model
-        if self.reference is not None and sync is not None and self.iteration % sync.steps == 0:
-            self.reference.move_towards(self.learner, sync.mixup_alpha)
-
-    def _zero_variance(self, credit: CreditInput) -> Tensor:
-        """Share of groups whose members all did equally well, in every part of the reward that credit compares."""
-        batch, episodes = credit.batch, credit.num_episodes
-        raw = credit._replace(reward=batch["reward"], parts=None)
-        scores = [weight * episode_return(reward, batch["episode_id"], episodes) for weight, reward in compared(raw)]
-        group, scored = episode_groups(batch, episodes)
-        return zero_variance_groups(
-            torch.stack(scores, dim=-1), group, credit.num_groups, scored, all_sum=self.engine.sum
-        )

@@ -90,38 +90,7 @@ class UpdateStart(NamedTuple):
     all_sum: AllSum
 
 
-# --- the loss of an element ---
-
-DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
-"""Metrics of ``policy_loss``: approximate KL to the old policy; 1.0 where the ratio is outside, below, above the clip range."""
-
-
-def policy_loss(
-    cfg: ObjectiveCfg, log_prob: Float[Tensor, "*batch"], batch: Batch, counts: Counts
-) -> tuple[Float[Tensor, "*batch"], tuple[Tensor, ...]]:
-    """Policy loss of each element, and its ``DIAGNOSTICS``: the trust region's, times what correction and selections leave of it."""
-    region, old, mask, episode = cfg.trust_region, batch["old_log_prob"], batch["loss_mask"], batch["episode_id"]
-    ratio, sampled = policy_ratio(cfg, log_prob, batch, counts), batch.get("sample_log_prob", old)
-    x = LossInputs(
-        log_prob, old, sampled, ratio, batch["advantage"], mask, episode, counts.episodes, batch.get("chosen", mask)
-    )
-    loss: Tensor = LOSSES[region.name].function(x, **region.parameters())
-    if "policy_factor" in batch:
-        loss = loss * batch["policy_factor"]
-    limit = mask_threshold(cfg.importance_sampling_correction)
-    if limit is not None:
-        loss = loss.masked_fill(~off_policy_keeps(x, limit), 0)
-    with torch.no_grad():
-        clip_low, clip_high = clip_range(region)
-        low, high = (ratio < 1 - clip_low).to(ratio.dtype), (ratio > 1 + clip_high).to(ratio.dtype)
-        return loss, (k3(old, log_prob), low + high, low, high)
-
-
-def clip_range(region: TrustRegionCfg) -> tuple[float, float]:
-    """Distances below and above 1 from which a ratio counts as clipped; of schedules, at the beginning of training."""
-    settings = region.parameters()
-    return range_at(settings.get("clip_low", 0.2)), range_at(settings.get("clip_high", 0.2))
-
+# --- the probability ratio ---
 
 _MAX_LOG_RATIO = 20.0
 """Ratios stop growing at e^20 (verl's bound): the gradient of an infinite one is NaN even where it is clipped away."""
@@ -679,6 +648,39 @@ def value_loss(
     return torch.maximum(error, mse_loss(held, target, reduction="none"))
 
 
+# --- the loss of an element ---
+
+DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
+"""Metrics of ``policy_loss``: approximate KL to the old policy; 1.0 where the ratio is outside, below, above the clip range."""
+
+
+def policy_loss(
+    cfg: ObjectiveCfg, log_prob: Float[Tensor, "*batch"], batch: Batch, counts: Counts
+) -> tuple[Float[Tensor, "*batch"], tuple[Tensor, ...]]:
+    """Policy loss of each element, and its ``DIAGNOSTICS``: the trust region's, times what correction and selections leave of it."""
+    region, old, mask, episode = cfg.trust_region, batch["old_log_prob"], batch["loss_mask"], batch["episode_id"]
+    ratio, sampled = policy_ratio(cfg, log_prob, batch, counts), batch.get("sample_log_prob", old)
+    x = LossInputs(
+        log_prob, old, sampled, ratio, batch["advantage"], mask, episode, counts.episodes, batch.get("chosen", mask)
+    )
+    loss: Tensor = LOSSES[region.name].function(x, **region.parameters())
+    if "policy_factor" in batch:
+        loss = loss * batch["policy_factor"]
+    limit = mask_threshold(cfg.importance_sampling_correction)
+    if limit is not None:
+        loss = loss.masked_fill(~off_policy_keeps(x, limit), 0)
+    with torch.no_grad():
+        clip_low, clip_high = clip_range(region)
+        low, high = (ratio < 1 - clip_low).to(ratio.dtype), (ratio > 1 + clip_high).to(ratio.dtype)
+        return loss, (k3(old, log_prob), low + high, low, high)
+
+
+def clip_range(region: TrustRegionCfg) -> tuple[float, float]:
+    """Distances below and above 1 from which a ratio counts as clipped; of schedules, at the beginning of training."""
+    settings = region.parameters()
+    return range_at(settings.get("clip_low", 0.2)), range_at(settings.get("clip_high", 0.2))
+
+
 # --- once for each update ---
 
 
@@ -716,7 +718,15 @@ def objective_data(
     if loss.reads_sampler or mask_threshold(correction) is not None:
         data["sample_log_prob"] = sampled
     if cfg.ratio == "turn":
-        data["turn"] = _turns(batch)
+        turn, episode = batch.get("turn_id", None), batch["episode_id"]
+        if turn is None:
+            raise DataError(
+                "ratio='turn' needs turn_id in the rollout, the index of the turn within the episode; fix: ratio='token', "
+                "where every step is a turn of its own"
+            )
+        inside = (episode >= 0) & (turn >= 0)  # one id for each turn of each episode, dense in this rank's rollout
+        key = torch.where(inside, episode * (int(turn.max()) + 1) + turn, -1)
+        data["turn"] = torch.where(inside, torch.unique(key, return_inverse=True)[1], -1)
     if loss.select is not None:
         data["chosen"] = loss.select(start, **region.parameters())
     weight = CORRECTIONS[correction.name](start, **correction.parameters())
@@ -727,25 +737,6 @@ def multiplied(data: dict[str, Nested], factor: Tensor) -> dict[str, Nested]:
     """``data`` with a further factor of the policy loss."""
     earlier = data.get("policy_factor")
     return data | {"policy_factor": earlier * factor if isinstance(earlier, Tensor) else factor}
-
-
-def _turns(batch: TensorDict | Batch) -> Tensor:
-    """One id for each turn of each episode, dense in this rank's rollout; -1 outside episodes."""
-    turn = batch.get("turn_id", None)
-    if turn is None:
-        raise DataError(
-            "ratio='turn' needs turn_id in the rollout, the index of the turn within the episode; fix: ratio='token', "
-            "where every step is a turn of its own"
-        )
-    inside = (batch["episode_id"] >= 0) & (turn >= 0)
-    key = batch["episode_id"] * (int(turn.max()) + 1) + turn
-    _, dense = torch.unique(torch.where(inside, key, -1), return_inverse=True)
-    return torch.where(inside, dense, -1)
-
-
-def learns_alone(region: TrustRegionCfg) -> bool:
-    """Whether the policy loss has a gradient where all advantages are 0."""
-    return LOSSES[region.name].learns_alone(**region.parameters())
 
 
 def finest_unit(cfg: ObjectiveCfg) -> Unit:

@@ -74,7 +74,7 @@ class Steps:
 
     def __init__(self, policy: Scored, finest: Unit) -> None:
         self.policy = policy
-        self.unit = coarsest(self.own_unit, finest)
+        self.unit: Unit = max(self.own_unit, finest, key=get_args(Unit).index)
         """What a micro-batch must not cut."""
 
     def inputs(self, batch: TensorDict | Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
@@ -104,11 +104,8 @@ class Steps:
         """A random order of the elements, cut into minibatches, and these into micro-batches of at most ``most`` steps."""
         mask, episode = elements["loss_mask"], elements["episode_id"]
         how: Any = {"num_minibatches": num_minibatches, "micro_batch_size": most, "generator": generator}
-        return (
-            shuffle_items(episode, mask.long(), **how)
-            if self.unit == "episode"
-            else shuffle_transitions(len(mask), **how)
-        )
+        whole = self.unit == "episode"
+        return shuffle_items(episode, mask.long(), **how) if whole else shuffle_transitions(len(mask), **how)
 
     def in_order(
         self, elements: Mapping[str, Nested], most: int | None, policy: Scored
@@ -161,7 +158,9 @@ class Rows(Steps):
 
     def _sizes(self, rows: Mapping[str, Nested], policy: Scored) -> "RowSizes":
         sizes = RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
-        return sizes if policy.shares_prefixes else sizes.apart()
+        if policy.shares_prefixes:
+            return sizes
+        return sizes._replace(group=torch.arange(len(sizes.group), device=sizes.group.device))  # none has members
 
 
 class Units(Steps):
@@ -206,11 +205,6 @@ class Units(Steps):
 
 LAYOUTS: dict[str, type[Steps]] = {"transition": Steps, "row": Rows, "token": Units}
 """By a policy's ``scored_by``."""
-
-
-def coarsest(*units: Unit) -> Unit:
-    """The unit that contains all the others."""
-    return max(units, key=get_args(Unit).index)
 
 
 def take(batch: Mapping[str, Nested], index: Tensor | slice) -> dict[str, Nested]:
@@ -267,31 +261,25 @@ def shuffle_items(
     last[:-1] = rank[1:] != rank[:-1]
     ends = [0, *(last.nonzero()[:, 0] + 1).tolist()]
     totals = [0, *size[order].cumsum(0)[last].tolist()]
-    cuts = [0, *_even_cuts(totals, num_minibatches), len(ends) - 1]
-    minibatches = [_slices(ends, totals, first, final, micro_batch_size) for first, final in pairwise(cuts)]
-    return Epoch(order, minibatches)
-
-
-def _even_cuts(totals: list[int], parts: int) -> list[int]:
-    """Numbers of items before each of the ``parts - 1`` inner borders, sizes as even as whole items allow."""
-    targets = [totals[-1] * k / parts for k in range(1, parts)]
-    cuts = []
-    for target in targets:
+    cuts = [0]
+    for k in range(1, num_minibatches):  # as even as whole items allow
+        target = totals[-1] * k / num_minibatches
         right = min(bisect_left(totals, target), len(totals) - 1)
         left = max(right - 1, 0)
         cuts.append(left if target - totals[left] < totals[right] - target else right)
-    return cuts
-
-
-def _slices(ends: list[int], totals: list[int], first: int, final: int, most: int | None) -> list[slice]:
-    """Slices of items ``first..final-1``, each with at most ``most`` steps or a single item."""
-    borders = [first]
-    for i in range(first, final):
-        if most is not None and i > borders[-1] and totals[i + 1] - totals[borders[-1]] > most:
-            borders.append(i)
-    if final > first:
-        borders.append(final)
-    return [slice(ends[a], ends[b]) for a, b in pairwise(borders)]
+    minibatches = []
+    for first, final in pairwise([*cuts, len(ends) - 1]):
+        borders = [first]
+        for i in range(first, final):
+            if (
+                micro_batch_size is not None
+                and i > borders[-1]
+                and totals[i + 1] - totals[borders[-1]] > micro_batch_size
+            ):
+                borders.append(i)
+        borders += [final] if final > first else []
+        minibatches.append([slice(ends[a], ends[b]) for a, b in pairwise(borders)])
+    return Epoch(order, minibatches)
 
 
 # --- packing of whole rows: members side by side, the longest first ---
@@ -323,10 +311,6 @@ class RowSizes(NamedTuple):
         # where nothing counts, what members have in common is unknown: none of it is the safe guess
         start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), 0)
         return cls(torch.where(group >= 0, group, alone), start, length - start, loss_mask.sum(dim=1))
-
-    def apart(self) -> "RowSizes":
-        """The same rows for a model that reads each of them whole: none has members."""
-        return self._replace(group=torch.arange(len(self.group), device=self.group.device))
 
 
 def shuffle_rows(
@@ -360,28 +344,18 @@ def pack(sizes: RowSizes, rows: Int[Tensor, " chosen"], most: int | None) -> tup
     wide as the widest; the tails of its rows as wide as the widest.
     """
     columns = (rows, *(column[rows] for column in (sizes.group, sizes.head, sizes.tail)))
-    packed = [_Row(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
+    packed: list[tuple[int, int, int, int]] = list(zip(*(column.tolist() for column in columns), strict=True))
     longest: dict[int, int] = {}
-    for row in packed:
-        longest[row.group] = max(longest.get(row.group, 0), row.head + row.tail)
-    packed.sort(key=lambda row: (-longest[row.group], row.group, -row.tail))
-    borders = [0, *_borders(packed, most), len(packed)] if packed else []
-    return rows.new_tensor([row.number for row in packed]), [slice(a, b) for a, b in pairwise(borders)]
-
-
-class _Row(NamedTuple):
-    number: int
-    group: int
-    head: int
-    tail: int
-
-
-def _borders(rows: list[_Row], most: int | None) -> Iterator[int]:
-    """Where a slice ends because the next row would make it too large."""
+    for _, group, head, tail in packed:
+        longest[group] = max(longest.get(group, 0), head + tail)
+    packed.sort(key=lambda row: (-longest[row[1]], row[1], -row[3]))
+    borders = [0] if packed else []
     groups: set[int] = set()
-    head = tail = begin = 0
-    for place, row in enumerate(rows):
-        groups, head, tail = groups | {row.group}, max(head, row.head), max(tail, row.tail)
-        if most is not None and place > begin and len(groups) * head + (place + 1 - begin) * tail > most:
-            yield place
-            groups, head, tail, begin = {row.group}, row.head, row.tail, place
+    widest_head = widest_tail = 0
+    for place, (_, group, head, tail) in enumerate(packed):
+        groups, widest_head, widest_tail = groups | {group}, max(widest_head, head), max(widest_tail, tail)
+        tokens = len(groups) * widest_head + (place + 1 - borders[-1]) * widest_tail
+        if most is not None and place > borders[-1] and tokens > most:
+            borders.append(place)
+            groups, widest_head, widest_tail = {group}, head, tail
+    return rows.new_tensor([row[0] for row in packed]), [slice(a, b) for a, b in pairwise([*borders, len(packed)])]

@@ -138,11 +138,17 @@ def group_relative(
         case "mean":
             advantage = centred
             if weight is not None:
-                advantage = score - gather_segments(_weighted_mean(score, weight.double(), mean, key, mask), key)
+                total = segment_sum(weight.double(), key, num_keys, mask)
+                weighted = segment_sum(weight.double() * score, key, num_keys, mask) / total
+                advantage = score - gather_segments(torch.where(total > 0, weighted, mean), key)
         case "leave_one_out":
             advantage = centred * gather_segments(size / (size - 1).clamp(min=1), key)
-        case "second_best":
-            advantage = (score - gather_segments(_second_best(score, key, num_keys, mask), key)).clamp(min=0)
+        case "second_best":  # the best again if two have it, minus infinity for a member alone
+            _, highest = segment_min_max(score, key, num_keys, mask)
+            best = mask & (score == gather_segments(highest, key))
+            _, below = segment_min_max(score, key, num_keys, mask & ~best)
+            tied = segment_sum(best.to(score), key, num_keys) > 1
+            advantage = (score - gather_segments(torch.where(tied, highest, below), key)).clamp(min=0)
         case _:
             assert_never(baseline)
     match scale:
@@ -155,7 +161,11 @@ def group_relative(
             advantage = (advantage / per_element).masked_fill(per_element <= 0, 0)
         case _:
             advantage = advantage / _batch_scale(scale, score, mask, zeros, eps, all_sum)
-    return advantage.masked_fill(~mask | _all_equal(score, key, mask, zeros), 0).to(dtype)
+    lowest, highest = segment_min_max(score, key, num_keys, mask)
+    lowest = torch.where(zeros > 0, lowest.clamp(max=0), lowest)
+    highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
+    all_equal = gather_segments((highest - lowest == 0).to(score), key) > 0  # infinite scores are never equal
+    return advantage.masked_fill(~mask | all_equal, 0).to(dtype)
 
 
 def baseline_relative(
@@ -265,42 +275,6 @@ def finished_count(
     first_missed = group_id * num_steps + step + 1
     ends = segment_sum(torch.ones_like(step, dtype=torch.float32), first_missed, num_groups * num_steps, inside)
     return ends.reshape(num_groups, num_steps).cumsum(dim=1).flatten()
-
-
-def _weighted_mean(
-    score: Float[Tensor, "*batch"],
-    weight: Float[Tensor, "*batch"],
-    mean: Float[Tensor, " key"],
-    key: Int[Tensor, "*batch"],
-    mask: Bool[Tensor, "*batch"],
-) -> Float[Tensor, " key"]:
-    """Weighted mean of each key, the plain one where nothing has weight."""
-    total = segment_sum(weight, key, mean.shape[0], mask)
-    return torch.where(total > 0, segment_sum(weight * score, key, mean.shape[0], mask) / total, mean)
-
-
-def _second_best(
-    score: Float[Tensor, "*batch"], key: Int[Tensor, "*batch"], num_keys: int, mask: Bool[Tensor, "*batch"]
-) -> Float[Tensor, " key"]:
-    """Second highest score of each key: the highest again if two have it, minus infinity for a member alone."""
-    _, highest = segment_min_max(score, key, num_keys, mask)
-    best = mask & (score == gather_segments(highest, key))
-    _, below = segment_min_max(score, key, num_keys, mask & ~best)
-    tied = segment_sum(best.to(score), key, num_keys) > 1
-    return torch.where(tied, highest, below)
-
-
-def _all_equal(
-    score: Float[Tensor, "*batch"],
-    key: Int[Tensor, "*batch"],
-    mask: Bool[Tensor, "*batch"],
-    zeros: Float[Tensor, " key"],
-) -> Bool[Tensor, "*batch"]:
-    """Whether the members of each element's key, zeros of finished members included, all have the same score."""
-    lowest, highest = segment_min_max(score, key, zeros.shape[0], mask)
-    lowest = torch.where(zeros > 0, lowest.clamp(max=0), lowest)
-    highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
-    return gather_segments((highest - lowest == 0).to(score), key) > 0  # infinite scores are never equal
 
 
 def _batch_scale(

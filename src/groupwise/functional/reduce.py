@@ -226,7 +226,9 @@ def kth_largest(
 
     A radix selection: four counts of 256 digits find the element's 32 bits, from the highest on.
     """
-    key, flat_mask = _sortable(x).flatten(), mask.flatten()
+    bits = x.detach().float().contiguous().view(torch.int32)
+    # whole numbers in [0, 2^32) in the order of the floats: the larger a negative float's bits, the less it is
+    key, flat_mask = (torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits).long() + 2**31).flatten(), mask.flatten()
     prefix, left = key.new_zeros(1), k.to(key.dtype).reshape(1)
     enough = all_sum(flat_mask.sum()) >= k
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
@@ -237,7 +239,9 @@ def kth_largest(
         chosen = ((from_here_on >= left).sum(0, keepdim=True) - 1).clamp(min=0)
         left = left - from_here_on.gather(0, chosen + 1)
         prefix = (prefix << _DIGIT_BITS) | chosen
-    return torch.where(enough, _unsortable(prefix)[0], -torch.inf)
+    ordered = (prefix - 2**31).int()
+    bits = torch.where(ordered < 0, ordered ^ 0x7FFF_FFFF, ordered)
+    return torch.where(enough, bits.view(torch.float32)[0], -torch.inf)
 
 
 @torch.no_grad()
@@ -321,19 +325,6 @@ def element_noise(seed: int, *content: Float[Tensor, "*batch"] | Int[Tensor, "*b
 def _number(fraction: float, mask: Bool[Tensor, "*batch"], all_sum: AllSum) -> Float[Tensor, ""]:
     """Elements in the fraction of the mask, rounded down but at least one."""
     return (fraction * all_sum(mask.sum()).double() + 1e-9).floor().clamp(min=1)
-
-
-def _sortable(x: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
-    """Whole numbers in [0, 2^32) in the order of the floats."""
-    bits = x.detach().float().contiguous().view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)  # the larger a negative float's bits, the less it is
-    return ordered.long() + 2**31
-
-
-def _unsortable(key: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    ordered = (key - 2**31).int()
-    bits: Tensor = torch.where(ordered < 0, ordered ^ 0x7FFF_FFFF, ordered)
-    return bits.view(torch.float32)
 
 
 # --- how an update went: 0-dim, over all ranks, never NaN for an empty mask ---

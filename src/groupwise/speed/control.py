@@ -37,32 +37,39 @@ LIMIT = 2**20
 """Elements; larger networks spend their time elsewhere."""
 
 
-class FlatParameters:
-    """Parameters as views of one vector, and their gradients as views of its gradient.
+class FlatAdam:
+    """``torch.optim.Adam(fused=True)`` of one vector: the same step and state, without the wrapper's overhead.
 
-    A backward pass adds to the views, so the vector's gradient needs no gathering.
+    Parameters become views of the vector, and their gradients views of its gradient, which needs no gathering.
+
+    Args:
+        group: the settings of ``torch.optim.Adam``'s parameter group.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._lay_out(parameters, nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters])))
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        self.parameters = parameters
+        self.vector = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+        self.param_groups: list[dict[str, Any]] = [group | {"params": [self.vector]}]
+        moments = {name: torch.zeros_like(self.vector.detach()) for name in ("exp_avg", "exp_avg_sq")}
+        self.state: dict[str, Tensor] = {"step": torch.zeros((), device=self.vector.device), **moments}
+        self._lay_out()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParameters":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatAdam":
         """Copied parameters are tensors of their own, so they become views of the copied vector again."""
-        copied = memo[id(self)] = object.__new__(FlatParameters)
-        copied._lay_out(copy.deepcopy(self.parameters, memo), copy.deepcopy(self.vector, memo))
+        copied = memo[id(self)] = object.__new__(FlatAdam)
+        for name in ("parameters", "vector", "param_groups", "state"):
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        copied._lay_out()
         return copied
 
-    def _lay_out(self, parameters: Sequence[nn.Parameter], vector: nn.Parameter) -> None:
-        """Make the parameters views of a vector with their values."""
-        self.parameters = parameters
-        self.sizes = [parameter.numel() for parameter in parameters]
-        self.vector = vector
+    def _lay_out(self) -> None:
+        self.sizes = [parameter.numel() for parameter in self.parameters]
         self.gradient = torch.zeros_like(self.vector, requires_grad=False)
-        for parameter, part in zip(parameters, torch.split(self.vector.detach(), self.sizes), strict=True):
+        for parameter, part in zip(self.parameters, torch.split(self.vector.detach(), self.sizes), strict=True):
             parameter.data = part.view_as(parameter)
-        self._places = [parameter.data_ptr() for parameter in parameters]
+        self._places = [parameter.data_ptr() for parameter in self.parameters]
         parts = torch.split(self.gradient, self.sizes)
-        self._views = [part.view_as(parameter) for parameter, part in zip(parameters, parts, strict=True)]
+        self._views = [part.view_as(parameter) for parameter, part in zip(self.parameters, parts, strict=True)]
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -87,28 +94,6 @@ class FlatParameters:
             self.gradient.mul_((limit / (norm + 1e-6)).clamp_(max=1.0))
         return norm
 
-
-class FlatAdam:
-    """``torch.optim.Adam(fused=True)`` of one vector: the same step and state, without the wrapper's overhead.
-
-    Args:
-        group: the settings of ``torch.optim.Adam``'s parameter group.
-    """
-
-    def __init__(self, flat: FlatParameters, group: dict[str, Any]) -> None:
-        self.flat = flat
-        self.param_groups: list[dict[str, Any]] = [group | {"params": [flat.vector]}]
-        moments = {name: torch.zeros_like(flat.gradient) for name in ("exp_avg", "exp_avg_sq")}
-        self.state: dict[str, Tensor] = {"step": torch.zeros((), device=flat.vector.device), **moments}
-
-    def zero_grad(self) -> None:
-        """Set all gradients to zero, in place."""
-        self.flat.zero_grad()
-
-    def clip(self, limit: float | None) -> Float[Tensor, ""]:
-        """Clip the gradient's norm; returns the norm before."""
-        return self.flat.clip(limit)
-
     def step(self) -> None:
         """One step along the gradient.
 
@@ -119,8 +104,8 @@ class FlatAdam:
         move = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         state["step"].add_(1)
         move(
-            [self.flat.vector.detach()],
-            [self.flat.gradient],
+            [self.vector.detach()],
+            [self.gradient],
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],
@@ -140,7 +125,7 @@ class FlatAdam:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``."""
-        self.param_groups[0].update(state["param_groups"][0] | {"params": [self.flat.vector]})
+        self.param_groups[0].update(state["param_groups"][0] | {"params": [self.vector]})
         saved = state["state"].get(0, {})
         for name, value in self.state.items():
             value.copy_(saved.get(name, torch.zeros_like(value)))
@@ -152,8 +137,7 @@ def flat_adam(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam
     small = sum(p.numel() for p in parameters) <= LIMIT
     if len(kinds) != 1 or not small or cfg.optimizer.name not in ("adam", "adamw"):
         return None
-    group = build_optimizer(cfg, parameters).param_groups[0]
-    return FlatAdam(FlatParameters(parameters), group)
+    return FlatAdam(parameters, build_optimizer(cfg, parameters).param_groups[0])
 
 
 # Acting of a small network on a few rows in NumPy, whose operations have a third of torch's overhead.
@@ -192,32 +176,25 @@ class NumPyActor:
         if deterministic or not isinstance(obs, Tensor) or len(obs) > MAX_ROWS:
             return self._policy.act(obs, deterministic, generator)
         with np.errstate(all="ignore"):  # a policy that diverged shows in its actions, as in torch
-            features = _forward(self._normalized(obs.numpy()), self._trunk)
+            rows = obs.numpy()
+            if self._statistics is not None:
+                rows = (rows - self._statistics.shift.numpy()) * self._statistics.scale.numpy()
+                np.maximum(rows, -CLIP, out=rows)  # with the next in a fifth of np.clip's time
+                np.minimum(rows, CLIP, out=rows)
+            features = _forward(rows, self._trunk)
             action, log_prob = self._draw(_forward(features, self._actor), generator)
             value = torch.from_numpy(_forward(features, self._critic)[:, 0]) if self._critic else None
         return Action(torch.from_numpy(action).view(self._shape), torch.from_numpy(log_prob), value)
 
-    def _normalized(self, obs: Rows) -> Rows:
-        if self._statistics is None:
-            return obs
-        scaled: Rows = (obs - self._statistics.shift.numpy()) * self._statistics.scale.numpy()
-        np.maximum(scaled, -CLIP, out=scaled)  # with the next in a fifth of np.clip's time
-        np.minimum(scaled, CLIP, out=scaled)
-        return scaled
-
 
 def numpy_actor(policy: Policy) -> Callable[..., Action]:
     """The policy's ``act`` in NumPy, else as it is: NumPy is for a plain ``ActorCritic`` on vectors of floats on a CPU."""
-    if type(policy) is ActorCritic and _is_plain(policy) and not has_hooks(policy):
-        return NumPyActor(policy)
-    return policy.act
-
-
-def _is_plain(policy: ActorCritic) -> bool:
+    if type(policy) is not ActorCritic or has_hooks(policy):
+        return policy.act
     space, head = policy.observation_space, type(policy.head)
     networks = [network for network in (policy.trunk, policy.actor, policy.critic) if network is not None]
     modules = [module for network in networks for module in network.modules()]
-    return (
+    plain = (
         space_kind(space) == "box"
         and space.dtype.kind == "f"
         and len(space.shape) == 1
@@ -228,17 +205,17 @@ def _is_plain(policy: ActorCritic) -> bool:
         and all(module.bias is not None for module in modules if isinstance(module, nn.Linear))
         and all(p.device.type == "cpu" and p.dtype == torch.float32 for p in policy.parameters())
     )
+    return NumPyActor(policy) if plain else policy.act
 
 
 def _layers(network: nn.Module | None) -> list[Layer]:
+    if network is None:
+        return []
+    linears: list[tuple[Any, Callable[[Any], Any] | None]] = [(network, None)]
     if isinstance(network, MLP):
-        hidden = [_layer(linear, _ACTIVATIONS[network.activation]) for linear in network.hidden]
-        return hidden + _layers(network.head)
-    return [] if network is None else [_layer(network, None)]
-
-
-def _layer(linear: Any, activation: Callable[[Any], Any] | None) -> Layer:
-    return Layer(linear.weight.detach().numpy().T, linear.bias.detach().numpy(), activation)
+        head = [] if network.head is None else [(network.head, None)]
+        linears = [*((linear, _ACTIVATIONS[network.activation]) for linear in network.hidden), *head]
+    return [Layer(one.weight.detach().numpy().T, one.bias.detach().numpy(), activation) for one, activation in linears]
 
 
 def _forward(x: Rows, layers: list[Layer]) -> Rows:
@@ -360,7 +337,7 @@ class CompiledBackward:
     def __init__(self, algorithm: BaseAlgorithm) -> None:
         assert isinstance(algorithm.optimizer, FlatAdam)
         self._algorithm = algorithm
-        self._flat = algorithm.optimizer.flat
+        self._flat = algorithm.optimizer
         self._vector = self._flat.vector.detach()
         self._function: _Gradient | None = None
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -411,7 +388,7 @@ class CompiledBackward:
 class _Gradient:
     """The gradient and the metrics of a micro-batch as a function of tensors."""
 
-    def __init__(self, algorithm: BaseAlgorithm, flat: FlatParameters, batch: Batch) -> None:
+    def __init__(self, algorithm: BaseAlgorithm, flat: FlatAdam, batch: Batch) -> None:
         names = {id(parameter): f"policy.{name}" for name, parameter in algorithm.policy.named_parameters()}
         self._sizes = flat.sizes
         self._shapes = {names[id(parameter)]: parameter.shape for parameter in flat.parameters}

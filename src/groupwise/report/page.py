@@ -26,7 +26,7 @@ from groupwise.config.run import BUDGETS, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError
 from groupwise.report.curve import curve_figure, histogram, learning_curve, small, to_png
 from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_frames, read_groups, scores_of
-from groupwise.report.health import CLONING, WORDS, Metrics, diagnose, percent
+from groupwise.report.health import CLONING, WORDS, Metrics, diagnose
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -310,8 +310,8 @@ def _success(metrics: Sequence[Mapping[str, Any]]) -> str:
         return ""
     first, last = evaluations[0], evaluations[-1]
     ends = interval_of(last, "success_rate")
-    interval = f" (95 % interval {percent(ends[0])} to {percent(ends[1])})" if ends else ""
-    rates = [percent(entry["eval/success_rate"]) for entry in (first, last)]
+    interval = f" (95 % interval {_percent(ends[0])} to {_percent(ends[1])})" if ends else ""
+    rates = [_percent(entry["eval/success_rate"]) for entry in (first, last)]
     return f"Success: {rates[0]} in the first evaluation, {rates[1]} in the last{interval}."
 
 
@@ -370,7 +370,7 @@ def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dic
     rows = []
     for number, finding in enumerate(diagnose(folder)):
         label, name = f"{finding.title}, all of training", f"h{number}"
-        picture = small([read.series(key) for key in finding.keys], label, name) if finding.keys else ""
+        picture = small([read[key] for key in finding.keys], label, name) if finding.keys else ""
         if finding.values:
             picture = histogram(finding.values, f"Histogram: {finding.title.lower()}", name)
         rows.append(finding._asdict() | {"picture": picture, "word": WORDS[finding.verdict]})
@@ -450,6 +450,10 @@ def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str
     if folder.read_summary().get("stopped") not in BUDGETS:
         found["continue"] = plugins.resume_command(folder.path, given, provenance["plugins"])
     return _without_none(found)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _shown(value: float | int) -> str:

@@ -206,7 +206,7 @@ def test_parts_of_the_reward_are_kept(scripted_group, fake_policy):
     class Env(scripted_group):
         def step(self, action):
             step = super().step(action)
-            return step._replace(reward_parts=torch.stack([step.reward, -2 * step.reward], dim=1))
+            return step._replace(info={"reward_parts": torch.stack([step.reward, -2 * step.reward], dim=1)})
 
     env, policy = Env(2, [2, 4, 3]), fake_policy(True)
     collector = GroupCollector(env, policy, verify_start=False, group_size=3)

@@ -6,6 +6,7 @@ a given seed and are paused once they have finished.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -36,16 +37,11 @@ class EnvStep(NamedTuple):
     """[N, ...] with ``same_step``: the last observations of episodes that ended, other rows are padding. None when none ended."""
     failed: Tensor | None = None
     """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
-    reward_parts: Tensor | None = None
-    """[N, R] float32: the parts of the reward, with ``credit.reward="parts"``."""
-    success: Tensor | None = None
-    """[N] bool: which of the episodes that end with this step succeeded; other rows mean nothing. None where no such row tells."""
-    executed: Tensor | None = None
-    """[N] int64: environment steps that the action took, with ``env.action_chunk``; 0 in rows that are paused."""
-    info: dict[str, Tensor] | None = None
-    """[N] float64 by name: ``env.log_info`` of the episodes that end with this step, NaN or 0 in other rows. None where none ends."""
-    task: npt.NDArray[Any] | None = None
-    """[N] str: names of the tasks of episodes that end with this step, empty where it is not named; set with ``success``."""
+    info: Mapping[str, Any] = MappingProxyType({})
+    """What else the environment reports. Of every step: ``executed`` [N] int64 with ``env.action_chunk``, the environment steps
+    that the action took, and ``reward_parts`` [N, R] float32 with ``credit.reward="parts"``. Of the episodes that end with this
+    step, where any tells (other rows mean nothing): ``success`` [N] bool, ``task`` [N] str, the names of their tasks, and
+    ``log_info``, the numbers of ``env.log_info`` [N] float64 by name."""
 
 
 class VectorEnv(ABC):
@@ -172,27 +168,24 @@ def success_of_row(info: Mapping[str, Any]) -> bool | None:
     return None
 
 
-def success_of_rows(info: Mapping[str, Any], num_envs: int) -> Tensor | None:
-    """The flags [N] in the info of a vector environment, False for rows without one; None if it has no flags."""
-    info = _last_info(info)
-    for key in SUCCESS_KEYS:
-        if key in info and np.shape(info[key]) == (num_envs,):
-            return torch.from_numpy(np.asarray(info[key]).astype(np.bool_) & info.get(f"_{key}", True))
-    return None
-
-
 def task_of_row(info: Mapping[str, Any]) -> str:
     """The name of the task in the info of a single environment; empty without one."""
     task = info.get("task")
     return task if isinstance(task, str) else ""
 
 
-def tasks_of_rows(info: Mapping[str, Any], num_envs: int) -> npt.NDArray[Any] | None:
-    """The names [N] of tasks, str, in the info of a vector environment, empty for rows without one; None if it has no names."""
-    tasks: Any = _last_info(info).get("task")
-    if np.shape(tasks) != (num_envs,):
-        return None
-    return np.array([task if isinstance(task, str) else "" for task in np.asarray(tasks)])
+def outcomes_of_rows(info: Mapping[str, Any], num_envs: int) -> dict[str, Any]:
+    """``success`` and ``task`` [N], as in ``EnvStep.info``, in the info of a vector environment; nothing if it has no flags."""
+    final = info.get("final_info")  # the last steps of episodes, where rows are reset in the same step
+    info = final if isinstance(final, Mapping) else info
+    for key in SUCCESS_KEYS:
+        if key in info and np.shape(info[key]) == (num_envs,):
+            success = torch.from_numpy(np.asarray(info[key]).astype(np.bool_) & info.get(f"_{key}", True))
+            tasks = info.get("task")
+            if np.shape(tasks) != (num_envs,):
+                return {"success": success}
+            return {"success": success, "task": np.array([task_of_row({"task": task}) for task in np.asarray(tasks)])}
+    return {}
 
 
 def successes_by_task(outcomes: Iterable[tuple[str | None, bool | None]]) -> dict[str, list[bool]]:
@@ -207,9 +200,3 @@ def successes_by_task(outcomes: Iterable[tuple[str | None, bool | None]]) -> dic
         if task:
             found.setdefault(task, []).append(success is True)
     return dict(sorted(found.items())) if len(found) > 1 else {}
-
-
-def _last_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The info of the last steps of episodes, also where rows are reset in the same step."""
-    final = info.get("final_info")
-    return final if isinstance(final, Mapping) else info

@@ -3,7 +3,7 @@
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, model_validator
@@ -14,6 +14,7 @@ from groupwise.config.credit import PartsCfg
 from groupwise.config.objective import FixedLengthCfg, TrustRegionCfg
 from groupwise.config.objective import ObjectiveCfg as ObjectiveCfg
 from groupwise.config.ranges import ClipRange, LinearRangeCfg, range_at
+from groupwise.errors import ConfigError
 
 _CLIP_RANGE: TypeAdapter[float | LinearRangeCfg] = TypeAdapter(ClipRange)
 OnNonFinite: TypeAlias = Literal["stop", "drop", "zero"]
@@ -180,6 +181,16 @@ class CollectionCfg(Cfg):
     """Leave groups without variance out of the loss, and collect others in their place, with at most this many times the steps of an iteration (DAPO). 0: only leave them out. None: they stay."""
 
 
+class Groups(NamedTuple):
+    """Groups in which an algorithm collects episodes."""
+
+    size: int = 1
+    """Episodes at the same start. 1: there are no groups."""
+    greedy_members: Literal[0, 1] = 0
+    """Further episodes of each group that act greedily and are not trained on."""
+    collection: CollectionCfg = CollectionCfg()
+
+
 class AlgorithmCfg(Choice):
     """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
 
@@ -222,6 +233,16 @@ class AlgorithmCfg(Choice):
     def reward_parts(self) -> tuple[str, ...]:
         """Entries of ``info`` that a rollout keeps as the parts of the reward."""
         return ()
+
+    @property
+    def groups(self) -> Groups:
+        """How episodes are collected."""
+        return Groups()
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether training keeps a reference policy."""
+        return False
 
     @classmethod
     def load(cls) -> type[Any]:
@@ -278,6 +299,25 @@ def with_max_length(cfg: A, longest: int | None) -> A:
         return cfg
     aggregation = aggregation.model_copy(update={"max_length": longest})
     return cfg.model_copy(update={"objective": cfg.objective.model_copy(update={"aggregation": aggregation})})
+
+
+def with_rewards(cfg: A, weights: tuple[float, ...]) -> A:
+    """``cfg`` for reward functions with these weights: no discount where none is read, and weights of rewards compared one by one.
+
+    Raises:
+        ConfigError: rewards are compared one by one, and there is only one.
+    """
+    if not isinstance(cfg, GRPOCfg):
+        return cfg
+    if not cfg.credit.discounts:
+        cfg = cfg.model_copy(update={"gamma": 1.0})
+    if isinstance(cfg.credit.reward, PartsCfg):
+        if len(weights) < 2:
+            raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")
+        if not cfg.credit.reward.weights:
+            credit = cfg.credit.model_copy(update={"reward": PartsCfg(weights=weights)})
+            cfg = cfg.model_copy(update={"credit": credit})
+    return cfg
 
 
 T = TypeVar("T", bound=type[Any])
@@ -343,6 +383,16 @@ class GRPOCfg(AlgorithmCfg):
     def reward_parts(self) -> tuple[str, ...]:
         """The names of ``credit.reward="parts"``."""
         return self.credit.reward.names if isinstance(self.credit.reward, PartsCfg) else ()
+
+    @property
+    def groups(self) -> Groups:
+        """How groups are collected."""
+        return Groups(self.group_size, self.credit.baseline.greedy_members, self.collection)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy is kept near a reference."""
+        return self.kl_coef > 0
 
     @model_validator(mode="after")
     def _check(self) -> "GRPOCfg":

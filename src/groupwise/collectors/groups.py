@@ -23,7 +23,7 @@ from groupwise.seeding import derive_seed
 # Groups during collection: which row runs which episode, and the status of each group.
 
 MAX_RETRIES = 5
-"""How often an episode is started again; more errors are unlikely to be bad luck."""
+"""Most new starts of an episode; more errors are unlikely to be bad luck."""
 MAX_EMPTY = 3
 """Iterations in a row whose groups were all dropped, after which training stops."""
 
@@ -33,7 +33,7 @@ class Group:
     """Episodes that begin in the same state."""
 
     number: int
-    """Among the groups of the iteration."""
+    """Its place among the groups of the iteration."""
     members: list["Member"] = field(default_factory=list)
     """Episodes that reached their end."""
     status: Literal["open", "complete", "filtered", "dropped"] = "open"
@@ -45,7 +45,7 @@ class Member:
 
     group: Group
     index: int
-    """Among the members of its group."""
+    """Its place among the members of its group."""
     greedy: bool
     """Takes the policy's most likely actions."""
     retries: int = 0
@@ -69,7 +69,7 @@ class Member:
 
 
 class GroupTracker:
-    """Which episode each row runs, step by step. Opens groups until the iteration has enough steps.
+    """The episode of each row, step by step. Opens groups until the iteration has enough steps.
 
     Args:
         num_steps: environment steps of the iteration, those of filtered groups not counted.
@@ -201,22 +201,6 @@ def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
         rollout[key][:, :-1] = torch.from_numpy(label)
 
 
-def finished_episodes(rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> list[Episode]:
-    """Episodes that reached their ends, in the order of these, without greedy ones."""
-    reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
-    ended = sorted((a for a in tracker.members if a.ended and not a.greedy), key=lambda member: member.end)
-    outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
-    return [
-        Episode(
-            float(reward[member.row, member.start : member.end].cumsum(dtype=np.float64)[-1]),
-            member.length,
-            bool(terminated[member.row, member.end - 1]),
-            *outcome,
-        )
-        for member, outcome in zip(ended, outcomes, strict=True)
-    ]
-
-
 class GroupCollector(EnvCollector):
     """Collects groups of ``group_size`` episodes that begin in the same state.
 
@@ -322,9 +306,16 @@ class GroupCollector(EnvCollector):
         return self.env.start(mask, start_seed, noise_seed)
 
     def _count(self, rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> None:
-        """Count steps, groups and episodes of the rollout."""
-        self.record(finished_episodes(rollout, tracker, writer))
+        """Count steps, groups, and episodes in the order of their ends, without greedy ones."""
         steps, members = tracker.steps, tracker.members
+        reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
+        ended = sorted((m for m in members if m.ended and not m.greedy), key=lambda member: member.end)
+        outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
+        returns = [float(reward[m.row, m.start : m.end].cumsum(dtype=np.float64)[-1]) for m in ended]
+        self.record(
+            Episode(total, member.length, bool(terminated[member.row, member.end - 1]), *outcome)
+            for total, member, outcome in zip(returns, ended, outcomes, strict=True)
+        )
         self.last_steps = env_steps(rollout, steps)
         groups = {member.group for member in members if member.in_whole_group}
         wasted = sum(member.length for member in members if not member.in_whole_group)

@@ -30,7 +30,7 @@ class RecurrentEnv(GroupEnv):
     """
 
     outcome: EnvStep
-    """Of the last step, without states."""
+    """Outcome of the last step, without states."""
 
     def __init__(self, env: VectorEnv, policy: Policy) -> None:
         self.env = env
@@ -53,7 +53,7 @@ class RecurrentEnv(GroupEnv):
         return self._begin(obs, mask)
 
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
-        """As ``reset``, from given seeds."""
+        """First observations of episodes from given seeds; other rows keep theirs."""
         assert isinstance(self.env, GroupEnv)
         return self._begin(self.env.start(mask, start_seed, noise_seed), mask)
 
@@ -76,7 +76,7 @@ class RecurrentEnv(GroupEnv):
         self.env.pause(mask)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """That of the environments. The policy's states are in the observations."""
+        """The state of the environments. The policy's states are in the observations."""
         env = self.env.state_dict()
         return None if env is None else {"env": env, "resetting": self._resetting}
 
@@ -136,7 +136,7 @@ class Collector(ABC):
     """Whether ``collect`` gives the same rollout again after it was broken off: nothing continues across rollouts."""
     policy: Policy
     iteration: int = 0
-    """How many rollouts were collected; streams of the next one are derived from it."""
+    """Number of rollouts that were collected; streams of the next one are derived from it."""
     last_steps: int = 0
     """Environment steps that the last ``collect`` took, wasted ones included."""
     position: int = 0
@@ -177,7 +177,7 @@ class Collector(ABC):
         return self.finished if len(self.finished) >= 100 else self.recent
 
     def group_start(self, group: int) -> str:
-        """What the members of a group of the last rollout share: the seed of their start, or a prompt; empty if unknown."""
+        """The common start of the members of a group of the last rollout: its seed, or a prompt; empty if unknown."""
         return ""
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
@@ -335,7 +335,7 @@ class RolloutWriter:
         self._cut_rows: list[Tensor] = []
         self._cut_steps: list[Tensor] = []
         self._reports: dict[int, dict[str, Any]] = {}
-        """What ``EnvStep.info`` says of the episodes that end with a step; the environment may write into it later."""
+        """Copies of ``EnvStep.info`` at steps that end episodes."""
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
@@ -369,7 +369,7 @@ class RolloutWriter:
         for key in self._from_info:
             _write(columns[key], step, info[key])
         if "success" in info or "log_info" in info:
-            copies = {"success": torch.clone, "task": np.copy, "log_info": dict}
+            copies: dict[str, Callable[[Any], Any]] = {"success": torch.clone, "task": np.copy, "log_info": dict}
             self._reports[step] = {key: made(info[key]) for key, made in copies.items() if key in info}
 
     def cut(self, step: int, truncated: Bool[Tensor, " row"], obs: Nested) -> None:
@@ -397,7 +397,7 @@ class RolloutWriter:
         return rollout
 
     def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
-        """What the environment reported of the episodes that ended in these rows with these steps."""
+        """Reports of the environment on the episodes that ended in these rows with these steps."""
         # flags on a GPU take one host sync
         flags = {step: report["success"] for step, report in self._reports.items() if "success" in report}
         success = dict(zip(flags, torch.stack([*flags.values()]).cpu().numpy() if flags else (), strict=True))
@@ -466,14 +466,41 @@ class VectorCollector(EnvCollector):
         writer = RolloutWriter(rollout, self.policy)
         obs = self._fill(num_steps, writer, obs)
         rollout = writer.finish(num_steps, obs)
-        self._label(rollout, writer)
         self._obs = obs
         self.last_steps = env_steps(rollout, self.env.num_envs * num_steps)
         self.iteration += 1
+
+        # masks, ids and steps from the ends of episodes; the finished ones are counted
+        reward, terminated, truncated = (
+            rollout[k][:, :-1].cpu().numpy() for k in ("reward", "terminated", "truncated")
+        )
+        done = terminated | truncated
+        dead = np.zeros_like(done)
+        if self.env.autoreset == "next_step":  # slots behind the ends of episodes, in which the environment only reset
+            dead = np.concatenate([self._dead[:, None], done[:, :-1]], axis=1)
+            self._dead = done[:, -1]
+        live = ~dead
+        episode_id, step = label_episodes(done, dead, self._age)
+        labels = {"valid": live, "loss_mask": live, "step": step, "group_id": episode_id, "episode_id": episode_id}
+        for key, label in labels.items():
+            rollout[key][:, :-1] = torch.from_numpy(label)
+
+        returns = np.bincount(episode_id[live], weights=reward[live], minlength=done.size)
+        goes_on = live[:, 0]
+        returns[episode_id[goes_on, 0]] += self._return[goes_on]
+        time, row = done.T.nonzero()
+        ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
+        outcomes = writer.outcomes(row.tolist(), time.tolist())
+        ended = zip(*(part.tolist() for part in ends), outcomes, strict=True)
+        self.record(Episode(*end, *outcome) for *end, outcome in ended)
+        over = done[:, -1] | dead[:, -1]
+        self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
+        self._age = np.where(over, 0, step[:, -1] + 1)
+        self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """With the running episodes, where the environment's state can be captured."""
+        """The state, with the running episodes, where the environment's state can be captured."""
         env = None if self._obs is None else self.env.state_dict()
         if env is None or self._obs is None:
             return super().state_dict()
@@ -519,35 +546,6 @@ class VectorCollector(EnvCollector):
                 if self.env.autoreset == "disabled":
                     obs = self.env.reset(mask=done.cpu().numpy())
         return obs
-
-    def _label(self, rollout: TensorDict, writer: RolloutWriter) -> None:
-        """Fill masks, ids and steps from the ends of episodes; count the finished ones."""
-        reward, terminated, truncated = (
-            rollout[k][:, :-1].cpu().numpy() for k in ("reward", "terminated", "truncated")
-        )
-        done = terminated | truncated
-        dead = np.zeros_like(done)
-        if self.env.autoreset == "next_step":  # slots behind the ends of episodes, in which the environment only reset
-            dead = np.concatenate([self._dead[:, None], done[:, :-1]], axis=1)
-            self._dead = done[:, -1]
-        live = ~dead
-        episode_id, step = label_episodes(done, dead, self._age)
-        labels = {"valid": live, "loss_mask": live, "step": step, "group_id": episode_id, "episode_id": episode_id}
-        for key, label in labels.items():
-            rollout[key][:, :-1] = torch.from_numpy(label)
-
-        returns = np.bincount(episode_id[live], weights=reward[live], minlength=done.size)
-        goes_on = live[:, 0]
-        returns[episode_id[goes_on, 0]] += self._return[goes_on]
-        time, row = done.T.nonzero()
-        ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        outcomes = writer.outcomes(row.tolist(), time.tolist())
-        ended = zip(*(part.tolist() for part in ends), outcomes, strict=True)
-        self.record(Episode(*end, *outcome) for *end, outcome in ended)
-        over = done[:, -1] | dead[:, -1]
-        self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
-        self._age = np.where(over, 0, step[:, -1] + 1)
-        self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
 
 
 def label_episodes(

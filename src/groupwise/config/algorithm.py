@@ -301,7 +301,7 @@ def with_max_length(cfg: A, longest: int | None) -> A:
     return cfg.model_copy(update={"objective": cfg.objective.model_copy(update={"aggregation": aggregation})})
 
 
-def with_rewards(cfg: A, weights: tuple[float, ...]) -> A:
+def with_rewards(cfg: AlgorithmCfg, weights: tuple[float, ...]) -> AlgorithmCfg:
     """``cfg`` for reward functions with these weights: no discount where none is read, and weights of rewards compared one by one.
 
     Raises:

@@ -29,7 +29,7 @@ _MOVES = b"316513203 " * _WORDS + b"0"
 
 
 class AleState(NamedTuple):
-    """What it takes to put another machine with the same game into the same state. Picklable."""
+    """State that puts another machine with the same game into the same place. Picklable."""
 
     machine: bytes
     held: int
@@ -69,7 +69,7 @@ def reseed_ale(ale: Any, seed: int) -> None:
 
 
 def repeats_ahead(machine: bytes, stickiness: float) -> int:
-    """How many of the next frames repeat the action of the one before, by the machine's own draws."""
+    """The number of the next frames that repeat the action of the one before, by the machine's own draws."""
     numbers = np.array(machine[_generator_at(machine) : -_TAIL].split(), dtype=np.uint32)
     generator = np.random.MT19937(0)
     key: npt.NDArray[np.uint32] = numbers[:-1]

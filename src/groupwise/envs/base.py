@@ -24,7 +24,7 @@ Autoreset = Literal["next_step", "same_step", "disabled"]
 
 
 class EnvStep(NamedTuple):
-    """What one step of N environments returned. Tensors are fresh or may be overwritten by the next step."""
+    """Result of one step of N environments. Tensors are fresh or may be overwritten by the next step."""
 
     obs: Nested
     reward: Tensor
@@ -38,8 +38,8 @@ class EnvStep(NamedTuple):
     failed: Tensor | None = None
     """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
     info: Mapping[str, Any] = MappingProxyType({})
-    """What else the environment reports. Of every step: ``executed`` [N] int64 with ``env.action_chunk``, the environment steps
-    that the action took, and ``reward_parts`` [N, R] float32 with ``credit.reward="parts"``. Of the episodes that end with this
+    """Further reports of the environment. Every step: ``executed`` [N] int64 with ``env.action_chunk``, the environment steps
+    that the action took, and ``reward_parts`` [N, R] float32 with ``credit.reward="parts"``. For the episodes that end with this
     step, where any tells (other rows mean nothing): ``success`` [N] bool, ``task`` [N] str, the names of their tasks, and
     ``log_info``, the numbers of ``env.log_info`` [N] float64 by name."""
 
@@ -59,9 +59,9 @@ class VectorEnv(ABC):
     obs_spec: Spec
     max_episode_steps: int | None
     autoreset: Autoreset
-    """As Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
+    """Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
     notes: tuple[str, ...] = ()
-    """What a run prints about it when training starts."""
+    """Lines that a run prints about it when training starts."""
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -137,7 +137,7 @@ class GroupEnv(VectorEnv):
     """Result of the check of the shared start; None if it was not checked."""
 
     def as_group_env(self, *, verify: bool = True) -> "GroupEnv":
-        """Itself; ``make_env`` and the collectors check the start."""
+        """The environment itself; ``make_env`` and the collectors check the start."""
         return self
 
     @abstractmethod
@@ -157,7 +157,7 @@ class GroupEnv(VectorEnv):
 # Success flags and names of tasks in Gymnasium's infos.
 
 SUCCESS_KEYS = ("is_success", "success")
-"""As in gymnasium-robotics and Stable-Baselines3, and as in Meta-World and ManiSkill."""
+"""Keys of gymnasium-robotics and Stable-Baselines3, and of Meta-World and ManiSkill."""
 
 
 def success_of_row(info: Mapping[str, Any]) -> bool | None:
@@ -181,7 +181,7 @@ def outcomes_of_rows(info: Mapping[str, Any], num_envs: int) -> dict[str, Any]:
     for key in SUCCESS_KEYS:
         if key in info and np.shape(info[key]) == (num_envs,):
             success = torch.from_numpy(np.asarray(info[key]).astype(np.bool_) & info.get(f"_{key}", True))
-            tasks = info.get("task")
+            tasks: Any = info.get("task")
             if np.shape(tasks) != (num_envs,):
                 return {"success": success}
             return {"success": success, "task": np.array([task_of_row({"task": task}) for task in np.asarray(tasks)])}
@@ -192,8 +192,8 @@ def successes_by_task(outcomes: Iterable[tuple[str | None, bool | None]]) -> dic
     """The successes of each task's episodes, in the order of names; empty unless there are several tasks.
 
     Args:
-        outcomes: task and success of each episode. Those that do not say their task are left out; those that do not say
-            their success failed.
+        outcomes: task and success of each episode. Episodes without a task are left out; episodes without a
+            success failed.
     """
     found: dict[str, list[bool]] = {}
     for task, success in outcomes:

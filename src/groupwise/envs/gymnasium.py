@@ -142,7 +142,18 @@ class GymnasiumVectorEnv(VectorEnv):
             raise explained_step(error, self.env_id) from error.__cause__
         final_obs = None
         if self.autoreset == "same_step" and (terminated | truncated).any():
-            final_obs = self._final_obs(info)
+            if "final_obs" not in info:
+                raise EnvError(
+                    f"{self.env_id} resets in the same step but gives no info['final_obs'], so truncated episodes have no "
+                    "value; fix: AutoresetMode.NEXT_STEP or DISABLED"
+                )
+            final = info["final_obs"]
+            if isinstance(final, np.ndarray) and final.dtype == object:
+                filler = next(obs for obs in final if obs is not None)
+                rows = [filler if obs is None else obs for obs in final]
+                space = self._env.single_observation_space
+                final = concatenate(space, rows, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
+            final_obs = self._tensor(final)
         reported = outcomes_of_rows(info, self.num_envs)
         if "executed" in info:
             reported["executed"] = torch.from_numpy(info["executed"])
@@ -178,20 +189,6 @@ class GymnasiumVectorEnv(VectorEnv):
         if isinstance(self._env, LeanSyncVectorEnv):
             for obs in self._env.last_obs():
                 refuse_misfit(obs, self.observation_space, f"{method}() of {self.env_id}")
-
-    def _final_obs(self, info: dict[str, Any]) -> Nested:
-        if "final_obs" not in info:
-            raise EnvError(
-                f"{self.env_id} resets in the same step but gives no info['final_obs'], so truncated episodes have no "
-                "value; fix: AutoresetMode.NEXT_STEP or DISABLED"
-            )
-        final = info["final_obs"]
-        if isinstance(final, np.ndarray) and final.dtype == object:
-            filler = next(obs for obs in final if obs is not None)
-            rows = [filler if obs is None else obs for obs in final]
-            space = self._env.single_observation_space
-            final = concatenate(space, rows, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
-        return self._tensor(final)
 
 
 _AT_END = (*SUCCESS_KEYS, "task")
@@ -303,18 +300,17 @@ def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
     Raises:
         EnvError: ``cfg.action_masks`` asks for masks of actions that are no choices.
     """
-    if cfg.action_masks:
-        if not options(env.action_space):
-            raise EnvError(
-                f"env.action_masks is for Discrete and MultiDiscrete actions, and those of {cfg.id} are {env.action_space}; "
-                "fix: leave it out"
-            )
-        return MaskFromInfo(env)
-    return CheckedMask(env) if has_mask(env.observation_space, env.action_space) else env
+    if cfg.action_masks and not options(env.action_space):
+        raise EnvError(
+            f"env.action_masks is for Discrete and MultiDiscrete actions, and those of {cfg.id} are {env.action_space}; "
+            "fix: leave it out"
+        )
+    needs_check = cfg.action_masks or has_mask(env.observation_space, env.action_space)
+    return Masked(env, from_info=cfg.action_masks) if needs_check else env
 
 
 def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
-    """What a run says about masks that it did not ask for: that they are used, or how to use them.
+    """Notes of a run on masks that it did not ask for: that they are used, or how to use them.
 
     Args:
         env: is reset.
@@ -340,8 +336,22 @@ def allowed_sample(action_space: Any, obs: Any) -> Any:
     return allowed_action(tensor, {KEY: torch.as_tensor(obs[KEY])[None]}, action_space)[0].numpy()
 
 
-class CheckedMask(gymnasium.Wrapper):
-    """Refuses a mask that allows nothing while the episode continues."""
+class Masked(gymnasium.Wrapper):
+    """Refuses a mask that allows nothing while the episode continues.
+
+    Args:
+        from_info: put ``info["action_mask"]`` of each reset and step into the observation, which becomes a Dict if it is none.
+    """
+
+    def __init__(self, env: gymnasium.Env, *, from_info: bool) -> None:
+        super().__init__(env)
+        self._from_info, self._size = from_info, sum(options(env.action_space))
+        self._is_dict = isinstance(env.observation_space, Dict)
+        if from_info:
+            space: Any = env.observation_space
+            self.observation_space = Dict(
+                {**(space.spaces if self._is_dict else {"obs": space}), KEY: MultiBinary(self._size)}
+            )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """The first observation."""
@@ -354,40 +364,22 @@ class CheckedMask(gymnasium.Wrapper):
         return self._masked(obs, info, over=bool(terminated or truncated)), reward, terminated, truncated, info
 
     def _masked(self, obs: Any, info: dict[str, Any], *, over: bool) -> Any:
+        if self._from_info:
+            mask = np.ones(self._size, np.int8)
+            if not over:
+                if KEY not in info:
+                    raise EnvError(
+                        f"env.action_masks needs info[{KEY!r}] of {self.env}, and its info holds {sorted(info)}; fix: give it in "
+                        "reset and in every step"
+                    )
+                parts = info[KEY] if isinstance(info[KEY], tuple) else (info[KEY],)  # as MultiDiscrete.sample takes it
+                mask = np.concatenate([np.asarray(part).ravel() for part in parts]).astype(np.bool_).astype(np.int8)
+            if mask.size != self._size:
+                raise EnvError(
+                    f"info[{KEY!r}] of {self.env} has {mask.size} numbers, expected {self._size}, one for each option of "
+                    f"{self.env.action_space}"
+                )
+            obs = {**(obs if self._is_dict else {"obs": obs}), KEY: mask}
         if not over:
             check(np.asarray(obs[KEY]), self.env.action_space, str(self.env), error=EnvError)
         return obs
-
-
-class MaskFromInfo(CheckedMask):
-    """Puts ``info["action_mask"]`` of each reset and step into the observation, which becomes a Dict if it is none."""
-
-    def __init__(self, env: gymnasium.Env) -> None:
-        super().__init__(env)
-        self._size = sum(options(env.action_space))
-        self._is_dict = isinstance(env.observation_space, Dict)
-        entries = (
-            env.observation_space.spaces if isinstance(env.observation_space, Dict) else {"obs": env.observation_space}
-        )
-        self.observation_space = Dict({**entries, KEY: MultiBinary(self._size)})
-
-    def _masked(self, obs: Any, info: dict[str, Any], *, over: bool) -> Any:
-        mask = np.ones(self._size, np.int8) if over else self._of_info(info)
-        return {**(obs if self._is_dict else {"obs": obs}), KEY: mask}
-
-    def _of_info(self, info: dict[str, Any]) -> np.ndarray:
-        if KEY not in info:
-            raise EnvError(
-                f"env.action_masks needs info[{KEY!r}] of {self.env}, and its info holds {sorted(info)}; fix: give it in reset "
-                "and in every step"
-            )
-        found = info[KEY]
-        parts = found if isinstance(found, tuple) else (found,)  # as MultiDiscrete.sample takes it
-        mask = np.concatenate([np.asarray(part).ravel() for part in parts]).astype(np.bool_).astype(np.int8)
-        if mask.size != self._size:
-            raise EnvError(
-                f"info[{KEY!r}] of {self.env} has {mask.size} numbers, expected {self._size}, one for each option of "
-                f"{self.env.action_space}"
-            )
-        check(mask, self.env.action_space, str(self.env), error=EnvError)
-        return mask

@@ -49,7 +49,7 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "MiniGrid-": _MINIGRID,
 }
-"""What must be installed for ids that start so, and how to install it."""
+"""Packages that ids with this start need, and how to install them."""
 
 
 def import_package(env_id: str) -> None:
@@ -178,8 +178,14 @@ def _from_single(
         vector = LeanSyncVectorEnv(
             [rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED, log_info=cfg.log_info
         )
-    settings = {"max_episode_steps": rows.max_episode_steps, "obs_keys": cfg.kept_keys, "log_info": cfg.log_info}
-    alone = GymnasiumVectorEnv(vector, env_id=rows.env_id, **settings, device=device)
+    alone = GymnasiumVectorEnv(
+        vector,
+        env_id=rows.env_id,
+        max_episode_steps=rows.max_episode_steps,
+        obs_keys=cfg.kept_keys,
+        log_info=cfg.log_info,
+        device=device,
+    )
     alone.notes = notes
     return alone
 
@@ -336,11 +342,28 @@ def make_env(
         num_envs = num_envs or cfg.num_envs
         if env is None:
             check_id(cfg.id)
+        way = cfg.vectorization
         if env is not None and makes_rows(env):
             made = _from_maker(env, cfg, num_envs, device)
-        elif (way := _vectorization(cfg, env, reward_parts)) == "torch":
-            made = _from_torch(cfg, num_envs, device)
-        elif way == "entry_point":
+        elif env is not None and way in ("entry_point", "torch"):
+            raise EnvError(f"a callable cannot be vectorised by {way!r}; fix: vectorization='sync' or 'async'")
+        elif way == "torch":
+            if cfg.id != "CartPole-v1":
+                raise EnvError(
+                    f"{cfg.id} is not written in torch, only CartPole-v1 is; fix: env.vectorization='auto', or a "
+                    "TorchGroupEnv of yours, given as a class in Python"
+                )
+            if cfg.kwargs:
+                raise EnvError(
+                    f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'"
+                )
+            made = _from_maker(TorchCartPole, cfg, num_envs, device)
+        elif way == "entry_point" or (
+            way == "auto"
+            and env is None
+            and cfg.id in VECTORISED
+            and not (reward_parts or cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native"))
+        ):
             with explained(cfg.id):
                 vector = gymnasium.make_vec(
                     cfg.id, num_envs, vectorization_mode="vector_entry_point", **_with_limit(cfg)
@@ -365,17 +388,6 @@ def make_env(
     if grouped and verify and isinstance(made, GroupEnv) and made.start_report is None:
         made.start_report = verify_group_start(made)
     return made
-
-
-def _vectorization(cfg: EnvCfg, env: object | None, reward_parts: tuple[str, ...]) -> str:
-    if env is not None and cfg.vectorization in ("entry_point", "torch"):
-        raise EnvError(
-            f"a callable cannot be vectorised by {cfg.vectorization!r}; fix: vectorization='sync' or 'async'"
-        )
-    if cfg.vectorization != "auto":
-        return cfg.vectorization
-    only_single = reward_parts or cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native")
-    return "entry_point" if env is None and cfg.id in VECTORISED and not only_single else "sync"
 
 
 def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv:
@@ -413,18 +425,6 @@ def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torc
         raise EnvError(
             f"{env.env_id} is on {env.device}, and the policy on {device}; fix: device={env.device.type!r}, or move it"
         )
-
-
-def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv:
-    """CartPole in torch."""
-    if cfg.id != "CartPole-v1":
-        raise EnvError(
-            f"{cfg.id} is not written in torch, only CartPole-v1 is; fix: env.vectorization='auto', or a TorchGroupEnv of "
-            "yours, given as a class in Python"
-        )
-    if cfg.kwargs:
-        raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
-    return _from_maker(TorchCartPole, cfg, num_envs, device)
 
 
 def _adopt(

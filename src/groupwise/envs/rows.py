@@ -41,7 +41,7 @@ Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 """Shape of one row and dtype, by name."""
 
 OUTCOMES = ("reward", "terminated", "truncated", "failed", "success")
-"""What a step returns for a row, besides the observation; ``success`` where the episode ends: 0 untold, 1 no, 2 yes."""
+"""Results of a step for a row, besides the observation; ``success`` where the episode ends: 0 untold, 1 no, 2 yes."""
 _DTYPES = {"reward": "float32", "success": "uint8"}
 _TASK = "U64"
 """The first 64 characters of a task's name."""
@@ -402,7 +402,7 @@ def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], r
 
 @contextmanager
 def _local_rows(payload: bytes, columns: dict[str, _Column], rows: slice) -> Iterator[Callable[[Any], Any]]:
-    """What steps and starts the rows, as a message says; they write into the columns."""
+    """A function that steps or starts the rows, as a message says; they write into the columns."""
     arrays = {name: array[rows] for name, array in _arrays(columns).items()}
     local = LocalRows(cloudpickle.loads(payload), arrays, rows.start)
     commands: dict[str, Callable[..., Any]] = {"step": local.step, "start": local.start}
@@ -487,7 +487,8 @@ class RowsGroupEnv(GroupEnv):
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row that is not paused with environment actions [N, ...]."""
-        actions, arrays, info = action.cpu().numpy(), self._arrays, dict(self._info)
+        actions, arrays = action.cpu().numpy(), self._arrays
+        info: dict[str, Any] = dict(self._info)
         if len(self._live_rows) < self.num_envs:
             actions = actions[self._live_rows]
         for array in self._zeroed:  # also in rows that take no step

@@ -34,7 +34,7 @@ FIX = (
     "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
     "normalize_obs)"
 )
-"""What to do where members start apart."""
+"""Advice where members start apart."""
 
 _Trace = list[dict[str, npt.NDArray[Any]]]
 
@@ -60,7 +60,7 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
 
 
 def _examine(env: GroupEnv, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
-    """As ``verify_group_start``; the error only says where members differ."""
+    """The report of ``verify_group_start``; the error only says where members differ."""
     compared, noise_varies = 0, False
     for number in range(_MAX_TRIES):
         steps, varies = _examine_episode(env, derive_seed(seed, "episode", number) if number else seed, num_steps)
@@ -78,7 +78,7 @@ def _examine(env: GroupEnv, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupS
 
 
 def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> tuple[int, bool]:
-    """How many steps of an episode agreed, and whether members with noise of their own drifted apart."""
+    """The number of steps of an episode that agreed, and whether members with noise of their own drifted apart."""
     actions = _random_actions(env, seed, num_steps)
     start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
     first = _started(env, start, noise, actions)

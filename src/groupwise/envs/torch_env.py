@@ -248,7 +248,7 @@ class TorchGroupEnv(GroupEnv):
 
 
 def _versions(state: Mapping[str, Tensor]) -> list[int]:
-    """How often each tensor was written into; not counted in ``torch.inference_mode`` or compiled code."""
+    """The number of times that each tensor was written into; not counted in ``torch.inference_mode`` or compiled code."""
     if torch.compiler.is_compiling():
         return []
     return [leaf._version for leaf in state.values() if not leaf.is_inference()]

@@ -71,15 +71,6 @@ ALL = mask(1, 1, 1)
 STILL = go(0.0, 0.0, 0.0)
 
 
-def test_equal_starts_with_noise_of_their_own():
-    env = make()
-    start = env.start(ALL, seeds(7, 7, 8), seeds(1, 2, 1))["at"].clone()
-    assert start[0] == start[1] != start[2]
-    moved = env.step(STILL).obs["at"] - start
-    assert moved[0] == pytest.approx(float(moved[2]), abs=1e-6)  # the same noise from another start
-    assert abs(float(moved[0] - moved[1])) > 1e-3
-
-
 def test_a_start_is_the_plain_seeded_reset_in_the_rollouts_types():
     env = make()
     largest = 2**31 - 1
@@ -94,21 +85,6 @@ def test_every_row_gets_its_own_action():
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
     env.pause(mask(1, 0, 0))
     assert env.step(go(0.5, 0.25, -0.5)).reward.tolist() == [0.0, 0.75, 1.5]
-
-
-def test_held_rows_take_no_step_inside():
-    inner = []
-
-    def count():
-        inner.append(Noisy())
-        return inner[-1]
-
-    env = make(count)
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    env.pause(mask(0, 0, 1))
-    for _ in range(9):
-        env.step(STILL)
-    assert [env.steps_taken for env in inner] == [5, 5, 0]
 
 
 def test_parts_of_the_reward_are_read_from_info():
@@ -246,13 +222,6 @@ def test_an_interrupt_waits_for_no_hung_process():
     with pytest.raises(KeyboardInterrupt):
         env.step(STILL)
     assert time.perf_counter() - start < 4.0
-
-
-def test_a_failed_row_of_a_worker_is_reported():
-    env = make(Fragile, workers=1, on_error="report")
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    assert env.step(go(0.0, 1.0, 0.0)).failed.tolist() == [False, True, False]
-    env.close()
 
 
 def test_what_cannot_be_sent_to_a_process_is_refused():

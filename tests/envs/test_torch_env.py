@@ -63,19 +63,6 @@ def mask(*rows):
     return np.isin(np.arange(N), rows)
 
 
-def test_members_share_the_start_and_then_draw_their_own_noise():
-    env = Drift()
-    obs = env.start(ALL, STARTS, NOISE)
-    assert torch.equal(obs[0], obs[2])
-    assert torch.equal(obs[1], obs[3])
-    assert not torch.equal(obs[0], obs[1])
-    later = env.step(still()).obs
-    assert not torch.equal(later[0], later[2])
-    env.start(ALL, STARTS, np.array([5, 6, 5, 6]))
-    shared = env.step(still()).obs
-    assert torch.equal(shared[0], shared[2])
-
-
 class Dice(TorchGroupEnv):
     """Shows the last uniform number of its row."""
 
@@ -145,12 +132,6 @@ def test_limit_truncates_and_says_nothing_of_termination():
     assert env.step(still()).truncated.tolist() == [False, True, False, False]
 
 
-def test_without_a_limit_nothing_is_cut():
-    env = Drift(limit=None, calm=True)
-    env.start(ALL, STARTS, NOISE)
-    assert not any(env.step(still()).truncated.any() for _ in range(200))
-
-
 def test_masked_reset_draws_a_new_start_for_its_rows_only():
     env = Drift()
     first = env.reset(seed=5)
@@ -173,38 +154,26 @@ def test_works_under_inference_mode():
         assert env.step(still()).obs.shape == (N, 2)
 
 
+def play(env):
+    env.start(ALL, STARTS, NOISE)
+    env.step(still())
+
+
+class Blind(Drift):
+    observe = TorchGroupEnv.observe
+
+
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("env", "message"),
     [
-        ("in_place", "wrote into the state"),
-        ("drop", "returned states"),
-        ("column", r"rewards \[4, 1\]"),
+        (Drift(in_place=True), "wrote into the state"),
+        (Drift(drop=True), "returned states"),
+        (Drift(column=True), r"rewards \[4, 1\]"),
+        (Blind(), "define observe"),
     ],
 )
-def test_impure_or_misshapen_transitions_are_refused(option, message):
-    env = Drift(**{option: True})
-    env.start(ALL, STARTS, NOISE)
-    with pytest.raises(EnvError, match=message):
-        env.step(still())
-
-
-def test_stepping_before_a_start_is_refused():
+def test_impure_or_misshapen_environments_are_refused(env, message):
     with pytest.raises(EnvError, match="before anything started"):
-        Drift().step(still())
-
-
-def test_named_states_need_an_observe():
-    class Blind(Drift):
-        observe = TorchGroupEnv.observe
-
-    with pytest.raises(EnvError, match="define observe"):
-        Blind().start(ALL, STARTS, NOISE)
-
-
-def test_held_rows_do_not_age():
-    env = Drift()
-    env.start(ALL, STARTS, NOISE)
-    env.step(still())
-    env.pause(mask(2))
-    env.step(still())
-    assert env.rows.elapsed[[0, 2]].tolist() == [2, 1]
+        env.step(still())
+    with pytest.raises(EnvError, match=message):
+        play(env)

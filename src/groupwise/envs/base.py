@@ -6,7 +6,6 @@ a given seed and are paused once they have finished.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ class EnvStep(NamedTuple):
     """[N, ...] with ``same_step``: the last observations of episodes that ended, other rows are padding. None when none ended."""
     failed: Tensor | None = None
     """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
-    info: Mapping[str, Any] = MappingProxyType({})
+    info: Mapping[str, Any] = {}
     """Further reports of the environment. Every step: ``executed`` [N] int64 with ``env.action_chunk``, the environment steps
     that the action took, and ``reward_parts`` [N, R] float32 with ``credit.reward="parts"``. For the episodes that end with this
     step, where any tells (other rows mean nothing): ``success`` [N] bool, ``task`` [N] str, the names of their tasks, and

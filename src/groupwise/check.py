@@ -206,8 +206,8 @@ def _success(env: VectorEnv) -> str:
     begun = time.perf_counter()
     for step in _random_steps(env):
         over = bool((step.terminated | step.truncated).any())
-        if over and step.success is not None:
-            has_names = step.task is not None and bool(np.any(step.task != ""))
+        if over and "success" in step.info:
+            has_names = bool(np.any(step.info.get("task", "") != ""))
             return f"at the end of episodes; {'tasks are named' if has_names else 'no task is named'}"
         if over or time.perf_counter() - begun > _EPISODE_S:
             break

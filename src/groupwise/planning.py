@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from groupwise.config.algorithm import AdamCfg, GRPOCfg
+from groupwise.config.algorithm import AdamCfg
 from groupwise.config.load import ADAPTER_CONFIG
 from groupwise.config.policy import LoRACfg, ModelCfg
 from groupwise.config.run import ServerGenerationCfg, TextRunCfg
@@ -145,7 +145,7 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
     algorithm, sizes = cfg.algorithm, sizes_of(cfg.model)
     completion = (1 if cfg.task.tool is None else cfg.task.max_turns) * cfg.sampling.max_new_tokens
     row = max(cfg.task.max_prompt_tokens or 0, prompt) + completion
-    rows = cfg.num_prompts * (algorithm.group_size if isinstance(algorithm, GRPOCfg) else 1)
+    rows = cfg.num_prompts * algorithm.groups.size
     parts = gpus if cfg.engine == "fsdp" else 1
     kept = {"policy": total_bytes(sizes.weights)}
     if parts > 1:
@@ -154,7 +154,7 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
     momenta = int(optimizer.name == "rmsprop") + bool(getattr(optimizer, "momentum", 0))
     kept["gradients"] = total_bytes(sizes.trained, parts)
     kept["optimizer state"] = (2 if isinstance(optimizer, AdamCfg) else momenta) * kept["gradients"]
-    if isinstance(algorithm, GRPOCfg) and algorithm.kl_coef > 0:
+    if algorithm.has_reference:
         shared = cfg.model.lora is not None  # the base; adapters are copied
         kept["reference"] = total_bytes(sizes.trained) if shared else total_bytes(sizes.weights, parts)
     host = {}

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from groupwise import config, plugins
 from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import GIVEN, explain
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import (
@@ -271,12 +271,12 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
     """The note on an error that ended training: where it was, what is saved, how to continue."""
     collecting = trainer.doing == "collecting"
     where = f"in iteration {trainer.iteration + 1}" if collecting else f"after iteration {trainer.iteration}"
-    algorithm = parts.cfg.algorithm
+    of_groups = parts.cfg.algorithm.groups
     lines = [
         f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})",
         _how_to_continue(folder, parts.given),
     ]
-    groups = isinstance(algorithm, GRPOCfg) and algorithm.collection.on_env_error == "raise"
+    groups = of_groups.size > 1 and of_groups.collection.on_env_error == "raise"
     # gloo raises a RuntimeError that begins with the place in its sources
     lost_rank = isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
     if lost_rank:

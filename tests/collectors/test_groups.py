@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import Episode
-from groupwise.config.algorithm import CollectionCfg
+from groupwise.config.algorithm import CollectionCfg, GRPOCfg, PPOCfg
 from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.envs.make import make_env
@@ -206,7 +206,7 @@ def test_parts_of_the_reward_are_kept(scripted_group, fake_policy):
     class Env(scripted_group):
         def step(self, action):
             step = super().step(action)
-            return step._replace(reward_parts=torch.stack([step.reward, -2 * step.reward], dim=1))
+            return step._replace(info={"reward_parts": torch.stack([step.reward, -2 * step.reward], dim=1)})
 
     env, policy = Env(2, [2, 4, 3]), fake_policy(True)
     collector = GroupCollector(env, policy, verify_start=False, group_size=3)
@@ -239,3 +239,11 @@ def test_a_cheating_environment_is_refused_before_anything_is_learned(fake_polic
     env = make_env(EnvCfg(num_envs=2), grouped=True, env=GlobalNoise, verify=False)
     with pytest.raises(GroupStartError, match=r"GlobalNoise.*at the start.*self\.np_random"):
         GroupCollector(env, fake_policy(), group_size=2, collection=CollectionCfg(horizon=5))
+
+
+def test_every_algorithm_says_how_its_episodes_are_collected():
+    greedy = {"baseline": "greedy", "scale": "none"}
+    grouped = GRPOCfg(group_size=3, credit=greedy, collection={"horizon": 5})
+    assert grouped.groups == (3, 1, CollectionCfg(horizon=5))
+    assert PPOCfg().groups == (1, 0, CollectionCfg())
+    assert "collection" not in PPOCfg().model_dump()

@@ -13,7 +13,8 @@ from groupwise.collectors.vector import VectorCollector
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
-from groupwise.embodied.vla import ActionChunk, ChunkActorCritic
+from groupwise.embodied.vla import ChunkActorCritic
+from groupwise.envs.gymnasium import ActionChunk
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, EnvError
 from groupwise.report.video import film
@@ -213,8 +214,8 @@ def test_limits_count_environment_steps_and_the_collector_s_decisions():
     env.reset(seed=0)
     env.step(torch.zeros(1, 3, 2))
     step = env.step(torch.zeros(1, 3, 2))
-    assert (step.truncated.tolist(), step.executed.tolist()) == ([True], [2])
-    assert env.step(torch.zeros(1, 3, 2)).executed.tolist() == [0]  # paused
+    assert (step.truncated.tolist(), step.info["executed"].tolist()) == ([True], [2])
+    assert env.step(torch.zeros(1, 3, 2)).info["executed"].tolist() == [0]  # paused
     env.close()
 
 
@@ -222,7 +223,7 @@ def test_parts_of_the_reward_are_summed_too():
     cfg = EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=20)
     env = make_env(cfg, grouped=True, env=Counting, reward_parts=("double",))
     env.reset(seed=0)
-    assert env.step(torch.zeros(1, 3, 2)).reward_parts.tolist() == [[12.0]]
+    assert env.step(torch.zeros(1, 3, 2)).info["reward_parts"].tolist() == [[12.0]]
     env.close()
 
 

@@ -24,7 +24,7 @@ from groupwise.embodied.metaworld import (  # noqa: E402
     touches,
 )
 from groupwise.embodied.torch_sim import Renderer  # noqa: E402
-from groupwise.embodied.vla import ActionChunk  # noqa: E402
+from groupwise.envs.gymnasium import ActionChunk  # noqa: E402
 
 MOVES_THE_MODEL = ["push-v3", "door-open-v3", "door-lock-v3", "basketball-v3"]
 """Starts of the last three move bodies or sites of the model."""

@@ -172,7 +172,7 @@ def test_success_is_that_of_the_episode_that_ended():
         base.position, base.elapsed = torch.tensor([[0.1], [-0.9], [0.2], [0.9]]), torch.tensor([0, LIMIT - 1, 0, 0])
         step = sim.step(-RIGHT / 2)  # the first two end: at 0.0, and by the limit
         assert (step.terminated | step.truncated).tolist() == [True, True, False, False]
-        assert step.success.tolist()[:2] == [True, False]
+        assert step.info["success"].tolist()[:2] == [True, False]
     for double in (IsaacLabEnv, RslRlEnv, PlaygroundEnv):
         assert gw.from_torch_sim(double(4)).step(STILL).success is None
 

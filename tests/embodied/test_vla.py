@@ -14,7 +14,7 @@ from robots import TASKS, Robot, encoded
 import groupwise as gw
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import LoRACfg, VLACfg
-from groupwise.embodied.vla import ActionChunk
+from groupwise.envs.gymnasium import ActionChunk
 from groupwise.errors import ConfigError, DataError
 
 pytest.importorskip("transformers")

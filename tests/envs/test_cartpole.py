@@ -61,26 +61,6 @@ def test_balanced_rows_agree_to_the_step_limit():
     assert (count, truncated) == (500, True)
 
 
-def test_finished_rows_are_held_until_started_again():
-    env = make(max_episode_steps=3)
-    env.start(ALL, SEEDS, SEEDS)
-    for action in actions(3):
-        last = env.step(action)
-    assert last.truncated.all()
-    paused = env.step(actions(1)[0])
-    assert torch.equal(paused.obs, last.obs)
-    assert not (paused.truncated | paused.terminated).any()
-    assert paused.reward.eq(0).all()
-    mask = np.array([False, True, False, False])
-    obs = env.start(mask, SEEDS, SEEDS)
-    assert torch.equal(obs[[0, 2, 3]], last.obs[[0, 2, 3]])
-    assert np.array_equal(obs[1].numpy(), gymnasium.make("CartPole-v1").reset(seed=11)[0])
-    for count, action in enumerate(actions(3), start=1):
-        step = env.step(action)
-        assert step.reward.tolist() == [0.0, 1.0, 0.0, 0.0]
-        assert step.truncated.tolist() == [False, count == 3, False, False]
-
-
 def test_a_pole_that_fell_lies_still_and_starts_again_at_once():
     env, single = make(), gymnasium.make("CartPole-v1")
     env.start(ALL, SEEDS, SEEDS)
@@ -105,39 +85,6 @@ def test_a_pole_that_fell_lies_still_and_starts_again_at_once():
     assert not step.terminated.any()
 
 
-def test_starting_no_row_disturbs_none():
-    env = make()
-    before = env.start(ALL, SEEDS, SEEDS)
-    nobody = np.zeros(4, np.bool_)
-    assert torch.equal(env.start(nobody, SEEDS, SEEDS), before)
-
-
-def test_rows_can_be_held_from_outside():
-    env = make()
-    before = env.start(ALL, SEEDS, SEEDS)
-    env.pause(np.array([True, False, False, True]))
-    step = env.step(actions(1)[0])
-    assert torch.equal(step.obs[[0, 3]], before[[0, 3]])
-    assert not torch.equal(step.obs[1], before[1])
-
-
-def test_masked_reset_leaves_the_others_running_and_the_stream_repeats():
-    def run():
-        env = make()
-        first = env.reset(seed=7)
-        moved = env.step(actions(1)[0]).obs
-        return first, moved, env.reset(mask=np.array([False, True, False, True]))
-
-    first, moved, again = run()
-    assert torch.equal(again[[0, 2]], moved[[0, 2]])
-    assert not torch.equal(again[[1, 3]], moved[[1, 3]])
-    assert again[[1, 3]].abs().max() <= 0.05
-    assert len({tuple(row) for row in first.tolist()}) == 4
-    assert len(again[[1, 3]].unique()) == 8, "every number is a draw of its own"
-    for one, other in zip((first, moved, again), run(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_fresh_environments_begin_alike():
     mask = np.array([True, False, True, False])
     assert torch.equal(make().reset(mask=mask), make().reset(mask=mask))
@@ -149,26 +96,6 @@ def test_a_reset_of_all_rows_lets_the_held_ones_go_on():
     env.pause(ALL)
     env.reset(seed=1)
     assert env.step(actions(1)[0]).reward.tolist() == [1.0] * 4
-
-
-def test_a_reset_row_counts_its_steps_anew():
-    env = make(max_episode_steps=4)
-    env.reset(seed=0)
-    for action in actions(2):
-        env.step(action)
-    env.reset(mask=np.array([True, False, False, False]))
-    ends = [env.step(action).truncated.tolist() for action in actions(4)]
-    assert [row[0] for row in ends] == [False, False, False, True]
-    assert [row[1] for row in ends] == [False, True, False, False]
-
-
-def test_observations_kept_by_the_caller_do_not_change():
-    env = make()
-    first = env.start(ALL, SEEDS, SEEDS)
-    copy = first.clone()
-    env.step(actions(1)[0])
-    env.start(ALL, SEEDS[::-1].copy(), SEEDS)
-    assert torch.equal(first, copy)
 
 
 class Heavier(CartPoleVectorEnv):

@@ -101,13 +101,6 @@ def test_under_next_step_the_reset_takes_a_step_of_its_own():
     assert step.final_obs is None
 
 
-def test_single_rows_cannot_be_reset_where_the_environment_resets_itself():
-    env = make("next_step")
-    env.reset(seed=0)
-    with pytest.raises(EnvError, match=r"Countdown resets itself \(next_step\).*fix: AutoresetMode.DISABLED"):
-        env.reset(mask=np.array([True, False, False]))
-
-
 class VectorOnly(gymnasium.vector.VectorEnv):
     """A vector environment of somebody else's."""
 
@@ -136,18 +129,6 @@ def test_a_foreign_vector_environment_gets_one_seed():
     assert env.seeds == [12]
 
 
-def test_an_environment_that_does_not_say_who_resets_is_refused():
-    with pytest.raises(EnvError, match=r"autoreset_mode.*of Theirs is None; fix: .*AutoresetMode"):
-        wrap(VectorOnly())
-
-
-def test_same_step_without_final_observations_is_refused():
-    env = wrap(VectorOnly(autoreset_mode=AutoresetMode.SAME_STEP))
-    env.reset(seed=0)
-    with pytest.raises(EnvError, match=r"no info\['final_obs'\].*fix"):
-        env.step(torch.zeros(2, dtype=torch.int64))
-
-
 def test_a_batched_final_observation_is_taken_as_it_is():
     class Batched(VectorOnly):
         def step(self, actions):
@@ -159,9 +140,17 @@ def test_a_batched_final_observation_is_taken_as_it_is():
     assert env.step(torch.zeros(2, dtype=torch.int64)).final_obs.tolist() == [2, 1]
 
 
-def test_observations_that_cannot_be_stored_are_refused():
-    class Speaks(VectorOnly):
-        single_observation_space = gymnasium.spaces.Text(5)
+class Speaks(VectorOnly):
+    single_observation_space = gymnasium.spaces.Text(5)
 
+
+def test_vector_environments_that_cannot_be_used_are_refused():
+    with pytest.raises(EnvError, match="autoreset_mode"):
+        wrap(VectorOnly())
     with pytest.raises(UnsupportedSpaceError, match="Text"):
         wrap(Speaks(autoreset_mode=AutoresetMode.NEXT_STEP))
+    with pytest.raises(EnvError, match="next_step"):
+        make("next_step").reset(mask=np.array([True, False, False]))
+    env = wrap(VectorOnly(autoreset_mode=AutoresetMode.SAME_STEP))
+    with pytest.raises(EnvError, match="final_obs"):
+        env.step(torch.zeros(2, dtype=torch.int64))

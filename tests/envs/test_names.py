@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from groupwise.envs import make as names
@@ -23,12 +25,14 @@ def test_an_id_of_a_package_that_is_not_installed_says_how_to_install_it(monkeyp
 
 
 def test_only_the_package_of_the_id_is_imported(monkeypatch):
-    imported = []
+    for package in ("ale_py", "minigrid", "groupwise.embodied.fetch"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     monkeypatch.setattr(names, "find_spec", lambda name: object())
-    monkeypatch.setattr(names, "import_module", imported.append)
-    for env_id in ("CartPole-v1", "Mine/Fetch-v0", "MiniGrid-Empty-5x5-v0", "FetchReach-v4"):
+    for env_id in ("CartPole-v1", "Mine/Fetch-v0"):
         import_package(env_id)
-    assert imported == ["minigrid", "groupwise.embodied.fetch"]
+    for env_id in ("ALE/Pong-v5", "MiniGrid-Empty-5x5-v0", "BabyAI-GoToObj-v0", "FetchReach-v4"):
+        with pytest.raises(ModuleNotFoundError):
+            import_package(env_id)
 
 
 @pytest.mark.parametrize(

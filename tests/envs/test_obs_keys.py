@@ -70,24 +70,18 @@ def test_entries_of_a_tuple_keep_their_position():
     assert env.reset(seed=0)["1"].item() in range(4)
 
 
-def test_an_unknown_key_is_named_with_the_nearest():
-    message = (
-        r"env.obs_keys: the observation has no key 'imag'; did you mean 'image'\?; known: direction, image, mission"
-    )
-    with pytest.raises(ConfigError, match=message):
-        make_env(EnvCfg(obs_keys=("imag",)), env=Mission)
-
-
-def test_keys_of_an_observation_without_keys_are_refused():
-    with pytest.raises(ConfigError, match=r"env.obs_keys names keys, and the observation is Box\(.*, which has none"):
-        make_env(EnvCfg(obs_keys=("image",)))
-
-
-def test_text_that_is_asked_for_or_alone_is_refused():
-    with pytest.raises(UnsupportedSpaceError, match="Text"):
-        make_env(EnvCfg(obs_keys=("mission",)), env=Mission)
-    with pytest.raises(UnsupportedSpaceError, match="Text"):
-        make_env(EnvCfg(), env=OnlyText, grouped=True)
+@pytest.mark.parametrize(
+    ("keys", "env", "error", "message"),
+    [
+        (("imag",), Mission, ConfigError, "env.obs_keys.*did you mean 'image'"),
+        (("image",), None, ConfigError, "env.obs_keys"),
+        (("mission",), Mission, UnsupportedSpaceError, "Text"),
+        (None, OnlyText, UnsupportedSpaceError, "Text"),
+    ],
+)
+def test_entries_that_cannot_be_had_are_refused(keys, env, error, message):
+    with pytest.raises(error, match=message):
+        make_env(EnvCfg(obs_keys=keys), env=env)
 
 
 def test_final_observations_leave_it_out_too():

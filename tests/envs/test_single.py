@@ -76,16 +76,6 @@ def test_starts_that_are_not_shared_follow_from_the_seed_of_the_noise(vectorizat
     env.close()
 
 
-@pytest.mark.usefixtures("two_cpus")
-def test_rows_of_workers_that_agree_are_taken():
-    env = make(Calm, "async")
-    same = np.zeros(2, np.int64)
-    obs = env.start(np.ones(2, np.bool_), same, same)
-    assert env.start_report.start_mode == "seed"
-    assert obs[0] == obs[1]
-    env.close()
-
-
 @pytest.mark.parametrize(
     ("env", "limit"),
     [

@@ -110,7 +110,7 @@ def under_way(make: Make, seed: int, steps: int) -> gymnasium.Env:
     ("make", "name"),
     [
         *[pytest.param(*case.values, "_Mujoco", id=case.id) for case in MUJOCO],
-        *[pytest.param(*case.values, "AleAdapter", id=case.id) for case in ALE],
+        *[pytest.param(*case.values, "_Ale", id=case.id) for case in ALE],
         *[pytest.param(*case.values, "_Own", id=case.id) for case in OWN],
         *[pytest.param(*case.values, "SnapshotAdapter", id=case.id) for case in BY_FIELDS],
     ],

@@ -118,10 +118,3 @@ def test_cartpole_passes_in_both_tiers(vectorization):
     env = make_env(EnvCfg(num_envs=2, vectorization=vectorization), grouped=True)
     tier = {"entry_point": "native", "sync": "seed"}[vectorization]
     assert verify_group_start(env) == GroupStartReport("CartPole-v1", tier, True, False)
-
-
-def test_lunar_lander_passes_and_its_noise_is_independent():
-    pytest.importorskip("Box2D")
-    env = make_env(EnvCfg(id="LunarLander-v3", num_envs=2), grouped=True)
-    assert verify_group_start(env) == GroupStartReport("LunarLander-v3", "seed", True, True)
-    env.close()

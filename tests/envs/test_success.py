@@ -10,7 +10,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from success_envs import TorchTouch, Touch, TouchEither
 
 from groupwise.config.run import EnvCfg
-from groupwise.envs.base import success_of_row, success_of_rows, task_of_row, tasks_of_rows
+from groupwise.envs.base import outcomes_of_rows, success_of_row, task_of_row
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
@@ -23,7 +23,7 @@ def played(env, steps=STEPS):
     """The flags of each step."""
     flags = []
     for actions in steps:
-        success = env.step(torch.tensor(actions)).success
+        success = env.step(torch.tensor(actions)).info.get("success")
         flags.append(None if success is None else success.tolist())
     env.close()
     return flags
@@ -63,10 +63,10 @@ def test_is_success_comes_before_success():
 
 def test_rows_without_the_flag_count_as_failed_beside_those_with_it():
     info = {"success": np.array([1.0, 1.0, 0.0]), "_success": np.array([True, False, True])}
-    assert success_of_rows(info, 3).tolist() == [True, False, False]
-    assert success_of_rows({"success": np.array([True, False])}, 2).tolist() == [True, False]
-    assert success_of_rows({"success": np.array([True, None], dtype=object)}, 2).tolist() == [True, False]
-    assert success_of_rows({"success": "yes", "time": np.zeros(3)}, 3) is None
+    assert outcomes_of_rows(info, 3)["success"].tolist() == [True, False, False]
+    assert outcomes_of_rows({"success": np.array([True, False])}, 2)["success"].tolist() == [True, False]
+    assert outcomes_of_rows({"success": np.array([True, None], dtype=object)}, 2)["success"].tolist() == [True, False]
+    assert outcomes_of_rows({"success": "yes", "time": np.zeros(3)}, 3) == {}
 
 
 @pytest.mark.parametrize(("task", "expected"), [("push", "push"), (3, ""), (None, ""), (["push"], "")])
@@ -76,11 +76,12 @@ def test_the_name_of_a_task_is_a_text(task, expected):
 
 def test_rows_without_a_name_have_an_empty_one():
     tasks = np.array(["push", None, 3], dtype=object)
-    assert tasks_of_rows({"task": tasks}, 3).tolist() == ["push", "", ""]
-    assert tasks_of_rows({"task": tasks}, 2) is None
-    assert tasks_of_rows({"other": tasks}, 3) is None
-    last = {"task": np.array(["reach", "push"], dtype=object)}
-    assert tasks_of_rows({"task": tasks[:2], "final_info": last}, 2).tolist() == ["reach", "push"]
+    info = {"success": np.array([True, False, False]), "task": tasks}
+    assert outcomes_of_rows(info, 3)["task"].tolist() == ["push", "", ""]
+    assert "task" not in outcomes_of_rows(info | {"task": tasks[:2]}, 3)
+    assert outcomes_of_rows({"task": tasks}, 3) == {}
+    last = {"success": np.array([True, True]), "task": np.array(["reach", "push"], dtype=object)}
+    assert outcomes_of_rows({"task": tasks[:2], "final_info": last}, 2)["task"].tolist() == ["reach", "push"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -89,7 +90,7 @@ def test_rows_name_their_task_at_the_end_alone(workers):
     obs = env.start(np.ones(3, dtype=np.bool_), np.arange(3), np.arange(3))
     shown = [TouchEither.names[int(index)] for index in obs[:, 1]]
     assert set(shown) == {"left", "right"}
-    tasks = [env.step(torch.tensor(actions)).task for actions in STEPS]
+    tasks = [env.step(torch.tensor(actions)).info.get("task") for actions in STEPS]
     env.close()
     assert tasks[:2] == [None, None]
     assert tasks[2].tolist() == shown
@@ -155,7 +156,7 @@ def test_a_vector_of_its_own_may_leave_the_masks_out():
             return np.zeros((2, 1), np.float32), np.zeros(2), over, ~over, {"success": np.array([0, 1])}
 
     env = GymnasiumVectorEnv(Own(), env_id="Own", max_episode_steps=1)
-    assert env.step(torch.zeros(2)).success.tolist() == [False, True]
+    assert env.step(torch.zeros(2)).info["success"].tolist() == [False, True]
 
 
 def test_success_in_torch_is_that_of_the_state_after_the_transition():

@@ -10,13 +10,6 @@ ALL = np.ones(4, np.bool_)
 SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)
 
 
-def test_spaces_and_limit_are_gymnasiums():
-    env, single = TorchCartPole(4), gymnasium.make("CartPole-v1")
-    assert env.observation_space == single.observation_space
-    assert env.action_space == single.action_space
-    assert env.max_episode_steps == single.spec.max_episode_steps
-
-
 def balance(obs):
     x, x_dot, theta, theta_dot = obs
     return int(theta + 0.5 * theta_dot + 0.02 * x + 0.05 * x_dot > 0)

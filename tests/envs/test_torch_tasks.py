@@ -101,29 +101,6 @@ def test_the_number_of_rows_changes_no_row(task):
             assert torch.equal(step.reward, wide.reward[: env.num_envs])
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda x: x.sum().item(),
-        lambda x: 1 if x[0] > 0 else 2,
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.masked_fill(x > 0, 1.0).unique(),
-        lambda x: x * torch.tensor([1.0, 2.0]),
-        lambda x: x.to("meta"),
-        lambda x: float(x[0]),
-        lambda x: x.tolist(),
-        lambda x: x.numpy(),
-        lambda x: x.cpu(),
-        lambda x: np.asarray(x),
-        lambda x: x.copy_(torch.from_numpy(np.zeros(2))),
-    ],
-)
-def test_what_waits_is_noticed(wait):
-    with pytest.raises(AssertionError), NoWaiting():
-        wait(torch.ones(2))
-
-
 @tasks
 def test_never_waits_for_the_device(task):
     env = task(8)
@@ -134,16 +111,6 @@ def test_never_waits_for_the_device(task):
         state, _, _ = env.transition(state, action, RowRandom(seed, seed))
         env.observe(state)
         env.step(action)
-
-
-@tasks
-def test_a_step_needs_no_number_from_the_device(task):
-    """Meta tensors have shapes but no numbers: whatever reads one raises, ``tolist`` and ``numpy`` included."""
-    env = task(8, device="meta")
-    env.reset(seed=0)
-    step = env.step(actions(env, device="meta"))
-    assert step.obs.shape == (8, *env.observation_space.shape)
-    assert {x.device.type for x in step[:4]} == {"meta"}
 
 
 @needs_gpu

@@ -9,7 +9,7 @@ from robots import Robot
 import groupwise as gw
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
-from groupwise.embodied.vla import ActionChunk
+from groupwise.envs.gymnasium import ActionChunk
 
 C, A, BINS = 3, 2, 5
 ENV = ActionChunk(Robot(), C)

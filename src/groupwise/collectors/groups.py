@@ -7,21 +7,25 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from tensordict import TensorDict
+from torch import Tensor
 
 from groupwise.collectors.vector import EnvCollector, Episode, MakeActor, RolloutWriter, env_steps
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import EnvStep, GroupEnv, Mask
+from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError
-from groupwise.policies.base import Action, Policy
+from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 
 # Groups during collection: which row runs which episode, and the status of each group.
 
 MAX_RETRIES = 5
-"""Of one episode; more errors are unlikely to be bad luck."""
+"""Most new starts of an episode; more errors are unlikely to be bad luck."""
+MAX_EMPTY = 3
+"""Iterations in a row whose groups were all dropped, after which training stops."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +33,7 @@ class Group:
     """Episodes that begin in the same state."""
 
     number: int
-    """Among the groups of the iteration."""
+    """Its place among the groups of the iteration."""
     members: list["Member"] = field(default_factory=list)
     """Episodes that reached their end."""
     status: Literal["open", "complete", "filtered", "dropped"] = "open"
@@ -41,7 +45,7 @@ class Member:
 
     group: Group
     index: int
-    """Among the members of its group."""
+    """Its place among the members of its group."""
     greedy: bool
     """Takes the policy's most likely actions."""
     retries: int = 0
@@ -65,7 +69,7 @@ class Member:
 
 
 class GroupTracker:
-    """Which episode each row runs, step by step. Opens groups until the iteration has enough steps.
+    """The episode of each row, step by step. Opens groups until the iteration has enough steps.
 
     Args:
         num_steps: environment steps of the iteration, those of filtered groups not counted.
@@ -81,7 +85,11 @@ class GroupTracker:
         self.members: list[Member] = []
         """In the order in which they began."""
         self._env, self._cfg, self._num_steps = env, cfg, num_steps
-        self._group_size, self._num_members = group_size, group_size + greedy_members
+        self._group_size, self.greedy_members, self._num_members = (
+            group_size,
+            greedy_members,
+            group_size + greedy_members,
+        )
         self._num_groups = 0
         self._waiting: deque[Member] = deque()
         """Episodes in the order in which rows take them."""
@@ -94,7 +102,9 @@ class GroupTracker:
         """The episodes that free rows begin now."""
         blocks = self.running.reshape(-1, self._env.block_size).any(axis=1)
         free = np.flatnonzero(~blocks.repeat(self._env.block_size)).tolist()
-        while len(self._waiting) < len(free) and self._wants_steps():
+        most = self._num_steps * (1 + (self._cfg.dynamic_sampling or 0))
+        wants_steps = self.steps - self.filtered_steps < self._num_steps and self.steps < most
+        while wants_steps and len(self._waiting) < len(free):
             group = Group(self._num_groups)
             self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self._num_members))
             self._num_groups += 1
@@ -110,32 +120,29 @@ class GroupTracker:
         """Count the step that every running row took; returns it with the episodes that ``horizon`` truncates."""
         self.steps += len(self._in_row)
         self.step += 1
-        return step if self._cfg.horizon is None else self._truncated(step, self._cfg.horizon)
+        if self._cfg.horizon is None:
+            return step
+        is_long = torch.from_numpy(self.running & (self.step - self._start >= self._cfg.horizon))
+        goes_on = ~step.terminated if step.failed is None else ~(step.terminated | step.failed)
+        return step._replace(truncated=step.truncated | is_long.to(step.truncated.device) & goes_on)
 
     def end(self, step: EnvStep, rollout: TensorDict) -> None:
-        """Free the rows of episodes that ended or failed, and close their groups."""
+        """Free the rows of episodes that ended or failed; close groups, retry episodes that failed, or drop their groups."""
         for member in self._free((step.terminated | step.truncated).nonzero()[:, 0].tolist()):
             group, member.ended = member.group, True
             group.members.append(member)
             if len(group.members) == self._num_members:
                 group.status = "complete"
-                if self._cfg.dynamic_sampling is not None and has_equal_returns(group, rollout):
-                    group.status = "filtered"
-                    self.filtered_steps += sum(member.length for member in group.members)
-        if step.failed is not None:
-            self._fail([row for row in step.failed.nonzero()[:, 0].tolist() if row in self._in_row])
-
-    def _wants_steps(self) -> bool:
-        useful, most = self.steps - self.filtered_steps, self._num_steps * (1 + (self._cfg.dynamic_sampling or 0))
-        return useful < self._num_steps and self.steps < most
-
-    def _truncated(self, step: EnvStep, horizon: int) -> EnvStep:
-        is_long = torch.from_numpy(self.running & (self.step - self._start >= horizon)).to(step.truncated.device)
-        goes_on = ~step.terminated if step.failed is None else ~(step.terminated | step.failed)
-        return step._replace(truncated=step.truncated | is_long & goes_on)
-
-    def _fail(self, rows: list[int]) -> None:
-        """Retry episodes that failed, or drop their groups."""
+                if self._cfg.dynamic_sampling is not None:  # as rollout/zero_variance_groups counts groups
+                    sampled = [one for one in group.members if not one.greedy]
+                    rewards = [rollout["reward"][one.row, one.start : one.end] for one in sampled]
+                    returns = torch.stack([reward.sum(dtype=torch.float64).float() for reward in rewards])
+                    if len(sampled) > 1 and bool((returns == returns[0]).all()):
+                        group.status = "filtered"
+                        self.filtered_steps += sum(one.length for one in group.members)
+        if step.failed is None:
+            return
+        rows = [row for row in step.failed.nonzero()[:, 0].tolist() if row in self._in_row]
         if rows and self._cfg.on_env_error == "raise":
             raise EnvError(
                 f"environment {rows[0]} of {self._env.env_id} failed; fix: the environment, or "
@@ -144,7 +151,9 @@ class GroupTracker:
         for member in self._free(rows):
             self.env_errors += 1
             if self._cfg.on_env_error == "drop":
-                self._drop(member.group)
+                member.group.status = "dropped"
+                self._waiting = deque(other for other in self._waiting if other.group is not member.group)
+                self._free([row for row, other in self._in_row.items() if other.group is member.group])
             elif member.retries < MAX_RETRIES:
                 self._waiting.appendleft(Member(member.group, member.index, member.greedy, member.retries + 1))
             else:
@@ -152,11 +161,6 @@ class GroupTracker:
                     f"an episode failed {MAX_RETRIES + 1} times in a row in {self._env.env_id}; fix: the environment, or "
                     "collection.on_env_error='drop'"
                 )
-
-    def _drop(self, group: Group) -> None:
-        group.status = "dropped"
-        self._waiting = deque(member for member in self._waiting if member.group is not group)
-        self._free([row for row, member in self._in_row.items() if member.group is group])
 
     def _free(self, rows: list[int]) -> list[Member]:
         """End the episodes of these rows."""
@@ -167,18 +171,13 @@ class GroupTracker:
         return members
 
 
-def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
-    """Whether ``rollout/zero_variance_groups`` counts the group."""
-    members = [member for member in group.members if not member.greedy]
-    rewards = [rollout["reward"][member.row, member.start : member.end] for member in members]
-    returns = torch.stack([reward.sum(dtype=torch.float64).float() for reward in rewards])
-    return len(members) > 1 and bool((returns == returns[0]).all())
-
-
 def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
-    """Fill masks, ids and steps. Only episodes of whole groups are valid; other slots look empty."""
+    """Fill masks, ids and steps. Only episodes of whole groups are valid; other slots look empty.
+
+    With greedy members, adds the mask ``greedy`` of their valid slots.
+    """
     shape = len(tracker.running), tracker.step
-    valid, loss_mask = np.zeros((2, *shape), dtype=np.bool_)
+    valid, loss_mask, greedy = np.zeros((3, *shape), dtype=np.bool_)
     episode_id, group_id = np.full((2, *shape), -1)
     step = np.zeros(shape, dtype=np.int64)
     group_ids: dict[Group, int] = {}
@@ -186,40 +185,16 @@ def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:
         slots = member.row, slice(member.start, member.end)
         valid[slots] = True
         loss_mask[slots] = member.group.status == "complete" and not member.greedy
+        greedy[slots] = member.greedy
         episode_id[slots] = number
         group_id[slots] = group_ids.setdefault(member.group, len(group_ids))
         step[slots] = np.arange(member.length)
     labels = {"valid": valid, "loss_mask": loss_mask, "episode_id": episode_id, "group_id": group_id, "step": step}
+    if tracker.greedy_members:
+        rollout["greedy"] = torch.zeros_like(rollout["valid"])
+        labels["greedy"] = greedy
     for key, label in labels.items():
         rollout[key][:, :-1] = torch.from_numpy(label)
-
-
-def mark_greedy(rollout: TensorDict, tracker: GroupTracker) -> None:
-    """Add the mask ``greedy`` of the valid slots of greedy members."""
-    rollout["greedy"] = torch.zeros_like(rollout["valid"])
-    for member in tracker.members:
-        if member.greedy and member.in_whole_group:
-            rollout["greedy"][member.row, member.start : member.end] = True
-
-
-def finished_episodes(rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> list[Episode]:
-    """Episodes that reached their ends, in the order of these, without greedy ones."""
-    reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
-    ended = sorted((a for a in tracker.members if a.ended and not a.greedy), key=lambda member: member.end)
-    outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
-    return [
-        Episode(
-            float(reward[member.row, member.start : member.end].cumsum(dtype=np.float64)[-1]),
-            member.length,
-            bool(terminated[member.row, member.end - 1]),
-            *outcome,
-        )
-        for member, outcome in zip(ended, outcomes, strict=True)
-    ]
-
-
-MAX_EMPTY = 3
-"""Iterations in a row whose groups were all dropped, after which training stops."""
 
 
 class GroupCollector(EnvCollector):
@@ -276,7 +251,14 @@ class GroupCollector(EnvCollector):
             writer.observe(t, obs)
             action = act(obs, generator=generator)
             if tracker.greedy.any():
-                action = with_greedy(action, act(obs, deterministic=True), tracker.greedy)
+                mode, is_greedy = (
+                    act(obs, deterministic=True),
+                    torch.from_numpy(tracker.greedy).to(action.log_prob.device),
+                )
+                action = action._replace(
+                    action=_select(is_greedy, mode.action, action.action),
+                    log_prob=_select(is_greedy, mode.log_prob, action.log_prob),
+                )
             writer.act(t, action)
             step = tracker.count_step(self.step_env(action))
             writer.outcome(t, step)
@@ -290,8 +272,6 @@ class GroupCollector(EnvCollector):
         rollout = writer.finish(tracker.step, obs)
         write_labels(rollout, tracker)
         self._tracker = tracker
-        if self.greedy_members:
-            mark_greedy(rollout, tracker)
         self._count(rollout, tracker, writer)
         self.iteration += 1
         return rollout
@@ -315,19 +295,23 @@ class GroupCollector(EnvCollector):
         for member in begun:
             mask[member.row] = True
             start_seed[member.row] = self._start_seed(self.iteration, member.group.number)
-            noise_seed[member.row] = self._noise_seed(member)
+            own = () if self.collection.noise == "shared" and not member.retries else (member.index,)
+            again = ("again", member.retries) if member.retries else ()
+            stream = "noise", self.rank, self.iteration, member.group.number
+            noise_seed[member.row] = derive_seed(self.seed, *stream, *own, *again)
         return self.env.start(mask, start_seed, noise_seed)
 
-    def _noise_seed(self, member: Member) -> int:
-        is_shared = self.collection.noise == "shared" and not member.retries
-        own = () if is_shared else (member.index,)
-        again = ("again", member.retries) if member.retries else ()
-        return derive_seed(self.seed, "noise", self.rank, self.iteration, member.group.number, *own, *again)
-
     def _count(self, rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> None:
-        """Count steps, groups and episodes of the rollout."""
-        self.record(finished_episodes(rollout, tracker, writer))
+        """Count steps, groups, and episodes in the order of their ends, without greedy ones."""
         steps, members = tracker.steps, tracker.members
+        reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
+        ended = sorted((m for m in members if m.ended and not m.greedy), key=lambda member: member.end)
+        outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
+        returns = [float(reward[m.row, m.start : m.end].cumsum(dtype=np.float64)[-1]) for m in ended]
+        self.record(
+            Episode(total, member.length, bool(terminated[member.row, member.end - 1]), *outcome)
+            for total, member, outcome in zip(returns, ended, outcomes, strict=True)
+        )
         self.last_steps = env_steps(rollout, steps)
         groups = {member.group for member in members if member.in_whole_group}
         wasted = sum(member.length for member in members if not member.in_whole_group)
@@ -337,14 +321,11 @@ class GroupCollector(EnvCollector):
             "rollout/wasted_steps": wasted / steps,
         }
         if self.collection.on_env_error != "raise":
-            self._count_errors(tracker, groups)
+            self._metrics["rollout/env_errors"] = float(tracker.env_errors)
+            self._empty = 0 if groups else self._empty + 1
         if self.collection.dynamic_sampling is not None:
             self._metrics["rollout/filtered_groups"] = float(sum(group.status == "filtered" for group in groups))
             self._metrics["rollout/filtered_steps"] = tracker.filtered_steps / steps
-
-    def _count_errors(self, tracker: GroupTracker, groups: set[Group]) -> None:
-        self._metrics["rollout/env_errors"] = float(tracker.env_errors)
-        self._empty = 0 if groups else self._empty + 1
         if self._empty == MAX_EMPTY:
             raise EnvError(
                 f"every group of {MAX_EMPTY} iterations in a row was dropped, because {self.env.env_id} failed; fix: the "
@@ -373,11 +354,5 @@ class GroupCollector(EnvCollector):
             raise EnvError(f"{blocks}, so an episode cannot be retried alone; fix: on_env_error='drop'")
 
 
-def with_greedy(sampled: Action, mode: Action, greedy: Mask) -> Action:
-    """The sampled actions, with the policy's most likely ones in greedy rows."""
-    rows = torch.from_numpy(greedy).to(sampled.log_prob.device)
-    wide = rows.view(-1, *[1] * (sampled.action.dim() - 1))
-    return sampled._replace(
-        action=torch.where(wide, mode.action, sampled.action),
-        log_prob=torch.where(rows.view(-1, *[1] * (sampled.log_prob.dim() - 1)), mode.log_prob, sampled.log_prob),
-    )
+def _select(rows: Bool[Tensor, " row"], yes: Tensor, no: Tensor) -> Tensor:
+    return torch.where(rows.view(-1, *[1] * (no.dim() - 1)), yes, no)

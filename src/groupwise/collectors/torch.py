@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class StepOutput(NamedTuple):
     obs: Nested
     """[N, ...] of the rows, for the next action."""
     result: EnvStep
-    """With the observations at which episodes ended, where they did."""
+    """Outcome, with the observations at which episodes ended, where they did."""
     others: tuple[Tensor, ...] = ()
     """Further tensors that the collector carries to the next step."""
 
@@ -125,7 +125,7 @@ class TorchVectorCollector(TorchCollector, VectorCollector):
 # Groups of episodes from torch environments, all rows in step: GRPO on a GPU.
 
 Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
-"""Of starts and of noise."""
+"""Seeds of starts and of noise."""
 
 
 class TorchGroupCollector(TorchCollector):
@@ -171,7 +171,7 @@ class TorchGroupCollector(TorchCollector):
         self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
         """Groups whose first member was truncated by the window, and which begin in its state."""
         self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
-        """Of the first member so far."""
+        """Return of the first member so far."""
         self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
 
     def _check(self) -> None:
@@ -200,12 +200,16 @@ class TorchGroupCollector(TorchCollector):
         env, step, seeds = self.env, self.stepper(self.action_generator()), self._seeds(num_steps)
         writer = RolloutWriter(rollout, self.policy)
         slots = torch.arange(1, num_steps + 1, device=env.device)
-        rows = self._first_rows(*seeds[0])
+        rows, goes_on = env.rows, self._goes_on[self._group]
+        if not rows.state:
+            rows = env.started(rows, torch.ones_like(goes_on), *seeds[0])
+        rows = env.copied(rows, goes_on, self._group * self.group_size, seeds[0][1])
+        rows = env.started(rows, ~goes_on, *seeds[0])
         obs, began = env.observed(rows), torch.zeros_like(self._group)
-        valid, starts = [], []
+        valids, starts = [], []
         for t, (slot, may_start) in enumerate(zip(slots, slots < num_steps, strict=True)):
             writer.observe(t, obs)
-            valid.append(~rows.paused)
+            valids.append(~rows.paused)
             starts.append(began)
             action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
             writer.act(t, action)
@@ -213,13 +217,54 @@ class TorchGroupCollector(TorchCollector):
         rollout = writer.finish(num_steps, obs)
         env.rows = rows
         rollout["truncated"][:, num_steps - 1].logical_or_(~rows.paused)
-        self._label(rollout, torch.stack(valid, dim=1), torch.stack(starts, dim=1))
-        self._count(rollout, writer, torch.stack(starts, dim=1), ~rows.paused)
         self.iteration += 1
+
+        # masks, ids and steps
+        valid, began, running = torch.stack(valids, dim=1), torch.stack(starts, dim=1), ~rows.paused
+        slot = torch.arange(num_steps, device=valid.device)
+        begins = (began == slot)[:: self.group_size]
+        number = begins.flatten().cumsum(dim=0).view_as(begins) - 1
+        group_id = number[self._group].gather(1, began)
+        labels = {
+            "valid": valid,
+            "loss_mask": valid,
+            "step": torch.where(valid, slot - began, 0),
+            "group_id": torch.where(valid, group_id, -1),
+            "episode_id": torch.where(valid, group_id * self.group_size + self._member[:, None], -1),
+        }
+        for key, label in labels.items():
+            rollout[key][:, :-1] = label
+
+        # the episodes of first members, in the order of their ends; returns and lengths of running ones are kept
+        first = slice(0, None, self.group_size)
+        began, self._goes_on = began[first], running[first]
+        steps, last_group = torch.stack([valid.sum(), rollout["group_id"].max()]).tolist()
+        reward, terminated, truncated = (rollout[key][first, :-1] for key in ("reward", "terminated", "truncated"))
+        ended = terminated | truncated
+        ended[:, -1] &= ~self._goes_on
+        ends, group = ended.T.nonzero().T.tolist()
+        success = [flag for flag, _, _ in writer.outcomes([one * self.group_size for one in group], ends)]
+        total = reward.double().cumsum(dim=1)
+        earlier = began == 0  # they may have begun in an earlier window
+        returns = total - (total - reward).gather(1, began) + torch.where(earlier, self._return[:, None], 0.0)
+        length = slot - began + 1 + torch.where(earlier, self._length[:, None], 0)
+        self._return = torch.where(self._goes_on, returns[:, -1], 0.0)
+        self._length = torch.where(self._goes_on, length[:, -1], 0)
+        numbers = torch.stack([part.T[ended.T].double() for part in (returns, length, terminated)]).tolist()
+        self.record(
+            Episode(total, int(steps), bool(end), flag)
+            for total, steps, end, flag in zip(*numbers, success, strict=True)
+        )
+        self.last_steps = steps
+        self._metrics = {
+            "rollout/groups": float(last_group + 1),
+            "rollout/idle_fraction": 1 - steps / valid.numel(),
+            "rollout/wasted_steps": 0.0,
+        }
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """With the running episodes."""
+        """The state, with the running episodes."""
         running = {"goes_on": self._goes_on, "return": self._return, "length": self._length}
         return super().state_dict() | {"running": running | {"rank": self.rank, "env": self.env.state_dict()}}
 
@@ -258,89 +303,17 @@ class TorchGroupCollector(TorchCollector):
         rows = self.env.started(rows, over, *seeds)
         return StepOutput(action, rows, self.env.observed(rows), result, (torch.where(over, slot, began),))
 
-    def _first_rows(self, start_seed: Int[Tensor, " row"], noise_seed: Int[Tensor, " row"]) -> TorchRows:
-        """The rows at the beginning of the window."""
-        goes_on, rows = self._goes_on[self._group], self.env.rows
-        if not rows.state:
-            rows = self.env.started(rows, torch.ones_like(goes_on), start_seed, noise_seed)
-        rows = self.env.copied(rows, goes_on, self._group * self.group_size, noise_seed)
-        return self.env.started(rows, ~goes_on, start_seed, noise_seed)
-
     def _seeds(self, num_steps: int) -> list[Seeds]:
-        """Of groups that begin at each slot of the window; the last ones are for the slot behind it, where none does."""
+        """Seeds of groups that begin at each slot of the window; the last ones are for the slot behind it, where none does."""
         slot, group = torch.arange(num_steps, device=self.env.device)[:, None], self._group
         noise = group * num_steps + slot
         if self.collection.noise == "independent":
             noise = noise * self.group_size + self._member
-        start = hash_pair(self._stream("start"), group * num_steps + slot)
-        found = list(zip(start, hash_pair(self._stream("noise"), noise), strict=True))
+        start, noise = (
+            hash_pair(
+                torch.tensor(derive_seed(self.seed, name, self.rank, self.iteration), device=group.device), number
+            )
+            for name, number in (("start", group * num_steps + slot), ("noise", noise))
+        )
+        found = list(zip(start, noise, strict=True))
         return [*found, found[-1]]
-
-    def _stream(self, name: str) -> Int[Tensor, ""]:
-        return torch.tensor(derive_seed(self.seed, name, self.rank, self.iteration), device=self.env.device)
-
-    def _label(self, rollout: TensorDict, valid: Bool[Tensor, "row step"], began: Int[Tensor, "row step"]) -> None:
-        """Fill masks, ids and steps."""
-        slot = torch.arange(valid.shape[1], device=valid.device)
-        starts = (began == slot)[:: self.group_size]
-        number = starts.flatten().cumsum(dim=0).view_as(starts) - 1
-        group_id = number[self._group].gather(1, began)
-        labels = {
-            "valid": valid,
-            "loss_mask": valid,
-            "step": torch.where(valid, slot - began, 0),
-            "group_id": torch.where(valid, group_id, -1),
-            "episode_id": torch.where(valid, group_id * self.group_size + self._member[:, None], -1),
-        }
-        for key, label in labels.items():
-            rollout[key][:, :-1] = label
-
-    def _count(
-        self,
-        rollout: TensorDict,
-        writer: RolloutWriter,
-        began: Int[Tensor, "row step"],
-        running: Bool[Tensor, " row"],
-    ) -> None:
-        """Count steps, groups and episodes.
-
-        Args:
-            running: episodes that the end of the window cut.
-        """
-        first = slice(0, None, self.group_size)
-        began, self._goes_on = began[first], running[first]
-        valid = rollout["valid"][:, :-1]
-        steps, last_group = torch.stack([valid.sum(), rollout["group_id"].max()]).tolist()
-        reward, terminated, truncated = (rollout[key][first, :-1] for key in ("reward", "terminated", "truncated"))
-        ended = terminated | truncated
-        ended[:, -1] &= ~self._goes_on
-        slot, group = ended.T.nonzero().T.tolist()
-        success = [flag for flag, _, _ in writer.outcomes([number * self.group_size for number in group], slot)]
-        self.record(self._finished(reward, terminated, ended, began, success))
-        self.last_steps = steps
-        self._metrics = {
-            "rollout/groups": float(last_group + 1),
-            "rollout/idle_fraction": 1 - steps / valid.numel(),
-            "rollout/wasted_steps": 0.0,
-        }
-
-    def _finished(
-        self,
-        reward: Float[Tensor, "group step"],
-        terminated: Bool[Tensor, "group step"],
-        ended: Bool[Tensor, "group step"],
-        began: Int[Tensor, "group step"],
-        success: list[bool | None],
-    ) -> list[Episode]:
-        """Episodes of the first members that ended, in the order of their ends. Keeps returns and lengths of running ones."""
-        total = reward.double().cumsum(dim=1)
-        slot = torch.arange(reward.shape[1], device=reward.device)
-        earlier = began == 0  # they may have begun in an earlier window
-        returns = total - (total - reward).gather(1, began) + torch.where(earlier, self._return[:, None], 0.0)
-        length = slot - began + 1 + torch.where(earlier, self._length[:, None], 0)
-        self._return = torch.where(self._goes_on, returns[:, -1], 0.0)
-        self._length = torch.where(self._goes_on, length[:, -1], 0)
-        numbers = torch.stack([part.T[ended.T].double() for part in (returns, length, terminated)]).tolist()
-        return [
-            Episode(total, int(steps), bool(end), s) for total, steps, end, s in zip(*numbers, success, strict=True)
-        ]

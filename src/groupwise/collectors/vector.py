@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Int
 from tensordict import TensorDict
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested, all_finite, find_nonfinite, lengthen
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv, successes_by_task
-from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
 
@@ -31,7 +30,7 @@ class RecurrentEnv(GroupEnv):
     """
 
     outcome: EnvStep
-    """Of the last step, without states."""
+    """Outcome of the last step, without states."""
 
     def __init__(self, env: VectorEnv, policy: Policy) -> None:
         self.env = env
@@ -54,7 +53,7 @@ class RecurrentEnv(GroupEnv):
         return self._begin(obs, mask)
 
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
-        """As ``reset``, from given seeds."""
+        """First observations of episodes from given seeds; other rows keep theirs."""
         assert isinstance(self.env, GroupEnv)
         return self._begin(self.env.start(mask, start_seed, noise_seed), mask)
 
@@ -77,7 +76,7 @@ class RecurrentEnv(GroupEnv):
         self.env.pause(mask)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """That of the environments. The policy's states are in the observations."""
+        """The state of the environments. The policy's states are in the observations."""
         env = self.env.state_dict()
         return None if env is None else {"env": env, "resetting": self._resetting}
 
@@ -137,7 +136,7 @@ class Collector(ABC):
     """Whether ``collect`` gives the same rollout again after it was broken off: nothing continues across rollouts."""
     policy: Policy
     iteration: int = 0
-    """How many rollouts were collected; streams of the next one are derived from it."""
+    """Number of rollouts that were collected; streams of the next one are derived from it."""
     last_steps: int = 0
     """Environment steps that the last ``collect`` took, wasted ones included."""
     position: int = 0
@@ -178,7 +177,7 @@ class Collector(ABC):
         return self.finished if len(self.finished) >= 100 else self.recent
 
     def group_start(self, group: int) -> str:
-        """What the members of a group of the last rollout share: the seed of their start, or a prompt; empty if unknown."""
+        """The common start of the members of a group of the last rollout: its seed, or a prompt; empty if unknown."""
         return ""
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
@@ -196,8 +195,11 @@ class Collector(ABC):
         if episodes:
             out["rollout/return_mean"] = sum(e.episode_return for e in episodes) / len(episodes)
             out["rollout/length_mean"] = sum(e.length for e in episodes) / len(episodes)
-        if any(e.success is not None or e.info is not None for e in episodes):
-            out |= _means_of_outcomes(episodes)
+        if any(e.success is not None for e in episodes):
+            out["rollout/success_rate"] = sum(e.success is True for e in episodes) / len(episodes)
+        infos = [e.info for e in episodes if e.info is not None]
+        for name in infos[0] if infos else ():
+            out[f"rollout/info/{name}"] = sum(info[name] for info in infos) / len(infos)
         return out | self._metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,17 +267,6 @@ class EnvCollector(Collector):
         return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
 
 
-def _means_of_outcomes(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Success rate, and ``rollout/info/*`` as means over the episodes that have them."""
-    out = {}
-    if any(e.success is not None for e in episodes):
-        out["rollout/success_rate"] = sum(e.success is True for e in episodes) / len(episodes)
-    infos = [episode.info for episode in episodes if episode.info is not None]
-    for name in infos[0] if infos else ():
-        out[f"rollout/info/{name}"] = sum(info[name] for info in infos) / len(infos)
-    return out
-
-
 def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:
     """``act`` with 0 for what is not finite, in observations and in actions."""
 
@@ -326,12 +317,7 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
 
 Outcome: TypeAlias = tuple[bool | None, str | None, dict[str, float] | None]
 """Success, task and ``env.log_info`` of an episode; None where the environment does not report it."""
-_Report: TypeAlias = tuple[Tensor | None, npt.NDArray[Any] | None, dict[str, Tensor]]
-"""The same of all rows [N] that end with a step."""
 _Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
-
-_OF_STEP = ("reward", "terminated", "truncated", "executed", "reward_parts")
-"""What a rollout may keep of an ``EnvStep``."""
 
 
 class RolloutWriter:
@@ -348,7 +334,8 @@ class RolloutWriter:
         self._final_obs: list[Nested] = []
         self._cut_rows: list[Tensor] = []
         self._cut_steps: list[Tensor] = []
-        self._reports: dict[int, _Report] = {}
+        self._reports: dict[int, dict[str, Any]] = {}
+        """Copies of ``EnvStep.info`` at steps that end episodes."""
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
@@ -369,15 +356,21 @@ class RolloutWriter:
             _write(self._columns["value"], step, action.value)
         numbers = action.action
         if numbers.is_floating_point() and numbers.device.type == "cpu" and not all_finite(numbers):
-            raise self._not_finite(step)  # on a GPU the check would be a host sync
+            slots = torch.zeros_like(self.rollout["valid"])  # on a GPU the check would be a host sync
+            slots[:, step] = True
+            raise find_nonfinite(self.rollout, slots)[0].error()
 
     def outcome(self, step: int, outcome: EnvStep) -> None:
         """Write what a step returned."""
-        values = outcome._asdict()
-        for key, columns in self._of_step.items():
-            _write(columns, step, values[key])
-        if outcome.success is not None or outcome.info is not None:
-            self._report(step, outcome)
+        columns, info = self._columns, outcome.info
+        _write(columns["reward"], step, outcome.reward)
+        _write(columns["terminated"], step, outcome.terminated)
+        _write(columns["truncated"], step, outcome.truncated)
+        for key in self._from_info:
+            _write(columns[key], step, info[key])
+        if "success" in info or "log_info" in info:
+            copies: dict[str, Callable[[Any], Any]] = {"success": torch.clone, "task": np.copy, "log_info": dict}
+            self._reports[step] = {key: made(info[key]) for key, made in copies.items() if key in info}
 
     def cut(self, step: int, truncated: Bool[Tensor, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
@@ -391,41 +384,38 @@ class RolloutWriter:
         """The rollout of ``num_steps`` steps, with ``obs`` [N, ...] in its last slot and all values."""
         self.observe(num_steps, obs)
         rollout = self.rollout if self.rollout.shape[1] == num_steps + 1 else self.rollout[:, : num_steps + 1]
-        if not self._policy.actor_only:
-            self._fill_values(rollout, obs)
-        return rollout
-
-    def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
-        """What the environment reported of the episodes that ended in these rows with these steps."""
-        return _outcomes(self._reports, rows, steps) if self._reports else [(None, None, None)] * len(rows)
-
-    def _open(self, rollout: TensorDict) -> None:
-        self.rollout = rollout
-        columns = self._columns = {key: _columns(stored) for key, stored in rollout.items()}
-        self._obs = {key: columns[key] for key in ("obs", "state")} if "state" in columns else columns["obs"]
-        self._of_step = {key: columns[key] for key in _OF_STEP if key in columns}
-
-    def _fill_values(self, rollout: TensorDict, last_obs: Nested) -> None:
-        """Complete ``value`` and ``next_value`` with one forward pass."""
+        if self._policy.actor_only:
+            return rollout
         value, next_value = rollout["value"], rollout["next_value"]
-        values = self._policy.value(torch.cat([last_obs, *self._final_obs])).to(value)
+        values = self._policy.value(torch.cat([obs, *self._final_obs])).to(value)  # one forward pass
         value[:, -1] = values[: len(value)]
         next_value[:, :-1] = value[:, 1:]
         next_value[rollout["terminated"]] = 0.0
         if self._cut_rows:
             rows, steps = (torch.cat(parts).to(value.device) for parts in (self._cut_rows, self._cut_steps))
             next_value[rows, steps] = values[len(value) :]
+        return rollout
 
-    def _report(self, step: int, outcome: EnvStep) -> None:
-        """Keep what the environment reports of episodes that end; the environment may write into it later."""
-        success = None if outcome.success is None else outcome.success.clone()
-        task = None if outcome.task is None else outcome.task.copy()
-        self._reports[step] = success, task, outcome.info or {}
+    def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
+        """Reports of the environment on the episodes that ended in these rows with these steps."""
+        # flags on a GPU take one host sync
+        flags = {step: report["success"] for step, report in self._reports.items() if "success" in report}
+        success = dict(zip(flags, torch.stack([*flags.values()]).cpu().numpy() if flags else (), strict=True))
+        found: list[Outcome] = []
+        for row, step in zip(rows, steps, strict=True):
+            report = self._reports.get(step, {})
+            task = str(report["task"][row]) or None if "task" in report else None
+            numbers = {name: float(values[row]) for name, values in report.get("log_info", {}).items()}
+            is_known = numbers and not any(map(math.isnan, numbers.values()))
+            succeeded = bool(success[step][row]) if step in success else None
+            found.append((succeeded, task, numbers if is_known else None))
+        return found
 
-    def _not_finite(self, step: int) -> DataError:
-        slots = torch.zeros_like(self.rollout["valid"])
-        slots[:, step] = True
-        return find_nonfinite(self.rollout, slots)[0].error()
+    def _open(self, rollout: TensorDict) -> None:
+        self.rollout = rollout
+        columns = self._columns = {key: _columns(stored) for key, stored in rollout.items()}
+        self._obs = {key: columns[key] for key in ("obs", "state")} if "state" in columns else columns["obs"]
+        self._from_info = [key for key in ("executed", "reward_parts") if key in columns]
 
 
 def _columns(stored: Nested) -> _Columns:
@@ -443,28 +433,6 @@ def _write(columns: _Columns, step: int, value: Any) -> None:
         columns[step].copy_(value)
     else:
         columns[step] = (value.float() if value.dtype == torch.bfloat16 else value).numpy(force=True)
-
-
-def _outcomes(reports: dict[int, _Report], rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
-    """As ``RolloutWriter.outcomes``. Flags on a GPU take one host sync."""
-    flags = {step: success for step, (success, _, _) in reports.items() if success is not None}
-    stacked = torch.stack([*flags.values()]).cpu().numpy() if flags else ()
-    success = dict(zip(flags, stacked, strict=True))
-    return [
-        _outcome(reports.get(step, (None, None, {})), success.get(step), row)
-        for row, step in zip(rows, steps, strict=True)
-    ]
-
-
-def _outcome(report: _Report, success: Bool[np.ndarray, " row"] | None, row: int) -> Outcome:
-    _, task, info = report
-    numbers = {name: float(values[row]) for name, values in info.items()}
-    known = numbers and not any(map(math.isnan, numbers.values()))
-    return (
-        None if success is None else bool(success[row]),
-        None if task is None else str(task[row]) or None,
-        numbers if known else None,
-    )
 
 
 class VectorCollector(EnvCollector):
@@ -498,14 +466,41 @@ class VectorCollector(EnvCollector):
         writer = RolloutWriter(rollout, self.policy)
         obs = self._fill(num_steps, writer, obs)
         rollout = writer.finish(num_steps, obs)
-        self._label(rollout, writer)
         self._obs = obs
         self.last_steps = env_steps(rollout, self.env.num_envs * num_steps)
         self.iteration += 1
+
+        # masks, ids and steps from the ends of episodes; the finished ones are counted
+        reward, terminated, truncated = (
+            rollout[k][:, :-1].cpu().numpy() for k in ("reward", "terminated", "truncated")
+        )
+        done = terminated | truncated
+        dead = np.zeros_like(done)
+        if self.env.autoreset == "next_step":  # slots behind the ends of episodes, in which the environment only reset
+            dead = np.concatenate([self._dead[:, None], done[:, :-1]], axis=1)
+            self._dead = done[:, -1]
+        live = ~dead
+        episode_id, step = label_episodes(done, dead, self._age)
+        labels = {"valid": live, "loss_mask": live, "step": step, "group_id": episode_id, "episode_id": episode_id}
+        for key, label in labels.items():
+            rollout[key][:, :-1] = torch.from_numpy(label)
+
+        returns = np.bincount(episode_id[live], weights=reward[live], minlength=done.size)
+        goes_on = live[:, 0]
+        returns[episode_id[goes_on, 0]] += self._return[goes_on]
+        time, row = done.T.nonzero()
+        ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
+        outcomes = writer.outcomes(row.tolist(), time.tolist())
+        ended = zip(*(part.tolist() for part in ends), outcomes, strict=True)
+        self.record(Episode(*end, *outcome) for *end, outcome in ended)
+        over = done[:, -1] | dead[:, -1]
+        self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
+        self._age = np.where(over, 0, step[:, -1] + 1)
+        self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
         return rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """With the running episodes, where the environment's state can be captured."""
+        """The state, with the running episodes, where the environment's state can be captured."""
         env = None if self._obs is None else self.env.state_dict()
         if env is None or self._obs is None:
             return super().state_dict()
@@ -551,38 +546,6 @@ class VectorCollector(EnvCollector):
                 if self.env.autoreset == "disabled":
                     obs = self.env.reset(mask=done.cpu().numpy())
         return obs
-
-    def _label(self, rollout: TensorDict, writer: RolloutWriter) -> None:
-        """Fill masks, ids and steps from the ends of episodes; count the finished ones."""
-        reward, terminated, truncated = (
-            rollout[k][:, :-1].cpu().numpy() for k in ("reward", "terminated", "truncated")
-        )
-        done = terminated | truncated
-        dead = self._resets_after(done) if self.env.autoreset == "next_step" else np.zeros_like(done)
-        live = ~dead
-        episode_id, step = label_episodes(done, dead, self._age)
-        labels = {"valid": live, "loss_mask": live, "step": step, "group_id": episode_id, "episode_id": episode_id}
-        for key, label in labels.items():
-            rollout[key][:, :-1] = torch.from_numpy(label)
-
-        returns = np.bincount(episode_id[live], weights=reward[live], minlength=done.size)
-        goes_on = live[:, 0]
-        returns[episode_id[goes_on, 0]] += self._return[goes_on]
-        time, row = done.T.nonzero()
-        ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        outcomes = writer.outcomes(row.tolist(), time.tolist())
-        ended = zip(*(part.tolist() for part in ends), outcomes, strict=True)
-        self.record(Episode(*end, *outcome) for *end, outcome in ended)
-        over = done[:, -1] | dead[:, -1]
-        self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
-        self._age = np.where(over, 0, step[:, -1] + 1)
-        self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
-
-    def _resets_after(self, done: Bool[np.ndarray, "row step"]) -> Bool[np.ndarray, "row step"]:
-        """The slots in which a ``next_step`` environment only reset: those behind the ends of episodes."""
-        dead = np.concatenate([self._dead[:, None], done[:, :-1]], axis=1)
-        self._dead = done[:, -1]
-        return dead
 
 
 def label_episodes(

@@ -7,12 +7,13 @@ Trust regions, corrections and baselines other than the defaults are made from t
 import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationError, WrapValidator, model_validator
 
 from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
+from groupwise.errors import ConfigError
 
 # Objective: the loss of a step, and how steps become one loss
 
@@ -466,6 +467,16 @@ class CollectionCfg(Cfg):
     """Leave groups without variance out of the loss, and collect others in their place, with at most this many times the steps of an iteration (DAPO). 0: only leave them out. None: they stay."""
 
 
+class Groups(NamedTuple):
+    """Groups in which an algorithm collects episodes."""
+
+    size: int = 1
+    """Episodes at the same start. 1: there are no groups."""
+    greedy_members: Literal[0, 1] = 0
+    """Further episodes of each group that act greedily and are not trained on."""
+    collection: CollectionCfg = CollectionCfg()
+
+
 class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
 
@@ -505,6 +516,16 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     def reward_parts(self) -> tuple[str, ...]:
         """Entries of ``info`` that a rollout keeps as the parts of the reward."""
         return ()
+
+    @property
+    def groups(self) -> Groups:
+        """How episodes are collected."""
+        return Groups()
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether training keeps a reference policy."""
+        return False
 
     @classmethod
     def load(cls) -> type[Any]:
@@ -559,6 +580,25 @@ def with_max_length(cfg: A, longest: int | None) -> A:
         return cfg
     aggregation = aggregation.model_copy(update={"max_length": longest})
     return cfg.model_copy(update={"objective": cfg.objective.model_copy(update={"aggregation": aggregation})})
+
+
+def with_rewards(cfg: AlgorithmCfg, weights: tuple[float, ...]) -> AlgorithmCfg:
+    """``cfg`` for reward functions with these weights: no discount where none is read, and weights of rewards compared one by one.
+
+    Raises:
+        ConfigError: rewards are compared one by one, and there is only one.
+    """
+    if not isinstance(cfg, GRPOCfg):
+        return cfg
+    if not cfg.credit.discounts:
+        cfg = cfg.model_copy(update={"gamma": 1.0})
+    if isinstance(cfg.credit.reward, PartsCfg):
+        if len(weights) < 2:
+            raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")
+        if not cfg.credit.reward.weights:
+            credit = cfg.credit.model_copy(update={"reward": PartsCfg(weights=weights)})
+            cfg = cfg.model_copy(update={"credit": credit})
+    return cfg
 
 
 T = TypeVar("T", bound=type[Any])
@@ -624,6 +664,16 @@ class GRPOCfg(AlgorithmCfg):
     def reward_parts(self) -> tuple[str, ...]:
         """The names of ``credit.reward="parts"``."""
         return self.credit.reward.names if isinstance(self.credit.reward, PartsCfg) else ()
+
+    @property
+    def groups(self) -> Groups:
+        """How groups are collected."""
+        return Groups(self.group_size, self.credit.baseline.greedy_members, self.collection)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy is kept near a reference."""
+        return self.kl_coef > 0
 
     @model_validator(mode="after")
     def _check(self) -> "GRPOCfg":

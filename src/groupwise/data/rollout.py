@@ -31,7 +31,7 @@ Spec: TypeAlias = TensorSpec | Mapping[str, Any]
 """One tensor, or a (nested) dictionary of them: Dict and Tuple observation spaces. ``Any`` is a ``Spec`` again, which run-time type checkers cannot follow."""
 
 Nested: TypeAlias = Tensor | TensorDict
-"""What a ``Spec`` describes."""
+"""Tensors that a ``Spec`` describes."""
 
 _TRANSITION_KEYS: dict[str, torch.dtype] = {
     "reward": torch.float32,
@@ -93,7 +93,7 @@ class RolloutBuffer:
     """
 
     row_name: ClassVar[str] = "environment"
-    """What a row is, for messages."""
+    """Name of a row in messages."""
 
     def __init__(
         self,
@@ -150,7 +150,15 @@ class RolloutBuffer:
             DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step),
                 unless ``on_nonfinite`` says otherwise.
         """
-        self._check_layout(rollout)
+        if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
+            raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
+        leaves = dict(rollout.items(include_nested=True, leaves_only=True))
+        for key, wanted in self._empty.items(include_nested=True, leaves_only=True):
+            tensor = leaves.get(key)
+            if tensor is None or tensor.shape[2:] != wanted.shape[2:] or tensor.dtype != wanted.dtype:
+                got = "missing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+                shape = ", ".join(("N", "T+1", *map(str, wanted.shape[2:])))
+                raise DataError(f"rollout[{key!r}] is {got}, expected {wanted.dtype} of shape [{shape}]")
         found = find_nonfinite(rollout, rollout["valid"])
         if found:
             self._replace_nonfinite(rollout, found)
@@ -181,17 +189,6 @@ class RolloutBuffer:
         for one in find_nonfinite(rollout, torch.ones_like(rollout["valid"])):
             one.tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         log.warning("%s; %s (on_nonfinite=%r)", where, done, self.on_nonfinite)
-
-    def _check_layout(self, rollout: TensorDict) -> None:
-        if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
-            raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
-        found = dict(rollout.items(include_nested=True, leaves_only=True))
-        for key, wanted in self._empty.items(include_nested=True, leaves_only=True):
-            tensor = found.get(key)
-            if tensor is None or tensor.shape[2:] != wanted.shape[2:] or tensor.dtype != wanted.dtype:
-                got = "missing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
-                shape = ", ".join(("N", "T+1", *map(str, wanted.shape[2:])))
-                raise DataError(f"rollout[{key!r}] is {got}, expected {wanted.dtype} of shape [{shape}]")
 
 
 class NonFinite(NamedTuple):

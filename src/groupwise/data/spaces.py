@@ -44,7 +44,7 @@ _DTYPES: dict[SpaceKind, torch.dtype] = {
 
 
 def space_kind(space: Any) -> SpaceKind:
-    """Which of Gymnasium's spaces this is, subclasses included, found by the names of its class and bases."""
+    """The one of Gymnasium's spaces that this is, subclasses included, found by the names of its class and bases."""
     return _class_kind(type(space))  # type: ignore[arg-type]  # mypy: no type is Hashable
 
 
@@ -205,7 +205,7 @@ KEY = "action_mask"
 
 
 def options(action_space: Any) -> list[int]:
-    """How many options each choice has; nothing for actions that are no choices."""
+    """The number of options of each choice; nothing for actions that are no choices."""
     kind = space_kind(action_space)
     if kind == "discrete":
         return [int(action_space.n)]

@@ -102,7 +102,7 @@ class TorchSimGroups(GroupEnv):
         self._obs = nested.select(ended, step.final_obs, nested.select(live, step.obs, self._obs))
         self._over = self._over | ended
         reward = torch.where(live, step.reward, 0.0)
-        return EnvStep(self._obs, reward, terminated, truncated, success=step.success)
+        return EnvStep(self._obs, reward, terminated, truncated, info=step.info)
 
     def close(self) -> None:
         """Close the simulator, if it can be closed."""
@@ -231,7 +231,7 @@ class TorchSim(VectorEnv):
             terminated,
             truncated,
             before if final is None else self._kept(final),
-            success=self._success(info),
+            info=self._reported(info),
         )
 
     def restart(self, rows: Sequence[int] | None = None, seed: int | None = None) -> Nested:
@@ -316,14 +316,14 @@ class TorchSim(VectorEnv):
         truncated = torch.zeros_like(done) if time_outs is None else done & self._tensor(time_outs).bool()
         return obs, reward, done & ~truncated, truncated, info
 
-    def _success(self, info: Any) -> Tensor | None:
-        """The flag in the info of the last step; where rows were reset, that is in ``final_info``."""
+    def _reported(self, info: Any) -> dict[str, Tensor]:
+        """The success flag in the info of the last step; where rows were reset, that is in ``final_info``."""
         final = info.get("final_info", None)
         info = info if final is None else final
         for key in SUCCESS_KEYS:
             if (flag := info.get(key, None)) is not None:
-                return self._tensor(flag).reshape(self.num_envs).bool()
-        return None
+                return {"success": self._tensor(flag).reshape(self.num_envs).bool()}
+        return {}
 
     def _time_out(self) -> Nested:
         """First observations after every episode was ended by its time limit: the only reset of rsl_rl's ``VecEnv``."""

@@ -6,11 +6,11 @@ https://arxiv.org/abs/2502.19645). Nothing here is pretrained unless the model i
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.data.rollout import Nested, TensorSpec
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
-from groupwise.envs.snapshots import DrawsOnDemand
 from groupwise.errors import ConfigError, DataError, EnvError, UnsupportedSpaceError, require_extra
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
@@ -369,59 +368,6 @@ def _bounds(space: Any) -> tuple[Float[Tensor, "action dim"], Float[Tensor, "act
 
 
 # Action chunks: the policy decides on several actions at once, and the environment executes them, or the
-
-
-class ActionChunk(gymnasium.Wrapper):
-    """Takes ``size`` actions at once, and executes the first ``num_steps`` of them, or fewer where the episode ends.
-
-    The action space is ``Box [C, *A]``, the reward the sum over the executed steps, ``info`` that of the last one with
-    ``executed``, their number. Step limits inside count environment steps.
-
-    Args:
-        size: C, actions of a chunk.
-        reward_parts: entries of ``info`` that are summed like the reward.
-        num_steps: None: all of them.
-
-    Raises:
-        EnvError: the action space is no ``Box``.
-    """
-
-    def __init__(
-        self, env: gymnasium.Env, size: int, reward_parts: Sequence[str] = (), num_steps: int | None = None
-    ) -> None:
-        super().__init__(env)
-        space: Any = env.action_space
-        if space_kind(space) != "box":
-            raise EnvError(
-                f"env.action_chunk={size} needs actions in a Box, and those of {env} are in {space}; fix: env.action_chunk=1"
-            )
-        self._num_steps = num_steps or size
-        self._reward_parts = tuple(reward_parts)
-        low, high = (np.broadcast_to(bound, (size, *space.shape)) for bound in (space.low, space.high))
-        self.action_space = gymnasium.spaces.Box(low, high, dtype=space.dtype)
-
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        """Execute the first actions of ``[C, *A]`` one after another, as far as the episode goes. Images are drawn at the end only."""
-        env = self.env.unwrapped
-        if not isinstance(env, DrawsOnDemand) or not env.draws:
-            return self._execute(action)
-        env.draws = False
-        try:
-            obs, reward, terminated, truncated, info = self._execute(action)
-        finally:
-            env.draws = True
-        return {**obs, "image": env.image()}, reward, terminated, truncated, info
-
-    def _execute(self, actions: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        total, executed, parts = 0.0, 0, dict.fromkeys(self._reward_parts, 0.0)
-        for action in actions[: self._num_steps]:
-            executed += 1
-            obs, reward, terminated, truncated, info = self.env.step(action)
-            total += float(reward)
-            parts = {name: parts[name] + info[name] for name in parts if name in info}
-            if terminated or truncated:
-                break
-        return obs, total, terminated, truncated, info | parts | {"executed": executed}
 
 
 class ChunkActorCritic(ActorCritic):

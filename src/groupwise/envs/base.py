@@ -23,7 +23,7 @@ Autoreset = Literal["next_step", "same_step", "disabled"]
 
 
 class EnvStep(NamedTuple):
-    """What one step of N environments returned. Tensors are fresh or may be overwritten by the next step."""
+    """Result of one step of N environments. Tensors are fresh or may be overwritten by the next step."""
 
     obs: Nested
     reward: Tensor
@@ -36,16 +36,11 @@ class EnvStep(NamedTuple):
     """[N, ...] with ``same_step``: the last observations of episodes that ended, other rows are padding. None when none ended."""
     failed: Tensor | None = None
     """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
-    reward_parts: Tensor | None = None
-    """[N, R] float32: the parts of the reward, with ``credit.reward="parts"``."""
-    success: Tensor | None = None
-    """[N] bool: which of the episodes that end with this step succeeded; other rows mean nothing. None where no such row tells."""
-    executed: Tensor | None = None
-    """[N] int64: environment steps that the action took, with ``env.action_chunk``; 0 in rows that are paused."""
-    info: dict[str, Tensor] | None = None
-    """[N] float64 by name: ``env.log_info`` of the episodes that end with this step, NaN or 0 in other rows. None where none ends."""
-    task: npt.NDArray[Any] | None = None
-    """[N] str: names of the tasks of episodes that end with this step, empty where it is not named; set with ``success``."""
+    info: Mapping[str, Any] = {}
+    """Further reports of the environment. Every step: ``executed`` [N] int64 with ``env.action_chunk``, the environment steps
+    that the action took, and ``reward_parts`` [N, R] float32 with ``credit.reward="parts"``. For the episodes that end with this
+    step, where any tells (other rows mean nothing): ``success`` [N] bool, ``task`` [N] str, the names of their tasks, and
+    ``log_info``, the numbers of ``env.log_info`` [N] float64 by name."""
 
 
 class VectorEnv(ABC):
@@ -63,9 +58,9 @@ class VectorEnv(ABC):
     obs_spec: Spec
     max_episode_steps: int | None
     autoreset: Autoreset
-    """As Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
+    """Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
     notes: tuple[str, ...] = ()
-    """What a run prints about it when training starts."""
+    """Lines that a run prints about it when training starts."""
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -141,7 +136,7 @@ class GroupEnv(VectorEnv):
     """Result of the check of the shared start; None if it was not checked."""
 
     def as_group_env(self, *, verify: bool = True) -> "GroupEnv":
-        """Itself; ``make_env`` and the collectors check the start."""
+        """The environment itself; ``make_env`` and the collectors check the start."""
         return self
 
     @abstractmethod
@@ -161,7 +156,7 @@ class GroupEnv(VectorEnv):
 # Success flags and names of tasks in Gymnasium's infos.
 
 SUCCESS_KEYS = ("is_success", "success")
-"""As in gymnasium-robotics and Stable-Baselines3, and as in Meta-World and ManiSkill."""
+"""Keys of gymnasium-robotics and Stable-Baselines3, and of Meta-World and ManiSkill."""
 
 
 def success_of_row(info: Mapping[str, Any]) -> bool | None:
@@ -172,44 +167,35 @@ def success_of_row(info: Mapping[str, Any]) -> bool | None:
     return None
 
 
-def success_of_rows(info: Mapping[str, Any], num_envs: int) -> Tensor | None:
-    """The flags [N] in the info of a vector environment, False for rows without one; None if it has no flags."""
-    info = _last_info(info)
-    for key in SUCCESS_KEYS:
-        if key in info and np.shape(info[key]) == (num_envs,):
-            return torch.from_numpy(np.asarray(info[key]).astype(np.bool_) & info.get(f"_{key}", True))
-    return None
-
-
 def task_of_row(info: Mapping[str, Any]) -> str:
     """The name of the task in the info of a single environment; empty without one."""
     task = info.get("task")
     return task if isinstance(task, str) else ""
 
 
-def tasks_of_rows(info: Mapping[str, Any], num_envs: int) -> npt.NDArray[Any] | None:
-    """The names [N] of tasks, str, in the info of a vector environment, empty for rows without one; None if it has no names."""
-    tasks: Any = _last_info(info).get("task")
-    if np.shape(tasks) != (num_envs,):
-        return None
-    return np.array([task if isinstance(task, str) else "" for task in np.asarray(tasks)])
+def outcomes_of_rows(info: Mapping[str, Any], num_envs: int) -> dict[str, Any]:
+    """``success`` and ``task`` [N], as in ``EnvStep.info``, in the info of a vector environment; nothing if it has no flags."""
+    final = info.get("final_info")  # the last steps of episodes, where rows are reset in the same step
+    info = final if isinstance(final, Mapping) else info
+    for key in SUCCESS_KEYS:
+        if key in info and np.shape(info[key]) == (num_envs,):
+            success = torch.from_numpy(np.asarray(info[key]).astype(np.bool_) & info.get(f"_{key}", True))
+            tasks: Any = info.get("task")
+            if np.shape(tasks) != (num_envs,):
+                return {"success": success}
+            return {"success": success, "task": np.array([task_of_row({"task": task}) for task in np.asarray(tasks)])}
+    return {}
 
 
 def successes_by_task(outcomes: Iterable[tuple[str | None, bool | None]]) -> dict[str, list[bool]]:
     """The successes of each task's episodes, in the order of names; empty unless there are several tasks.
 
     Args:
-        outcomes: task and success of each episode. Those that do not say their task are left out; those that do not say
-            their success failed.
+        outcomes: task and success of each episode. Episodes without a task are left out; episodes without a
+            success failed.
     """
     found: dict[str, list[bool]] = {}
     for task, success in outcomes:
         if task:
             found.setdefault(task, []).append(success is True)
     return dict(sorted(found.items())) if len(found) > 1 else {}
-
-
-def _last_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The info of the last steps of episodes, also where rows are reset in the same step."""
-    final = info.get("final_info")
-    return final if isinstance(final, Mapping) else info

@@ -1,7 +1,8 @@
-"""Gymnasium's vector environments as tensors, in any of its three autoreset modes."""
+"""Gymnasium's vector environments as tensors, in any of its three autoreset modes, and wrappers of single environments."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, SupportsFloat, cast
 
 import gymnasium
 import numpy as np
@@ -28,8 +29,9 @@ from groupwise.data.spaces import (
     subspaces,
 )
 from groupwise.envs import snapshots as states
-from groupwise.envs.base import SUCCESS_KEYS, Autoreset, EnvStep, Mask, VectorEnv, success_of_rows, tasks_of_rows
-from groupwise.envs.rows import LOGGED, by_name, explained_step, refuse_misfit
+from groupwise.envs.base import SUCCESS_KEYS, Autoreset, EnvStep, Mask, VectorEnv, outcomes_of_rows
+from groupwise.envs.rows import by_name, explained_step, logged, refuse_misfit
+from groupwise.envs.snapshots import DrawsOnDemand
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
 
@@ -67,9 +69,6 @@ def _storable(space: Any) -> Any | None:
     return gymnasium.spaces.Dict(kept) if kept else None
 
 
-_KEPT = ("executed", *SUCCESS_KEYS, "task", LOGGED)
-
-
 class GymnasiumVectorEnv(VectorEnv):
     """Any ``gymnasium.vector.VectorEnv``, with tensors in and out.
 
@@ -79,7 +78,7 @@ class GymnasiumVectorEnv(VectorEnv):
 
     Args:
         obs_keys: entries of a Dict observation to keep, as ``EnvCfg.obs_keys``.
-        log_info: names of the numbers that ``LogInfo`` adds.
+        log_info: entries of the info that a ``LeanSyncVectorEnv`` logs.
         device: where observations go.
 
     Raises:
@@ -133,25 +132,40 @@ class GymnasiumVectorEnv(VectorEnv):
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
+        actions = action.cpu().numpy()
+        if subspaces(self.action_space) is not None:
+            actions = nested_action(self.action_space, actions)
         try:
-            obs, reward, terminated, truncated, info = self._env.step(self._env_action(action.cpu().numpy()))
+            obs, reward, terminated, truncated, info = self._env.step(actions)
         except Exception as error:
             self._refuse_misfits("step")
             raise explained_step(error, self.env_id) from error.__cause__
         final_obs = None
         if self.autoreset == "same_step" and (terminated | truncated).any():
-            final_obs = self._final_obs(info)
-        success = success_of_rows(info, self.num_envs)
+            if "final_obs" not in info:
+                raise EnvError(
+                    f"{self.env_id} resets in the same step but gives no info['final_obs'], so truncated episodes have no "
+                    "value; fix: AutoresetMode.NEXT_STEP or DISABLED"
+                )
+            final = info["final_obs"]
+            if isinstance(final, np.ndarray) and final.dtype == object:
+                filler = next(obs for obs in final if obs is not None)
+                rows = [filler if obs is None else obs for obs in final]
+                space = self._env.single_observation_space
+                final = concatenate(space, rows, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
+            final_obs = self._tensor(final)
+        reported = outcomes_of_rows(info, self.num_envs)
+        if "executed" in info:
+            reported["executed"] = torch.from_numpy(info["executed"])
+        if _LOGGED in info:
+            reported["log_info"] = by_name(info[_LOGGED], self._log_info)
         return EnvStep(
             self._tensor(obs),
             torch.from_numpy(np.asarray(reward, dtype=np.float32)),
             torch.from_numpy(terminated),
             torch.from_numpy(truncated),
             final_obs,
-            success=success,
-            executed=torch.from_numpy(info["executed"]) if "executed" in info else None,
-            info=by_name(info[LOGGED], self._log_info) if LOGGED in info else None,
-            task=None if success is None else tasks_of_rows(info, self.num_envs),
+            info=reported,
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -167,9 +181,6 @@ class GymnasiumVectorEnv(VectorEnv):
         """Free simulators and processes."""
         self._env.close()
 
-    def _env_action(self, action: np.ndarray) -> Any:
-        return action if subspaces(self.action_space) is None else nested_action(self.action_space, action)
-
     def _tensor(self, obs: Any) -> Nested:
         return obs_to_tensor(self.observation_space, obs, self.device, batched=True)
 
@@ -179,40 +190,108 @@ class GymnasiumVectorEnv(VectorEnv):
             for obs in self._env.last_obs():
                 refuse_misfit(obs, self.observation_space, f"{method}() of {self.env_id}")
 
-    def _final_obs(self, info: dict[str, Any]) -> Nested:
-        if "final_obs" not in info:
-            raise EnvError(
-                f"{self.env_id} resets in the same step but gives no info['final_obs'], so truncated episodes have no "
-                "value; fix: AutoresetMode.NEXT_STEP or DISABLED"
-            )
-        final = info["final_obs"]
-        if isinstance(final, np.ndarray) and final.dtype == object:
-            filler = next(obs for obs in final if obs is not None)
-            rows = [filler if obs is None else obs for obs in final]
-            space = self._env.single_observation_space
-            final = concatenate(space, rows, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
-        return self._tensor(final)
+
+_AT_END = (*SUCCESS_KEYS, "task")
+_LOGGED = "groupwise/log_info"
 
 
 class LeanSyncVectorEnv(SyncVectorEnv):
-    """Gymnasium's rows in this process. Of ``info`` they keep ``executed``, and success and task of episodes that end.
+    """Gymnasium's rows in this process. Their ``info`` keeps ``executed``, and of episodes that end success, task and logged numbers.
 
     Collecting all of it takes a tenth of a step of 8 HalfCheetahs.
     """
+
+    def __init__(self, *args: Any, log_info: Sequence[str] = (), **kwargs: Any) -> None:
+        self._log_info = log_info
+        super().__init__(*args, **kwargs)
 
     def last_obs(self) -> Iterator[Any]:
         """The last observation of each row, as its environment returned it."""
         return (obs for obs in self._env_obs if obs is not None)
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        if env_info.keys().isdisjoint(_KEPT):
-            return vector_infos
-        ended = self._terminations[env_num] or self._truncations[env_num]
-        kept = {key: env_info[key] for key in (_KEPT if ended else _KEPT[:1]) if key in env_info}
+        kept = {"executed": env_info["executed"]} if "executed" in env_info else {}
+        if self._terminations[env_num] or self._truncations[env_num]:
+            kept |= {key: env_info[key] for key in _AT_END if key in env_info}
+            if self._log_info:
+                kept[_LOGGED] = np.array(logged(env_info, self._log_info))
         return super()._add_info(vector_infos, kept, env_num) if kept else vector_infos
 
 
-# Masks of allowed actions of single environments, on their way into the observation.
+# Wrappers of single environments.
+
+
+class ActionChunk(gymnasium.Wrapper):
+    """Takes ``size`` actions at once, and executes the first ``num_steps`` of them, or fewer where the episode ends.
+
+    The action space is ``Box [C, *A]``, the reward the sum over the executed steps, ``info`` that of the last one with
+    ``executed``, their number. Step limits inside count environment steps.
+
+    Args:
+        size: C, actions of a chunk.
+        reward_parts: entries of ``info`` that are summed like the reward.
+        num_steps: None: all of them.
+
+    Raises:
+        EnvError: the action space is no ``Box``.
+    """
+
+    def __init__(
+        self, env: gymnasium.Env, size: int, reward_parts: Sequence[str] = (), num_steps: int | None = None
+    ) -> None:
+        super().__init__(env)
+        space: Any = env.action_space
+        if space_kind(space) != "box":
+            raise EnvError(
+                f"env.action_chunk={size} needs actions in a Box, and those of {env} are in {space}; fix: env.action_chunk=1"
+            )
+        self._num_steps = num_steps or size
+        self._reward_parts = tuple(reward_parts)
+        low, high = (np.broadcast_to(bound, (size, *space.shape)) for bound in (space.low, space.high))
+        self.action_space = gymnasium.spaces.Box(low, high, dtype=space.dtype)
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        """Execute the first actions of ``[C, *A]`` one after another, as far as the episode goes. Images are drawn at the end only."""
+        env = self.env.unwrapped
+        if not isinstance(env, DrawsOnDemand) or not env.draws:
+            return self._execute(action)
+        env.draws = False
+        try:
+            obs, reward, terminated, truncated, info = self._execute(action)
+        finally:
+            env.draws = True
+        return {**obs, "image": env.image()}, reward, terminated, truncated, info
+
+    def _execute(self, actions: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        total, executed, parts = 0.0, 0, dict.fromkeys(self._reward_parts, 0.0)
+        for action in actions[: self._num_steps]:
+            executed += 1
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            parts = {name: parts[name] + info[name] for name in parts if name in info}
+            if terminated or truncated:
+                break
+        return obs, total, terminated, truncated, info | parts | {"executed": executed}
+
+
+class RandomNoops(gymnasium.Wrapper):
+    """Starts each episode with up to ``num_random_noops`` random actions, drawn from the seed of the reset."""
+
+    def __init__(self, env: gymnasium.Env, num_random_noops: int) -> None:
+        super().__init__(env)
+        self._num_random_noops = num_random_noops
+        self._actions = copy.deepcopy(env.action_space)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """The first observation after the random actions; where they end the episode, the one of another reset."""
+        first = self.env.reset(seed=seed, options=options)
+        if seed is not None:
+            self._actions.seed(seed)
+        for _ in range(self._actions.np_random.integers(self._num_random_noops + 1)):
+            action = allowed_sample(self._actions, first[0])
+            obs, _, terminated, truncated, info = self.env.step(action)
+            first = self.env.reset(options=options) if terminated or truncated else (obs, info)
+        return first
 
 
 def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
@@ -221,18 +300,17 @@ def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
     Raises:
         EnvError: ``cfg.action_masks`` asks for masks of actions that are no choices.
     """
-    if cfg.action_masks:
-        if not options(env.action_space):
-            raise EnvError(
-                f"env.action_masks is for Discrete and MultiDiscrete actions, and those of {cfg.id} are {env.action_space}; "
-                "fix: leave it out"
-            )
-        return MaskFromInfo(env)
-    return CheckedMask(env) if has_mask(env.observation_space, env.action_space) else env
+    if cfg.action_masks and not options(env.action_space):
+        raise EnvError(
+            f"env.action_masks is for Discrete and MultiDiscrete actions, and those of {cfg.id} are {env.action_space}; "
+            "fix: leave it out"
+        )
+    needs_check = cfg.action_masks or has_mask(env.observation_space, env.action_space)
+    return Masked(env, from_info=cfg.action_masks) if needs_check else env
 
 
 def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
-    """What a run says about masks that it did not ask for: that they are used, or how to use them.
+    """Notes of a run on masks that it did not ask for: that they are used, or how to use them.
 
     Args:
         env: is reset.
@@ -258,8 +336,22 @@ def allowed_sample(action_space: Any, obs: Any) -> Any:
     return allowed_action(tensor, {KEY: torch.as_tensor(obs[KEY])[None]}, action_space)[0].numpy()
 
 
-class CheckedMask(gymnasium.Wrapper):
-    """Refuses a mask that allows nothing while the episode continues."""
+class Masked(gymnasium.Wrapper):
+    """Refuses a mask that allows nothing while the episode continues.
+
+    Args:
+        from_info: put ``info["action_mask"]`` of each reset and step into the observation, which becomes a Dict if it is none.
+    """
+
+    def __init__(self, env: gymnasium.Env, *, from_info: bool) -> None:
+        super().__init__(env)
+        self._from_info, self._size = from_info, sum(options(env.action_space))
+        self._is_dict = isinstance(env.observation_space, Dict)
+        if from_info:
+            space: Any = env.observation_space
+            self.observation_space = Dict(
+                {**(space.spaces if self._is_dict else {"obs": space}), KEY: MultiBinary(self._size)}
+            )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """The first observation."""
@@ -272,40 +364,22 @@ class CheckedMask(gymnasium.Wrapper):
         return self._masked(obs, info, over=bool(terminated or truncated)), reward, terminated, truncated, info
 
     def _masked(self, obs: Any, info: dict[str, Any], *, over: bool) -> Any:
+        if self._from_info:
+            mask = np.ones(self._size, np.int8)
+            if not over:
+                if KEY not in info:
+                    raise EnvError(
+                        f"env.action_masks needs info[{KEY!r}] of {self.env}, and its info holds {sorted(info)}; fix: give it in "
+                        "reset and in every step"
+                    )
+                parts = info[KEY] if isinstance(info[KEY], tuple) else (info[KEY],)  # as MultiDiscrete.sample takes it
+                mask = np.concatenate([np.asarray(part).ravel() for part in parts]).astype(np.bool_).astype(np.int8)
+            if mask.size != self._size:
+                raise EnvError(
+                    f"info[{KEY!r}] of {self.env} has {mask.size} numbers, expected {self._size}, one for each option of "
+                    f"{self.env.action_space}"
+                )
+            obs = {**(obs if self._is_dict else {"obs": obs}), KEY: mask}
         if not over:
             check(np.asarray(obs[KEY]), self.env.action_space, str(self.env), error=EnvError)
         return obs
-
-
-class MaskFromInfo(CheckedMask):
-    """Puts ``info["action_mask"]`` of each reset and step into the observation, which becomes a Dict if it is none."""
-
-    def __init__(self, env: gymnasium.Env) -> None:
-        super().__init__(env)
-        self._size = sum(options(env.action_space))
-        self._is_dict = isinstance(env.observation_space, Dict)
-        entries = (
-            env.observation_space.spaces if isinstance(env.observation_space, Dict) else {"obs": env.observation_space}
-        )
-        self.observation_space = Dict({**entries, KEY: MultiBinary(self._size)})
-
-    def _masked(self, obs: Any, info: dict[str, Any], *, over: bool) -> Any:
-        mask = np.ones(self._size, np.int8) if over else self._of_info(info)
-        return {**(obs if self._is_dict else {"obs": obs}), KEY: mask}
-
-    def _of_info(self, info: dict[str, Any]) -> np.ndarray:
-        if KEY not in info:
-            raise EnvError(
-                f"env.action_masks needs info[{KEY!r}] of {self.env}, and its info holds {sorted(info)}; fix: give it in reset "
-                "and in every step"
-            )
-        found = info[KEY]
-        parts = found if isinstance(found, tuple) else (found,)  # as MultiDiscrete.sample takes it
-        mask = np.concatenate([np.asarray(part).ravel() for part in parts]).astype(np.bool_).astype(np.int8)
-        if mask.size != self._size:
-            raise EnvError(
-                f"info[{KEY!r}] of {self.env} has {mask.size} numbers, expected {self._size}, one for each option of "
-                f"{self.env.action_space}"
-            )
-        check(mask, self.env.action_space, str(self.env), error=EnvError)
-        return mask

@@ -1,17 +1,14 @@
 """Make environments in tensors, from a config or an object of the user's."""
 
-import copy
 import inspect
 import math
-import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import gymnasium
 import torch
@@ -20,49 +17,39 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit
 
-from groupwise.config.run import EnvCfg, StartMode
+from groupwise.config.run import EnvCfg
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import (
+    ActionChunk,
     GymnasiumVectorEnv,
     LeanSyncVectorEnv,
-    allowed_sample,
+    RandomNoops,
     kept_space,
     mask_notes,
     with_masks,
 )
-from groupwise.envs.rows import LogInfo, OnError, RowCfg, RowsGroupEnv
+from groupwise.envs.rows import OnError, RowCfg, RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_group_start, verify_rows
 from groupwise.envs.torch_env import CartPoleGroupEnv, TorchCartPole
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, UnknownNameError, installing, nearest
 from groupwise.plugins import command
 from groupwise.system import num_cpus
 
-# Ids of environments: packages that register some on import, and errors about unknown ones. Imports no simulator.
+# Ids of environments: packages that register some on import, and errors about unknown ones.
 
-
-class _Package(NamedTuple):
-    """What registers environments when it is imported."""
-
-    module: str
-    needs: tuple[str, ...]
-    """Must be installed."""
-    install: str
-
-
-_MINIGRID = _Package("minigrid", ("minigrid",), installing("minigrid"))
-_PACKAGES = {
-    "ALE/": _Package("ale_py", ("ale_py",), installing("atari")),
+_MINIGRID = ("minigrid",), installing("minigrid")
+_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "ALE/": (("ale_py",), installing("atari")),
     "BabyAI-": _MINIGRID,
-    "Fetch": _Package("groupwise.embodied.fetch", ("gymnasium_robotics",), installing("robots")),
-    "MetaWorld/": _Package(
-        "groupwise.embodied.metaworld",
+    "Fetch": (("gymnasium_robotics",), installing("robots")),
+    "MetaWorld/": (
         ("metaworld", "mujoco"),
         f"{installing('robots')}, then pip install --no-deps metaworld==3.1.1 (it asks for an old MuJoCo, but runs on "
         "newer ones)",
     ),
     "MiniGrid-": _MINIGRID,
 }
-"""By the start of the ids."""
+"""Packages that ids with this start need, and how to install them."""
 
 
 def import_package(env_id: str) -> None:
@@ -71,18 +58,26 @@ def import_package(env_id: str) -> None:
     Raises:
         MissingExtraError: it is not installed.
     """
-    for prefix, package in _PACKAGES.items():
-        if env_id.startswith(prefix):
-            require_package(prefix)
-            import_module(package.module)
+    prefix = next((prefix for prefix in _PACKAGES if env_id.startswith(prefix)), None)
+    if prefix is not None:
+        require_package(prefix)
+    match prefix:
+        case "ALE/":
+            import ale_py  # noqa: F401
+        case "BabyAI-" | "MiniGrid-":
+            import minigrid  # noqa: F401
+        case "Fetch":
+            import groupwise.embodied.fetch
+        case "MetaWorld/":
+            import groupwise.embodied.metaworld  # noqa: F401
 
 
 def require_package(prefix: str) -> None:
     """Raise a ``MissingExtraError`` if what ids with this start need is not installed."""
-    package = _PACKAGES[prefix]
-    for name in package.needs:
+    needs, install = _PACKAGES[prefix]
+    for name in needs:
         if find_spec(name) is None:
-            raise MissingExtraError(f"{prefix}... needs {name!r}, which is not installed; fix: {package.install}")
+            raise MissingExtraError(f"{prefix}... needs {name!r}, which is not installed; fix: {install}")
 
 
 def unknown_environment(env_id: str, known: Iterable[str]) -> UnknownNameError:
@@ -115,22 +110,20 @@ def check_id(env_id: str) -> None:
 
 # Rows made of single Gymnasium environments: a registered id, or a callable of the user's.
 
-ACTION_CHUNK = "groupwise.embodied.vla:ActionChunk"
-"""The wrapper of ``env.action_chunk``, which is no part of the core."""
 
-
-def group_env(
+def _from_single(
     cfg: EnvCfg,
     env: Callable[..., gymnasium.Env] | None,
     num_envs: int,
-    vectorization: str,
     *,
+    grouped: bool,
+    in_workers: bool,
     verify: bool,
     on_error: OnError,
     reward_parts: tuple[str, ...],
     device: torch.device | str,
-) -> RowsGroupEnv:
-    """Rows that start independently, by the best start mode that works.
+) -> VectorEnv:
+    """Rows that start independently, by the best start mode that works; not ``grouped``: rows that are reset by the caller.
 
     Without ``verify``, ``cfg.start_mode`` is taken as it is; ``auto`` is ``seed``.
 
@@ -142,37 +135,50 @@ def group_env(
             f"env.start_mode is 'native', but {cfg.id} is made of single environments, whose states are not in arrays; "
             "fix: env.start_mode='auto'"
         )
-    in_one_process = vectorization == "sync"
-    rows = _describe(cfg, env, on_error, reward_parts)
-    shared = cfg.start_mode != "none"
-    report = choose_start(rows, cfg.start_mode) if verify and shared else None
-    unchecked: StartMode = "seed" if cfg.start_mode == "auto" else cfg.start_mode
-    rows = rows._replace(start_mode=unchecked if report is None else report.start_mode)
-    made = RowsGroupEnv(rows, num_envs, num_workers=0 if in_one_process else num_cpus(), device=device)
-    made.start_report = report if shared else GroupStartReport(cfg.id, "none", start_varies=True, noise_varies=True)
-    if verify and shared and not in_one_process:
-        try:
-            verify_rows(made)
-        except BaseException:
-            made.close()
-            raise
-    return made
-
-
-def vector_env(
-    cfg: EnvCfg,
-    env: Callable[..., gymnasium.Env] | None,
-    num_envs: int,
-    vectorization: str,
-    device: torch.device | str,
-) -> VectorEnv:
-    """Rows that are reset by the caller: Gymnasium's own in this process, ours in others."""
-    rows = _describe(cfg, env, "raise")
-    if vectorization == "async":
-        return RowsGroupEnv(rows._replace(start_mode="none"), num_envs, num_workers=num_cpus(), device=device)
+    probe = make_one(cfg, env)
+    registered = gymnasium.registry.get(cfg.id, cfg.id)  # the id may be unknown in another process
+    limit = cfg.max_episode_steps or step_limit(probe)
+    space, notes = kept_space(probe.observation_space, cfg.kept_keys)
+    notes += mask_notes(probe, space, cfg)
+    probe.close()
+    rows = RowCfg(
+        partial(_make, registered if env is None else env, cfg, reward_parts),
+        env_id=type(probe.unwrapped).__name__ if probe.spec is None else probe.spec.id,
+        observation_space=space,
+        action_space=probe.action_space,
+        max_episode_steps=None if limit is None else math.ceil(limit / cfg.actions_executed),
+        start_mode="none",
+        reward_parts=reward_parts,
+        log_info=cfg.log_info,
+        chunked=cfg.action_chunk > 1,
+        on_error=on_error,
+        notes=notes,
+        timeout=cfg.timeout,
+    )
+    num_workers = num_cpus() if in_workers else 0
+    if grouped:
+        shared, report = cfg.start_mode != "none", None
+        if verify and shared:
+            report = choose_start(rows, cfg.start_mode)
+            mode = report.start_mode
+        else:
+            mode = "seed" if cfg.start_mode == "auto" else cfg.start_mode
+        made = RowsGroupEnv(rows._replace(start_mode=mode), num_envs, num_workers=num_workers, device=device)
+        made.start_report = report if shared else GroupStartReport(cfg.id, "none", start_varies=True, noise_varies=True)
+        if report is not None and in_workers:
+            try:
+                verify_rows(made)
+            except BaseException:
+                made.close()
+                raise
+        return made
+    if in_workers:
+        return RowsGroupEnv(rows, num_envs, num_workers=num_workers, device=device)
     with explained(cfg.id):
-        vector = LeanSyncVectorEnv([rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-    made = GymnasiumVectorEnv(
+        vector = LeanSyncVectorEnv(
+            [rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED, log_info=cfg.log_info
+        )
+    alone = GymnasiumVectorEnv(
         vector,
         env_id=rows.env_id,
         max_episode_steps=rows.max_episode_steps,
@@ -180,31 +186,11 @@ def vector_env(
         log_info=cfg.log_info,
         device=device,
     )
-    made.notes = rows.notes
-    return made
+    alone.notes = notes
+    return alone
 
 
-class RandomNoops(gymnasium.Wrapper):
-    """Starts each episode with up to ``num_random_noops`` random actions, drawn from the seed of the reset."""
-
-    def __init__(self, env: gymnasium.Env, num_random_noops: int) -> None:
-        super().__init__(env)
-        self._num_random_noops = num_random_noops
-        self._actions = copy.deepcopy(env.action_space)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """The first observation after the random actions; where they end the episode, the one of another reset."""
-        first = self.env.reset(seed=seed, options=options)
-        if seed is not None:
-            self._actions.seed(seed)
-        for _ in range(self._actions.np_random.integers(self._num_random_noops + 1)):
-            action = allowed_sample(self._actions, first[0])
-            obs, _, terminated, truncated, info = self.env.step(action)
-            first = self.env.reset(options=options) if terminated or truncated else (obs, info)
-        return first
-
-
-def with_limit(cfg: EnvCfg) -> dict[str, Any]:
+def _with_limit(cfg: EnvCfg) -> dict[str, Any]:
     """Arguments of Gymnasium's makers, which take the step limit as one of them."""
     return cfg.kwargs if cfg.max_episode_steps is None else {**cfg.kwargs, "max_episode_steps": cfg.max_episode_steps}
 
@@ -239,34 +225,6 @@ def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium
         return _make(cfg.id if env is None else env, cfg)
 
 
-def _describe(
-    cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None, on_error: OnError, reward_parts: tuple[str, ...] = ()
-) -> RowCfg:
-    """The config of a row, read from one environment made for it."""
-    probe = make_one(cfg, env)
-    registered = gymnasium.registry.get(cfg.id, cfg.id)  # the id may be unknown in another process
-    name = type(probe.unwrapped).__name__ if probe.spec is None else probe.spec.id
-    limit = cfg.max_episode_steps or step_limit(probe)
-    if limit is not None:
-        limit = math.ceil(limit / cfg.actions_executed)
-    space, notes = kept_space(probe.observation_space, cfg.kept_keys)
-    notes += mask_notes(probe, space, cfg)
-    probe.close()
-    return RowCfg(
-        partial(_make, registered if env is None else env, cfg, reward_parts),
-        env_id=name,
-        observation_space=space,
-        action_space=probe.action_space,
-        max_episode_steps=limit,
-        reward_parts=reward_parts,
-        log_info=cfg.log_info,
-        chunked=cfg.action_chunk > 1,
-        on_error=on_error,
-        notes=notes,
-        timeout=cfg.timeout,
-    )
-
-
 def _make(
     env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg, reward_parts: tuple[str, ...] = ()
 ) -> gymnasium.Env:
@@ -278,30 +236,18 @@ def _make(
             made = TimeLimit(made, cfg.max_episode_steps)
     else:
         import_package(cfg.id)
-        made = gymnasium.make(env, **with_limit(cfg))
+        made = gymnasium.make(env, **_with_limit(cfg))
     made = with_masks(made, cfg)
     if cfg.num_random_noops:
         made = RandomNoops(made, cfg.num_random_noops)
-    if cfg.log_info:
-        made = LogInfo(made, cfg.log_info)
-    if cfg.action_chunk == 1:
-        return made
-    chunked: gymnasium.Env = pkgutil.resolve_name(ACTION_CHUNK)(
-        made, cfg.action_chunk, reward_parts, cfg.num_action_steps
-    )
-    return chunked
+    if cfg.action_chunk > 1:
+        made = ActionChunk(made, cfg.action_chunk, reward_parts, cfg.num_action_steps)
+    return made
 
 
 VECTORISED = ("CartPole-v0", "CartPole-v1")
 """Gymnasium's tasks whose own vectorised version is the default."""
-_ONLY_SINGLE = (
-    "obs_keys",
-    "action_masks",
-    "num_random_noops",
-    "action_chunk",
-    "num_action_steps",
-    "log_info",
-)
+_ONLY_SINGLE = ("obs_keys", "action_masks", "num_random_noops", "action_chunk", "num_action_steps", "log_info")
 """Settings that only single environments support."""
 
 
@@ -369,8 +315,15 @@ def make_env(
         GroupStartError: members could not share a start in this kind of environment.
         EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
-    if not grouped:
-        _refuse_group_settings(cfg, reward_parts)
+    if reward_parts and not grouped:
+        raise EnvError(
+            f"reward_parts = {reward_parts!r} are for groups of episodes; fix: grouped=True, or leave them out"
+        )
+    if cfg.start_mode != "auto" and not grouped:
+        raise EnvError(
+            f"env.start_mode = {cfg.start_mode!r} is for groups of episodes; fix: env.start_mode='auto', or an algorithm "
+            "with groups (grpo)"
+        )
     made: VectorEnv
     if isinstance(env, VectorEnv):
         made = env
@@ -380,50 +333,61 @@ def make_env(
         fix = "pass the id or a callable that returns one gymnasium.Env, or derive a GroupEnv of yours"
         made = _adopt(env, env_id, grouped, device, fix)
         _check_ready(made, cfg, num_envs, device)
-    else:
-        make, num_envs = _checked_callable(env, cfg), num_envs or cfg.num_envs
-        way = "callable" if make is not None and makes_rows(make) else _vectorization(cfg, make, reward_parts)
-        if way in ("sync", "async") and grouped:
-            how: dict[str, Any] = {"verify": verify, "on_error": on_error, "reward_parts": reward_parts}
-            return group_env(cfg, make, num_envs, way, **how, device=device)
-        if way in ("sync", "async"):
-            return vector_env(cfg, make, num_envs, way, device)
-        if way == "callable":
-            assert make is not None
-            made = _from_maker(make, cfg, num_envs, device)
-        elif way == "torch":
-            made = _from_torch(cfg, num_envs, device)
-        else:
-            made = _from_entry_point(cfg, grouped, num_envs, device)
-    if grouped:
-        made = made.as_group_env(verify=verify)
-    _refuse_single_settings(made, cfg, reward_parts)
-    if grouped and verify and isinstance(made, GroupEnv) and made.start_report is None:
-        made.start_report = verify_group_start(made)
-    return made
-
-
-def _checked_callable(env: object | None, cfg: EnvCfg) -> Callable[..., Any] | None:
-    if env is None:
-        check_id(cfg.id)
-        return None
-    if not callable(env):
+    elif env is not None and not callable(env):
         raise EnvError(
             f"env is a {type(env).__name__}, expected a Gymnasium id, a callable that returns a gymnasium.Env, a "
             "GroupEnv or a gymnasium.vector.VectorEnv; fix: pass the class or a lambda instead of one environment"
         )
-    return env
-
-
-def _vectorization(cfg: EnvCfg, env: object | None, reward_parts: tuple[str, ...]) -> str:
-    if env is not None and cfg.vectorization in ("entry_point", "torch"):
+    else:
+        num_envs = num_envs or cfg.num_envs
+        if env is None:
+            check_id(cfg.id)
+        way = cfg.vectorization
+        if env is not None and makes_rows(env):
+            made = _from_maker(env, cfg, num_envs, device)
+        elif env is not None and way in ("entry_point", "torch"):
+            raise EnvError(f"a callable cannot be vectorised by {way!r}; fix: vectorization='sync' or 'async'")
+        elif way == "torch":
+            if cfg.id != "CartPole-v1":
+                raise EnvError(
+                    f"{cfg.id} is not written in torch, only CartPole-v1 is; fix: env.vectorization='auto', or a "
+                    "TorchGroupEnv of yours, given as a class in Python"
+                )
+            if cfg.kwargs:
+                raise EnvError(
+                    f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'"
+                )
+            made = _from_maker(TorchCartPole, cfg, num_envs, device)
+        elif way == "entry_point" or (
+            way == "auto"
+            and env is None
+            and cfg.id in VECTORISED
+            and not (reward_parts or cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native"))
+        ):
+            with explained(cfg.id):
+                vector = gymnasium.make_vec(
+                    cfg.id, num_envs, vectorization_mode="vector_entry_point", **_with_limit(cfg)
+                )
+            adopts = grouped or isinstance(vector, CartPoleVectorEnv)
+            made = _adopt(vector, cfg.id, adopts, device, "vectorization='sync'")
+        else:
+            how: dict[str, Any] = {"verify": verify, "on_error": on_error, "reward_parts": reward_parts}
+            return _from_single(cfg, env, num_envs, grouped=grouped, in_workers=way == "async", **how, device=device)
+    if grouped:
+        made = made.as_group_env(verify=verify)
+    parts = {"credit.reward.names": reward_parts} if reward_parts else {}
+    for name, value in (cfg.changed(*_ONLY_SINGLE) | parts).items():
         raise EnvError(
-            f"a callable cannot be vectorised by {cfg.vectorization!r}; fix: vectorization='sync' or 'async'"
+            f"{made.env_id} vectorises itself, which does not support {name} = {value!r}; fix: vectorization='sync'"
         )
-    if cfg.vectorization != "auto":
-        return cfg.vectorization
-    only_single = reward_parts or cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native")
-    return "entry_point" if env is None and cfg.id in VECTORISED and not only_single else "sync"
+    if isinstance(made, GroupEnv) and cfg.start_mode not in ("auto", made.start_mode):
+        raise GroupStartError(
+            f"start_mode is {cfg.start_mode!r}, but {made.env_id} vectorises itself and starts groups by "
+            f"{made.start_mode!r}; fix: start_mode='auto', or vectorization='sync'"
+        )
+    if grouped and verify and isinstance(made, GroupEnv) and made.start_report is None:
+        made.start_report = verify_group_start(made)
+    return made
 
 
 def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv:
@@ -463,24 +427,6 @@ def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torc
         )
 
 
-def _from_torch(cfg: EnvCfg, num_envs: int, device: torch.device | str) -> VectorEnv:
-    """CartPole in torch."""
-    if cfg.id != "CartPole-v1":
-        raise EnvError(
-            f"{cfg.id} is not written in torch, only CartPole-v1 is; fix: env.vectorization='auto', or a TorchGroupEnv of "
-            "yours, given as a class in Python"
-        )
-    if cfg.kwargs:
-        raise EnvError(f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'")
-    return _from_maker(TorchCartPole, cfg, num_envs, device)
-
-
-def _from_entry_point(cfg: EnvCfg, grouped: bool, num_envs: int, device: torch.device | str) -> VectorEnv:
-    with explained(cfg.id):
-        env = gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **with_limit(cfg))
-    return _adopt(env, cfg.id, grouped or isinstance(env, CartPoleVectorEnv), device, "vectorization='sync'")
-
-
 def _adopt(
     env: gymnasium.vector.VectorEnv, env_id: str, grouped: bool, device: torch.device | str, fix: str
 ) -> VectorEnv:
@@ -495,30 +441,3 @@ def _adopt(
     if isinstance(env, CartPoleVectorEnv):
         limit = env.max_episode_steps
     return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=limit, device=device)
-
-
-def _refuse_group_settings(cfg: EnvCfg, reward_parts: tuple[str, ...]) -> None:
-    """Refuse settings that only groups use."""
-    if reward_parts:
-        raise EnvError(
-            f"reward_parts = {reward_parts!r} are for groups of episodes; fix: grouped=True, or leave them out"
-        )
-    if cfg.start_mode != "auto":
-        raise EnvError(
-            f"env.start_mode = {cfg.start_mode!r} is for groups of episodes; fix: env.start_mode='auto', or an algorithm "
-            "with groups (grpo)"
-        )
-
-
-def _refuse_single_settings(env: VectorEnv, cfg: EnvCfg, reward_parts: tuple[str, ...]) -> None:
-    """Refuse settings that only single environments support."""
-    parts = {"credit.reward.names": reward_parts} if reward_parts else {}
-    for name, value in (cfg.changed(*_ONLY_SINGLE) | parts).items():
-        raise EnvError(
-            f"{env.env_id} vectorises itself, which does not support {name} = {value!r}; fix: vectorization='sync'"
-        )
-    if isinstance(env, GroupEnv) and cfg.start_mode not in ("auto", env.start_mode):
-        raise GroupStartError(
-            f"start_mode is {cfg.start_mode!r}, but {env.env_id} vectorises itself and starts groups by "
-            f"{env.start_mode!r}; fix: start_mode='auto', or vectorization='sync'"
-        )

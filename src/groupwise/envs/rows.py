@@ -1,4 +1,4 @@
-"""Copies of one Gymnasium environment as rows that start independently."""
+"""Copies of one Gymnasium environment as rows that start independently, in this process or in several."""
 
 import copy
 import ctypes
@@ -28,72 +28,28 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import leaf_spaces, nested_action, obs_spec, obs_to_tensor, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, success_of_row, task_of_row
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
-from groupwise.errors import DataError, EnvError, nearest
+from groupwise.errors import DataError, EnvError, GroupwiseError, nearest
 from groupwise.seeding import derive_seed
-
-# Numbers of an environment's info for the metrics: env.log_info.
-
-LOGGED = "groupwise/log_info"
-"""Key of the numbers in the info of an episode's last step."""
-
-
-class LogInfo(gymnasium.Wrapper):
-    """Adds the numbers of some entries to the info of each episode's last step.
-
-    Raises:
-        EnvError: an entry is missing there, or is no number.
-    """
-
-    def __init__(self, env: gymnasium.Env, keys: Sequence[str]) -> None:
-        super().__init__(env)
-        self._keys = tuple(keys)
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step; see ``gymnasium.Env.step``."""
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        if terminated or truncated:
-            info = {**info, LOGGED: np.array([_number(info, key) for key in self._keys])}
-        return obs, reward, terminated, truncated, info
-
-
-def by_name(numbers: npt.NDArray[Any], keys: Sequence[str]) -> dict[str, Tensor]:
-    """The entries [N] of all rows, by name, from their numbers [N, K]."""
-    return dict(zip(keys, torch.from_numpy(numbers.copy()).unbind(1), strict=True))
-
-
-def _number(info: Mapping[str, Any], key: str) -> float:
-    if key not in info:
-        raise EnvError(
-            f"env.log_info has no entry {key!r} at the end of an episode{nearest(key, info)}; known: {', '.join(sorted(info))}"
-        )
-    value = np.asarray(info[key])
-    if value.size != 1 or value.dtype.kind not in "biuf":
-        raise EnvError(f"env.log_info: info[{key!r}] is {info[key]!r:.80}, expected a number; fix: leave it out")
-    return float(value.item())
-
-
-# Single environments of one process, stepped one after another; each row starts on its own.
 
 log = logging.getLogger(__name__)
 
 EnvMaker: TypeAlias = Callable[[], gymnasium.Env]
 OnError: TypeAlias = Literal["raise", "report"]
 """An error of an environment is raised, or the row is reported as failed and paused."""
-
-_STARTS_KEPT = 64
-
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 """Shape of one row and dtype, by name."""
 
-OUTCOMES = ("reward", "terminated", "truncated", "failed", "success", "tells_success")
-"""What a step returns for a row, besides the observation; the last two where the episode ends."""
+OUTCOMES = ("reward", "terminated", "truncated", "failed", "success")
+"""Results of a step for a row, besides the observation; ``success`` where the episode ends: 0 untold, 1 no, 2 yes."""
+_DTYPES = {"reward": "float32", "success": "uint8"}
 _TASK = "U64"
 """The first 64 characters of a task's name."""
+_STARTS_KEPT = 64
 
 
 class RowCfg(NamedTuple):
-    """What a row is."""
+    """Settings that all rows share."""
 
     make: EnvMaker
     env_id: str
@@ -113,58 +69,6 @@ class RowCfg(NamedTuple):
     """Seconds that rows in another process may take for an answer."""
 
 
-class EnvRow:
-    """One environment with all its wrappers.
-
-    Args:
-        make: returns a new environment at each call.
-        starts: with ``snapshot``, captured states and first observations by seed, shared by the rows of a process.
-    """
-
-    def __init__(self, make: EnvMaker, start_mode: StartMode, starts: dict[int, tuple[Snapshot, Any]]) -> None:
-        self.env = make()
-        self._make = make
-        self._fresh, self._shares = start_mode == "fresh", start_mode != "none"
-        self._starts = starts
-        self._adapter = adapter_for(self.env) or SnapshotAdapter() if start_mode == "snapshot" else None
-        self._was_reset = False
-
-    def start(self, start_seed: int, noise_seed: int) -> Any:
-        """The first observation of an episode from this seed's start, with noise of its own afterwards.
-
-        With ``start_mode`` ``none``, the seed of the noise decides the start, too.
-        """
-        start_seed = start_seed if self._shares else noise_seed
-        obs = self._reset(start_seed) if self._adapter is None else self._shared_start(start_seed, self._adapter)
-        reseed_noise(self.env, noise_seed)
-        return obs
-
-    def renew(self) -> None:
-        """Replace the environment. The old one may be broken, so it is not closed."""
-        self.env = self._make()
-        self._was_reset = False
-
-    def _shared_start(self, seed: int, adapter: SnapshotAdapter) -> Any:
-        if seed not in self._starts:
-            obs = self._reset(seed)
-            self._starts[seed] = adapter.capture(self.env), copy.deepcopy(obs)
-            if len(self._starts) > _STARTS_KEPT:
-                del self._starts[next(iter(self._starts))]
-            return obs
-        if not self._was_reset:  # the first reset of an environment creates some of its attributes
-            self._reset(0)
-        state, obs = self._starts[seed]
-        adapter.restore(self.env, state)
-        return obs
-
-    def _reset(self, seed: int) -> Any:
-        if self._fresh and self._was_reset:
-            self.env.close()
-            self.env = self._make()
-        self._was_reset = True
-        return self.env.reset(seed=seed)[0]
-
-
 class LocalRows:
     """Environments that are stepped one after another in this process and write into arrays.
 
@@ -177,48 +81,58 @@ class LocalRows:
         self._cfg = cfg
         self._arrays = arrays
         self._first = first
-        starts: dict[int, tuple[Snapshot, Any]] = {}
-        self.rows = [EnvRow(cfg.make, cfg.start_mode, starts) for _ in arrays["reward"]]
+        self.envs = [cfg.make() for _ in arrays["reward"]]
+        self._was_reset = [False] * len(self.envs)
+        self._adapter = adapter_for(self.envs[0]) or SnapshotAdapter() if cfg.start_mode == "snapshot" else None
+        self._starts: dict[int, tuple[Snapshot, Any]] = {}
+        """Captured states and first observations by seed, with ``snapshot``."""
         leaves = leaf_spaces(cfg.observation_space).items()
         self._leaves = [(path, arrays[obs_name(path)], tuple(leaf.shape)) for path, leaf in leaves]
         self._has_nested_actions = subspaces(cfg.action_space) is not None
-        self._outcomes = [arrays[name] for name in OUTCOMES]
-        self._task = arrays["task"]
         self._has_failed = False
 
     def step(self, rows: npt.NDArray[Any], actions: Sequence[Any] | npt.NDArray[Any]) -> bool:
         """One step of these rows; whether any ended or failed."""
-        parts = self._cfg.reward_parts
-        reward, terminated, truncated, _, success, tells_success = self._outcomes
-        any_ended = False
+        cfg, arrays, any_ended = self._cfg, self._arrays, False
+        reward, terminated, truncated = arrays["reward"], arrays["terminated"], arrays["truncated"]
         if self._has_nested_actions:
-            actions = [nested_action(self._cfg.action_space, action) for action in actions]
+            actions = [nested_action(cfg.action_space, action) for action in actions]
         for row, action in zip(rows.tolist(), actions, strict=True):
             try:
-                obs, reward[row], ended, cut, info = self.rows[row].env.step(action)
+                obs, reward[row], ended, cut, info = self.envs[row].step(action)
+                if cfg.log_info and (ended or cut):
+                    arrays["log_info"][row] = logged(info, cfg.log_info)
             except Exception as error:
-                self._fail(row, explained_step(error, self._cfg.env_id))
+                self._fail(row, explained_step(error, cfg.env_id))
                 any_ended = True
                 continue
             self._write(row, obs, "step")
             if ended or cut:
                 terminated[row], truncated[row], any_ended = ended, cut, True
                 flag = success_of_row(info)
-                success[row], tells_success[row] = bool(flag), flag is not None
-                self._task[row] = task_of_row(info)
-                if self._cfg.log_info:
-                    self._arrays["info"][row] = info[LOGGED]
-            if self._cfg.chunked:
-                self._arrays["executed"][row] = info["executed"]
-            if parts:
-                self._store_parts(row, info)
+                arrays["success"][row] = 0 if flag is None else 1 + flag
+                arrays["task"][row] = task_of_row(info)
+            if cfg.chunked:
+                arrays["executed"][row] = info["executed"]
+            if cfg.reward_parts:
+                try:
+                    arrays["reward_parts"][row] = [info[key] for key in cfg.reward_parts]
+                except KeyError as error:
+                    raise EnvError(
+                        f"{cfg.env_id} has no reward part {error}: its info holds {sorted(info)}; fix: credit.reward.names"
+                    ) from error
         return any_ended
 
     def start(self, rows: npt.NDArray[Any], start_seeds: npt.NDArray[Any], noise_seeds: npt.NDArray[Any]) -> None:
-        """Start these rows."""
+        """Begin episodes in these rows, from the starts of their seeds, with noise of their own afterwards.
+
+        With ``start_mode`` ``none``, the seed of the noise decides the start, too.
+        """
+        start_seeds = noise_seeds if self._cfg.start_mode == "none" else start_seeds
         for row, start, noise in zip(rows.tolist(), start_seeds.tolist(), noise_seeds.tolist(), strict=True):
             try:
-                obs = self.rows[row].start(start, noise)
+                obs = self._reset(row, start) if self._adapter is None else self._restore(row, start, self._adapter)
+                reseed_noise(self.envs[row], noise)
             except Exception as error:
                 self._fail(row, error)
                 continue
@@ -226,8 +140,30 @@ class LocalRows:
 
     def close(self) -> None:
         """Free the environments."""
-        for row in self.rows:
-            row.env.close()
+        for env in self.envs:
+            env.close()
+
+    def _reset(self, row: int, seed: int) -> Any:
+        """The first observation of a seeded reset, in a new environment with ``fresh``."""
+        if self._cfg.start_mode == "fresh" and self._was_reset[row]:
+            self.envs[row].close()
+            self.envs[row] = self._cfg.make()
+        self._was_reset[row] = True
+        return self.envs[row].reset(seed=seed)[0]
+
+    def _restore(self, row: int, seed: int, adapter: SnapshotAdapter) -> Any:
+        """The first observation of the state that the seed's first reset was captured in, in any row."""
+        if seed not in self._starts:
+            obs = self._reset(row, seed)
+            self._starts[seed] = adapter.capture(self.envs[row]), copy.deepcopy(obs)
+            if len(self._starts) > _STARTS_KEPT:
+                del self._starts[next(iter(self._starts))]
+            return obs
+        if not self._was_reset[row]:  # the first reset of an environment creates some of its attributes
+            self._reset(row, 0)
+        state, obs = self._starts[seed]
+        adapter.restore(self.envs[row], state)
+        return obs
 
     def _write(self, row: int, obs: Any, method: Literal["reset", "step"]) -> None:
         try:
@@ -242,24 +178,41 @@ class LocalRows:
             refuse_misfit(obs, self._cfg.observation_space, f"{method}() of {self._cfg.env_id}")
             raise
 
-    def _store_parts(self, row: int, info: dict[str, Any]) -> None:
-        try:
-            self._arrays["reward_parts"][row] = [info[key] for key in self._cfg.reward_parts]
-        except KeyError as error:
-            raise EnvError(
-                f"{self._cfg.env_id} has no reward part {error}: its info holds {sorted(info)}; fix: credit.reward.names"
-            ) from error
-
     def _fail(self, row: int, error: Exception) -> None:
+        """Raise the error, or replace the environment. The old one may be broken, so it is not closed."""
         where = f"row {self._first + row} of {self._cfg.env_id}"
         if self._cfg.on_error == "raise":
             error.add_note(f"in {where}")
             raise error
         log.error("%s failed, and was replaced: %r", where, error, exc_info=None if self._has_failed else error)
         self._has_failed = True
-        self.rows[row].renew()
+        self.envs[row], self._was_reset[row] = self._cfg.make(), False
         self._arrays["reward"][row] = 0.0
         self._arrays["failed"][row] = True
+
+
+def logged(info: Mapping[str, Any], keys: Sequence[str]) -> list[float]:
+    """The numbers of ``env.log_info`` in the info of an episode's last step.
+
+    Raises:
+        EnvError: an entry is missing there, or is no number.
+    """
+    numbers = []
+    for key in keys:
+        if key not in info:
+            raise EnvError(
+                f"env.log_info has no entry {key!r} at the end of an episode{nearest(key, info)}; known: {', '.join(sorted(info))}"
+            )
+        value = np.asarray(info[key])
+        if value.size != 1 or value.dtype.kind not in "biuf":
+            raise EnvError(f"env.log_info: info[{key!r}] is {info[key]!r:.80}, expected a number; fix: leave it out")
+        numbers.append(float(value.item()))
+    return numbers
+
+
+def by_name(numbers: npt.NDArray[Any], keys: Sequence[str]) -> dict[str, Tensor]:
+    """The entries [N] of all rows, by name, from their numbers [N, K]."""
+    return dict(zip(keys, torch.from_numpy(numbers.copy()).unbind(1), strict=True))
 
 
 def refuse_misfit(obs: Any, space: Any, source: str) -> None:
@@ -273,7 +226,7 @@ def refuse_misfit(obs: Any, space: Any, source: str) -> None:
 def explained_step(error: Exception, env_id: str) -> Exception:
     """An error of a step: the environment's own, or one that says what it must return where that could not be stored."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    if frame.f_globals.get("__name__") not in (__name__, SyncVectorEnv.__module__):
+    if isinstance(error, GroupwiseError) or frame.f_globals.get("__name__") not in (__name__, SyncVectorEnv.__module__):
         return error
     explained = DataError(
         f"step() of {env_id} returned something else than (observation, reward, terminated, truncated, info) with a number "
@@ -291,13 +244,13 @@ def layout_of(cfg: RowCfg) -> Layout:
     """
     leaves = {obs_name(path): obs_spec(leaf) for path, leaf in leaf_spaces(cfg.observation_space).items()}
     layout: Layout = {name: (spec.shape, str(spec.dtype).removeprefix("torch.")) for name, spec in leaves.items()}  # type: ignore[union-attr]
-    layout |= {name: ((), "float32" if name == "reward" else "bool") for name in OUTCOMES} | {"task": ((), _TASK)}
+    layout |= {name: ((), _DTYPES.get(name, "bool")) for name in OUTCOMES} | {"task": ((), _TASK)}
     if cfg.chunked:
         layout["executed"] = ((), "int64")
     if cfg.reward_parts:
         layout["reward_parts"] = ((len(cfg.reward_parts),), "float32")
     if cfg.log_info:
-        layout["info"] = ((len(cfg.log_info),), "float64")
+        layout["log_info"] = ((len(cfg.log_info),), "float64")
     return layout
 
 
@@ -449,7 +402,7 @@ def _work(connection: Connection, payload: bytes, columns: dict[str, _Column], r
 
 @contextmanager
 def _local_rows(payload: bytes, columns: dict[str, _Column], rows: slice) -> Iterator[Callable[[Any], Any]]:
-    """What steps and starts the rows, as a message says; they write into the columns."""
+    """A function that steps or starts the rows, as a message says; they write into the columns."""
     arrays = {name: array[rows] for name, array in _arrays(columns).items()}
     local = LocalRows(cloudpickle.loads(payload), arrays, rows.start)
     commands: dict[str, Callable[..., Any]] = {"step": local.step, "start": local.start}
@@ -480,6 +433,7 @@ class RowsGroupEnv(GroupEnv):
         self.start_mode = cfg.start_mode
         self.device = torch.device(device)
         self.notes = cfg.notes
+        self._cfg = cfg
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._live_rows = np.flatnonzero(self._live)
         self._not_started: Mask = np.zeros(num_envs, dtype=np.bool_)
@@ -493,14 +447,14 @@ class RowsGroupEnv(GroupEnv):
         else:
             arrays = {name: np.zeros((num_envs, *shape), dtype) for name, (shape, dtype) in layout.items()}
             self._rows = LocalRows(cfg, arrays)
+        self._arrays = arrays
         self._obs = _obs_tensor(cfg.observation_space, arrays)
-        outcomes = [torch.from_numpy(arrays[name]) for name in OUTCOMES]
-        self._reward, self._terminated, self._truncated, self._failed, self._success, self._tells_success = outcomes
-        self._reward_parts = torch.from_numpy(arrays["reward_parts"]) if cfg.reward_parts else None
-        self._executed = torch.from_numpy(arrays["executed"]) if cfg.chunked else None
-        self._task = arrays["task"]
-        self._log_info, self._info = cfg.log_info, arrays.get("info")
-        self._of_step = [array for name, array in arrays.items() if name in (*OUTCOMES, "reward_parts", "executed")]
+        self._reward, self._terminated, self._truncated, self._failed, self._success = (
+            torch.from_numpy(arrays[name]) for name in OUTCOMES
+        )
+        of_step = {name: arrays[name] for name in ("reward_parts", "executed") if name in arrays}
+        self._info = {name: torch.from_numpy(array) for name, array in of_step.items()}
+        self._zeroed = [*(arrays[name] for name in OUTCOMES), *of_step.values()]
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``. Each row has its own stream of resets."""
@@ -533,15 +487,15 @@ class RowsGroupEnv(GroupEnv):
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row that is not paused with environment actions [N, ...]."""
-        actions = action.cpu().numpy()
+        actions, arrays = action.cpu().numpy(), self._arrays
+        info: dict[str, Any] = dict(self._info)
         if len(self._live_rows) < self.num_envs:
             actions = actions[self._live_rows]
-        for array in self._of_step:  # 0 for rows that take no step
+        for array in self._zeroed:  # also in rows that take no step
             array.fill(0)
-        if self._info is not None:
-            self._info.fill(np.nan)
-        failed = success = info = None
-        any_ended = self._rows.step(self._live_rows, actions)
+        if self._cfg.log_info:
+            arrays["log_info"].fill(np.nan)
+        any_ended, failed = self._rows.step(self._live_rows, actions), None
         if self._not_started.any():
             self._failed |= torch.from_numpy(self._not_started)
             self._not_started = np.zeros_like(self._live)
@@ -549,19 +503,12 @@ class RowsGroupEnv(GroupEnv):
         if any_ended:
             self.pause((self._terminated | self._truncated | self._failed).numpy())
             failed = self._failed.clone() if self._failed.any() else None
-            success = self._success if self._tells_success.any() else None
-            info = None if self._info is None else by_name(self._info, self._log_info)
+            if self._success.any():
+                info |= {"success": self._success == 2, "task": arrays["task"]}
+            if self._cfg.log_info:
+                info["log_info"] = by_name(arrays["log_info"], self._cfg.log_info)
         return EnvStep(
-            self._obs.to(self.device),
-            self._reward,
-            self._terminated,
-            self._truncated,
-            failed=failed,
-            reward_parts=self._reward_parts,
-            success=success,
-            executed=self._executed,
-            info=info,
-            task=None if success is None else self._task,
+            self._obs.to(self.device), self._reward, self._terminated, self._truncated, failed=failed, info=info
         )
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import types
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from importlib import import_module
 from io import BytesIO
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -20,6 +19,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils import EzPickle
 from gymnasium.vector import VectorEnv
 
+from groupwise.envs import atari
 from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed
 
@@ -127,27 +127,17 @@ class SnapshotAdapter:
     def restore_simulator(self, env: gymnasium.Env, state: Any) -> None:
         """Restore the state from ``capture_simulator``."""
 
-    def reseed(self, env: gymnasium.Env, seed: int) -> None:
-        """Seed the simulator's own randomness."""
-
 
 def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
     """The adapter that knows this environment's simulator, or the environment's own way; None if there is neither."""
     layers = list(_layers(env))
     own = next((number for number, layer in enumerate(layers) if isinstance(layer, HasState)), None)
-    if own in (None, len(layers) - 1) and (ale := _ale_adapter(env)):
-        return ale  # Atari's own pair leaves the sticky actions out
+    if own in (None, len(layers) - 1) and attribute(env, ALE) is not None:
+        return _Ale()  # Atari's own pair leaves the sticky actions out
     if own is not None:
         return _Own(own)
     is_mujoco = attribute(env, MUJOCO_DATA) is not None and attribute(env, _MUJOCO_MODEL) is not None
     return _Mujoco() if is_mujoco else None
-
-
-def _ale_adapter(env: gymnasium.Env) -> SnapshotAdapter | None:
-    if attribute(env, ALE) is None:
-        return None
-    adapter: SnapshotAdapter = import_module("groupwise.contrib.atari").AleAdapter()
-    return adapter
 
 
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
@@ -164,8 +154,8 @@ def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
         else:
             generator.seed(seed)
     env.unwrapped.np_random = np.random.default_rng(noise_seed)
-    if (ale := _ale_adapter(env)) is not None:
-        ale.reseed(env, noise_seed)
+    if (ale := attribute(env, ALE)) is not None:
+        atari.reseed_ale(ale, noise_seed)
 
 
 Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
@@ -224,6 +214,16 @@ class _Mujoco(SnapshotAdapter):
         import mujoco
 
         mujoco.mj_copyData(attribute(env, MUJOCO_DATA), attribute(env, _MUJOCO_MODEL), state)
+
+
+class _Ale(SnapshotAdapter):
+    """The Atari machine, with the action that sticks."""
+
+    def capture_simulator(self, env: gymnasium.Env) -> atari.AleState:
+        return atari.capture_ale(attribute(env, ALE))
+
+    def restore_simulator(self, env: gymnasium.Env, state: atari.AleState) -> None:
+        atari.restore_ale(attribute(env, ALE), state)
 
 
 def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:

@@ -34,7 +34,7 @@ FIX = (
     "nothing from one episode to the next (running statistics, as NormalizeObservation's, belong into the policy: "
     "normalize_obs)"
 )
-"""What to do where members start apart."""
+"""Advice where members start apart."""
 
 _Trace = list[dict[str, npt.NDArray[Any]]]
 
@@ -60,18 +60,25 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
 
 
 def _examine(env: GroupEnv, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
-    """As ``verify_group_start``; the error only says where members differ."""
+    """The report of ``verify_group_start``; the error only says where members differ."""
     compared, noise_varies = 0, False
     for number in range(_MAX_TRIES):
         steps, varies = _examine_episode(env, derive_seed(seed, "episode", number) if number else seed, num_steps)
         compared, noise_varies = compared + steps, noise_varies or varies
         if compared >= num_steps and number + 1 >= _MIN_EPISODES:
             break
-    return GroupStartReport(env.env_id, env.start_mode, _start_varies(env, seed), noise_varies)
+    start, noise, start_varies = _equal(env, seed, "start"), _equal(env, seed, "noise"), False
+    first = _started(env, start, noise, [])
+    for number in range(0, _MAX_TRIES, max(1, env.num_envs // env.block_size)):  # at least 8 other seeds
+        others = _own(env, derive_seed(seed, "elsewhere", number), "start", env.block_size)
+        if _first_difference(first, _started(env, others, noise, [])) is not None:
+            start_varies = True
+            break
+    return GroupStartReport(env.env_id, env.start_mode, start_varies, noise_varies)
 
 
 def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> tuple[int, bool]:
-    """How many steps of an episode agreed, and whether members with noise of their own drifted apart."""
+    """The number of steps of an episode that agreed, and whether members with noise of their own drifted apart."""
     actions = _random_actions(env, seed, num_steps)
     start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
     first = _started(env, start, noise, actions)
@@ -82,17 +89,6 @@ def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> tuple[int, boo
         if (where := _first_difference(first, trace)) is not None:
             raise _ApartError(f"rows that were started with the same seed differ {where}")
     return len(first) - 1, _first_difference(first, apart) is not None
-
-
-def _start_varies(env: GroupEnv, seed: int) -> bool:
-    """Whether any of at least 8 other seeds starts in another state than the first one."""
-    start, noise = _equal(env, seed, "start"), _equal(env, seed, "noise")
-    first = _started(env, start, noise, [])
-    for number in range(0, _MAX_TRIES, max(1, env.num_envs // env.block_size)):
-        others = _own(env, derive_seed(seed, "elsewhere", number), "start", env.block_size)
-        if _first_difference(first, _started(env, others, noise, [])) is not None:
-            return True
-    return False
 
 
 def verify_rows(env: GroupEnv) -> None:
@@ -188,13 +184,29 @@ def choose_start(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStart
     """
     reasons: dict[StartMode, str] = {}
     cfg = cfg._replace(make=partial(_drawing_starts_only, cfg.make))
-    for mode in _modes(cfg) if wanted == "auto" else (wanted,):
+    modes: tuple[StartMode, ...] = (wanted,) if wanted != "auto" else ("snapshot", "seed", "fresh")
+    if wanted == "auto":  # without an adapter, a snapshot copies all attributes, and may miss state
+        with closing(cfg.make()) as env:
+            modes = ("seed", "snapshot", "fresh") if adapter_for(env) is None else modes
+    for mode in modes:
         try:
             report = _examine_mode(cfg._replace(start_mode=mode), wanted)._replace(rejected=tuple(_joined(reasons)))
         except _ApartError as error:
             reasons[mode] = str(error)
             continue
-        _warn(report)
+        if report.rejected:
+            warnings.warn(
+                f"members of {report.env_id} share their start by {mode}, since better ways failed: "
+                f"{'; '.join(report.rejected)}; fix: {FIX}",
+                GroupStartWarning,
+                stacklevel=3,
+            )
+        if not report.start_varies:
+            log.warning(
+                "%s starts in the same state for every seed, so all groups start alike; fix: env.num_random_noops, if "
+                "that is not wanted",
+                report.env_id,
+            )
         return report
     cannot = f"members of {cfg.env_id} cannot share a start"
     if wanted == "auto":
@@ -210,14 +222,17 @@ def _examine_mode(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStar
     with closing(RowsGroupEnv(cfg, 2)) as env, closing(RowsGroupEnv(cfg, 2)) as used:
         try:
             report = _examine(env)
-            if captures:
-                _check_captured_again(env, used)
+            if captures:  # environments with another history must capture the same start
+                _scatter(used, 0, NUM_STEPS)
+                actions = _random_actions(env, 0, NUM_STEPS)
+                start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
+                expected = _started(env, start, noise, actions)
+                if _first_difference(expected, _started(used, start, noise, actions)) is not None:
+                    raise _ApartError("the start of a seed is another state when it is captured again")
             return report
         except Exception as error:
-            if (
-                isinstance(error, _ApartError) or not captures or wanted != "auto"
-            ):  # the user sees the environment's own
-                raise
+            if isinstance(error, _ApartError) or not captures or wanted != "auto":
+                raise  # the user sees the environment's own
             kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
             raise _ApartError(kind + str(error).partition("; fix: ")[0]) from error
 
@@ -228,38 +243,6 @@ def _drawing_starts_only(make: EnvMaker) -> gymnasium.Env:
     if isinstance(env.unwrapped, DrawsOnDemand):
         env.unwrapped.draws = False
     return env
-
-
-def _check_captured_again(env: GroupEnv, used: GroupEnv) -> None:
-    """Check that environments with another history capture the same start."""
-    _scatter(used, 0, NUM_STEPS)
-    actions = _random_actions(env, 0, NUM_STEPS)
-    start, noise = _equal(env, 0, "start"), _equal(env, 0, "noise")
-    expected = _started(env, start, noise, actions)
-    if _first_difference(expected, _started(used, start, noise, actions)) is not None:
-        raise _ApartError("the start of a seed is another state when it is captured again")
-
-
-def _modes(cfg: RowCfg) -> tuple[StartMode, ...]:
-    """The modes to try, best first. Without an adapter, a snapshot copies all attributes, and may miss state."""
-    with closing(cfg.make()) as env:
-        return ("seed", "snapshot", "fresh") if adapter_for(env) is None else ("snapshot", "seed", "fresh")
-
-
-def _warn(report: GroupStartReport) -> None:
-    if report.rejected:
-        warnings.warn(
-            f"members of {report.env_id} share their start by {report.start_mode}, since better ways failed: "
-            f"{'; '.join(report.rejected)}; fix: {FIX}",
-            GroupStartWarning,
-            stacklevel=4,
-        )
-    if not report.start_varies:
-        log.warning(
-            "%s starts in the same state for every seed, so all groups start alike; fix: env.num_random_noops, if that "
-            "is not wanted",
-            report.env_id,
-        )
 
 
 def _joined(reasons: dict[StartMode, str]) -> list[str]:

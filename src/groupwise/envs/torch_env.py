@@ -138,7 +138,23 @@ class TorchGroupEnv(GroupEnv):
         if _versions(before) != versions:
             raise EnvError(f"transition of {self.env_id} wrote into the state it was given; fix: return new tensors")
         success = self.success(self._user(after))
-        self._check(before, after, reward, terminated, success)
+        wanted, got = ({name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} for state in (before, after))
+        if got != wanted:
+            raise EnvError(
+                f"transition of {self.env_id} returned states {got}, expected {wanted} as from initial; fix: keep shapes and dtypes"
+            )
+        shape = torch.Size([self.num_envs])
+        if reward.shape != shape or terminated.shape != shape or terminated.dtype != torch.bool:
+            raise EnvError(
+                f"transition of {self.env_id} returned rewards {list(reward.shape)} and terminations "
+                f"{list(terminated.shape)} of {terminated.dtype}, expected [{self.num_envs}] and [{self.num_envs}] of "
+                "torch.bool; fix: one number a row"
+            )
+        if success is not None and (success.shape != shape or success.dtype != torch.bool):
+            raise EnvError(
+                f"success of {self.env_id} returned {list(success.shape)} of {success.dtype}, expected [{self.num_envs}] of "
+                "torch.bool; fix: one truth value a row"
+            )
         live = ~rows.paused
         elapsed = rows.elapsed + live
         terminated = terminated & live
@@ -148,7 +164,9 @@ class TorchGroupEnv(GroupEnv):
             state=_select(live, after, before), elapsed=elapsed, paused=rows.paused | terminated | truncated
         )
         reward = torch.where(live, reward.to(torch.float32), 0.0)
-        return rows, EnvStep(self.observed(rows), reward, terminated, truncated, success=success)
+        return rows, EnvStep(
+            self.observed(rows), reward, terminated, truncated, info={} if success is None else {"success": success}
+        )
 
     @torch.no_grad()
     def started(
@@ -228,36 +246,9 @@ class TorchGroupEnv(GroupEnv):
     def _user(self, state: dict[str, Tensor]) -> State:
         return state[""] if self._is_single else state
 
-    def _check(
-        self,
-        before: dict[str, Tensor],
-        after: dict[str, Tensor],
-        reward: Tensor,
-        terminated: Tensor,
-        success: Tensor | None,
-    ) -> None:
-        """Refuse shapes and dtypes of a transition that are not as they should be."""
-        wanted, got = ({name: (leaf.shape, leaf.dtype) for name, leaf in state.items()} for state in (before, after))
-        if got != wanted:
-            raise EnvError(
-                f"transition of {self.env_id} returned states {got}, expected {wanted} as from initial; fix: keep shapes and dtypes"
-            )
-        shape = torch.Size([self.num_envs])
-        if reward.shape != shape or terminated.shape != shape or terminated.dtype != torch.bool:
-            raise EnvError(
-                f"transition of {self.env_id} returned rewards {list(reward.shape)} and terminations "
-                f"{list(terminated.shape)} of {terminated.dtype}, expected [{self.num_envs}] and [{self.num_envs}] of "
-                "torch.bool; fix: one number a row"
-            )
-        if success is not None and (success.shape != shape or success.dtype != torch.bool):
-            raise EnvError(
-                f"success of {self.env_id} returned {list(success.shape)} of {success.dtype}, expected [{self.num_envs}] of "
-                "torch.bool; fix: one truth value a row"
-            )
-
 
 def _versions(state: Mapping[str, Tensor]) -> list[int]:
-    """How often each tensor was written into; not counted in ``torch.inference_mode`` or compiled code."""
+    """The number of times that each tensor was written into; not counted in ``torch.inference_mode`` or compiled code."""
     if torch.compiler.is_compiling():
         return []
     return [leaf._version for leaf in state.values() if not leaf.is_inference()]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import GYM, TextRunCfg, TextTaskCfg
@@ -292,9 +292,9 @@ class LanguageAgent:
         self._build(text_cfg(task, algorithm, preset, given, of_run), given, index)
 
     def _build(self, cfg: TextRunCfg, given: CausalLM | None, index: int) -> None:
-        if not isinstance(cfg.algorithm, GRPOCfg):
+        if cfg.algorithm.groups.size == 1:
             raise ConfigError(f"a LanguageAgent learns from groups, by grpo; got {cfg.algorithm.name!r}, fix: gw.train")
-        if cfg.algorithm.collection.dynamic_sampling is not None:
+        if cfg.algorithm.groups.collection.dynamic_sampling is not None:
             raise ConfigError(
                 "collection.dynamic_sampling chooses groups while they are collected; fix: gw.train, or leave it out"
             )

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import GRPOCfg, PartsCfg, with_max_length
+from groupwise.config.algorithm import with_max_length, with_rewards
 from groupwise.config.run import ServerGenerationCfg, TextRunCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.engines import Engine
@@ -173,7 +173,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     task = TextTask.from_cfg(cfg.task, given)
     rewards, tool = task.rewards(cfg.algorithm.on_nonfinite), task.tool()
     train, held_out = task.load()
-    if engine.world_size > 1 and isinstance(cfg.algorithm, GRPOCfg) and cfg.algorithm.collection.dynamic_sampling:
+    if engine.world_size > 1 and cfg.algorithm.groups.collection.dynamic_sampling:
         raise ConfigError(
             "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
             "dynamic_sampling=None, or one process"
@@ -230,7 +230,7 @@ def load_algorithm(
     Args:
         given: the policy that the run was given in Python; it gets the checkpoint's weights.
     """
-    if isinstance(cfg.algorithm, GRPOCfg):  # a reference would be a second model in memory, which only training reads
+    if cfg.algorithm.has_reference:  # it reference would be a second model in memory, which only training reads
         cfg = cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"kl_coef": 0.0})})
     algorithm = build_algorithm(cfg, given, Engine())
     policy = algorithm.policy
@@ -265,12 +265,4 @@ def filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
     algorithm = cfg.algorithm
     num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
     algorithm = with_max_length(algorithm, num_turns * cfg.sampling.max_new_tokens)
-    if isinstance(algorithm, GRPOCfg) and not algorithm.credit.discounts:
-        algorithm = algorithm.model_copy(update={"gamma": 1.0})
-    if isinstance(algorithm, GRPOCfg) and isinstance(algorithm.credit.reward, PartsCfg):
-        if len(weights) < 2:
-            raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")
-        if not algorithm.credit.reward.weights:
-            credit = algorithm.credit.model_copy(update={"reward": PartsCfg(weights=weights)})
-            algorithm = algorithm.model_copy(update={"credit": credit})
-    return cfg.model_copy(update={"algorithm": algorithm})
+    return cfg.model_copy(update={"algorithm": with_rewards(algorithm, weights)})

@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 
 from groupwise.collectors.vector import Collector, Episode
-from groupwise.config.algorithm import CollectionCfg, GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError
@@ -77,8 +76,7 @@ class TextCollector(Collector):
         self.generate = generate
         self.rank, self.world_size = rank, world_size
         self._cfg, self._dialogue = cfg, dialogue
-        grpo = cfg.algorithm if isinstance(cfg.algorithm, GRPOCfg) else None
-        self._collection = CollectionCfg() if grpo is None else grpo.collection
+        self._collection = cfg.algorithm.groups.collection
         self._unscored = 0
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from groupwise.config.algorithm import AlgorithmCfg, GRPOCfg
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import GIVEN
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
@@ -450,9 +450,8 @@ def open_group(
     Args:
         number: of the group in its rollout.
     """
-    grpo = algorithm if isinstance(algorithm, GRPOCfg) else None
-    sampled = 1 if grpo is None else grpo.group_size
-    size = sampled + (0 if grpo is None else grpo.credit.baseline.greedy_members)
+    sampled = algorithm.groups.size
+    size = sampled + algorithm.groups.greedy_members
     return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
 
 

@@ -17,7 +17,7 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.torch import MakeStepper, TorchGroupCollector, TorchVectorCollector
 from groupwise.collectors.vector import Collector, MakeActor, VectorCollector, acting_on_finite
-from groupwise.config.algorithm import BCCfg, CollectionCfg, GRPOCfg, with_max_length
+from groupwise.config.algorithm import BCCfg, with_max_length
 from groupwise.config.base import GIVEN
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import (
@@ -82,7 +82,7 @@ class EnvEvaluator(Evaluator):
         self.cfg = cfg
         self.policy = policy
         self.seed = seed
-        self._collection = cfg.algorithm.collection if isinstance(cfg.algorithm, GRPOCfg) else CollectionCfg()
+        self._collection = cfg.algorithm.groups.collection
         self._make: Callable[[], GroupEnv] = partial(
             make_env,
             env_cfg.model_copy(update={"start_mode": "fresh" if fresh else "auto"}),
@@ -257,9 +257,9 @@ def check_rollout_fits(
     of_episode, episodes, names = slot_bytes + _EPISODE_BYTES, 1, []
     if isinstance(cfg, TextRunCfg):
         episodes, names = cfg.num_prompts, [f"num_prompts={cfg.num_prompts:,}"]
-    if isinstance(cfg.algorithm, GRPOCfg):
-        episodes *= cfg.algorithm.group_size
-        names.append(f"algorithm.group_size={cfg.algorithm.group_size:,}")
+    if (size := cfg.algorithm.groups.size) > 1:
+        episodes *= size
+        names.append(f"algorithm.group_size={size:,}")
     sums[f"{' x '.join(names)} x at least {of_episode} bytes an episode"] = episodes * of_episode
     what, need = max(sums.items(), key=lambda item: item[1])
     there = total_memory(device)
@@ -358,7 +358,7 @@ class EnvComponents(Components):
 
     def _horizon_note(self) -> list[str]:
         """How long episodes are where only the horizon ends them."""
-        horizon = self.cfg.algorithm.collection.horizon if isinstance(self.cfg.algorithm, GRPOCfg) else None
+        horizon = self.cfg.algorithm.groups.collection.horizon
         if horizon is None or self.env.max_episode_steps is not None:
             return []
         steps = f"{horizon:,} steps (algorithm.collection.horizon)"
@@ -383,13 +383,13 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
     """
     algorithm_type = cfg.algorithm.load()
     _check(cfg, given, algorithm_type)
-    device, grpo = pick_device(cfg.device), cfg.algorithm
+    device = pick_device(cfg.device)
     check_rollout_fits(cfg)
     env = make_env(
         cfg.env,
         grouped=algorithm_type.grouped,
         env=given.env,
-        on_error="raise" if not isinstance(grpo, GRPOCfg) or grpo.collection.on_env_error == "raise" else "report",
+        on_error="raise" if cfg.algorithm.groups.collection.on_env_error == "raise" else "report",
         reward_parts=cfg.algorithm.reward_parts,
         device=device,
     )
@@ -471,7 +471,7 @@ def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm])
         raise ConfigError(
             f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
         )
-    if algorithm_type.grouped and not isinstance(cfg.algorithm, GRPOCfg):
+    if algorithm_type.grouped and cfg.algorithm.groups.size == 1:
         raise ConfigError(
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
             "fix: derive the config from GRPOCfg"
@@ -480,9 +480,9 @@ def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm])
 
 def _with_horizon(cfg: RunCfg, env: VectorEnv) -> RunCfg:
     """The config with a horizon, where whole groups are collected and nothing else ends their episodes."""
-    if not isinstance(cfg.algorithm, GRPOCfg) or env.max_episode_steps is not None:
+    if cfg.algorithm.groups.size == 1 or env.max_episode_steps is not None:
         return cfg
-    collection = cfg.algorithm.collection
+    collection = cfg.algorithm.groups.collection
     if collection.horizon is not None or collection.partial_groups != "complete":
         return cfg
     collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
@@ -491,8 +491,7 @@ def _with_horizon(cfg: RunCfg, env: VectorEnv) -> RunCfg:
 
 def _with_max_length(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
     """The config with the longest episode filled in, in units, where the loss divides by it and it is not set."""
-    horizon = cfg.algorithm.collection.horizon if isinstance(cfg.algorithm, GRPOCfg) else None
-    longest = horizon or env.max_episode_steps
+    longest = cfg.algorithm.groups.collection.horizon or env.max_episode_steps
     longest = None if longest is None else longest * num_units
     return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
 
@@ -506,15 +505,14 @@ def _build_collector(
     actor: MakeActor | None = None,
     stepper: MakeStepper | None = None,
 ) -> Collector:
-    algorithm = cfg.algorithm
+    size, greedy_members, collection = cfg.algorithm.groups
     shared: dict[str, Any] = {"seed": cfg.seed, "rank": engine.rank, "actor": actor}
-    if not isinstance(algorithm, GRPOCfg) or not isinstance(env, GroupEnv):
+    if size == 1 or not isinstance(env, GroupEnv):
         if isinstance(env, TorchGroupEnv) and not policy.state_size:
             return TorchVectorCollector(env, policy, stepper=stepper, **shared)
         return VectorCollector(env, policy, **shared)
-    greedy_members = algorithm.credit.baseline.greedy_members
-    shared |= {"group_size": algorithm.group_size, "collection": algorithm.collection}
-    if algorithm.collection.partial_groups == "complete":
+    shared |= {"group_size": size, "collection": collection}
+    if collection.partial_groups == "complete":
         return GroupCollector(env, policy, greedy_members=greedy_members, **shared)
     if greedy_members:
         raise ConfigError(

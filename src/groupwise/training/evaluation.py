@@ -266,11 +266,11 @@ class _Episodes:
         self.returns[episodes] += reward.nan_to_num(0.0, 0.0, 0.0) if self.on_nonfinite == "zero" else reward
         self.lengths[episodes] += running
         ended = running & (stepped.terminated | stepped.truncated)[rows].cpu()
-        if stepped.success is not None:
-            self.success[episodes] |= ended & stepped.success[rows].cpu()
+        if "success" in stepped.info:
+            self.success[episodes] |= ended & stepped.info["success"][rows].cpu()
             self.tells_success[episodes] |= ended
-        if stepped.task is not None:
-            self.tasks[episodes][ended.numpy()] = stepped.task[rows][ended.numpy()]
+        if "task" in stepped.info:
+            self.tasks[episodes][ended.numpy()] = stepped.info["task"][rows][ended.numpy()]
         self.running[episodes] = running & ~ended
 
     def _check_finite(self, action: Tensor, first: int, step: int) -> None:

@@ -10,11 +10,9 @@ So a machine plays some frames from the state before it is put there.
 import struct
 from typing import Any, NamedTuple
 
-import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from groupwise.envs.snapshots import ALE, SnapshotAdapter, attribute
 from groupwise.errors import EnvError, installing
 
 # Layout of the serialised state: six integers, the length of the console's part, that part, two integers. The
@@ -31,7 +29,7 @@ _MOVES = b"316513203 " * _WORDS + b"0"
 
 
 class AleState(NamedTuple):
-    """What it takes to put another machine with the same game into the same state. Picklable."""
+    """State that puts another machine with the same game into the same place. Picklable."""
 
     machine: bytes
     held: int
@@ -71,7 +69,7 @@ def reseed_ale(ale: Any, seed: int) -> None:
 
 
 def repeats_ahead(machine: bytes, stickiness: float) -> int:
-    """How many of the next frames repeat the action of the one before, by the machine's own draws."""
+    """The number of the next frames that repeat the action of the one before, by the machine's own draws."""
     numbers = np.array(machine[_generator_at(machine) : -_TAIL].split(), dtype=np.uint32)
     generator = np.random.MT19937(0)
     key: npt.NDArray[np.uint32] = numbers[:-1]
@@ -148,23 +146,3 @@ def _generator_at(machine: bytes) -> int:
         f"the serialised Atari state of {len(machine)} bytes is not laid out as in ale-py 0.12; fix: "
         f"{installing('atari')}"
     )
-
-
-class AleAdapter(SnapshotAdapter):
-    """Atari environments: their attributes, and the machine with the action that sticks."""
-
-    def capture_simulator(self, env: gymnasium.Env) -> AleState:
-        """The machine, and the action that sticks."""
-        return capture_ale(_machine(env))
-
-    def restore_simulator(self, env: gymnasium.Env, state: AleState) -> None:
-        """Put the machine back."""
-        restore_ale(_machine(env), state)
-
-    def reseed(self, env: gymnasium.Env, seed: int) -> None:
-        """Seed the generator of sticky actions."""
-        reseed_ale(_machine(env), seed)
-
-
-def _machine(env: gymnasium.Env) -> Any:
-    return attribute(env, ALE)

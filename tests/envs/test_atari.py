@@ -2,7 +2,7 @@ import ale_py
 import gymnasium
 import pytest
 
-from groupwise.contrib.atari import capture_ale, repeats_ahead, reseed_ale, restore_ale
+from groupwise.envs.atari import capture_ale, repeats_ahead, reseed_ale, restore_ale
 from groupwise.errors import EnvError
 
 gymnasium.register_envs(ale_py)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.contrib.sb3.group_buffer import GroupBuffer, Tick
-from groupwise.contrib.sb3.start import Running
+from groupwise.contrib.sb3 import GroupBuffer, Running, Tick
 from groupwise.errors import DataError, EnvError
 
 CPU = torch.device("cpu")

@@ -8,8 +8,7 @@ from stable_baselines3.common.distributions import make_proba_distribution
 from stable_baselines3.common.torch_layers import CombinedExtractor, NatureCNN
 from torch import nn
 
-from groupwise.contrib.sb3 import ActorPolicy, CnnActorPolicy, MultiInputActorPolicy
-from groupwise.contrib.sb3.policy import ScoredActor
+from groupwise.contrib.sb3 import ActorPolicy, CnnActorPolicy, MultiInputActorPolicy, ScoredActor
 from groupwise.errors import ConfigError, UnsupportedSpaceError
 
 VECTOR = spaces.Box(-1, 1, (5,), np.float32)

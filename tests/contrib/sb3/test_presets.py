@@ -13,8 +13,8 @@ import groupwise as gw
 from groupwise.algorithms.losses import clip_range as clip_range_of
 from groupwise.config import resolve
 from groupwise.config.load import env_preset
-from groupwise.contrib.sb3 import GRPO, presets
-from groupwise.contrib.sb3.policy import NormalizedExtractor
+from groupwise.contrib import sb3
+from groupwise.contrib.sb3 import GRPO, NormalizedExtractor
 
 TUNED = ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "LunarLander-v3", "MountainCarContinuous-v0")
 
@@ -73,7 +73,7 @@ def test_so_are_those_of_an_environments_preset(change: dict, missing: str, monk
     tree = env_preset("CartPole-v1")["grpo"]
     [(part, settings)] = change.items()
     changed = {"grpo": {**tree, part: {**tree.get(part, {}), **settings}}}
-    monkeypatch.setattr(presets, "env_preset", lambda env_id: changed)
+    monkeypatch.setattr(sb3, "env_preset", lambda env_id: changed)
     with pytest.warns(UserWarning, match=f"the preset of CartPole-v1 also sets {missing}, which"):
         GRPO("MlpPolicy", "CartPole-v1", preset="auto")
 

@@ -12,8 +12,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 import groupwise as gw
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.load import objective_preset
-from groupwise.contrib.sb3 import GRPO
-from groupwise.contrib.sb3.settings import ARGUMENTS, ELSEWHERE, update_cfg
+from groupwise.contrib.sb3 import ARGUMENTS, ELSEWHERE, GRPO, update_cfg
 
 CARTPOLE = "CartPole-v1"
 

@@ -178,7 +178,7 @@ LENGTHS = (3, 2, 3, 2)
 
 def through_sb3(model: GRPO, obs, action, reward, old) -> None:
     """Episodes 0, 2 in environment 0 and 1, 3 in environment 1, one after another."""
-    from groupwise.contrib.sb3.group_buffer import GroupBuffer, Tick
+    from groupwise.contrib.sb3 import GroupBuffer, Tick
 
     model.set_logger(configure_logger())
     model.rollout_buffer = GroupBuffer(2, 2, seed=0, first_group=0, starts="shared")

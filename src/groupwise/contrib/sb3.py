@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
-from jaxtyping import Float
 from pydantic import ValidationError
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
@@ -65,10 +64,12 @@ from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import make_head
 from groupwise.seeding import derive_seed
 
+SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
+Array = npt.NDArray[Any]
+
 __all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]
 
-
-# From the arguments of the Stable-Baselines3 class to the settings of the update, and back again in what errors say.
+# Settings: from SB3's arguments to those of the update, and back again in what errors say
 
 CFG_NAMES = {
     "n_steps": "num_steps",
@@ -77,7 +78,11 @@ CFG_NAMES = {
     "clip_range": "clip_coef",
 }
 """Arguments that ``GRPOCfg`` has under another name."""
-_SAME_NAME = (
+OF_OBJECTIVE = ("kl_estimator", "top_entropy_quantile", "adaptive_entropy")
+"""Arguments that a preset which is named as ``objective`` sets, too."""
+ARGUMENTS = (
+    *CFG_NAMES,
+    *OF_OBJECTIVE,
     "gamma",
     "ent_coef",
     "max_grad_norm",
@@ -86,46 +91,51 @@ _SAME_NAME = (
     "credit",
     "objective",
     "kl_coef",
-    "kl_estimator",
-    "top_entropy_quantile",
-    "adaptive_entropy",
+    "kl_ref_iterations",
+    "shared_starts",
 )
-ARGUMENTS = (*CFG_NAMES, *_SAME_NAME, "kl_ref_iterations", "shared_starts")
-"""What ``update_cfg`` makes settings of."""
-OF_OBJECTIVE = {"kl_estimator", "top_entropy_quantile", "adaptive_entropy"}
-"""Arguments that a preset which is named as ``objective`` sets, too."""
-SHARED_STARTS = ("verify", "trust", "off")
-_SB3_NAMES = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("sync_ref_model", "steps"): "kl_ref_iterations"}
-
+"""All that ``update_cfg`` needs."""
 _NO_CRITIC = "there is no critic; fix: leave it out"
+_SCALE = "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'"
 _EVERY_STEP = "actions are drawn independently at every step; fix: leave it out, ent_coef is what explores"
 _OWN_STORE = "whole groups have a store of their own; fix: leave it out"
 ELSEWHERE = {
     "clip_range_vf": _NO_CRITIC,
     "vf_coef": _NO_CRITIC,
     "gae_lambda": "advantages compare members, and no critic looks ahead; fix: leave it out, or choose a credit=...",
-    "normalize_advantage": "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'",
+    "normalize_advantage": _SCALE,
+    "scale_rewards": _SCALE,
     "use_sde": _EVERY_STEP,
     "sde_sample_freq": _EVERY_STEP,
     "rollout_buffer_class": _OWN_STORE,
     "rollout_buffer_kwargs": _OWN_STORE,
-    "scale_rewards": "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'",
-    "batch_group_updates": "minibatches are drawn from all groups of a rollout; fix: leave it out, or a larger batch_size=...",
-    "group_rollout_buffer_class": (
-        "how members are compared is the credit; fix: credit='sb3_outcome', 'sb3_process' or 'sb3_process_deepseek'"
-    ),
-    "group_rollout_buffer_kwargs": "how members are compared is the credit; fix: credit=CreditCfg(...)",
+    "batch_group_updates": "minibatches are drawn from all groups; fix: leave it out, or a larger batch_size=...",
+    "group_rollout_buffer_class": "the credit compares members; fix: credit='sb3_outcome', 'sb3_process' or 'sb3_process_deepseek'",
+    "group_rollout_buffer_kwargs": "the credit compares members; fix: credit=CreditCfg(...)",
     "kl_beta": "it has another name here; fix: kl_coef=...",
 }
 """Arguments of SB3's own on-policy algorithms, and of the GRPO proposed for sb3-contrib: why they are not here, and what is instead."""
-_ABSENT = {
-    ("credit", "reward", "parts"): "no reward here has parts; fix: credit.reward='total', or another preset",
-    ("credit", "baseline", "greedy"): (
-        "no episode here is deterministic; fix: credit.baseline='leave_one_out', or another preset"
-    ),
-    ("objective", "ratio", "turn"): "no step here belongs to a turn; fix: objective.ratio='token', or another preset",
-}
+_ABSENT = {"credit.reward": "parts", "credit.baseline": "greedy", "objective.ratio": "turn"}
 """Choices that read what the rollouts of SB3's environments do not hold."""
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": LinearSchedule(1e-3, 0.0, 1.0),
+    "n_steps": 1024,
+    "batch_size": 128,
+    "n_epochs": 10,
+    "gamma": 0.99,
+    "group_size": 4,
+    "credit": CreditCfg(group_key=GroupStepCfg(), returns="return_to_go", scale="batch_std"),
+    "objective": ObjectiveCfg(),
+    "ent_coef": 0.0,
+    "kl_coef": 0.0,
+    "kl_estimator": "k3",
+    "top_entropy_quantile": 1.0,
+}
+"""Defaults of the arguments that a preset may set.
+
+The credit is the return-to-go at each time step among the members still running, over one scale for the rollout. An update takes
+the learning rate of its rollout's start.
+"""
 
 
 def refuse(names: Iterable[str], algorithm: type) -> None:
@@ -144,79 +154,8 @@ def refuse(names: Iterable[str], algorithm: type) -> None:
             raise UnknownNameError("argument of GRPO", name, known)
 
 
-def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
-    """Settings of the update, from all ``ARGUMENTS``.
-
-    Raises:
-        ConfigError: an argument is impossible; names it as SB3 does.
-    """
-    tree = {CFG_NAMES.get(name, name): value for name, value in arguments.items()}
-    if callable(tree["clip_coef"]):
-        tree["clip_coef"] = float(tree["clip_coef"](1.0))
-    starts, interval = tree.pop("shared_starts"), tree.pop("kl_ref_iterations")
-    if starts not in SHARED_STARTS:
-        raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
-    if interval is not None:
-        tree["sync_ref_model"] = {"steps": interval}
-    for part in ("credit", "objective"):
-        if isinstance(tree[part], str):
-            settings = objective_preset(tree[part]).settings
-            own = OF_OBJECTIVE & settings.keys() if part == "objective" else ()
-            tree |= {name: settings[name] for name in (part, *own)}
-    try:
-        cfg = GRPOCfg.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_complaint(item) for item in error.errors())) from error
-    _check_present(cfg)
-    return cfg
-
-
-def with_clip_range(cfg: GRPOCfg, clip_range: float) -> GRPOCfg:
-    """The settings with another clip range."""
-    region = cfg.objective.trust_region.model_copy(update={"clip_low": clip_range, "clip_high": clip_range})
-    return cfg.model_copy(update={"objective": cfg.objective.model_copy(update={"trust_region": region})})
-
-
-def _check_present(cfg: GRPOCfg) -> None:
-    for (part, name, value), why in _ABSENT.items():
-        found = vars(vars(cfg)[part])[name]
-        if (found.name if isinstance(found, Choice) else found) == value:
-            raise ConfigError(f"GRPO cannot take {part}.{name}={value!r} in Stable-Baselines3: {why}")
-
-
-def _complaint(item: Mapping[str, Any]) -> str:
-    """One line on one of pydantic's errors, with SB3's name of the setting."""
-    name = _SB3_NAMES.get(tuple(item["loc"]))
-    return explain(item if name is None else {**item, "loc": (name,)}).replace("clip_coef", "clip_range")
-
-
-# Defaults of the Stable-Baselines3 class, and presets as its arguments.
-
-PER_STEP = CreditCfg(group_key=GroupStepCfg(), returns="return_to_go", scale="batch_std")
-"""Return-to-go at each time step among the members still running, over one scale for the rollout."""
-CLIPPED = ObjectiveCfg()
-"""PPO's clipped ratio, all steps alike."""
-DECAYING = LinearSchedule(1e-3, 0.0, 1.0)
-"""From 1e-3 towards 0 over the training; an update takes the rate of its rollout's start."""
-DEFAULTS: dict[str, Any] = {
-    "learning_rate": DECAYING,
-    "n_steps": 1024,
-    "batch_size": 128,
-    "n_epochs": 10,
-    "gamma": 0.99,
-    "group_size": 4,
-    "credit": PER_STEP,
-    "objective": CLIPPED,
-    "ent_coef": 0.0,
-    "kl_coef": 0.0,
-    "kl_estimator": "k3",
-    "top_entropy_quantile": 1.0,
-}
-"""Of the arguments that a preset may set."""
-
-
 def preset_arguments(preset: str, env: VecEnv | None) -> dict[str, Any]:
-    """Arguments of ``GRPO``, and ``normalize_obs``.
+    """Arguments of ``GRPO``, and ``normalize_obs``; warns of settings that have no counterpart here.
 
     Args:
         preset: ``auto``, or the name of an objective preset.
@@ -225,31 +164,26 @@ def preset_arguments(preset: str, env: VecEnv | None) -> dict[str, Any]:
         ConfigError: ``auto``, and the environment is not known.
         UnknownNameError: there is no preset of that name.
     """
+    arguments = {}
     if preset != "auto":
-        return _translated(preset, {}, objective_preset(preset).settings)
-    if env is None or (spec := env.get_attr("spec", indices=0)[0]) is None:
-        raise ConfigError(
-            "preset='auto' needs an environment with an id; fix: give a registered environment, or leave the preset out"
-        )
-    tree = copy.deepcopy(env_preset(spec.id)["grpo"])
-    settings, policy, envs = tree["algorithm"], tree.pop("policy", {}), tree.pop("env")
-    rate, schedule = settings.pop("learning_rate"), settings.pop("schedule", {"name": "none"})
-    if schedule["name"] == "linear":
-        rate, schedule = LinearSchedule(rate, 0.0, 1.0), {"name": "none"}
-    arguments = {
-        "n_steps": math.ceil(settings.pop("num_steps") * envs.pop("num_envs") / env.num_envs),
-        "learning_rate": rate,
-        "normalize_obs": policy.pop("normalize_obs", False),
-    }
-    rest = {"schedule": schedule} if schedule != {"name": "none"} else {}
-    rest |= {
-        f"{part}.{name}": value for part, left in (("policy", policy), ("env", envs)) for name, value in left.items()
-    }
-    return _translated(spec.id, arguments, settings | rest)
-
-
-def _translated(preset: str, arguments: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, and those that settings of a preset have as counterparts; warns of settings that have none."""
+        settings = objective_preset(preset).settings
+    else:
+        if env is None or (spec := env.get_attr("spec", indices=0)[0]) is None:
+            raise ConfigError(
+                "preset='auto' needs an environment with an id; fix: give a registered environment, or leave the preset out"
+            )
+        preset, tree = spec.id, copy.deepcopy(env_preset(spec.id)["grpo"])
+        settings, policy, envs = tree["algorithm"], tree.pop("policy", {}), tree.pop("env")
+        rate, schedule = settings.pop("learning_rate"), settings.pop("schedule", {"name": "none"})
+        arguments = {
+            "n_steps": math.ceil(settings.pop("num_steps") * envs.pop("num_envs") / env.num_envs),
+            "learning_rate": LinearSchedule(rate, 0.0, 1.0) if schedule["name"] == "linear" else rate,
+            "normalize_obs": policy.pop("normalize_obs", False),
+        }
+        if schedule["name"] not in ("none", "linear"):
+            settings["schedule"] = schedule
+        for part, left in (("policy", policy), ("env", envs)):
+            settings |= {f"{part}.{name}": value for name, value in left.items()}
     names = {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
     found = {names.get(name, name): value for name, value in settings.items()}
     if missing := found.keys() - set(ARGUMENTS):
@@ -261,9 +195,47 @@ def _translated(preset: str, arguments: dict[str, Any], settings: dict[str, Any]
     return arguments | {name: value for name, value in found.items() if name not in missing}
 
 
-# Episodes with given starts, in vector environments that reset themselves.
+def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
+    """Settings of the update, from all ``ARGUMENTS``.
+
+    Raises:
+        ConfigError: an argument is impossible; names it as SB3 does.
+    """
+    tree = {CFG_NAMES.get(name, name): value for name, value in arguments.items()}
+    if callable(tree["clip_coef"]):
+        tree["clip_coef"] = float(tree["clip_coef"](1.0))
+    starts, interval = tree.pop("shared_starts"), tree.pop("kl_ref_iterations")
+    if starts not in ("verify", "trust", "off"):
+        raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
+    if interval is not None:
+        tree["sync_ref_model"] = {"steps": interval}
+    for part in ("credit", "objective"):
+        if isinstance(tree[part], str):
+            settings = objective_preset(tree[part]).settings
+            own = settings.keys() & set(OF_OBJECTIVE) if part == "objective" else ()
+            tree |= {name: settings[name] for name in (part, *own)}
+    try:
+        cfg = GRPOCfg.model_validate(tree)
+    except ValidationError as error:
+        places = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("sync_ref_model", "steps"): "kl_ref_iterations"}
+        items = [{**item, "loc": (places[item["loc"]],)} if item["loc"] in places else item for item in error.errors()]
+        raise ConfigError("\n".join(explain(item).replace("clip_coef", "clip_range") for item in items)) from error
+    for place, value in _ABSENT.items():
+        part, name = place.split(".")
+        found = vars(vars(cfg)[part])[name]
+        if (found.name if isinstance(found, Choice) else found) == value:
+            raise ConfigError(f"rollouts of Stable-Baselines3 lack what {place}={value!r} reads; fix: another {place}")
+    return cfg
+
+
+# Shared starts. A ``VecEnv`` resets a sub-environment inside the very step that ended its episode, and without a seed. So the
+# start of the next episode is queued beforehand in a wrapper inside each sub-environment.
 
 _TRIAL_STEPS = 16
+Moment = tuple[Any, float, bool, bool]
+"""The output of an environment at one step: observation, reward, terminated, truncated."""
+Running = tuple[int, int]
+"""The state of an environment: number of its episode, -1 when that was not started from the queue; and steps since its start."""
 
 
 class Start(NamedTuple):
@@ -274,25 +246,7 @@ class Start(NamedTuple):
     start_seed: int
     """Equal seeds, equal starts."""
     noise_seed: int
-    """Of everything that is drawn after the start."""
-
-
-class Running(NamedTuple):
-    """What a sub-environment is doing."""
-
-    episode: int
-    """Number of the episode, -1 when the episode was not started from the queue."""
-    steps: int
-    """Steps since its start."""
-
-
-class Moment(NamedTuple):
-    """The output of an environment at one step."""
-
-    obs: Any
-    reward: float
-    terminated: bool
-    truncated: bool
+    """Seeds everything that is drawn after the start."""
 
 
 class SharedStart(gymnasium.Wrapper):
@@ -324,9 +278,9 @@ class SharedStart(gymnasium.Wrapper):
         return self.env.step(action)
 
     def queue_start(self, start: Start | None) -> Running:
-        """What is running now; the next reset takes ``start`` (None: resets as ever)."""
+        """Set what the next reset takes (None: it resets as ever); returns what is running now."""
         self._queued = start
-        return Running(self._episode, self._steps)
+        return self._episode, self._steps
 
     def try_start(self, start: Start, actions: Sequence[Any]) -> list[Moment]:
         """The outputs of the environment from a start under the given actions, up to the end of the episode.
@@ -336,11 +290,10 @@ class SharedStart(gymnasium.Wrapper):
         env = self.env
         while isinstance(env, Monitor):  # the monitor must not log this episode
             env = env.env
-        obs, _ = _start(env, start, None)
-        moments = [Moment(copy.deepcopy(obs), 0.0, False, False)]
+        moments: list[Moment] = [(copy.deepcopy(_start(env, start, None)[0]), 0.0, False, False)]
         for action in actions:
             obs, reward, terminated, truncated, _ = env.step(copy.deepcopy(action))
-            moments.append(Moment(copy.deepcopy(obs), float(reward), bool(terminated), bool(truncated)))
+            moments.append((copy.deepcopy(obs), float(reward), bool(terminated), bool(truncated)))
             if terminated or truncated:
                 break
         return moments
@@ -391,51 +344,42 @@ def verify_shared_start(env: VecEnv, seed: int) -> None:
     space.seed(seed)
     actions = [space.sample() for _ in range(_TRIAL_STEPS)]
     start = Start(-1, derive_seed(seed, "start"), derive_seed(seed, "noise"))
-    first = env.env_method("try_start", start, actions)
-    again = env.env_method("try_start", start, actions)
-    apart = env.env_method("try_start", start._replace(noise_seed=derive_seed(seed, "other")), [])
-    for index, trace in enumerate(first):
-        _check_equal(first[0], trace, index)
-        _check_equal(first[0], again[index], index)
-        _check_equal(first[0][:1], apart[index], index)
-
-
-def _check_equal(expected: list[Moment], trace: list[Moment], index: int) -> None:
-    for step, (right, left) in enumerate(zip(expected, trace, strict=False)):
-        if right[1:] != left[1:] or not _same(right.obs, left.obs):
-            when = "at the start" if step == 0 else f"at step {step} of equal actions with equal noise"
-            raise GroupStartError(
-                f"members cannot share a start: what was started with the same seed differs {when}, in environment "
-                f"{index}; fix: let the environment draw all its randomness from self.np_random, after "
-                "super().reset(seed=seed), and keep nothing from one episode to the next; or compare episodes from "
-                "different starts, with shared_starts='off'"
-            )
+    other = start._replace(noise_seed=derive_seed(seed, "other"))
+    tries = [(start, actions), (start, actions), (other, [])]
+    traces = [env.env_method("try_start", *arguments) for arguments in tries]
+    expected = traces[0][0]
+    for index, trace in ((index, trace[index]) for index in range(env.num_envs) for trace in traces):
+        for step, (right, left) in enumerate(zip(expected, trace, strict=False)):
+            if right[1:] != left[1:] or not _same(right[0], left[0]):
+                when = "at the start" if step == 0 else f"at step {step} of equal actions with equal noise"
+                raise GroupStartError(
+                    f"members cannot share a start: what was started with the same seed differs {when}, in environment "
+                    f"{index}; fix: let the environment draw all its randomness from self.np_random, after "
+                    "super().reset(seed=seed), and keep nothing from one episode to the next; or compare episodes from "
+                    "different starts, with shared_starts='off'"
+                )
 
 
 def _same(right: Any, left: Any) -> bool:
     """Whether two observations (arrays, or dictionaries of them) are the same bits; NaN equals NaN."""
     if isinstance(right, dict):
         return right.keys() == left.keys() and all(_same(right[key], left[key]) for key in right)
-    a: npt.NDArray[Any] = np.asarray(right)
-    b: npt.NDArray[Any] = np.asarray(left)
+    a, b = np.asarray(right), np.asarray(left)
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-# Which episode each environment works on, and the steps that are not trained on yet.
-
-Obs = npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
-Array = npt.NDArray[Any]
+# The episode that each environment works on, and the steps that are not trained on yet
 
 
 class Tick(NamedTuple):
     """One step of all E environments; every array is [E, ...]."""
 
-    obs: Obs
+    obs: Array | dict[str, Array]
     """What the policy saw, normalised as it was then."""
     action: Array
     """The policy's own action, before it was clipped."""
     log_prob: Array
-    """Of the action, under the policy that drew it."""
+    """Log-probability under the policy that drew the action."""
     reward: Array
     terminated: Array
     truncated: Array
@@ -443,11 +387,10 @@ class Tick(NamedTuple):
 
 @dataclass
 class Member:
-    """An episode, and its steps so far."""
+    """An episode, and its steps so far, which have no leading dimension."""
 
     number: int
     steps: list[Tick] = field(default_factory=list)
-    """Those of its environment alone, without the leading dimension."""
     finished: bool = False
 
 
@@ -458,7 +401,7 @@ class GroupBuffer:
     side. Each environment holds one episode and knows the next one, for it resets itself.
 
     Args:
-        seed: of all starts and of all noise.
+        seed: seeds all starts and all noise.
         first_group: number of the first group.
         starts: whether members share theirs.
     """
@@ -469,8 +412,9 @@ class GroupBuffer:
         self.group_size = group_size
         self.seed = seed
         self.starts = starts
-        self._next = first_group * group_size
-        self._queued = [self._hand_out() for _ in range(num_envs)]
+        first = first_group * group_size
+        self._queued = list(range(first, first + num_envs))
+        self._next = first + num_envs
         self._current: list[Member] = []
         self._groups: dict[int, list[Member]] = {}
         """Begun episodes of each group that was not given out."""
@@ -486,33 +430,21 @@ class GroupBuffer:
         return -(-self._next // self.group_size)
 
     def begin(self) -> None:
-        """All environments have just been reset to what they had queued."""
+        """Note that all environments have just been reset to what they had queued."""
         self._current = [self._begin(env) for env in range(len(self._queued))]
 
     def queued(self, env: int) -> Start:
-        """What an environment starts next."""
+        """The next start of an environment."""
         number = self._queued[env]
         group, member = divmod(number, self.group_size)
-        of_start = (group,) if self.starts == "shared" else (group, member)
-        start_seed = derive_seed(self.seed, "start", *of_start)
+        path = (group,) if self.starts == "shared" else (group, member)
+        start_seed = derive_seed(self.seed, "start", *path)
         return Start(number, start_seed, derive_seed(self.seed, "noise", group, member))
 
     def running(self, env: int) -> Running:
-        """What an environment should be doing."""
+        """The state in which an environment should be."""
         episode = self._current[env]
-        return Running(episode.number, len(episode.steps))
-
-    def check(self, env: int, found: Running) -> None:
-        """Refuse to continue if something else used the environment.
-
-        Raises:
-            EnvError: it is not where it should be.
-        """
-        if found != self.running(env):
-            raise EnvError(
-                f"environment {env} should be at {self.running(env)} and is at {found}: something else reset or stepped "
-                "it during learn(); fix: evaluate on an environment of its own"
-            )
+        return episode.number, len(episode.steps)
 
     def record(self, tick: Tick) -> list[int]:
         """Take one step of all environments; returns the environments that began their next episode.
@@ -528,7 +460,8 @@ class GroupBuffer:
                     "or the policy that produced it (stable_baselines3's VecCheckNan finds which)"
                 )
         for env, episode in enumerate(self._current):
-            episode.steps.append(_of_env(tick, env))
+            obs = {key: x[env] for key, x in tick.obs.items()} if isinstance(tick.obs, dict) else tick.obs[env]
+            episode.steps.append(Tick(obs, *(values[env] for values in tick[1:])))
         ended: list[int] = np.flatnonzero(tick.terminated | tick.truncated).tolist()
         for env in ended:
             self._current[env].finished = True
@@ -541,17 +474,38 @@ class GroupBuffer:
 
     def take_whole_groups(self, device: torch.device) -> TensorDict | None:
         """The steps of all whole groups as a rollout of one row ``[1, T+1]``; they are then forgotten. None without any."""
-        whole = [self._groups.pop(group) for group in sorted(self._groups) if self._is_whole(group)]
-        return _rollout(whole, device) if whole else None
+        groups = [self._groups.pop(group) for group in sorted(self._groups) if self._is_whole(group)]
+        if not groups:
+            return None
+        episodes = [episode for group in groups for episode in group]
+        lengths = [len(episode.steps) for episode in episodes]
+        steps = [step for episode in episodes for step in episode.steps]
+        obs, *columns = zip(*steps, steps[-1], strict=True)  # the last slot is padding
 
-    def _hand_out(self) -> int:
-        self._next += 1
-        return self._next - 1
+        def stacked(values: Sequence[Any]) -> Tensor:
+            return torch.as_tensor(np.stack(values)[None], device=device)
+
+        def label(values: Array, padding: int) -> Tensor:
+            return torch.as_tensor(np.append(values, padding)[None], device=device)
+
+        shape, is_dict = [1, len(obs)], isinstance(obs[0], dict)
+        counts = label(np.ones(len(steps)), 0).bool()
+        names = ("action", "sample_log_prob", "reward", "terminated", "truncated")
+        data = {
+            "obs": TensorDict({k: stacked([o[k] for o in obs]) for k in obs[0]}, shape) if is_dict else stacked(obs),
+            **{name: stacked(values) for name, values in zip(names, columns, strict=True)},
+            "valid": counts,
+            "loss_mask": counts.clone(),
+            "group_id": label(np.repeat(np.repeat(np.arange(len(groups)), self.group_size), lengths), -1),
+            "episode_id": label(np.repeat(np.arange(len(episodes)), lengths), -1),
+            "step": label(np.concatenate([np.arange(length) for length in lengths]), 0),
+        }
+        return TensorDict(data, batch_size=shape, device=device)
 
     def _begin(self, env: int) -> Member:
         episode = Member(self._queued[env])
         self._groups.setdefault(episode.number // self.group_size, []).append(episode)
-        self._queued[env] = self._hand_out()
+        self._queued[env], self._next = self._next, self._next + 1
         return episode
 
     def _is_whole(self, group: int) -> bool:
@@ -559,61 +513,7 @@ class GroupBuffer:
         return len(members) == self.group_size and all(member.finished for member in members)
 
 
-def _of_env(tick: Tick, env: int) -> Tick:
-    obs = {key: value[env] for key, value in tick.obs.items()} if isinstance(tick.obs, dict) else tick.obs[env]
-    return Tick(obs, *(values[env] for values in tick[1:]))
-
-
-def _rollout(groups: list[list[Member]], device: torch.device) -> TensorDict:
-    """All steps of the groups, one after another, and a slot of padding."""
-    episodes = [episode for group in groups for episode in group]
-    lengths = [len(episode.steps) for episode in episodes]
-    steps = [step for episode in episodes for step in episode.steps]
-    obs, *columns = zip(*steps, steps[-1], strict=True)  # the last slot is padding
-
-    def label(values: Array, padding: int) -> torch.Tensor:
-        return torch.as_tensor(np.append(values, padding)[None], device=device)
-
-    counts = label(np.ones(len(steps)), 0).bool()
-    names = ("action", "sample_log_prob", "reward", "terminated", "truncated")
-    data = {
-        "obs": _stacked_obs(obs, device),
-        **{name: _stacked(values, device) for name, values in zip(names, columns, strict=True)},
-        "valid": counts,
-        "loss_mask": counts.clone(),
-        "group_id": label(np.repeat(np.repeat(np.arange(len(groups)), len(groups[0])), lengths), -1),
-        "episode_id": label(np.repeat(np.arange(len(episodes)), lengths), -1),
-        "step": label(np.concatenate([np.arange(length) for length in lengths]), 0),
-    }
-    return TensorDict(data, batch_size=[1, len(steps) + 1], device=device)
-
-
-def _stacked(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(np.stack(values)[None], device=device)
-
-
-def _stacked_obs(seen: Sequence[Any], device: torch.device) -> Nested:
-    if not isinstance(seen[0], dict):
-        return _stacked(seen, device)
-    leaves = {key: _stacked([obs[key] for obs in seen], device) for key in seen[0]}
-    return TensorDict(leaves, batch_size=[1, len(seen)], device=device)
-
-
-def copy_obs(obs: Obs) -> Obs:
-    """A copy, as environments may reuse their arrays."""
-    return {key: value.copy() for key, value in obs.items()} if isinstance(obs, dict) else obs.copy()
-
-
-def on_cpu(value: object) -> object:
-    """A tensor where every machine can load it; anything else as it is."""
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-# Stable-Baselines3 policies without a critic, and how the algorithms here see them.
-
-NetArch = list[int] | dict[str, list[int]]
-_HIDDEN_GAIN = float(np.sqrt(2))
-_ACTION_GAIN = 0.01
+# Policies without a critic, and how the update sees them
 
 
 class NormalizedExtractor(BaseFeaturesExtractor):
@@ -651,7 +551,7 @@ class ActorPolicy(BasePolicy):
         observation_space: spaces.Space,
         action_space: spaces.Space,
         lr_schedule: Schedule,
-        net_arch: NetArch | None = None,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
         activation_fn: type[nn.Module] = nn.Tanh,
         ortho_init: bool = True,
         log_std_init: float = 0.0,
@@ -673,73 +573,63 @@ class ActorPolicy(BasePolicy):
             optimizer_kwargs=optimizer_kwargs,
             normalize_images=normalize_images,
         )
-        self.net_arch = _hidden_sizes(net_arch, features_extractor_class)
+        if net_arch is None:
+            net_arch = [] if features_extractor_class is NatureCNN else [64, 64]
+        elif isinstance(net_arch, dict):
+            if net_arch.keys() != {"pi"}:
+                raise ConfigError(
+                    f"net_arch={net_arch!r} describes {sorted(net_arch)}, but without a critic there is a policy network "
+                    "only; fix: net_arch=[64, 64] or net_arch=dict(pi=[64, 64])"
+                )
+            net_arch = net_arch["pi"]
+        self.net_arch = net_arch
         self.activation_fn = activation_fn
         self.ortho_init = ortho_init
         self.log_std_init = log_std_init
         self.features_extractor = self.make_features_extractor()
         self.features_dim = self.features_extractor.features_dim
         self.head = make_head(action_space, PolicyCfg())
-        self._build(lr_schedule)
+        self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, net_arch, activation_fn))
+        self.action_net = nn.Linear(net_arch[-1] if net_arch else self.features_dim, self.head.num_outputs)
+        free = self.head.num_params - self.head.num_outputs
+        self.log_std = nn.Parameter(torch.full((free,), log_std_init)) if free else None
+        if ortho_init:
+            self.features_extractor.apply(partial(self.init_weights, gain=float(np.sqrt(2))))
+            self.policy_net.apply(partial(self.init_weights, gain=float(np.sqrt(2))))
+            self.action_net.apply(partial(self.init_weights, gain=0.01))
+        self.optimizer = optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
 
-    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[Tensor, Float[Tensor, " batch"]]:
+    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[Tensor, Tensor]:
         """Actions [B, ...] before they are clipped, and their log-probabilities."""
         params = self.action_params(obs)
         action = self.head.mode(params) if deterministic else self.head.sample(params)
         return action, self.head.log_prob(params, action)
 
-    def action_params(self, obs: PyTorchObs) -> Float[Tensor, "batch P"]:
+    def action_params(self, obs: PyTorchObs) -> Tensor:
         """Flat parameters of the action distribution: logits, or means and log standard deviations."""
         outputs: Tensor = self.action_net(self.policy_net(self.extract_features(obs, self.features_extractor)))
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)
 
-    def evaluate_actions(
-        self, obs: PyTorchObs, actions: Tensor
-    ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """Log-probability and entropy of actions as ``forward`` returns them, with gradient."""
-        return self.head.score(self.action_params(obs), actions)
-
     def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> Tensor:
-        params = self.action_params(observation)
-        return self.head.env_action(self.head.mode(params) if deterministic else self.head.sample(params))
-
-    def _build(self, lr_schedule: Schedule) -> None:
-        self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, self.net_arch, self.activation_fn))
-        width = self.net_arch[-1] if self.net_arch else self.features_dim
-        self.action_net = nn.Linear(width, self.head.num_outputs)
-        held = self.head.num_params - self.head.num_outputs
-        self.log_std = nn.Parameter(torch.full((held,), self.log_std_init)) if held else None
-        if self.ortho_init:
-            self.features_extractor.apply(partial(self.init_weights, gain=_HIDDEN_GAIN))
-            self.policy_net.apply(partial(self.init_weights, gain=_HIDDEN_GAIN))
-            self.action_net.apply(partial(self.init_weights, gain=_ACTION_GAIN))
-        self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
+        return self.head.env_action(self(observation, deterministic)[0])
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
-        """What ``load`` calls the constructor with."""
-        return super()._get_constructor_parameters() | {
-            "lr_schedule": self._dummy_schedule,
-            "net_arch": self.net_arch,
-            "activation_fn": self.activation_fn,
-            "ortho_init": self.ortho_init,
-            "log_std_init": self.log_std_init,
-            "features_extractor_class": self.features_extractor_class,
-            "features_extractor_kwargs": self.features_extractor_kwargs,
-            "optimizer_class": self.optimizer_class,
-            "optimizer_kwargs": self.optimizer_kwargs,
-        }
+        """Arguments with which ``load`` calls the constructor."""
+        names = "net_arch activation_fn ortho_init log_std_init features_extractor_class features_extractor_kwargs"
+        own = {name: getattr(self, name) for name in (*names.split(), "optimizer_class", "optimizer_kwargs")}
+        return super()._get_constructor_parameters() | {"lr_schedule": self._dummy_schedule} | own
 
 
 class CnnActorPolicy(ActorPolicy):
-    """``CnnPolicy``: as ``ActorPolicy``, for images."""
+    """``CnnPolicy``: an ``ActorPolicy`` for images."""
 
     default_extractor = NatureCNN
 
 
 class MultiInputActorPolicy(ActorPolicy):
-    """``MultiInputPolicy``: as ``ActorPolicy``, for dictionaries of observations."""
+    """``MultiInputPolicy``: an ``ActorPolicy`` for dictionaries of observations."""
 
     default_extractor = CombinedExtractor
 
@@ -757,15 +647,18 @@ class ScoredActor(Policy):
     @torch.no_grad()
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """Actions for B observations, without gradient."""
-        head, params = self.actor.head, self.actor.action_params(_plain(obs))
+        head, params = self.actor.head, self._params(obs)
         action = head.mode(params) if deterministic else head.sample(params, generator)
         return Action(action, head.log_prob(params, action))
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]``, with gradient."""
-        params = self.actor.action_params(_plain(batch["obs"]))
+        params = self._params(batch["obs"])
         log_prob, entropy = self.actor.head.score(params, batch["action"])
         return Evaluation(log_prob, entropy, None, params)
+
+    def _params(self, obs: Nested) -> Tensor:
+        return self.actor.action_params(obs if isinstance(obs, Tensor) else {k: obs[k] for k in obs.keys()})  # noqa: SIM118
 
     def update_normalizers(self, rollout: TensorDict, engine: Engine) -> None:
         """Update the statistics of a ``NormalizedExtractor``."""
@@ -776,42 +669,18 @@ class ScoredActor(Policy):
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""
         return self.actor.predict(obs, deterministic=deterministic)[0]
 
-    def kl(self, dist: Float[Tensor, "*batch P"], other: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
+    def kl(self, dist: Tensor, other: Tensor) -> Tensor:
         """Exact KL(dist || other) per element."""
         return self.actor.head.kl(dist, other)
 
 
-def _plain(obs: Nested) -> PyTorchObs:
-    return obs if isinstance(obs, Tensor) else {key: obs[key] for key in obs.keys()}  # noqa: SIM118
-
-
-def _hidden_sizes(net_arch: NetArch | None, features_extractor_class: type[BaseFeaturesExtractor]) -> list[int]:
-    if net_arch is None:
-        return [] if features_extractor_class is NatureCNN else [64, 64]
-    if isinstance(net_arch, dict):
-        if net_arch.keys() != {"pi"}:
-            raise ConfigError(
-                f"net_arch={net_arch!r} describes {sorted(net_arch)}, but without a critic there is a policy network "
-                "only; fix: net_arch=[64, 64] or net_arch=dict(pi=[64, 64])"
-            )
-        return net_arch["pi"]
-    return net_arch
-
-
-# GRPO as a Stable-Baselines3 algorithm: its interface outside, this library's ``GRPO.update`` inside.
-
-SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
-
-_WITHOUT_CRITIC: dict[str, Any] = {"gae_lambda": 1.0, "vf_coef": 0.0, "use_sde": False, "sde_sample_freq": -1}
-"""What SB3 asks of every on-policy algorithm, and nothing here reads."""
-_SAVED_BY_SB3 = ("optimizer", "reference")
-"""Parts of the update's state that SB3 saves as state dicts; the rest goes with the settings."""
+# The algorithm
 
 
 class GRPO(OnPolicyAlgorithm):
     """Group relative policy optimisation, for every place where a Stable-Baselines3 algorithm fits.
 
-    Arguments of SB3's PPO mean the same here. None stands for the preset's value, or for that in ``presets.DEFAULTS``.
+    Arguments of SB3's PPO mean the same here. None stands for the preset's value, or for that in ``DEFAULTS``.
 
     Args:
         n_steps: steps of each environment after which a rollout waits for the groups under way, and ends.
@@ -822,7 +691,7 @@ class GRPO(OnPolicyAlgorithm):
         clip_range: replaces both clip ranges of the objective; a number, or a function of the progress that remains.
         preset: ``auto``, the tuned settings of the environment, or the name of a preset for credit and objective.
         kl_coef: weight of the KL to a reference policy; 0 makes no reference.
-        kl_estimator: of that KL; this and the next two are also set by a preset that is named as ``objective``.
+        kl_estimator: estimator of that KL; this and the next two are also set by a preset that is named as ``objective``.
         top_entropy_quantile: share of the steps, those with the highest entropy, that have a policy loss.
         adaptive_entropy: adapts ``ent_coef`` to the entropy.
         kl_ref_iterations: rollouts between two renewals of the reference; None keeps the first policy.
@@ -899,7 +768,10 @@ class GRPO(OnPolicyAlgorithm):
             device=device,
             _init_setup_model=False,
             supported_action_spaces=(spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
-            **_WITHOUT_CRITIC,
+            gae_lambda=1.0,  # nothing here reads this and the next three
+            vf_coef=0.0,
+            use_sde=False,
+            sde_sample_freq=-1,
         )
         observations = None if self.env is None else self.env.observation_space
         if isinstance(observations, spaces.Tuple):
@@ -917,26 +789,29 @@ class GRPO(OnPolicyAlgorithm):
         if _init_setup_model:
             self._setup_model()
 
-    @classmethod
-    def load(
-        cls: type[SelfGRPO],
-        path: str | Path | io.BufferedIOBase,
-        env: GymEnv | None = None,
-        device: torch.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
-        print_system_info: bool = False,
-        force_reset: bool = True,
-        **kwargs: Any,
-    ) -> SelfGRPO:
-        """The model that was saved there, with other settings where ``kwargs`` has some.
-
-        Raises:
-            ConfigError: another algorithm saved it, or ``kwargs`` names no argument.
-        """
-        if "preset" in kwargs:
-            raise ConfigError("a preset is chosen when the model is made; fix: leave it out of load()")
-        refuse(kwargs, cls)
-        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+    def _setup_model(self) -> None:
+        """Create policy and optimiser, and the update that trains them; settings take the values of their preset."""
+        if not issubclass(self.policy_class, ActorPolicy):
+            raise ConfigError(
+                f"{self.policy_class.__name__} is not a policy without a critic; fix: 'MlpPolicy', 'CnnPolicy', "
+                "'MultiInputPolicy' or a subclass of groupwise.contrib.sb3.ActorPolicy; load a file with the class that saved it"
+            )
+        self._setup_lr_schedule()
+        self.set_random_seed(self.seed)
+        if self.seed is not None:
+            self._start_seed = self.seed
+        elif self._start_seed is None:
+            self._start_seed = int(np.random.randint(2**31))
+        policy = self.policy_class(self.observation_space, self.action_space, self.lr_schedule, **self.policy_kwargs)
+        self.policy = policy.to(self.device)
+        self._maybe_recommend_cpu(ActorPolicy.__name__)
+        cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
+        for name in ("credit", "objective", *OF_OBJECTIVE):
+            setattr(self, name, vars(cfg)[name])
+        # trains the policy in evaluation mode: what acted and what is scored are the same function
+        self.core = grpo.GRPO(cfg, ScoredActor(self.policy), seed=self._start_seed)
+        self.core.optimizer = self.policy.optimizer
+        self.core.load_state_dict(self.core.state_dict() | self._core_state)
 
     @property
     def reference_policy(self) -> ActorPolicy:
@@ -965,8 +840,7 @@ class GRPO(OnPolicyAlgorithm):
         super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
         assert self.env is not None
         self.env.env_method("queue_start", None)  # the next user of the environments resets them normally
-        stopped = self.num_timesteps < self._total_timesteps
-        if self._core_state is before and not stopped:
+        if self._core_state is before and self.num_timesteps >= self._total_timesteps:
             warnings.warn(
                 f"nothing was learned: no group of {self.group_size} episodes was finished in "
                 f"{self.num_timesteps - self._num_timesteps_at_start} steps; fix: more total_timesteps, a smaller "
@@ -974,6 +848,51 @@ class GRPO(OnPolicyAlgorithm):
                 stacklevel=2,
             )
         return self
+
+    def _setup_learn(
+        self,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        reset_num_timesteps: bool = True,
+        tb_log_name: str = "run",
+        progress_bar: bool = False,
+    ) -> tuple[int, BaseCallback]:
+        """Go on with the episodes under way, or start the first ones by the reset that SB3 does here."""
+        env, groups = self.env, self.rollout_buffer
+        if env is None:
+            raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
+        insert_shared_start(env)
+        # episodes go on if every environment is where training left it
+        goes_on = not reset_num_timesteps and groups is not None and self._last_obs is not None
+        if goes_on and groups is not None:
+            goes_on = all(running == groups.running(i) for i, running in enumerate(self._queue(env, groups)))
+        if not goes_on:
+            assert self._start_seed is not None
+            if self.shared_starts == "verify" and self._verified is not env:
+                verify_shared_start(env, derive_seed(self._start_seed, "verify"))
+                self._verified = env
+            if groups is not None:
+                self._next_group = groups.next_group
+            groups = self.rollout_buffer = GroupBuffer(
+                env.num_envs,
+                self.group_size,
+                seed=self._start_seed,
+                first_group=self._next_group,
+                starts="own" if self.shared_starts == "off" else "shared",
+            )
+            self._queue(env, groups)
+            self._last_obs = None
+        total_timesteps, callback = super()._setup_learn(
+            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+        )
+        if not goes_on and groups is not None:
+            groups.begin()
+            self._queue(env, groups)
+        return total_timesteps, callback
+
+    def _queue(self, env: VecEnv, groups: GroupBuffer) -> list[Running]:
+        """Tell each environment what it starts next; returns what each is doing now."""
+        return [env.env_method("queue_start", groups.queued(i), indices=i)[0] for i in range(env.num_envs)]
 
     def collect_rollouts(
         self,
@@ -985,6 +904,9 @@ class GRPO(OnPolicyAlgorithm):
         """Step until the groups that were begun within ``n_rollout_steps`` are whole; False if a callback stopped it.
 
         The training's last rollout waits for nothing once all its steps are taken.
+
+        Raises:
+            EnvError: something else used an environment.
         """
         self.policy.set_training_mode(False)
         self._rollout_began_at = self.num_timesteps
@@ -994,7 +916,7 @@ class GRPO(OnPolicyAlgorithm):
             self.num_timesteps < self._total_timesteps and not rollout_buffer.all_finished(begun)
         ):
             assert self._last_obs is not None
-            seen = copy_obs(self._last_obs)
+            seen = copy.deepcopy(self._last_obs)  # environments may reuse their arrays
             with torch.no_grad():
                 obs_tensor = obs_as_tensor(seen, self.device)
                 actions, log_probs = self.policy(obs_tensor)
@@ -1010,8 +932,12 @@ class GRPO(OnPolicyAlgorithm):
             reward = np.array(rewards, dtype=np.float32)
             tick = Tick(seen, actions, log_probs.cpu().numpy(), reward, dones & ~truncated, truncated)
             for index in rollout_buffer.record(tick):
-                running = env.env_method("queue_start", rollout_buffer.queued(index), indices=index)[0]
-                rollout_buffer.check(index, running)
+                found = env.env_method("queue_start", rollout_buffer.queued(index), indices=index)[0]
+                if found != (expected := rollout_buffer.running(index)):
+                    raise EnvError(
+                        f"environment {index} should be at {expected} and is at {found}: something else reset or "
+                        "stepped it during learn(); fix: evaluate on an environment of its own"
+                    )
             if n_steps == n_rollout_steps:
                 begun = rollout_buffer.num_opened
             self._update_info_buffer(infos, dones)
@@ -1022,6 +948,13 @@ class GRPO(OnPolicyAlgorithm):
         callback.on_rollout_end()
         return True
 
+    def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
+        """Take the progress at the rollout's start. SB3 asks at its end, where the last update of a ``learn`` would get a rate of 0.
+
+        A training of one rollout would then learn nothing; and as a rollout may go beyond the end, the rate could be negative.
+        """
+        super()._update_current_progress_remaining(self._rollout_began_at, total_timesteps)
+
     def train(self) -> None:
         """Improve the policy by the whole groups at hand; without any, leave it as it is."""
         assert self.rollout_buffer is not None
@@ -1031,126 +964,60 @@ class GRPO(OnPolicyAlgorithm):
             return
         schedule = vars(self)["clip_range"]
         if callable(schedule):
-            self.core.cfg = with_clip_range(self.core.cfg, float(schedule(self._current_progress_remaining)))
+            width = float(schedule(self._current_progress_remaining))
+            objective = self.core.cfg.objective
+            region = objective.trust_region.model_copy(update={"clip_low": width, "clip_high": width})
+            objective = objective.model_copy(update={"trust_region": region})
+            self.core.cfg = self.core.cfg.model_copy(update={"objective": objective})
         else:
             self.core.set_progress(1 - self._current_progress_remaining)  # SB3 sets the learning rate
         self._update_learning_rate(self.policy.optimizer)
         metrics = {name: value.item() for name, value in self.core.update(rollout).items()}
-        state = self.core.state_dict()
-        self._core_state = {key: on_cpu(value) for key, value in state.items() if key not in _SAVED_BY_SB3}
+        self._core_state = {
+            key: value.cpu() if isinstance(value, Tensor) else value
+            for key, value in self.core.state_dict().items()
+            if key not in ("optimizer", "reference")  # SB3 saves them, as state dicts
+        }
         self._n_updates += int(metrics["train/optimizer_steps"])
-        self._record(metrics, num_groups=int(rollout["group_id"].max()) + 1)
-
-    def _setup_model(self) -> None:
-        """Create policy and optimiser, and the update that trains them."""
-        if not issubclass(self.policy_class, ActorPolicy):
-            raise ConfigError(
-                f"{self.policy_class.__name__} is not a policy without a critic; fix: 'MlpPolicy', 'CnnPolicy', "
-                "'MultiInputPolicy' or a subclass of groupwise.contrib.sb3.ActorPolicy; load a file with the class that saved it"
-            )
-        self._setup_lr_schedule()
-        self.set_random_seed(self.seed)
-        if self.seed is not None:
-            self._start_seed = self.seed
-        elif self._start_seed is None:
-            self._start_seed = int(np.random.randint(2**31))
-        policy = self.policy_class(self.observation_space, self.action_space, self.lr_schedule, **self.policy_kwargs)
-        self.policy = policy.to(self.device)
-        self._maybe_recommend_cpu(ActorPolicy.__name__)
-        # trains the policy in evaluation mode: what acted and what is scored are the same function
-        self.core = grpo.GRPO(self._cfg(), ScoredActor(self.policy), seed=self._start_seed)
-        self.core.optimizer = self.policy.optimizer
-        self.core.load_state_dict(self.core.state_dict() | self._core_state)
-
-    def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
-        """That of the rollout's start. SB3 asks at its end, where the last update of a ``learn`` would get a rate of 0.
-
-        A training of one rollout would then learn nothing; and as a rollout may go beyond the end, the rate could be negative.
-        """
-        super()._update_current_progress_remaining(self._rollout_began_at, total_timesteps)
-
-    def _cfg(self) -> GRPOCfg:
-        """The update's settings, those of a preset included."""
-        cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
-        for name in ("credit", "objective", "kl_estimator", "top_entropy_quantile", "adaptive_entropy"):
-            setattr(self, name, vars(cfg)[name])
-        return cfg
-
-    def _setup_learn(
-        self,
-        total_timesteps: int,
-        callback: MaybeCallback = None,
-        reset_num_timesteps: bool = True,
-        tb_log_name: str = "run",
-        progress_bar: bool = False,
-    ) -> tuple[int, BaseCallback]:
-        """Go on with the episodes under way, or start the first ones by the reset that SB3 does here."""
-        if self.env is None:
-            raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
-        insert_shared_start(self.env)
-        begins = reset_num_timesteps or not self._goes_on(self.env)
-        if begins:
-            self._open_groups(self.env)
-            self._last_obs = None
-        total_timesteps, callback = super()._setup_learn(
-            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
-        )
-        if begins:
-            assert self.rollout_buffer is not None
-            self.rollout_buffer.begin()
-            self._queue(self.env, self.rollout_buffer)
-        return total_timesteps, callback
-
-    def _goes_on(self, env: VecEnv) -> bool:
-        """Whether every environment is where training left it; then the next starts are queued again."""
-        episodes = self.rollout_buffer
-        if episodes is None or self._last_obs is None:
-            return False
-        found = self._queue(env, episodes)
-        return all(running == episodes.running(index) for index, running in enumerate(found))
-
-    def _open_groups(self, env: VecEnv) -> None:
-        """New episodes, the first of which begin at the next reset."""
-        assert self._start_seed is not None
-        if self.shared_starts == "verify" and self._verified is not env:
-            verify_shared_start(env, derive_seed(self._start_seed, "verify"))
-            self._verified = env
-        if self.rollout_buffer is not None:
-            self._next_group = self.rollout_buffer.next_group
-        self.rollout_buffer = GroupBuffer(
-            env.num_envs,
-            self.group_size,
-            seed=self._start_seed,
-            first_group=self._next_group,
-            starts="own" if self.shared_starts == "off" else "shared",
-        )
-        self._queue(env, self.rollout_buffer)
-
-    def _queue(self, env: VecEnv, episodes: GroupBuffer) -> list[Any]:
-        """Tell each environment what it starts next; returns what each is doing now."""
-        return [env.env_method("queue_start", episodes.queued(i), indices=i)[0] for i in range(env.num_envs)]
-
-    def _record(self, metrics: dict[str, float], num_groups: int) -> None:
-        """Log under SB3's names where it has one."""
+        # logged under SB3's names where it has one
         record = self.logger.record
         record("train/policy_gradient_loss", metrics["train/policy_loss"])
         record("train/entropy_loss", -metrics["train/entropy"])
-        for name in ("loss", "approx_kl", "clip_fraction", "grad_norm"):
+        for name in ("loss", "approx_kl", "clip_fraction", "grad_norm", *(["kl"] if self.kl_coef > 0 else [])):
             record(f"train/{name}", metrics[f"train/{name}"])
-        if self.kl_coef > 0:
-            record("train/kl", metrics["train/kl"])
         if self.policy.log_std is not None:
             record("train/std", self.policy.log_std.exp().mean().item())
         record("train/n_updates", self._n_updates, exclude="tensorboard")
         record("train/clip_range", clip_range(self.core.cfg.objective.trust_region)[1])
-        record("rollout/groups", num_groups)
+        record("rollout/groups", int(rollout["group_id"].max()) + 1)
         record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
 
+    @classmethod
+    def load(
+        cls: type[SelfGRPO],
+        path: str | Path | io.BufferedIOBase,
+        env: GymEnv | None = None,
+        device: torch.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
+        print_system_info: bool = False,
+        force_reset: bool = True,
+        **kwargs: Any,
+    ) -> SelfGRPO:
+        """The model that was saved there, with other settings where ``kwargs`` has some.
+
+        Raises:
+            ConfigError: another algorithm saved it, or ``kwargs`` names no argument.
+        """
+        if "preset" in kwargs:
+            raise ConfigError("a preset is chosen when the model is made; fix: leave it out of load()")
+        refuse(kwargs, cls)
+        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+
     def _excluded_save_params(self) -> list[str]:
-        """Besides what SB3 leaves out: what follows from the rest, and the environments."""
+        """Names that are not saved: SB3's, what follows from the rest, and the environments."""
         return [*super()._excluded_save_params(), "core", "_verified"]
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
-        """What is saved as state dicts: policy, optimiser, and the reference if there is one."""
+        """Names that are saved as state dicts: policy, optimiser, and the reference if there is one."""
         names, tensors = super()._get_torch_save_params()
         return names + ["reference_policy"] * (self.kl_coef > 0), tensors

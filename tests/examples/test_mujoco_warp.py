@@ -14,7 +14,7 @@ from groupwise.functional.row_random import RowRandom
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "mujoco_warp_push.py"
 pytest.importorskip("mujoco_warp")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # compiling the kernels takes minutes on a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -90,4 +90,4 @@ class Starts(BaseCallback):
     def look(self, obs: np.ndarray) -> None:
         for env, one in enumerate(obs):
             if one[-1] == 0:  # the corridor's count of steps
-                self.seen[self.model.rollout_buffer.running(env).episode] = float(one[-2])
+                self.seen[self.model.rollout_buffer.running(env)[0]] = float(one[-2])

@@ -130,14 +130,6 @@ def test_load_takes_other_settings_and_another_number_of_environments(tmp_path):
     assert GRPO.load(tmp_path / "model").predict(np.zeros(2, np.float32))[0].shape == ()
 
 
-def test_what_is_saved_can_be_chosen(tmp_path):
-    model = corridor(verbose=2)
-    model.save(tmp_path / "without", exclude=["verbose"])
-    assert GRPO.load(tmp_path / "without").verbose == 0
-    model.save(tmp_path / "with", exclude=["verbose"], include=["verbose"])
-    assert GRPO.load(tmp_path / "with").verbose == 2
-
-
 def test_load_with_custom_objects(tmp_path):
     model = corridor(learning_rate=lambda left: 1e-3 * left)
     model.save(tmp_path / "model")
@@ -164,14 +156,6 @@ def test_parameters_in_and_out():
     for key, value in model.get_parameters()["policy"].items():
         assert torch.equal(value, original["policy"][key])
     model.learn(40)
-
-
-def test_parameters_set_from_a_vector_are_trained_on():
-    model = corridor().learn(40)
-    model.policy.load_from_vector(parameters(model) * 0.5)
-    half = parameters(model)
-    model.learn(40)
-    assert (parameters(model) != half).any()
 
 
 def test_set_env():

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.contrib.sb3.group_buffer import GroupBuffer, Tick
-from groupwise.contrib.sb3.start import Running
-from groupwise.errors import DataError, EnvError
+from groupwise.contrib.sb3 import GroupBuffer, Tick
+from groupwise.errors import DataError
 
 CPU = torch.device("cpu")
 
@@ -93,16 +92,6 @@ def test_what_was_begun_is_carried_over_whole():
     assert set(seconds(rollout, "group_id")) == {0}  # dense within the rollout, whatever its number
 
 
-def test_one_environment_runs_members_one_after_another():
-    episodes = opened(num_envs=1, group_size=3)
-    for time in range(3):
-        assert episodes.take_whole_groups(CPU) is None
-        episodes.record(tick(time, terminated=(0,), num_envs=1))
-    rollout = episodes.take_whole_groups(CPU)
-    assert seconds(rollout, "episode_id") == [0, 1, 2]
-    assert seconds(rollout, "step") == [0, 0, 0]
-
-
 def test_a_group_without_all_members_is_never_given_out():
     episodes = opened(num_envs=2, group_size=3)
     episodes.record(tick(0, terminated=(0, 1)))
@@ -135,19 +124,8 @@ def test_groups_are_numbered_on():
     assert episodes.num_opened == 2  # episodes 0, 1, 2 are running
     assert episodes.next_group == 3  # 3, 4, 5 are queued
     further = opened(num_envs=3, group_size=2, first_group=episodes.next_group)
-    assert further.running(0) == Running(6, 0)
+    assert further.running(0) == (6, 0)
     assert opened(num_envs=2, group_size=3).next_group == 2  # of group 1, episode 3 was handed out
-
-
-def test_who_else_used_an_environment_is_told():
-    episodes = opened()
-    episodes.record(tick(0))
-    episodes.check(1, Running(1, 1))
-    for found in (Running(1, 2), Running(-1, 1), Running(0, 1)):
-        with pytest.raises(
-            EnvError, match=r"environment 1 should be at .*; fix: evaluate on an environment of its own"
-        ):
-            episodes.check(1, found)
 
 
 @pytest.mark.parametrize(("field", "name"), [("reward", "reward"), ("log_prob", "log-probability")])

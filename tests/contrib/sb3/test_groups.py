@@ -32,7 +32,7 @@ def test_starts_are_their_own_when_sharing_is_off():
 @pytest.mark.parametrize(("choice", "trials"), [("verify", 1), ("trust", 0), ("off", 0)])
 def test_the_start_is_tried_out_once_for_each_environment(monkeypatch, choice, trials):
     tried = []
-    monkeypatch.setattr("groupwise.contrib.sb3.grpo.verify_shared_start", lambda env, seed: tried.append(env))
+    monkeypatch.setattr("groupwise.contrib.sb3.verify_shared_start", lambda env, seed: tried.append(env))
     model = corridor(shared_starts=choice).learn(20)
     model.learn(20)
     assert len(tried) == trials

@@ -24,8 +24,6 @@ from stable_baselines3.common.vec_env import (
     SubprocVecEnv,
     VecEnvWrapper,
     VecFrameStack,
-    VecMonitor,
-    VecNormalize,
     VecTransposeImage,
     is_vecenv_wrapped,
 )
@@ -160,13 +158,6 @@ def test_starts_of_their_own_for_an_environment_that_cannot_share_them():
     model.learn(300)
 
 
-@pytest.mark.parametrize("around", [lambda env: env, VecNormalize, VecMonitor, lambda env: VecFrameStack(env, 3)])
-def test_vector_environments(around):
-    model = corridor(env=around(DummyVecEnv([Corridor] * 3)))
-    model.learn(100)
-    assert model.num_timesteps >= 100
-
-
 def test_sub_processes_train_like_one_process():
     def trained(**kwargs) -> np.ndarray:
         env = make_vec_env("CartPole-v1", n_envs=2, **kwargs)
@@ -178,25 +169,9 @@ def test_sub_processes_train_like_one_process():
     np.testing.assert_array_equal(apart, trained())
 
 
-def test_sub_processes_without_the_wrapper_are_refused():
-    env = make_vec_env("CartPole-v1", n_envs=1, vec_env_cls=SubprocVecEnv)
-    model = GRPO("MlpPolicy", env, **SMALL)
-    with pytest.raises(gw.errors.EnvError, match="wrapper_class=SharedStart"):
-        model.learn(10)
-    env.close()
-
-
 def test_learning_without_an_environment_is_refused():
     with pytest.raises(gw.errors.EnvError, match=r"fix: model\.set_env"):
         GRPO("MlpPolicy", None, _init_setup_model=False).learn(10)
-
-
-def test_no_critic_is_built_trained_or_saved():
-    model = corridor().learn(40)
-    names = [name for name, _ in model.policy.named_parameters()]
-    assert names == ["policy_net.0.weight", "policy_net.0.bias", "action_net.weight", "action_net.bias"]
-    assert set(model.get_parameters()["policy"]) == set(names)
-    assert len(model.get_parameters()["policy.optimizer"]["state"]) == len(names)
 
 
 @pytest.mark.parametrize("policy", ["NoPolicy", ActorCriticPolicy])

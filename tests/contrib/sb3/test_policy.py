@@ -8,8 +8,7 @@ from stable_baselines3.common.distributions import make_proba_distribution
 from stable_baselines3.common.torch_layers import CombinedExtractor, NatureCNN
 from torch import nn
 
-from groupwise.contrib.sb3 import ActorPolicy, CnnActorPolicy, MultiInputActorPolicy
-from groupwise.contrib.sb3.policy import ScoredActor
+from groupwise.contrib.sb3 import ActorPolicy, CnnActorPolicy, MultiInputActorPolicy, ScoredActor
 from groupwise.errors import ConfigError, UnsupportedSpaceError
 
 VECTOR = spaces.Box(-1, 1, (5,), np.float32)
@@ -53,7 +52,7 @@ def test_scores_are_those_of_the_distributions_of_stable_baselines(action: str):
     torch.testing.assert_close(
         log_prob, distribution.log_prob(actions.float() if action == "multi_binary" else actions)
     )
-    score, entropy = policy.evaluate_actions(obs, actions)
+    score, entropy = policy.head.score(policy.action_params(obs), actions)
     torch.testing.assert_close(score, log_prob)
     torch.testing.assert_close(entropy, distribution.entropy())
     torch.testing.assert_close(policy(obs, deterministic=True)[0].long(), distribution.mode().long())
@@ -65,7 +64,7 @@ def test_no_parameter_serves_a_critic(action: str):
     names = {name.split(".")[0] for name, _ in policy.named_parameters()}
     assert names == {"policy_net", "action_net"} | ({"log_std"} if action in ("box", "matrix") else set())
     actions, _ = policy(some_obs())
-    policy.evaluate_actions(some_obs(), actions)[0].sum().backward()
+    policy.head.log_prob(policy.action_params(some_obs()), actions).sum().backward()
     assert all(parameter.grad is not None for parameter in policy.parameters())
     trained = [id(p) for group in policy.optimizer.param_groups for p in group["params"]]
     assert trained == [id(p) for p in policy.parameters()]
@@ -91,7 +90,7 @@ def test_box_actions_are_clipped_for_the_environment_and_scored_as_they_were_dra
     policy = make("box", log_std_init=2.0)
     actions, log_prob = policy(some_obs(200))
     assert actions.abs().max() > 2
-    clipped = policy.evaluate_actions(some_obs(200), actions.clamp(-2, 2))[0]
+    clipped = policy.head.log_prob(policy.action_params(some_obs(200)), actions.clamp(-2, 2))
     assert (clipped - log_prob)[(actions.abs() > 2).any(dim=1)].abs().min() > 0
     assert np.abs(policy.predict(some_obs(200).numpy())[0]).max() == 2
 
@@ -103,15 +102,6 @@ def test_weights_begin_as_in_stable_baselines():
     assert not any(p.any() for name, p in policy.named_parameters() if name.endswith("bias"))
     plain = make(ortho_init=False)
     assert any(p.any() for name, p in plain.named_parameters() if name.endswith("bias"))
-
-
-@pytest.mark.parametrize(
-    ("net_arch", "widths"), [(None, [64, 64]), ([], []), ([16], [16]), ({"pi": [8, 4]}, [8, 4])], ids=str
-)
-def test_hidden_layers(net_arch, widths):
-    policy = make(net_arch=net_arch, activation_fn=nn.ReLU)
-    assert [layer.out_features for layer in policy.policy_net if isinstance(layer, nn.Linear)] == widths
-    assert sum(isinstance(layer, nn.ReLU) for layer in policy.policy_net) == len(widths)
 
 
 @pytest.mark.parametrize("net_arch", [{"pi": [64], "vf": [64]}, {"vf": [64]}, {}])
@@ -149,13 +139,6 @@ def test_policy_saves_and_loads_by_itself(tmp_path, cls):
     assert loaded.log_std.tolist() == [-1.0] * 3
 
 
-def test_parameters_come_and_go_as_one_vector():
-    policy = make("box")
-    vector = policy.parameters_to_vector()
-    policy.load_from_vector(vector + 1)
-    np.testing.assert_allclose(policy.parameters_to_vector(), vector + 1)
-
-
 def test_optimizer_is_the_users():
     assert isinstance(make().optimizer, torch.optim.Adam)
     assert make().optimizer.param_groups[0]["eps"] == 1e-5
@@ -177,7 +160,7 @@ def test_the_library_sees_the_same_policy(action: str):
     torch.testing.assert_close(action_, again)
     evaluation = scored.evaluate({"obs": some_obs(), "action": action_})
     torch.testing.assert_close(evaluation.log_prob, log_prob)
-    torch.testing.assert_close(evaluation.entropy, policy.evaluate_actions(some_obs(), action_)[1])
+    torch.testing.assert_close(evaluation.entropy, policy.head.entropy(policy.action_params(some_obs())))
     assert scored.kl(evaluation.dist, evaluation.dist).abs().max() == 0
     other = make(action).action_params(some_obs())
     assert scored.kl(evaluation.dist, other).min() > 0

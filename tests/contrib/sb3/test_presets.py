@@ -12,9 +12,7 @@ from stable_baselines3.common.utils import LinearSchedule
 import groupwise as gw
 from groupwise.algorithms.losses import clip_range as clip_range_of
 from groupwise.config import resolve
-from groupwise.config.load import env_preset
-from groupwise.contrib.sb3 import GRPO, presets
-from groupwise.contrib.sb3.policy import NormalizedExtractor
+from groupwise.contrib.sb3 import GRPO, NormalizedExtractor
 
 TUNED = ("CartPole-v1", "Pendulum-v1", "Acrobot-v1", "LunarLander-v3", "MountainCarContinuous-v0")
 
@@ -60,24 +58,6 @@ def test_the_settings_of_a_preset_are_arguments_and_those_without_a_counterpart_
     assert GRPO("MlpPolicy", "CartPole-v1", preset="rloo", kl_estimator="k2").core.cfg.kl_estimator == "k2"
 
 
-@pytest.mark.parametrize(
-    ("change", "missing"),
-    [
-        ({"algorithm": {"schedule": {"name": "cosine"}}}, "schedule"),
-        ({"algorithm": {"optimizer": {"eps": 1e-8}}}, "optimizer"),
-        ({"policy": {"hidden_sizes": [8]}}, "policy.hidden_sizes"),
-        ({"env": {"num_random_noops": 3}}, "env.num_random_noops"),
-    ],
-)
-def test_so_are_those_of_an_environments_preset(change: dict, missing: str, monkeypatch: pytest.MonkeyPatch):
-    tree = env_preset("CartPole-v1")["grpo"]
-    [(part, settings)] = change.items()
-    changed = {"grpo": {**tree, part: {**tree.get(part, {}), **settings}}}
-    monkeypatch.setattr(presets, "env_preset", lambda env_id: changed)
-    with pytest.warns(UserWarning, match=f"the preset of CartPole-v1 also sets {missing}, which"):
-        GRPO("MlpPolicy", "CartPole-v1", preset="auto")
-
-
 def test_statistics_of_observations_are_learned_and_saved(tmp_path):
     model = corridor(policy_kwargs={"features_extractor_class": NormalizedExtractor}, n_steps=64).learn(256)
     statistics = model.policy.features_extractor.normalizer.statistics[0]
@@ -115,35 +95,6 @@ def test_a_clip_range_is_that_of_the_objective():
     ours = corridor(clip_range=0.05).learn(96)
     theirs = corridor(objective={"trust_region": {"clip_low": 0.05, "clip_high": 0.05}}).learn(96)
     assert (parameters(ours) == parameters(theirs)).all()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"preset": "aut"}, "unknown preset 'aut'"),
-        ({"preset": "auto", "env": lambda: Corridor()}, "needs an environment with an id"),
-        ({"clip_range": -1.0}, "clip_range = -1.0: input should be greater than 0"),
-        ({"clip_range": 0.1, "objective": "cispo"}, "clip_range=0.1 sets a clip range, which trust_region='cispo'"),
-        (
-            {"scale_rewards": True},
-            "GRPO takes no scale_rewards: credit has a scale; fix: credit=CreditCfg(scale='std')",
-        ),
-        ({"batch_group_updates": True}, "GRPO takes no batch_group_updates: minibatches are drawn from all groups"),
-        ({"group_rollout_buffer_class": None}, "fix: credit='sb3_outcome', 'sb3_process' or 'sb3_process_deepseek'"),
-        ({"kl_beta": 0.01}, "GRPO takes no kl_beta: it has another name here; fix: kl_coef=..."),
-    ],
-)
-def test_what_cannot_be_is_named(arguments: dict, said: str):
-    env = arguments.pop("env", lambda: "CartPole-v1")()
-    with pytest.raises(gw.errors.ConfigError) as found:
-        GRPO("MlpPolicy", env, **arguments)
-    assert said in str(found.value)
-
-
-def test_a_preset_cannot_be_chosen_on_loading(tmp_path):
-    corridor().save(tmp_path / "model")
-    with pytest.raises(gw.errors.ConfigError, match="a preset is chosen when the model is made"):
-        GRPO.load(tmp_path / "model", preset="auto")
 
 
 @pytest.mark.parametrize("env", [lambda: "Blackjack-v1", lambda: make_vec_env("Blackjack-v1", n_envs=2)])

@@ -1,0 +1,1022 @@
+"""GRPO as a Stable-Baselines3 algorithm: its interface outside, this library's ``GRPO.update`` inside.
+
+    model = GRPO("MlpPolicy", "CartPole-v1").learn(100_000)
+
+It differs from SB3's PPO in three ways. Episodes come in groups that share a start, and only whole groups are trained
+on. There is no critic: the policies hold no value network. A rollout ends when the groups that were begun within
+``n_steps`` are whole; episodes begun meanwhile continue in the next rollout, under the new policy, and its ratio is
+against the probability under which each action was really drawn. So nothing is wasted, and nothing is older than one
+update.
+"""
+
+from groupwise.errors import require_extra
+
+require_extra("stable_baselines3", "sb3")
+
+import copy
+import inspect
+import io
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from pydantic import ValidationError
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim
+from stable_baselines3.common.torch_layers import (
+    BaseFeaturesExtractor,
+    CombinedExtractor,
+    FlattenExtractor,
+    NatureCNN,
+    create_mlp,
+)
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, PyTorchObs, Schedule
+from stable_baselines3.common.utils import LinearSchedule, obs_as_tensor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from groupwise.algorithms import grpo
+from groupwise.algorithms.losses import clip_range
+from groupwise.config.algorithm import AdaptiveEntropyCfg, CreditCfg, GroupStepCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.base import Choice, explain
+from groupwise.config.load import env_preset, objective_preset
+from groupwise.config.policy import PolicyCfg
+from groupwise.data.rollout import Nested
+from groupwise.engines import Engine
+from groupwise.envs.snapshots import reseed_noise
+from groupwise.errors import ConfigError, DataError, EnvError, GroupStartError, UnknownNameError, UnsupportedSpaceError
+from groupwise.policies.actor_critic import ObsNormalizer
+from groupwise.policies.base import Action, Batch, Evaluation, Policy
+from groupwise.policies.heads import make_head
+from groupwise.seeding import derive_seed
+
+SelfGRPO = TypeVar("SelfGRPO", bound="GRPO")
+Array = npt.NDArray[Any]
+
+__all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]
+
+# Settings: from SB3's arguments to those of the update, and back again in what errors say
+
+CFG_NAMES = {
+    "n_steps": "num_steps",
+    "n_epochs": "num_epochs",
+    "batch_size": "minibatch_size",
+    "clip_range": "clip_coef",
+}
+"""Arguments that ``GRPOCfg`` has under another name."""
+OF_OBJECTIVE = ("kl_estimator", "top_entropy_quantile", "adaptive_entropy")
+"""Arguments that a preset which is named as ``objective`` sets, too."""
+ARGUMENTS = (
+    *CFG_NAMES,
+    *OF_OBJECTIVE,
+    "gamma",
+    "ent_coef",
+    "max_grad_norm",
+    "target_kl",
+    "group_size",
+    "credit",
+    "objective",
+    "kl_coef",
+    "kl_ref_iterations",
+    "shared_starts",
+)
+"""All that ``update_cfg`` needs."""
+_NO_CRITIC = "there is no critic; fix: leave it out"
+_SCALE = "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'"
+_EVERY_STEP = "actions are drawn independently at every step; fix: leave it out, ent_coef is what explores"
+_OWN_STORE = "whole groups have a store of their own; fix: leave it out"
+ELSEWHERE = {
+    "clip_range_vf": _NO_CRITIC,
+    "vf_coef": _NO_CRITIC,
+    "gae_lambda": "advantages compare members, and no critic looks ahead; fix: leave it out, or choose a credit=...",
+    "normalize_advantage": _SCALE,
+    "scale_rewards": _SCALE,
+    "use_sde": _EVERY_STEP,
+    "sde_sample_freq": _EVERY_STEP,
+    "rollout_buffer_class": _OWN_STORE,
+    "rollout_buffer_kwargs": _OWN_STORE,
+    "batch_group_updates": "minibatches are drawn from all groups; fix: leave it out, or a larger batch_size=...",
+    "group_rollout_buffer_class": "the credit compares members; fix: credit='sb3_outcome', 'sb3_process' or 'sb3_process_deepseek'",
+    "group_rollout_buffer_kwargs": "the credit compares members; fix: credit=CreditCfg(...)",
+    "kl_beta": "it has another name here; fix: kl_coef=...",
+}
+"""Arguments of SB3's own on-policy algorithms, and of the GRPO proposed for sb3-contrib: why they are not here, and what is instead."""
+_ABSENT = {"credit.reward": "parts", "credit.baseline": "greedy", "objective.ratio": "turn"}
+"""Choices that read what the rollouts of SB3's environments do not hold."""
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": LinearSchedule(1e-3, 0.0, 1.0),
+    "n_steps": 1024,
+    "batch_size": 128,
+    "n_epochs": 10,
+    "gamma": 0.99,
+    "group_size": 4,
+    "credit": CreditCfg(group_key=GroupStepCfg(), returns="return_to_go", scale="batch_std"),
+    "objective": ObjectiveCfg(),
+    "ent_coef": 0.0,
+    "kl_coef": 0.0,
+    "kl_estimator": "k3",
+    "top_entropy_quantile": 1.0,
+}
+"""Defaults of the arguments that a preset may set.
+
+The credit is the return-to-go at each time step among the members still running, over one scale for the rollout. An update takes
+the learning rate of its rollout's start.
+"""
+
+
+def refuse(names: Iterable[str], algorithm: type) -> None:
+    """Refuse names that are no arguments of the algorithm.
+
+    Raises:
+        ConfigError: names the counterpart of SB3's argument.
+        UnknownNameError: SB3 does not have it either; names the nearest.
+    """
+    parameters = inspect.signature(algorithm).parameters.values()
+    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and not p.name.startswith("_")}
+    for name in names:
+        if name in ELSEWHERE:
+            raise ConfigError(f"GRPO takes no {name}: {ELSEWHERE[name]}")
+        if name not in known:
+            raise UnknownNameError("argument of GRPO", name, known)
+
+
+def preset_arguments(preset: str, env: VecEnv | None) -> dict[str, Any]:
+    """Arguments of ``GRPO``, and ``normalize_obs``; warns of settings that have no counterpart here.
+
+    Args:
+        preset: ``auto``, or the name of an objective preset.
+
+    Raises:
+        ConfigError: ``auto``, and the environment is not known.
+        UnknownNameError: there is no preset of that name.
+    """
+    arguments = {}
+    if preset != "auto":
+        settings = objective_preset(preset).settings
+    else:
+        if env is None or (spec := env.get_attr("spec", indices=0)[0]) is None:
+            raise ConfigError(
+                "preset='auto' needs an environment with an id; fix: give a registered environment, or leave the preset out"
+            )
+        preset, tree = spec.id, copy.deepcopy(env_preset(spec.id)["grpo"])
+        settings, policy, envs = tree["algorithm"], tree.pop("policy", {}), tree.pop("env")
+        rate, schedule = settings.pop("learning_rate"), settings.pop("schedule", {"name": "none"})
+        arguments = {
+            "n_steps": math.ceil(settings.pop("num_steps") * envs.pop("num_envs") / env.num_envs),
+            "learning_rate": LinearSchedule(rate, 0.0, 1.0) if schedule["name"] == "linear" else rate,
+            "normalize_obs": policy.pop("normalize_obs", False),
+        }
+        if schedule["name"] not in ("none", "linear"):
+            settings["schedule"] = schedule
+        for part, left in (("policy", policy), ("env", envs)):
+            settings |= {f"{part}.{name}": value for name, value in left.items()}
+    names = {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
+    found = {names.get(name, name): value for name, value in settings.items()}
+    if missing := found.keys() - set(ARGUMENTS):
+        warnings.warn(
+            f"the preset of {preset} also sets {', '.join(sorted(missing))}, which GRPO in Stable-Baselines3 does not have; "
+            "fix: gw.train, which has them, or leave it",
+            stacklevel=3,
+        )
+    return arguments | {name: value for name, value in found.items() if name not in missing}
+
+
+def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
+    """Settings of the update, from all ``ARGUMENTS``.
+
+    Raises:
+        ConfigError: an argument is impossible; names it as SB3 does.
+    """
+    tree = {CFG_NAMES.get(name, name): value for name, value in arguments.items()}
+    if callable(tree["clip_coef"]):
+        tree["clip_coef"] = float(tree["clip_coef"](1.0))
+    starts, interval = tree.pop("shared_starts"), tree.pop("kl_ref_iterations")
+    if starts not in ("verify", "trust", "off"):
+        raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
+    if interval is not None:
+        tree["sync_ref_model"] = {"steps": interval}
+    for part in ("credit", "objective"):
+        if isinstance(tree[part], str):
+            settings = objective_preset(tree[part]).settings
+            own = settings.keys() & set(OF_OBJECTIVE) if part == "objective" else ()
+            tree |= {name: settings[name] for name in (part, *own)}
+    try:
+        cfg = GRPOCfg.model_validate(tree)
+    except ValidationError as error:
+        places = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("sync_ref_model", "steps"): "kl_ref_iterations"}
+        items = [{**item, "loc": (places[item["loc"]],)} if item["loc"] in places else item for item in error.errors()]
+        raise ConfigError("\n".join(explain(item).replace("clip_coef", "clip_range") for item in items)) from error
+    for place, value in _ABSENT.items():
+        part, name = place.split(".")
+        found = vars(vars(cfg)[part])[name]
+        if (found.name if isinstance(found, Choice) else found) == value:
+            raise ConfigError(f"rollouts of Stable-Baselines3 lack what {place}={value!r} reads; fix: another {place}")
+    return cfg
+
+
+# Shared starts. A ``VecEnv`` resets a sub-environment inside the very step that ended its episode, and without a seed. So the
+# start of the next episode is queued beforehand in a wrapper inside each sub-environment.
+
+_TRIAL_STEPS = 16
+Moment = tuple[Any, float, bool, bool]
+"""The output of an environment at one step: observation, reward, terminated, truncated."""
+Running = tuple[int, int]
+"""The state of an environment: number of its episode, -1 when that was not started from the queue; and steps since its start."""
+
+
+class Start(NamedTuple):
+    """How an episode begins."""
+
+    episode: int
+    """Its number."""
+    start_seed: int
+    """Equal seeds, equal starts."""
+    noise_seed: int
+    """Seeds everything that is drawn after the start."""
+
+
+class SharedStart(gymnasium.Wrapper):
+    """One sub-environment whose next reset takes the start that was queued; without one it resets as ever.
+
+    The start seed also seeds the environment's spaces, since some environments draw from these; after the reset the
+    noise seed takes over there, in ``np_random`` and in generators that the environment or a wrapper keeps. A queued
+    start goes before the seed given to ``reset``.
+    """
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self._queued: Start | None = None
+        self._episode = -1
+        self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """First observation of the queued episode, or of an ordinary episode."""
+        queued, self._queued = self._queued, None
+        self._episode = -1 if queued is None else queued.episode
+        self._steps = 0
+        if queued is None:
+            return self.env.reset(seed=seed, options=options)
+        return _start(self.env, queued, options)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """One step of the environment."""
+        self._steps += 1
+        return self.env.step(action)
+
+    def queue_start(self, start: Start | None) -> Running:
+        """Set what the next reset takes (None: it resets as ever); returns what is running now."""
+        self._queued = start
+        return self._episode, self._steps
+
+    def try_start(self, start: Start, actions: Sequence[Any]) -> list[Moment]:
+        """The outputs of the environment from a start under the given actions, up to the end of the episode.
+
+        Reset it afterwards.
+        """
+        env = self.env
+        while isinstance(env, Monitor):  # the monitor must not log this episode
+            env = env.env
+        moments: list[Moment] = [(copy.deepcopy(_start(env, start, None)[0]), 0.0, False, False)]
+        for action in actions:
+            obs, reward, terminated, truncated, _ = env.step(copy.deepcopy(action))
+            moments.append((copy.deepcopy(obs), float(reward), bool(terminated), bool(truncated)))
+            if terminated or truncated:
+                break
+        return moments
+
+
+def _start(env: gymnasium.Env, start: Start, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+    _seed_spaces(env.unwrapped, start.start_seed)
+    first = env.reset(seed=start.start_seed, options=options)
+    _seed_spaces(env.unwrapped, start.noise_seed)
+    reseed_noise(env, start.noise_seed)
+    return first
+
+
+def _seed_spaces(env: gymnasium.Env, seed: int) -> None:
+    env.observation_space.seed(seed)
+    env.action_space.seed(seed)
+
+
+def insert_shared_start(env: VecEnv) -> None:
+    """Make sure that every sub-environment is a ``SharedStart``, however the vector environment is wrapped.
+
+    Raises:
+        EnvError: they are not, and live where they cannot be wrapped any more.
+    """
+    wrapped = env.env_is_wrapped(SharedStart)
+    if all(wrapped):
+        return
+    inner = env.unwrapped
+    if not isinstance(inner, DummyVecEnv):
+        raise EnvError(
+            f"{wrapped.count(False)} of the {env.num_envs} environments of this {type(inner).__name__} have no "
+            "SharedStart; fix: make_vec_env(..., wrapper_class=SharedStart), with "
+            "`from groupwise.contrib.sb3 import SharedStart`, or wrap each environment in SharedStart yourself"
+        )
+    inner.envs = [sub if known else SharedStart(sub) for sub, known in zip(inner.envs, wrapped, strict=True)]
+
+
+def verify_shared_start(env: VecEnv, seed: int) -> None:
+    """Find out by trying that members share their start bit for bit; resets the sub-environments.
+
+    With equal start and equal noise, all of them and a second try must agree for some steps of equal actions; with
+    noise of their own, at the start.
+
+    Raises:
+        GroupStartError: names the sub-environment and the step where they differ.
+    """
+    space = copy.deepcopy(env.action_space)
+    space.seed(seed)
+    actions = [space.sample() for _ in range(_TRIAL_STEPS)]
+    start = Start(-1, derive_seed(seed, "start"), derive_seed(seed, "noise"))
+    other = start._replace(noise_seed=derive_seed(seed, "other"))
+    tries = [(start, actions), (start, actions), (other, [])]
+    traces = [env.env_method("try_start", *arguments) for arguments in tries]
+    expected = traces[0][0]
+    for index, trace in ((index, trace[index]) for index in range(env.num_envs) for trace in traces):
+        for step, (right, left) in enumerate(zip(expected, trace, strict=False)):
+            if right[1:] != left[1:] or not _same(right[0], left[0]):
+                when = "at the start" if step == 0 else f"at step {step} of equal actions with equal noise"
+                raise GroupStartError(
+                    f"members cannot share a start: what was started with the same seed differs {when}, in environment "
+                    f"{index}; fix: let the environment draw all its randomness from self.np_random, after "
+                    "super().reset(seed=seed), and keep nothing from one episode to the next; or compare episodes from "
+                    "different starts, with shared_starts='off'"
+                )
+
+
+def _same(right: Any, left: Any) -> bool:
+    """Whether two observations (arrays, or dictionaries of them) are the same bits; NaN equals NaN."""
+    if isinstance(right, dict):
+        return right.keys() == left.keys() and all(_same(right[key], left[key]) for key in right)
+    a, b = np.asarray(right), np.asarray(left)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+# The episode that each environment works on, and the steps that are not trained on yet
+
+
+class Tick(NamedTuple):
+    """One step of all E environments; every array is [E, ...]."""
+
+    obs: Array | dict[str, Array]
+    """What the policy saw, normalised as it was then."""
+    action: Array
+    """The policy's own action, before it was clipped."""
+    log_prob: Array
+    """Log-probability under the policy that drew the action."""
+    reward: Array
+    terminated: Array
+    truncated: Array
+
+
+@dataclass
+class Member:
+    """An episode, and its steps so far, which have no leading dimension."""
+
+    number: int
+    steps: list[Tick] = field(default_factory=list)
+    finished: bool = False
+
+
+class GroupBuffer:
+    """Hands out episodes in order, records their steps, and gives out whole groups.
+
+    Episode ``a`` is member ``a % group_size`` of group ``a // group_size``; members may run one after another or side by
+    side. Each environment holds one episode and knows the next one, for it resets itself.
+
+    Args:
+        seed: seeds all starts and all noise.
+        first_group: number of the first group.
+        starts: whether members share theirs.
+    """
+
+    def __init__(
+        self, num_envs: int, group_size: int, *, seed: int, first_group: int, starts: Literal["shared", "own"]
+    ) -> None:
+        self.group_size = group_size
+        self.seed = seed
+        self.starts = starts
+        first = first_group * group_size
+        self._queued = list(range(first, first + num_envs))
+        self._next = first + num_envs
+        self._current: list[Member] = []
+        self._groups: dict[int, list[Member]] = {}
+        """Begun episodes of each group that was not given out."""
+
+    @property
+    def num_opened(self) -> int:
+        """Every group below this number was begun."""
+        return max(self._groups, default=-1) + 1
+
+    @property
+    def next_group(self) -> int:
+        """Number of the first group that has not begun."""
+        return -(-self._next // self.group_size)
+
+    def begin(self) -> None:
+        """Note that all environments have just been reset to what they had queued."""
+        self._current = [self._begin(env) for env in range(len(self._queued))]
+
+    def queued(self, env: int) -> Start:
+        """The next start of an environment."""
+        number = self._queued[env]
+        group, member = divmod(number, self.group_size)
+        path = (group,) if self.starts == "shared" else (group, member)
+        start_seed = derive_seed(self.seed, "start", *path)
+        return Start(number, start_seed, derive_seed(self.seed, "noise", group, member))
+
+    def running(self, env: int) -> Running:
+        """The state in which an environment should be."""
+        episode = self._current[env]
+        return episode.number, len(episode.steps)
+
+    def record(self, tick: Tick) -> list[int]:
+        """Take one step of all environments; returns the environments that began their next episode.
+
+        Raises:
+            DataError: a reward or a log-probability is not finite.
+        """
+        for name, values in (("reward", tick.reward), ("log-probability", tick.log_prob)):
+            if not np.isfinite(values).all():
+                env = int(np.flatnonzero(~np.isfinite(values))[0])
+                raise DataError(
+                    f"the {name} of environment {env} is {values[env]}, expected a finite number; fix the environment "
+                    "or the policy that produced it (stable_baselines3's VecCheckNan finds which)"
+                )
+        for env, episode in enumerate(self._current):
+            obs = {key: x[env] for key, x in tick.obs.items()} if isinstance(tick.obs, dict) else tick.obs[env]
+            episode.steps.append(Tick(obs, *(values[env] for values in tick[1:])))
+        ended: list[int] = np.flatnonzero(tick.terminated | tick.truncated).tolist()
+        for env in ended:
+            self._current[env].finished = True
+            self._current[env] = self._begin(env)
+        return ended
+
+    def all_finished(self, below: int) -> bool:
+        """Whether no group with a number under ``below`` is waited for."""
+        return all(self._is_whole(group) for group in self._groups if group < below)
+
+    def take_whole_groups(self, device: torch.device) -> TensorDict | None:
+        """The steps of all whole groups as a rollout of one row ``[1, T+1]``; they are then forgotten. None without any."""
+        groups = [self._groups.pop(group) for group in sorted(self._groups) if self._is_whole(group)]
+        if not groups:
+            return None
+        episodes = [episode for group in groups for episode in group]
+        lengths = [len(episode.steps) for episode in episodes]
+        steps = [step for episode in episodes for step in episode.steps]
+        obs, *columns = zip(*steps, steps[-1], strict=True)  # the last slot is padding
+
+        def stacked(values: Sequence[Any]) -> Tensor:
+            return torch.as_tensor(np.stack(values)[None], device=device)
+
+        def label(values: Array, padding: int) -> Tensor:
+            return torch.as_tensor(np.append(values, padding)[None], device=device)
+
+        shape, is_dict = [1, len(obs)], isinstance(obs[0], dict)
+        counts = label(np.ones(len(steps)), 0).bool()
+        names = ("action", "sample_log_prob", "reward", "terminated", "truncated")
+        data = {
+            "obs": TensorDict({k: stacked([o[k] for o in obs]) for k in obs[0]}, shape) if is_dict else stacked(obs),
+            **{name: stacked(values) for name, values in zip(names, columns, strict=True)},
+            "valid": counts,
+            "loss_mask": counts.clone(),
+            "group_id": label(np.repeat(np.repeat(np.arange(len(groups)), self.group_size), lengths), -1),
+            "episode_id": label(np.repeat(np.arange(len(episodes)), lengths), -1),
+            "step": label(np.concatenate([np.arange(length) for length in lengths]), 0),
+        }
+        return TensorDict(data, batch_size=shape, device=device)
+
+    def _begin(self, env: int) -> Member:
+        episode = Member(self._queued[env])
+        self._groups.setdefault(episode.number // self.group_size, []).append(episode)
+        self._queued[env], self._next = self._next, self._next + 1
+        return episode
+
+    def _is_whole(self, group: int) -> bool:
+        members = self._groups[group]
+        return len(members) == self.group_size and all(member.finished for member in members)
+
+
+# Policies without a critic, and how the update sees them
+
+
+class NormalizedExtractor(BaseFeaturesExtractor):
+    """Flat observations, scaled to running mean 0 and standard deviation 1 if they are floats."""
+
+    def __init__(self, observation_space: spaces.Space) -> None:
+        super().__init__(observation_space, get_flattened_obs_dim(observation_space))
+        self.normalizer = ObsNormalizer(observation_space)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Features [B, F]."""
+        scaled: Tensor = self.normalizer(observations)
+        return scaled.flatten(start_dim=1)
+
+
+class ActorPolicy(BasePolicy):
+    """``MlpPolicy``: features, hidden layers, parameters of the action distribution. No value network anywhere.
+
+    Box actions are Gaussian and clipped on their way to the environment, as in Stable-Baselines3; their density is
+    that of the unclipped sample. Discrete actions are numbered from the space's ``start``.
+
+    Args:
+        net_arch: width of each hidden layer, or ``dict(pi=...)`` with it. Default: 64, 64; none behind a ``NatureCNN``.
+        optimizer_kwargs: default for Adam: ``eps=1e-5, fused=True``.
+
+    Raises:
+        ConfigError: ``net_arch`` describes more than the policy network.
+        UnsupportedSpaceError: actions are neither Discrete, MultiDiscrete, MultiBinary nor a Box of floats.
+    """
+
+    default_extractor: ClassVar[type[BaseFeaturesExtractor]] = FlattenExtractor
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        lr_schedule: Schedule,
+        net_arch: list[int] | dict[str, list[int]] | None = None,
+        activation_fn: type[nn.Module] = nn.Tanh,
+        ortho_init: bool = True,
+        log_std_init: float = 0.0,
+        features_extractor_class: type[BaseFeaturesExtractor] | None = None,
+        features_extractor_kwargs: dict[str, Any] | None = None,
+        normalize_images: bool = True,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam,
+        optimizer_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        features_extractor_class = features_extractor_class or self.default_extractor
+        if optimizer_kwargs is None:
+            optimizer_kwargs = {"eps": 1e-5, "fused": True} if optimizer_class is torch.optim.Adam else {}
+        super().__init__(
+            observation_space,
+            action_space,
+            features_extractor_class,
+            features_extractor_kwargs,
+            optimizer_class=optimizer_class,
+            optimizer_kwargs=optimizer_kwargs,
+            normalize_images=normalize_images,
+        )
+        if net_arch is None:
+            net_arch = [] if features_extractor_class is NatureCNN else [64, 64]
+        elif isinstance(net_arch, dict):
+            if net_arch.keys() != {"pi"}:
+                raise ConfigError(
+                    f"net_arch={net_arch!r} describes {sorted(net_arch)}, but without a critic there is a policy network "
+                    "only; fix: net_arch=[64, 64] or net_arch=dict(pi=[64, 64])"
+                )
+            net_arch = net_arch["pi"]
+        self.net_arch = net_arch
+        self.activation_fn = activation_fn
+        self.ortho_init = ortho_init
+        self.log_std_init = log_std_init
+        self.features_extractor = self.make_features_extractor()
+        self.features_dim = self.features_extractor.features_dim
+        self.head = make_head(action_space, PolicyCfg())
+        self.policy_net = nn.Sequential(*create_mlp(self.features_dim, -1, net_arch, activation_fn))
+        self.action_net = nn.Linear(net_arch[-1] if net_arch else self.features_dim, self.head.num_outputs)
+        free = self.head.num_params - self.head.num_outputs
+        self.log_std = nn.Parameter(torch.full((free,), log_std_init)) if free else None
+        if ortho_init:
+            self.features_extractor.apply(partial(self.init_weights, gain=float(np.sqrt(2))))
+            self.policy_net.apply(partial(self.init_weights, gain=float(np.sqrt(2))))
+            self.action_net.apply(partial(self.init_weights, gain=0.01))
+        self.optimizer = optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
+
+    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+        """Actions [B, ...] before they are clipped, and their log-probabilities."""
+        params = self.action_params(obs)
+        action = self.head.mode(params) if deterministic else self.head.sample(params)
+        return action, self.head.log_prob(params, action)
+
+    def action_params(self, obs: PyTorchObs) -> Tensor:
+        """Flat parameters of the action distribution: logits, or means and log standard deviations."""
+        outputs: Tensor = self.action_net(self.policy_net(self.extract_features(obs, self.features_extractor)))
+        if self.log_std is None:
+            return outputs
+        return torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)
+
+    def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> Tensor:
+        return self.head.env_action(self(observation, deterministic)[0])
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        """Arguments with which ``load`` calls the constructor."""
+        names = "net_arch activation_fn ortho_init log_std_init features_extractor_class features_extractor_kwargs"
+        own = {name: getattr(self, name) for name in (*names.split(), "optimizer_class", "optimizer_kwargs")}
+        return super()._get_constructor_parameters() | {"lr_schedule": self._dummy_schedule} | own
+
+
+class CnnActorPolicy(ActorPolicy):
+    """``CnnPolicy``: an ``ActorPolicy`` for images."""
+
+    default_extractor = NatureCNN
+
+
+class MultiInputActorPolicy(ActorPolicy):
+    """``MultiInputPolicy``: an ``ActorPolicy`` for dictionaries of observations."""
+
+    default_extractor = CombinedExtractor
+
+
+class ScoredActor(Policy):
+    """An ``ActorPolicy`` as the algorithms of this library see it: it acts and scores, and has no critic."""
+
+    actor_only = True
+
+    def __init__(self, actor: ActorPolicy) -> None:
+        super().__init__()
+        self.actor = actor
+        self.action_spec = actor.head.action_spec
+
+    @torch.no_grad()
+    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
+        """Actions for B observations, without gradient."""
+        head, params = self.actor.head, self._params(obs)
+        action = head.mode(params) if deterministic else head.sample(params, generator)
+        return Action(action, head.log_prob(params, action))
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Scores of ``batch["action"]`` given ``batch["obs"]``, with gradient."""
+        params = self._params(batch["obs"])
+        log_prob, entropy = self.actor.head.score(params, batch["action"])
+        return Evaluation(log_prob, entropy, None, params)
+
+    def _params(self, obs: Nested) -> Tensor:
+        return self.actor.action_params(obs if isinstance(obs, Tensor) else {k: obs[k] for k in obs.keys()})  # noqa: SIM118
+
+    def update_normalizers(self, rollout: TensorDict, engine: Engine) -> None:
+        """Update the statistics of a ``NormalizedExtractor``."""
+        if isinstance(self.actor.features_extractor, NormalizedExtractor):
+            self.actor.features_extractor.normalizer.update(rollout["obs"], rollout["valid"], engine.sum)
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Environment actions for one observation or a batch of them: numpy in, numpy out."""
+        return self.actor.predict(obs, deterministic=deterministic)[0]
+
+    def kl(self, dist: Tensor, other: Tensor) -> Tensor:
+        """Exact KL(dist || other) per element."""
+        return self.actor.head.kl(dist, other)
+
+
+# The algorithm
+
+
+class GRPO(OnPolicyAlgorithm):
+    """Group relative policy optimisation, for every place where a Stable-Baselines3 algorithm fits.
+
+    Arguments of SB3's PPO mean the same here. None stands for the preset's value, or for that in ``DEFAULTS``.
+
+    Args:
+        n_steps: steps of each environment after which a rollout waits for the groups under way, and ends.
+        batch_size: steps in one minibatch; a rollout is split evenly into the nearest whole number of them.
+        group_size: episodes at the same start.
+        credit: from rewards to advantages, or the name of a preset.
+        objective: ratio, trust region and aggregation, or the name of a preset.
+        clip_range: replaces both clip ranges of the objective; a number, or a function of the progress that remains.
+        preset: ``auto``, the tuned settings of the environment, or the name of a preset for credit and objective.
+        kl_coef: weight of the KL to a reference policy; 0 makes no reference.
+        kl_estimator: estimator of that KL; this and the next two are also set by a preset that is named as ``objective``.
+        top_entropy_quantile: share of the steps, those with the highest entropy, that have a policy loss.
+        adaptive_entropy: adapts ``ent_coef`` to the entropy.
+        kl_ref_iterations: rollouts between two renewals of the reference; None keeps the first policy.
+        shared_starts: ``verify``: members share their start, which is tried out before training; ``trust``: without
+            the trial; ``off``: every episode has a start of its own.
+
+    Raises:
+        ConfigError: a setting that is unknown, mistyped or impossible.
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+        "MlpPolicy": ActorPolicy,
+        "CnnPolicy": CnnActorPolicy,
+        "MultiInputPolicy": MultiInputActorPolicy,
+    }
+    policy: ActorPolicy  # type: ignore[assignment]
+    group_size: int
+    kl_coef: float
+    shared_starts: Literal["verify", "trust", "off"]
+    rollout_buffer: GroupBuffer | None  # type: ignore[assignment]
+    core: grpo.GRPO
+    """Groupwise's own algorithm, which makes the updates."""
+    _start_seed: int | None = None
+    _next_group = 0
+    _rollout_began_at = 0
+    _verified: VecEnv | None = None
+
+    def __init__(
+        self,
+        policy: str | type[BasePolicy],
+        env: GymEnv | str | None,
+        learning_rate: float | Schedule | None = None,
+        n_steps: int | None = None,
+        batch_size: int | None = None,
+        n_epochs: int | None = None,
+        gamma: float | None = None,
+        group_size: int | None = None,
+        credit: CreditCfg | dict[str, Any] | str | None = None,
+        objective: ObjectiveCfg | dict[str, Any] | str | None = None,
+        clip_range: float | Schedule | None = None,
+        preset: str | None = None,
+        kl_coef: float | None = None,
+        kl_estimator: str | None = None,
+        top_entropy_quantile: float | None = None,
+        adaptive_entropy: AdaptiveEntropyCfg | dict[str, Any] | None = None,
+        kl_ref_iterations: int | None = None,
+        shared_starts: Literal["verify", "trust", "off"] = "verify",
+        ent_coef: float | None = None,
+        max_grad_norm: float = 0.5,
+        target_kl: float | None = None,
+        stats_window_size: int = 100,
+        tensorboard_log: str | None = None,
+        policy_kwargs: dict[str, Any] | None = None,
+        verbose: int = 0,
+        seed: int | None = None,
+        device: torch.device | str = "auto",
+        _init_setup_model: bool = True,
+        **others: Any,
+    ) -> None:
+        refuse(others, GRPO)
+        super().__init__(
+            policy,  # type: ignore[arg-type]
+            env,  # type: ignore[arg-type]
+            learning_rate=0.0,  # this and the next three: below, once the environment is known
+            n_steps=0,
+            gamma=0.0,
+            ent_coef=0.0,
+            max_grad_norm=max_grad_norm,
+            stats_window_size=stats_window_size,
+            tensorboard_log=tensorboard_log,
+            policy_kwargs=policy_kwargs,
+            verbose=verbose,
+            seed=seed,
+            device=device,
+            _init_setup_model=False,
+            supported_action_spaces=(spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
+            gae_lambda=1.0,  # nothing here reads this and the next three
+            vf_coef=0.0,
+            use_sde=False,
+            sde_sample_freq=-1,
+        )
+        observations = None if self.env is None else self.env.observation_space
+        if isinstance(observations, spaces.Tuple):
+            raise UnsupportedSpaceError(
+                "Stable-Baselines3 has no Tuple observations; fix: gymnasium.wrappers.FlattenObservation(env)"
+            )
+        given = {name: value for name, value in locals().items() if name in {"learning_rate", *ARGUMENTS}}
+        tuned = DEFAULTS if preset is None else DEFAULTS | preset_arguments(preset, self.env)
+        for name, value in given.items():
+            setattr(self, name, tuned.get(name) if value is None else value)
+        if tuned.get("normalize_obs") and isinstance(observations, spaces.Box):
+            self.policy_kwargs = {"features_extractor_class": NormalizedExtractor, **self.policy_kwargs}
+        self.rollout_buffer = None
+        self._core_state: dict[str, Any] = {}
+        if _init_setup_model:
+            self._setup_model()
+
+    def _setup_model(self) -> None:
+        """Create policy and optimiser, and the update that trains them; settings take the values of their preset."""
+        if not issubclass(self.policy_class, ActorPolicy):
+            raise ConfigError(
+                f"{self.policy_class.__name__} is not a policy without a critic; fix: 'MlpPolicy', 'CnnPolicy', "
+                "'MultiInputPolicy' or a subclass of groupwise.contrib.sb3.ActorPolicy; load a file with the class that saved it"
+            )
+        self._setup_lr_schedule()
+        self.set_random_seed(self.seed)
+        if self.seed is not None:
+            self._start_seed = self.seed
+        elif self._start_seed is None:
+            self._start_seed = int(np.random.randint(2**31))
+        policy = self.policy_class(self.observation_space, self.action_space, self.lr_schedule, **self.policy_kwargs)
+        self.policy = policy.to(self.device)
+        self._maybe_recommend_cpu(ActorPolicy.__name__)
+        cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
+        for name in ("credit", "objective", *OF_OBJECTIVE):
+            setattr(self, name, vars(cfg)[name])
+        # trains the policy in evaluation mode: what acted and what is scored are the same function
+        self.core = grpo.GRPO(cfg, ScoredActor(self.policy), seed=self._start_seed)
+        self.core.optimizer = self.policy.optimizer
+        self.core.load_state_dict(self.core.state_dict() | self._core_state)
+
+    @property
+    def reference_policy(self) -> ActorPolicy:
+        """The frozen policy that ``kl_coef`` draws towards."""
+        reference = self.core.reference
+        if not isinstance(reference, ScoredActor):
+            raise ConfigError("kl_coef is 0, so there is no reference policy; fix: GRPO(..., kl_coef=0.02)")
+        return reference.actor
+
+    def learn(
+        self: SelfGRPO,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        log_interval: int = 1,
+        tb_log_name: str = "GRPO",
+        reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
+    ) -> SelfGRPO:
+        """The model itself, trained for at least ``total_timesteps`` environment steps.
+
+        Raises:
+            EnvError: the starts of the environments cannot be set.
+            GroupStartError: members do not share their start.
+        """
+        before = self._core_state
+        super().learn(total_timesteps, callback, log_interval, tb_log_name, reset_num_timesteps, progress_bar)
+        assert self.env is not None
+        self.env.env_method("queue_start", None)  # the next user of the environments resets them normally
+        if self._core_state is before and self.num_timesteps >= self._total_timesteps:
+            warnings.warn(
+                f"nothing was learned: no group of {self.group_size} episodes was finished in "
+                f"{self.num_timesteps - self._num_timesteps_at_start} steps; fix: more total_timesteps, a smaller "
+                "group_size, or an environment with a step limit",
+                stacklevel=2,
+            )
+        return self
+
+    def _setup_learn(
+        self,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        reset_num_timesteps: bool = True,
+        tb_log_name: str = "run",
+        progress_bar: bool = False,
+    ) -> tuple[int, BaseCallback]:
+        """Go on with the episodes under way, or start the first ones by the reset that SB3 does here."""
+        env, groups = self.env, self.rollout_buffer
+        if env is None:
+            raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
+        insert_shared_start(env)
+        # episodes go on if every environment is where training left it
+        goes_on = not reset_num_timesteps and groups is not None and self._last_obs is not None
+        if goes_on and groups is not None:
+            goes_on = all(running == groups.running(i) for i, running in enumerate(self._queue(env, groups)))
+        if not goes_on:
+            assert self._start_seed is not None
+            if self.shared_starts == "verify" and self._verified is not env:
+                verify_shared_start(env, derive_seed(self._start_seed, "verify"))
+                self._verified = env
+            if groups is not None:
+                self._next_group = groups.next_group
+            groups = self.rollout_buffer = GroupBuffer(
+                env.num_envs,
+                self.group_size,
+                seed=self._start_seed,
+                first_group=self._next_group,
+                starts="own" if self.shared_starts == "off" else "shared",
+            )
+            self._queue(env, groups)
+            self._last_obs = None
+        total_timesteps, callback = super()._setup_learn(
+            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+        )
+        if not goes_on and groups is not None:
+            groups.begin()
+            self._queue(env, groups)
+        return total_timesteps, callback
+
+    def _queue(self, env: VecEnv, groups: GroupBuffer) -> list[Running]:
+        """Tell each environment what it starts next; returns what each is doing now."""
+        return [env.env_method("queue_start", groups.queued(i), indices=i)[0] for i in range(env.num_envs)]
+
+    def collect_rollouts(
+        self,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: GroupBuffer,  # type: ignore[override]
+        n_rollout_steps: int,
+    ) -> bool:
+        """Step until the groups that were begun within ``n_rollout_steps`` are whole; False if a callback stopped it.
+
+        The training's last rollout waits for nothing once all its steps are taken.
+
+        Raises:
+            EnvError: something else used an environment.
+        """
+        self.policy.set_training_mode(False)
+        self._rollout_began_at = self.num_timesteps
+        callback.on_rollout_start()
+        n_steps, begun = 0, 0
+        while n_steps < n_rollout_steps or (
+            self.num_timesteps < self._total_timesteps and not rollout_buffer.all_finished(begun)
+        ):
+            assert self._last_obs is not None
+            seen = copy.deepcopy(self._last_obs)  # environments may reuse their arrays
+            with torch.no_grad():
+                obs_tensor = obs_as_tensor(seen, self.device)
+                actions, log_probs = self.policy(obs_tensor)
+                clipped_actions = self.policy.head.env_action(actions).cpu().numpy()
+            actions = actions.cpu().numpy()
+            new_obs, rewards, dones, infos = env.step(clipped_actions)
+            n_steps += 1
+            self.num_timesteps += env.num_envs
+            # all of it is recorded before a callback may stop the training, so that it can continue later
+            cut = [info.get("TimeLimit.truncated", False) for info in infos]
+            truncated = np.array(cut, dtype=np.bool_) & dones
+            self._last_obs = new_obs  # type: ignore[assignment]
+            reward = np.array(rewards, dtype=np.float32)
+            tick = Tick(seen, actions, log_probs.cpu().numpy(), reward, dones & ~truncated, truncated)
+            for index in rollout_buffer.record(tick):
+                found = env.env_method("queue_start", rollout_buffer.queued(index), indices=index)[0]
+                if found != (expected := rollout_buffer.running(index)):
+                    raise EnvError(
+                        f"environment {index} should be at {expected} and is at {found}: something else reset or "
+                        "stepped it during learn(); fix: evaluate on an environment of its own"
+                    )
+            if n_steps == n_rollout_steps:
+                begun = rollout_buffer.num_opened
+            self._update_info_buffer(infos, dones)
+            callback.update_locals(locals())
+            if not callback.on_step():
+                return False
+        callback.update_locals(locals())
+        callback.on_rollout_end()
+        return True
+
+    def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
+        """Take the progress at the rollout's start. SB3 asks at its end, where the last update of a ``learn`` would get a rate of 0.
+
+        A training of one rollout would then learn nothing; and as a rollout may go beyond the end, the rate could be negative.
+        """
+        super()._update_current_progress_remaining(self._rollout_began_at, total_timesteps)
+
+    def train(self) -> None:
+        """Improve the policy by the whole groups at hand; without any, leave it as it is."""
+        assert self.rollout_buffer is not None
+        self._next_group = self.rollout_buffer.next_group
+        rollout = self.rollout_buffer.take_whole_groups(self.device)
+        if rollout is None:
+            return
+        schedule = vars(self)["clip_range"]
+        if callable(schedule):
+            width = float(schedule(self._current_progress_remaining))
+            objective = self.core.cfg.objective
+            region = objective.trust_region.model_copy(update={"clip_low": width, "clip_high": width})
+            objective = objective.model_copy(update={"trust_region": region})
+            self.core.cfg = self.core.cfg.model_copy(update={"objective": objective})
+        else:
+            self.core.set_progress(1 - self._current_progress_remaining)  # SB3 sets the learning rate
+        self._update_learning_rate(self.policy.optimizer)
+        metrics = {name: value.item() for name, value in self.core.update(rollout).items()}
+        self._core_state = {
+            key: value.cpu() if isinstance(value, Tensor) else value
+            for key, value in self.core.state_dict().items()
+            if key not in ("optimizer", "reference")  # SB3 saves them, as state dicts
+        }
+        self._n_updates += int(metrics["train/optimizer_steps"])
+        # logged under SB3's names where it has one
+        record = self.logger.record
+        record("train/policy_gradient_loss", metrics["train/policy_loss"])
+        record("train/entropy_loss", -metrics["train/entropy"])
+        for name in ("loss", "approx_kl", "clip_fraction", "grad_norm", *(["kl"] if self.kl_coef > 0 else [])):
+            record(f"train/{name}", metrics[f"train/{name}"])
+        if self.policy.log_std is not None:
+            record("train/std", self.policy.log_std.exp().mean().item())
+        record("train/n_updates", self._n_updates, exclude="tensorboard")
+        record("train/clip_range", clip_range(self.core.cfg.objective.trust_region)[1])
+        record("rollout/groups", int(rollout["group_id"].max()) + 1)
+        record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
+
+    @classmethod
+    def load(
+        cls: type[SelfGRPO],
+        path: str | Path | io.BufferedIOBase,
+        env: GymEnv | None = None,
+        device: torch.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
+        print_system_info: bool = False,
+        force_reset: bool = True,
+        **kwargs: Any,
+    ) -> SelfGRPO:
+        """The model that was saved there, with other settings where ``kwargs`` has some.
+
+        Raises:
+            ConfigError: another algorithm saved it, or ``kwargs`` names no argument.
+        """
+        if "preset" in kwargs:
+            raise ConfigError("a preset is chosen when the model is made; fix: leave it out of load()")
+        refuse(kwargs, cls)
+        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+
+    def _excluded_save_params(self) -> list[str]:
+        """Names that are not saved: SB3's, what follows from the rest, and the environments."""
+        return [*super()._excluded_save_params(), "core", "_verified"]
+
+    def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
+        """Names that are saved as state dicts: policy, optimiser, and the reference if there is one."""
+        names, tensors = super()._get_torch_save_params()
+        return names + ["reference_policy"] * (self.kl_coef > 0), tensors

@@ -22,7 +22,8 @@ from groupwise.config.run import EnvCfg, StartMode
 from groupwise.data.spaces import allowed_action, flat_action, obs_spec, space_kind, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.gymnasium import kept_space
-from groupwise.envs.make import check_id, make_env, make_one, makes_rows, step_limit
+from groupwise.envs.make import make_env, make_one, makes_rows, step_limit
+from groupwise.envs.names import check_id
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.heads import make_head
 

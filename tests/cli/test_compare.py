@@ -11,7 +11,7 @@ from run_folders import write_seeds
 
 import groupwise as gw
 from groupwise import cli
-from groupwise.cli.compare import parse_word
+from groupwise.cli.eval import parse_word
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from run_folders import write_run
 
 from groupwise import cli
-from groupwise.cli import installation
+from groupwise.cli import report as installation
 from groupwise.errors import EnvError
 from groupwise.report.folder import RunFolder
 

@@ -3,7 +3,7 @@
 import pytest
 
 from groupwise import cli
-from groupwise.cli import launch
+from groupwise.cli import train as launch
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from groupwise import cli
-from groupwise.cli import evolve
+from groupwise.cli.train import evolve_command
 
 PAGE = Path(__file__).parents[2] / "docs/cluster.md"
 STANDS_IN = {
@@ -103,7 +103,7 @@ def test_the_ray_job_searches_and_when_started_again_goes_on(words_of):
     assert (shell, flag) == ("bash", "-c")
     program, command, *options = words_of(script)
     assert (program, command) == ("groupwise", "evolve")
-    known = set(re.findall(r"--[a-z-]+", evolve.HELP)) | {"--run-dir"}
+    known = set(re.findall(r"--[a-z-]+", evolve_command.__doc__)) | {"--run-dir"}
     assert {word for word in options if word.startswith("--")} <= known
     folder = Path(options[options.index("--run-dir") + 1])
     folder.mkdir()

@@ -3,7 +3,8 @@
 import pytest
 
 from groupwise import cli
-from groupwise.cli import train as launch
+from groupwise.cli import train
+from groupwise.cli.options import Parser
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_torchrun_gets_all_other_words(command, monkeypatch, tmp_path):
 
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
-    monkeypatch.setattr(launch.os, "execv", execv)
+    monkeypatch.setattr(train.os, "execv", execv)
     with pytest.raises(ReplacedError) as caught:
         cli.main(f"{command} --total-steps 5 --launcher torchrun --workers 4 --plugin {plugin}".split())
     [words] = caught.value.args
@@ -69,9 +70,9 @@ def test_ray_gets_what_it_keeps_for_workers_and_servers(capsys):
     from groupwise.integrations.ray import Servers, Workers
 
     words = "train text.json --launcher ray --cpus 3 --servers 2 --server-cpus 4 --server-gpus 1"
-    launched, rest = launch.parse_launch(words.split())
+    launch, rest = train.parse_launch(Parser(), words.split())
     assert rest == ["train", "text.json"]
-    assert launched.on_ray() == {"workers": Workers(2, cpus=3), "servers": Servers(2, cpus=4, gpus=1)}
-    launched, _ = launch.parse_launch(["--launcher", "ray"])
-    assert launched.on_ray() == {"workers": Workers(2), "servers": None}
+    assert train.on_ray(launch) == {"workers": Workers(2, cpus=3), "servers": Servers(2, cpus=4, gpus=1)}
+    launch, _ = train.parse_launch(Parser(), ["--launcher", "ray"])
+    assert train.on_ray(launch) == {"workers": Workers(2), "servers": None}
     assert capsys.readouterr().err.count("to follow it: groupwise view") == 2

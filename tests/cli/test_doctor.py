@@ -98,18 +98,12 @@ def test_a_missing_package_is_trouble(monkeypatch):
     assert (found.verdict, found.text) == ("bad", "nothing-there is not installed.")
 
 
-@pytest.mark.parametrize(("threads", "verdict"), [(2, "good"), (64, "look")])
-def test_more_threads_than_processors(monkeypatch, threads, verdict):
+@pytest.mark.parametrize(("threads", "load", "verdict"), [(2, 0.5, "good"), (64, 0.5, "look"), (2, 9.0, "look")])
+def test_more_threads_or_load_than_processors(monkeypatch, threads, load, verdict):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(doctor, "num_cpus", lambda: 2)
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.5, 0.5, 0.5))
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, 0.5, 0.5))
     assert doctor.threads().verdict == verdict
-
-
-def test_processors_that_others_keep_busy(monkeypatch):
-    monkeypatch.setattr(doctor, "num_cpus", lambda: 2)
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (9.0, 0.5, 0.5))
-    assert "the load is 9.0" in doctor.threads().text
 
 
 def test_a_driver_without_a_build_for_it(monkeypatch):

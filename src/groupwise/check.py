@@ -47,9 +47,6 @@ class Finding(Generic[T]):
     fix: str = ""
 
 
-Measured: TypeAlias = tuple[str, Any, Any, int | None, Finding[str], dict[str, Finding[float]]]
-"""Name, spaces of observations and actions, step limit, success, microseconds by start mode."""
-
 NO_LIMIT = Finding[int](None, "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps")
 
 
@@ -136,8 +133,32 @@ def check_env(env: object) -> EnvReport:
     multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child
     cfg, make = _source(env)
     rows = cfg.vectorization == "torch" or (make is not None and makes_rows(make))
-    measure = _measure_rows if rows else _measure_single
-    name, space, actions, max_steps, success, modes = measure(cfg, make)
+    plain = cfg.model_copy(update={**_GROUP_SETTINGS, **({} if rows else {"vectorization": "sync"})})
+    modes: dict[str, Finding[float]]
+    if rows:
+        with closing(make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)) as made:
+            only = Finding[float](None, f"it makes its rows itself, and starts them by {made.start_mode}")
+            modes = dict.fromkeys([*START_MODES], only)
+            modes[made.start_mode] = _tried(partial(_median_start_us, made, NUM_ENVS))
+            name, space, actions, max_steps = (
+                made.env_id,
+                made.observation_space,
+                made.action_space,
+                made.max_episode_steps,
+            )
+            success = _tried(partial(_success, made))
+    else:
+        with closing(make_one(cfg, make)) as one:
+            name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
+            space, _ = kept_space(one.observation_space, cfg.kept_keys)
+            actions, max_steps = one.action_space, step_limit(one)
+        modes = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
+
+        def success_of_one() -> str:
+            with closing(make_env(plain, grouped=True, num_envs=1, env=make, verify=False)) as made:
+                return _success(made)
+
+        success = _tried(success_of_one)
     start_varies, noise_varies, training = _training(cfg, make)
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
     action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
@@ -160,33 +181,6 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
             f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...))"
         )
     return EnvCfg(id="<given in Python>"), env
-
-
-def _measure_single(cfg: EnvCfg, make: Maker) -> Measured:
-    """Measure an environment that is made one by one."""
-    with closing(make_one(cfg, make)) as env:
-        name = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
-        space, _ = kept_space(env.observation_space, cfg.kept_keys)
-        limit = step_limit(env)
-    modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
-    return name, space, env.action_space, limit, _tried(partial(_success_of_single, cfg, make)), modes
-
-
-def _measure_rows(cfg: EnvCfg, make: Maker) -> Measured:
-    """Measure an environment that makes all its rows itself."""
-    plain = cfg.model_copy(update=_GROUP_SETTINGS)
-    with closing(make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)) as env:
-        only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
-        modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
-        modes[env.start_mode] = _tried(partial(_median_start_us, env, NUM_ENVS))
-        success = _tried(partial(_success, env))
-        return env.env_id, env.observation_space, env.action_space, env.max_episode_steps, success, modes
-
-
-def _success_of_single(cfg: EnvCfg, make: Maker) -> str:
-    plain = cfg.model_copy(update={**_GROUP_SETTINGS, "vectorization": "sync"})
-    with closing(make_env(plain, grouped=True, num_envs=1, env=make, verify=False)) as env:
-        return _success(env)
 
 
 def _success(env: VectorEnv) -> str:

@@ -242,7 +242,7 @@ class GroupRequest(NamedTuple):
     vocabulary: int
     """Tokens that the model has."""
     version: str
-    """Of the weights that must write them: ``<run>-<iteration>``."""
+    """Version of the weights that must write them: ``<run>-<iteration>``."""
     greedy: bool = False
     """Take the most likely token each time."""
 
@@ -253,10 +253,10 @@ class Answer(NamedTuple):
     tokens: list[int]
     """The token that ended it included."""
     log_probs: list[float]
-    """Of each token, under the distribution that it was drawn from."""
+    """Log-probability of each token, under the distribution that it was drawn from."""
     stop: Stop
     versions: list[str]
-    """Of the weights that wrote each token."""
+    """Version of the weights that wrote each token."""
 
 
 # vLLM's server (0.32): token ids in, token ids and log-probabilities out.

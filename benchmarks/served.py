@@ -23,7 +23,7 @@ import smollm2
 import text_learn
 
 import groupwise as gw
-from groupwise.cli.seeds import parse_seeds
+from groupwise.cli.train import parse_seeds
 
 RESULTS = Path(__file__).parent / "results" / "served.json"
 TOKENS = 4_000

@@ -21,7 +21,7 @@ import smollm2
 import torch
 
 import groupwise as gw
-from groupwise.cli.seeds import parse_seeds
+from groupwise.cli.train import parse_seeds
 from groupwise.system import num_cpus
 
 HERE = Path(__file__).parent

@@ -63,7 +63,6 @@ FAMILIES: dict[str, list[str]] = {
 
 NOTE = "<!-- Written by docs/check_envs.py from environments.json. -->"
 START_MODES = ("native", "snapshot", "seed", "fresh")
-WAYS = ("entry_point", "sync", "async")
 
 
 def main(arguments: list[str]) -> None:
@@ -123,8 +122,8 @@ def page(data: dict[str, Any]) -> str:
                 "- `steps random`: members with their own random numbers drifted apart within some tens of random steps.",
                 *(text for title, names in present.items() if names for text in facts(title, names, found)),
                 "## Times",
-                "Starts in microseconds per member. Environment steps per second with 8 environments and random actions. "
-                "**Both depend on the machine** (here 2 cores, busy with other work), so compare them within a row only.",
+                "Starts in microseconds per member. **They depend on the machine** (here 2 cores, busy with other work), so "
+                "compare them within a row only.",
                 *(text for title, names in present.items() if names for text in times(title, names, found)),
             ]
         )
@@ -177,15 +176,11 @@ def refusals(report: dict[str, Any]) -> dict[str, Any]:
 
 def times(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
     """Table of the times."""
-    header = ("environment", *(f"start by {mode}" for mode in START_MODES), *(f"steps/s {way}" for way in WAYS))  # fmt: skip
+    header = ("environment", *(f"start by {mode}" for mode in START_MODES))
     rows = []
     for name in names:
-        report = found[name]
-        numbers = [
-            *(report["start_modes"][mode]["value"] for mode in START_MODES),
-            *(report["steps_per_second"][way]["value"] for way in WAYS),
-        ]
-        rows.append((f"`{name}`", *map(rounded, numbers)))
+        modes = found[name]["start_modes"]
+        rows.append((f"`{name}`", *(rounded(modes[mode]["value"]) for mode in START_MODES)))
     return [f"### {title}: times", table(header, rows)]
 
 

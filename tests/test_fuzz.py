@@ -21,7 +21,7 @@ from text_runs import copying, save_model
 from tiny_tokenizers import character_tokenizer
 
 import groupwise as gw
-from groupwise.cli.options import parse_options
+from groupwise.cli.options import Parser, parse_options
 from groupwise.config import resolve, to_json
 from groupwise.config.run import RewardCfg, TextTaskCfg
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, RunFolderError
@@ -111,7 +111,7 @@ def test_settings(kind: str, folder: Path, data: st.DataObject):
     )
 )
 def test_options(words: list[str]):
-    only(ConfigError, lambda: parse_options(["CartPole-v1", *words], prog="groupwise train", description="x"))
+    only(ConfigError, lambda: parse_options(["CartPole-v1", *words], Parser()))
 
 
 @pytest.fixture(scope="module")

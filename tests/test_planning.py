@@ -310,7 +310,7 @@ def test_the_peak_is_what_is_kept_and_the_fullest_phase(llama):
 
 
 def test_each_fix_fits_and_is_an_option_of_the_command_line(llama):
-    from groupwise.cli.options import parse_options
+    from groupwise.cli.options import Parser, parse_options
 
     cfg = settings(llama, sampling={"max_new_tokens": 900}, num_prompts=640)
     path = llama / "run.json"
@@ -321,7 +321,7 @@ def test_each_fix_fits_and_is_an_option_of_the_command_line(llama):
         assert found
         for options, peak in found.items():
             assert peak <= plan.room
-            changed = parse_options([str(path), *options.split()], prog="x", description="", flags=())
+            changed = parse_options([str(path), *options.split()], Parser())
             assert planned(changed, gpus=gpus).peak == pytest.approx(peak)
 
 

@@ -1,4 +1,4 @@
-"""Try out what an environment supports in training: spaces, start modes and speed."""
+"""Try out what an environment supports in training: spaces, start modes, success."""
 
 import logging
 import multiprocessing.spawn
@@ -22,12 +22,12 @@ from groupwise.config.run import EnvCfg, StartMode
 from groupwise.data.spaces import allowed_action, flat_action, obs_spec, space_kind, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
 from groupwise.envs.gymnasium import kept_space
-from groupwise.envs.make import check_id, make_env, make_one, makes_rows, step_limit
+from groupwise.envs.make import make_env, make_one, makes_rows, step_limit
+from groupwise.envs.names import check_id
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.heads import make_head
 
 START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
-VECTORIZATIONS = ("entry_point", "sync", "async")
 NUM_ENVS = 8
 _BUDGET_S = 0.3
 _EPISODE_S = 3.0
@@ -46,11 +46,6 @@ class Finding(Generic[T]):
     reason: str = ""
     fix: str = ""
 
-
-Measured: TypeAlias = tuple[
-    str, Any, Any, int | None, Finding[str], dict[str, Finding[float]], dict[str, Finding[float]]
-]
-"""Name, spaces of observations and actions, step limit, success, microseconds by start mode, steps per second."""
 
 NO_LIMIT = Finding[int](None, "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps")
 
@@ -79,9 +74,8 @@ class EnvReport:
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``start_modes``: microseconds of a member's start,
-    for each mode that passes its check.
-    ``steps_per_second``: with 8 environments and random actions, by vectorisation. ``training``: GRPO's defaults; its
-    value is None where GRPO refuses the environment.
+    for each mode that passes its check. ``training``: GRPO's defaults; its value is None where GRPO refuses the
+    environment.
     """
 
     env_id: str
@@ -92,7 +86,6 @@ class EnvReport:
     start_varies: Finding[bool]
     noise_varies: Finding[bool]
     start_modes: dict[str, Finding[float]]
-    steps_per_second: dict[str, Finding[float]]
     training: Finding[Training]
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,8 +114,6 @@ class EnvReport:
         yield "steps are random", self.noise_varies, "yes" if self.noise_varies.value else "not found"
         for mode, cost in self.start_modes.items():
             yield f"shared start: {mode}", cost, f"yes, {cost.value or 0:,.1f} us"
-        for way, speed in self.steps_per_second.items():
-            yield f"steps/s: {way}", speed, f"{speed.value or 0:,.0f}"
         yield "training uses", self.training, str(self.training.value)
 
 
@@ -142,8 +133,32 @@ def check_env(env: object) -> EnvReport:
     multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child
     cfg, make = _source(env)
     rows = cfg.vectorization == "torch" or (make is not None and makes_rows(make))
-    measure = _measure_rows if rows else _measure_single
-    name, space, actions, max_steps, success, modes, speeds = measure(cfg, make)
+    plain = cfg.model_copy(update={**_GROUP_SETTINGS, **({} if rows else {"vectorization": "sync"})})
+    modes: dict[str, Finding[float]]
+    if rows:
+        with closing(make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)) as made:
+            only = Finding[float](None, f"it makes its rows itself, and starts them by {made.start_mode}")
+            modes = dict.fromkeys([*START_MODES], only)
+            modes[made.start_mode] = _tried(partial(_median_start_us, made, NUM_ENVS))
+            name, space, actions, max_steps = (
+                made.env_id,
+                made.observation_space,
+                made.action_space,
+                made.max_episode_steps,
+            )
+            success = _tried(partial(_success, made))
+    else:
+        with closing(make_one(cfg, make)) as one:
+            name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
+            space, _ = kept_space(one.observation_space, cfg.kept_keys)
+            actions, max_steps = one.action_space, step_limit(one)
+        modes = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
+
+        def success_of_one() -> str:
+            with closing(make_env(plain, grouped=True, num_envs=1, env=make, verify=False)) as made:
+                return _success(made)
+
+        success = _tried(success_of_one)
     start_varies, noise_varies, training = _training(cfg, make)
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
     action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
@@ -151,7 +166,7 @@ def check_env(env: object) -> EnvReport:
     missing = [needed for needed in (observation, action) if needed.value is None]
     if missing:
         training = Finding(None, missing[0].reason, missing[0].fix)
-    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, modes, speeds, training)
+    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, modes, training)
 
 
 def _source(env: object) -> tuple[EnvCfg, Maker]:
@@ -166,35 +181,6 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
             f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...))"
         )
     return EnvCfg(id="<given in Python>"), env
-
-
-def _measure_single(cfg: EnvCfg, make: Maker) -> Measured:
-    """Of an environment that is made one by one."""
-    with closing(make_one(cfg, make)) as env:
-        name = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
-        space, _ = kept_space(env.observation_space, cfg.kept_keys)
-        limit = step_limit(env)
-    modes: dict[str, Finding[float]] = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
-    speeds = {way: _tried(partial(_steps_per_second, cfg, make, way)) for way in VECTORIZATIONS}
-    return name, space, env.action_space, limit, _tried(partial(_success_of_single, cfg, make)), modes, speeds
-
-
-def _measure_rows(cfg: EnvCfg, make: Maker) -> Measured:
-    """Of an environment that makes all its rows itself."""
-    plain = cfg.model_copy(update=_GROUP_SETTINGS)
-    with closing(make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)) as env:
-        only = Finding[float](None, f"it makes its rows itself, and starts them by {env.start_mode}")
-        modes: dict[str, Finding[float]] = dict.fromkeys([*START_MODES], only)
-        modes[env.start_mode] = _tried(partial(_median_start_us, env, NUM_ENVS))
-        speeds = {"own" if make is not None else str(cfg.vectorization): _tried(partial(_speed, env))}
-        success = _tried(partial(_success, env))
-        return env.env_id, env.observation_space, env.action_space, env.max_episode_steps, success, modes, speeds
-
-
-def _success_of_single(cfg: EnvCfg, make: Maker) -> str:
-    plain = cfg.model_copy(update={**_GROUP_SETTINGS, "vectorization": "sync"})
-    with closing(make_env(plain, grouped=True, num_envs=1, env=make, verify=False)) as env:
-        return _success(env)
 
 
 def _success(env: VectorEnv) -> str:
@@ -237,8 +223,8 @@ def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], F
 def _start_us(cfg: EnvCfg, make: Maker, mode: StartMode) -> float:
     """Microseconds of a row's start by this mode, which is verified, at a start that was used before."""
     native = mode == "native"
-    if native:
-        _require_entry_point(cfg, make)
+    if native and (make is not None or gymnasium.spec(cfg.id).vector_entry_point is None):
+        raise EnvError("it registers no vectorised version")
     asked = cfg.model_copy(update={"start_mode": mode, "vectorization": "entry_point" if native else "sync"})
     with closing(make_env(asked, grouped=True, num_envs=NUM_ENVS if native else 2, env=make)) as env:
         return _median_start_us(env, NUM_ENVS if native else 1)
@@ -255,27 +241,6 @@ def _median_start_us(env: GroupEnv, rows: int, times: int = 20) -> float:
         env.start(chosen, seeds, seeds)
         took.append(time.perf_counter() - begun)
     return float(np.median(took)) * 1e6 / rows
-
-
-def _steps_per_second(cfg: EnvCfg, make: Maker, way: str) -> float:
-    """Of 8 environments with random actions."""
-    if way == "entry_point":
-        _require_entry_point(cfg, make)
-    asked = cfg.model_copy(update={**_GROUP_SETTINGS, "vectorization": way})
-    grouped = way != "entry_point"
-    with closing(make_env(asked, grouped=grouped, num_envs=NUM_ENVS, env=make, verify=False)) as env:
-        return _speed(env)
-
-
-def _speed(env: VectorEnv) -> float:
-    """Environment steps per second with random actions."""
-    steps = _random_steps(env)
-    next(steps)
-    taken, begun = 0, time.perf_counter()
-    while taken < 8 or time.perf_counter() - begun < _BUDGET_S:
-        next(steps)
-        taken += 1
-    return taken * env.num_envs / (time.perf_counter() - begun)
 
 
 def _random_steps(env: VectorEnv) -> Iterator[EnvStep]:
@@ -308,11 +273,6 @@ def _tried(probe: Callable[[], T]) -> Finding[T]:
             return Finding(None, kind + reason, fix)
         finally:
             logging.disable(logging.NOTSET)
-
-
-def _require_entry_point(cfg: EnvCfg, make: Maker) -> None:
-    if make is not None or gymnasium.spec(cfg.id).vector_entry_point is None:
-        raise EnvError("it registers no vectorised version")
 
 
 def _brief(space: Any) -> str:

@@ -1,4 +1,4 @@
-"""What training asks of an inference server: five verbs."""
+"""Inference servers: calls over HTTP, vLLM's API, servers of one's own, and servers that something else places."""
 
 import json
 import logging
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -24,8 +23,6 @@ from urllib.parse import urlsplit
 from groupwise import system as files
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, GroupwiseError, ServerError
-
-# JSON over HTTP, with time limits and repetition.
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +242,7 @@ class GroupRequest(NamedTuple):
     vocabulary: int
     """Tokens that the model has."""
     version: str
-    """Of the weights that must write them: ``<run>-<iteration>``."""
+    """Version of the weights that must write them: ``<run>-<iteration>``."""
     greedy: bool = False
     """Take the most likely token each time."""
 
@@ -256,36 +253,28 @@ class Answer(NamedTuple):
     tokens: list[int]
     """The token that ended it included."""
     log_probs: list[float]
-    """Of each token, under the distribution that it was drawn from."""
+    """Log-probability of each token, under the distribution that it was drawn from."""
     stop: Stop
     versions: list[str]
-    """Of the weights that wrote each token."""
+    """Version of the weights that wrote each token."""
 
 
-class Reply(NamedTuple):
-    """One completion as a server tells it."""
+# vLLM's server (0.32): token ids in, token ids and log-probabilities out.
 
-    prompt: Sequence[int]
-    """What it completed."""
-    tokens: list[int]
-    scored: Sequence[tuple[int, float]]
-    """Tokens and their log-probabilities."""
-    end: str
-    """``"stop"`` or ``"length"``; anything else is an error."""
-    versions: list[str]
-    """Of the weights that wrote each token."""
+ADAPTER = "groupwise"
+"""Name under which adapters are served."""
+FLAGS = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out")
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+FIX = f"fix: start it by groupwise serve, or with {' '.join(f'{k}={v}' for k, v in ENVIRONMENT.items())} and {' '.join(FLAGS)}"
 
 
-class Server(ABC):
-    """An inference server. Every call has a time limit and raises a ``ServerError``; none changes anything when repeated.
+class VLLMServer:
+    """One server. Every call has a time limit and raises a ``ServerError``; none changes anything when repeated.
 
     Args:
-        adapters: whether weights are adapters.
+        adapters: whether weights are adapters; the server needs ``--enable-lora`` then.
         in_flight_updates: whether requests that run go on under new weights, or are finished before.
     """
-
-    needs: str
-    """The server and its first release that answers as expected."""
 
     def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
         self._client, self._adapters = client, adapters
@@ -299,30 +288,55 @@ class Server(ABC):
     def check(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
         with self._reading():
-            self.inspect()
-
-    @abstractmethod
-    def inspect(self) -> None:
-        """What ``check`` does."""
-
-    @abstractmethod
-    def ask(self, request: GroupRequest) -> list[Reply]:
-        """What the server says; a ``LostWeightsError`` if it has no such adapters."""
+            try:
+                config = self._client.get("/server_info?config_format=json")["vllm_config"]
+            except RefusedError:
+                raise ServerError(f"{self.url} has no /server_info; {FIX}") from None
+            model = config["model_config"]
+            for name, needed in {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}.items():
+                if model.get(name) != needed:
+                    raise ServerError(f"{self.url} has {name}={model.get(name)!r}, expected {needed!r}; {FIX}")
+            if self._adapters and not config.get("lora_config"):
+                raise ServerError(f"{self.url} serves no adapters; fix: --enable-lora --max-lora-rank <rank>")
 
     def generate(self, request: GroupRequest) -> list[Answer]:
         """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
+        body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": sampling_params(request)}
+        body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
         with self._reading():
             try:
-                replies = self.ask(request)
+                said = self._client.post("/inference/v1/generate", body)
             except RestartedError as error:
                 raise LostWeightsError(str(error)) from None
-            answers = [_answer(reply, request, self.url) for reply in replies]
-        if len(replies) != request.size:
-            raise ServerError(f"{self.url} gave {len(replies)} completions, asked for {request.size}")
+            except RefusedError as error:
+                if error.status == 404 and self._adapters:
+                    raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
+                raise
+            if list(said["prompt_token_ids"]) != list(request.prompt):
+                raise ServerError(
+                    f"{self.url} read another prompt than it was sent; fix: serve the model that is trained"
+                )
+            choices = sorted(said["choices"], key=lambda choice: choice["index"])
+            answers = [self._answer(choice, request) for choice in choices]
+        if len(answers) != request.size:
+            raise ServerError(f"{self.url} gave {len(answers)} completions, asked for {request.size}")
         versions = {version for answer in answers for version in answer.versions}
         if wrong := [version for version in versions if not self.allows(version, request)]:
             raise LostWeightsError(f"{self.url} answered by weights {wrong[0]!r}, expected {request.version!r}")
-        return [check_answer(answer, request, self.url) for answer in answers]
+        for answer in answers:
+            check_answer(answer, request, self.url)
+        return answers
+
+    def _answer(self, choice: dict[str, Any], request: GroupRequest) -> Answer:
+        tokens, end = choice["token_ids"], choice["finish_reason"]
+        scored = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+        versions = [span["version"] for span in choice["weight_versions"] for _ in range(span["end"] - span["start"])]
+        if [token for token, _ in scored] != tokens:
+            raise ServerError(f"{self.url} gave log-probabilities of other tokens than those of the completion")
+        if end not in ("stop", "length"):
+            raise ServerError(f"{self.url} ended a completion by {end!r}; fix: let no one abort requests")
+        stop: Stop = "eos" if tokens and tokens[-1] in request.eos_ids else end
+        return Answer(tokens, [value for _, value in scored], stop, versions)
 
     def allows(self, version: str, request: GroupRequest) -> bool:
         """Whether weights of this version may have written a token: those asked for, or in flight later ones of the run."""
@@ -330,35 +344,29 @@ class Server(ABC):
         is_later = self._in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
         return version == request.version or is_later
 
-    @abstractmethod
-    def pause(self) -> None:
-        """Finish the requests that run, or hold them back, and begin none."""
-
-    @abstractmethod
-    def load_weights(self, folder: Path, version: str) -> None:
-        """Read the safetensors of a folder: those of a whole model, or of adapters."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Forget what was cached of prompts, and of requests that are held back."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Begin requests again, and go on with those that were held back."""
-
     def close(self) -> None:
         """End the calls that run, and all later ones, by a ``ServerError``."""
         self._client.close()
 
     def update(self, folder: Path, version: str) -> None:
-        """Give it new weights. A failure leaves it paused, as half of its weights may be old."""
+        """Give it the weights of a folder. A failure leaves it paused, as half of its weights may be old."""
+        in_flight, post = self._in_flight_updates, self._client.post
         for _ in range(self._client.retries + 1):
             failures = self._client.failures
             with self._reading(), suppress(RestartedError):
-                self.pause()
-                self.load_weights(folder, version)
-                self.flush()
-                self.resume()
+                post(f"/pause?mode={'keep' if in_flight else 'wait'}")  # requests are held back, or finished
+                if self._adapters:
+                    adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+                    post("/v1/load_lora_adapter", adapter)
+                else:
+                    post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+                post("/update_weight_version", {"new_version": version})
+                # prompts, and requests that are held back, are computed again by the new weights
+                if not post(f"/reset_prefix_cache{'?reset_running_requests=true' if in_flight else ''}")["success"]:
+                    raise ServerError(
+                        f"{self.url} keeps cached prompts of the old weights; fix: no other requests on it"
+                    )
+                post("/resume")
                 if self._client.failures == failures:
                     return
             # a call was repeated, perhaps at a server that was started again and lacks what calls before gave it
@@ -372,35 +380,11 @@ class Server(ABC):
         except GroupwiseError:
             raise
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise ServerError(
-                f"{self.url} answered in another format ({error!r}); fix: {self.needs} or later"
-            ) from None
+            raise ServerError(f"{self.url} answered in another format ({error!r}); fix: vLLM 0.32 or later") from None
 
 
-def _answer(reply: Reply, request: GroupRequest, url: str) -> Answer:
-    if list(reply.prompt) != list(request.prompt):
-        raise ServerError(f"{url} read another prompt than it was sent; fix: serve the model that is trained")
-    if [token for token, _ in reply.scored] != reply.tokens:
-        raise ServerError(f"{url} gave log-probabilities of other tokens than those of the completion")
-    if reply.end not in ("stop", "length"):
-        raise ServerError(f"{url} ended a completion by {reply.end!r}; fix: let no one abort requests")
-    ended: Stop = "length" if reply.end == "length" else "stop"
-    stop: Stop = "eos" if reply.tokens and reply.tokens[-1] in request.eos_ids else ended
-    return Answer(reply.tokens, [value for _, value in reply.scored], stop, reply.versions)
-
-
-def of_each_token(spans: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The versions of the weights that wrote the spans of a completion, token by token."""
-    return [span["version"] for span in spans for _ in range(span["end"] - span["start"])]
-
-
-def _is_log_prob(value: object) -> bool:
-    """Servers send null, or NaN, where a network diverged."""
-    return isinstance(value, float | int) and math.isfinite(value) and -1e3 < value < 1e-3
-
-
-def check_answer(answer: Answer, request: GroupRequest, url: str) -> Answer:
-    """The answer; a ``ServerError`` if it cannot be one of this request."""
+def check_answer(answer: Answer, request: GroupRequest, url: str) -> None:
+    """Raise a ``ServerError`` if it cannot be an answer to this request."""
     tokens, longest = answer.tokens, request.sampling.max_new_tokens
     wrong = None
     if len(answer.versions) != len(tokens):
@@ -417,72 +401,11 @@ def check_answer(answer: Answer, request: GroupRequest, url: str) -> Answer:
         wrong = f"the log-probability {odd[0]}"
     if wrong is not None:
         raise ServerError(f"{url} gave {wrong}")
-    return answer
 
 
-# vLLM's server (0.32): token ids in, token ids and log-probabilities out.
-
-ADAPTER = "groupwise"
-"""Name under which adapters are served."""
-FLAGS = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out")
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-FIX = f"fix: start it by groupwise serve, or with {' '.join(f'{k}={v}' for k, v in ENVIRONMENT.items())} and {' '.join(FLAGS)}"
-
-
-class VLLMServer(Server):
-    """One server. For adapters it needs ``--enable-lora``."""
-
-    needs = "vLLM 0.32"
-
-    def inspect(self) -> None:
-        """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
-        try:
-            config = self._client.get("/server_info?config_format=json")["vllm_config"]
-        except RefusedError:
-            raise ServerError(f"{self.url} has no /server_info; {FIX}") from None
-        model = config["model_config"]
-        for name, needed in {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}.items():
-            if model.get(name) != needed:
-                raise ServerError(f"{self.url} has {name}={model.get(name)!r}, expected {needed!r}; {FIX}")
-        if self._adapters and not config.get("lora_config"):
-            raise ServerError(f"{self.url} serves no adapters; fix: --enable-lora --max-lora-rank <rank>")
-
-    def ask(self, request: GroupRequest) -> list[Reply]:
-        """The server's choices, in their order."""
-        body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": sampling_params(request)}
-        body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
-        try:
-            said = self._client.post("/inference/v1/generate", body)
-        except RefusedError as error:
-            if error.status == 404 and self._adapters:
-                raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
-            raise
-        choices = sorted(said["choices"], key=lambda choice: choice["index"])
-        return [_reply(said["prompt_token_ids"], choice) for choice in choices]
-
-    def pause(self) -> None:
-        """Finish the requests that run, or hold them back, and begin none."""
-        self._client.post(f"/pause?mode={'keep' if self._in_flight_updates else 'wait'}")
-
-    def load_weights(self, folder: Path, version: str) -> None:
-        """Read the safetensors of a folder."""
-        if self._adapters:
-            body = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
-            self._client.post("/v1/load_lora_adapter", body)
-        else:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self._client.post("/collective_rpc", body)
-        self._client.post("/update_weight_version", {"new_version": version})
-
-    def flush(self) -> None:
-        """Forget what was cached of prompts, and of requests that are held back: it is computed by the new weights."""
-        running = "?reset_running_requests=true" if self._in_flight_updates else ""
-        if not self._client.post(f"/reset_prefix_cache{running}")["success"]:
-            raise ServerError(f"{self.url} keeps cached prompts of the old weights; fix: no other requests on it")
-
-    def resume(self) -> None:
-        """Begin requests again, and go on with those that were held back."""
-        self._client.post("/resume")
+def _is_log_prob(value: object) -> bool:
+    """Servers send null, or NaN, where a network diverged."""
+    return isinstance(value, float | int) and math.isfinite(value) and -1e3 < value < 1e-3
 
 
 def sampling_params(request: GroupRequest) -> dict[str, Any]:
@@ -507,11 +430,6 @@ def sampling_params(request: GroupRequest) -> dict[str, Any]:
         "spaces_between_special_tokens": False,
         "logprobs": 0,  # of the sampled token alone
     }
-
-
-def _reply(prompt: list[int], choice: dict[str, Any]) -> Reply:
-    scored = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
-    return Reply(prompt, choice["token_ids"], scored, choice["finish_reason"], of_each_token(choice["weight_versions"]))
 
 
 # A vLLM server of one's own: a process of another virtual environment, which ends with this one.

@@ -1,7 +1,4 @@
-"""Files in folders that a stranger may have made: written to fresh names, read within limits, and no link followed.
-
-Imports no torch.
-"""
+"""Files, processes and the terminal. Imports no torch."""
 
 import errno
 import io
@@ -29,6 +26,8 @@ from secrets import token_hex
 from typing import Any, Literal
 
 log = logging.getLogger(__name__)
+
+# Files in folders that a stranger may have made: written to fresh names, read within limits, and no link followed.
 
 MIB = 2**20
 MAX_SETTINGS = MIB
@@ -83,7 +82,7 @@ def append(path: Path, data: bytes) -> None:
     """Add all of ``data`` to a file, or nothing.
 
     Raises:
-        OSError: as of ``appending``, or the disk is full.
+        OSError: it is a link or a FIFO, or the disk is full.
     """
     with appending(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -112,7 +111,7 @@ def reading(path: Path, limit: int, *, follow: bool = False) -> Iterator[Buffere
 
     Args:
         limit: the most bytes that it may have.
-        follow: whether ``path`` may be a link, as of files that the user names.
+        follow: whether ``path`` may be a link: for files that the user names.
 
     Raises:
         OSError: there is none.
@@ -133,7 +132,7 @@ def reading(path: Path, limit: int, *, follow: bool = False) -> Iterator[Buffere
 
 
 def read(path: Path, limit: int, *, follow: bool = False) -> bytes:
-    """The content of a file; arguments and errors as of ``reading``."""
+    """The content of a file; arguments and errors of ``reading``."""
     with reading(path, limit, follow=follow) as file:
         return file.read(limit)
 
@@ -202,7 +201,7 @@ def fresh_name(path: Path) -> Path:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the files in a folder, without what links lead to. Those that vanish meanwhile do not count."""
+    """Bytes of the files in a folder, without what links lead to. Files that vanish meanwhile do not count."""
     found = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -212,7 +211,7 @@ def size(folder: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder, or a link but not what it leads to. What cannot be removed stays."""
+    """Remove a file, a folder, or a link but not what it leads to. Whatever cannot be removed stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -316,8 +315,14 @@ def start(target: Callable[..., None], *args: Any, name: str, daemon: bool = Tru
     """A new process that runs ``target(*args)``. Its children are killed with it; with ``daemon`` it may have none."""
     context().set_forkserver_preload([target.__module__])
     process = context().Process(target=_main, args=(target, *args), daemon=daemon, name=name)
-    with _safe_path():
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"  # it imports nothing from the current folder before it has the path of this one
+    try:
         process.start()
+    finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
     return process
 
 
@@ -338,28 +343,13 @@ def _main(target: Callable[..., None], *args: Any) -> None:
 
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(
-            parent.sentinel, fcntl.F_SETFL, os.O_ASYNC
-        )  # the kernel signals the group when the parent's end closes
+        # the kernel signals the group when the parent's end closes
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
     target(*args)
 
 
-@contextmanager
-def _safe_path() -> Iterator[None]:
-    """New interpreters import nothing from the current folder before they have the path of this one."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
+# Text for the terminal
 
-
-# Text for the terminal. Imports no torch.
-
-_LIBRARY = "groupwise"
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -386,7 +376,7 @@ class SafeStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the stream."""
+        """Encoding of the stream."""
         return self._stream.encoding or "utf-8"
 
     def isatty(self) -> bool:
@@ -394,7 +384,7 @@ class SafeStream(io.TextIOBase):
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """Of the stream."""
+        """Descriptor of the stream."""
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
@@ -410,7 +400,7 @@ class SafeStream(io.TextIOBase):
 
 
 def prepare() -> None:
-    """What the command line prints, and what it warns and logs, is printable, also in ASCII and where a library says it."""
+    """Makes all output, warnings and log messages of this process printable, also in ASCII and from libraries."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -420,7 +410,7 @@ def prepare() -> None:
 
 def show_errors_only() -> None:
     """No warnings, and no bars of libraries that are not yet imported."""
-    logging.getLogger(_LIBRARY).setLevel(logging.ERROR)
+    logging.getLogger("groupwise").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
 
@@ -428,7 +418,7 @@ def show_errors_only() -> None:
 def show_everything() -> None:
     """Also what this library logs for its developers."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger(_LIBRARY).setLevel(logging.DEBUG)
+    logging.getLogger("groupwise").setLevel(logging.DEBUG)
 
 
 class _PrintableRecord(logging.LogRecord):
@@ -443,14 +433,14 @@ def _format_warning(*args: Any, **options: Any) -> str:
     return printable(_format(*args, **options))
 
 
-# How many processors there are to share. Imports no torch.
+# Processors
 
 NUM_CPUS = "PYTHON_CPU_COUNT"
 """Environment variable, also of Python from 3.13 on, with the number for a process that shares them with others."""
 
 
 def num_cpus() -> int:
-    """Among those this process may use."""
+    """The number of processors that this process may use."""
     if os.environ.get(NUM_CPUS, "").isdecimal():
         return max(1, int(os.environ[NUM_CPUS]))
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

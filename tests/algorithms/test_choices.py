@@ -9,7 +9,7 @@ from objective_updates import make_policy, make_rollout
 import groupwise as gw
 from groupwise.algorithms.advantages import Scores
 from groupwise.algorithms.losses import LossInputs, cispo, dppo, sapo
-from groupwise.cli.options import parse_options
+from groupwise.cli.options import Parser, parse_options
 from groupwise.config import load_config, resolve, to_json
 from groupwise.config.algorithm import (
     AggregationCfg,
@@ -112,11 +112,11 @@ def test_a_choice_and_its_parameters_on_the_command_line():
         "4",
     ]
     words += ["--algorithm.credit.baseline", "leave_one_out"]
-    algorithm = parse_options(words, prog="train", description="").algorithm
+    algorithm = parse_options(words, Parser()).algorithm
     assert algorithm.objective.trust_region == cispo.Settings(high=4.0)
     assert algorithm.credit.baseline.name == "leave_one_out"
     with pytest.raises(ConfigError, match="unknown trust region 'cisp'"):
-        parse_options([*words[:2], "cisp"], prog="train", description="")
+        parse_options([*words[:2], "cisp"], Parser())
 
 
 def test_a_loss_and_a_baseline_of_the_users_own(registry, tmp_path):

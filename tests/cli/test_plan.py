@@ -4,7 +4,7 @@ import pytest
 from tiny_models import tiny_model
 
 from groupwise import cli
-from groupwise.cli.plan import HELP, short
+from groupwise.cli.other import plan_command, short
 from groupwise.planning import GPUS
 
 
@@ -95,4 +95,4 @@ def test_help_without_a_file(capsys):
     out = capsys.readouterr().out
     assert out.startswith("usage: groupwise plan FILE")
     assert "--prompt-tokens" in out
-    assert all(f" {name}" in HELP for name in GPUS)
+    assert all(f" {name}" in plan_command.__doc__ for name in GPUS)

@@ -86,7 +86,7 @@ def test_a_decorator_without_a_name_is_refused(kind):
 
 
 def test_a_taken_name_of_a_policy_is_refused(registry):
-    with pytest.raises(gw.errors.ConfigError, match="policy 'actor_critic' is registered already; fix: give Wide"):
+    with pytest.raises(gw.errors.ConfigError, match="policy 'actor_critic' is registered already; fix: another name"):
 
         @gw.register_policy("actor_critic")
         class Wide(gw.ActorCritic):

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from groupwise import cli, config
-from groupwise.cli.seeds import train_seeds
+from groupwise.cli.train import train_seeds
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_a_signal_reaches_the_running_seeds_once_and_says_how_to_go_on_with_each
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(subprocess, "Popen", learn)
-    monkeypatch.setattr("groupwise.cli.seeds.num_cpus", lambda: 1)
+    monkeypatch.setattr("groupwise.cli.train.num_cpus", lambda: 1)
     plugin = tmp_path / "my plugin.py"
     plugin.touch()
     before = signal.getsignal(number)
@@ -185,7 +185,7 @@ def test_after_an_error_no_seed_goes_on_by_itself(monkeypatch, tmp_path):
         return started[0]
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr("groupwise.cli.seeds.num_cpus", lambda: 2)
+    monkeypatch.setattr("groupwise.cli.train.num_cpus", lambda: 2)
     with pytest.raises(OSError, match="too many"):
         train_seeds(config.resolve("CartPole-v1", run_dir=tmp_path / "many"), [1, 2])
     assert ended == started

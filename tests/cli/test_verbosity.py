@@ -31,18 +31,8 @@ gymnasium.register("Chatty-v0", Chatty, max_episode_steps=50)
 def train(tmp_path):
     def run(*options):
         (tmp_path / "chatty.py").write_text(CHATTY)
-        argv = [
-            "train",
-            "Chatty-v0",
-            "--plugin",
-            "chatty.py",
-            "--total-iterations",
-            "3",
-            "--evaluation.episodes",
-            "2",
-            "--run-dir",
-            "run",
-        ]
+        argv = ["train", "Chatty-v0", "--plugin", "chatty.py", "--run-dir", "run"]
+        argv += ["--total-iterations", "3", "--evaluation.episodes", "2"]
         command = [sys.executable, "-m", "groupwise", *argv, *options]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 

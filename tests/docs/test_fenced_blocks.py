@@ -13,7 +13,7 @@ import groupwise as gw
 from groupwise import cli, config
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
-from groupwise.envs.make import import_package
+from groupwise.envs.names import import_package
 from groupwise.text import builtin_rewards, rewards
 from groupwise.training import build as env_evaluator
 

@@ -418,7 +418,6 @@ def test_grpo_trains_on_every_interface(double, tmp_path, capsys):
 def test_check_env_reports_the_start_mode_of_a_simulator():
     report = gw.check_env(lambda num_envs: gw.from_torch_sim(LearningEnv(num_envs)))
     assert report.training.value.start_mode == "seed"
-    assert report.steps_per_second["own"].value > 0
     report = gw.check_env(lambda num_envs: gw.from_torch_sim(RslRlEnv(num_envs)))
     assert "its reset takes no seed" in report.training.reason
 

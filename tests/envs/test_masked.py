@@ -84,7 +84,7 @@ def test_rows_in_other_processes_have_masks(tmp_path):
 def test_the_check_takes_allowed_actions():
     report = check_env(EnvCfg(id="Cards-v0", action_masks=True))
     assert report.training.value is not None, report
-    assert all(finding.value for finding in (report.steps_per_second["sync"], report.start_modes["seed"]))
+    assert report.start_modes["seed"].value
 
 
 class Stuck(Cards):

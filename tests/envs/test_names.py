@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from groupwise.envs import make as names
-from groupwise.envs.make import check_id, import_package, unknown_environment
+from groupwise.envs import names
+from groupwise.envs.names import check_id, import_package, unknown_environment
 from groupwise.errors import EnvError, MissingExtraError
 
 KNOWN = ["Ant-v5", "CartPole-v1"]

@@ -181,7 +181,6 @@ def test_rows_in_other_processes_take_them():
 def test_the_check_takes_them():
     report = check_env(lambda: gymnasium.wrappers.TimeLimit(Workbench(), 5))
     assert report.training.value is not None, report
-    assert report.steps_per_second["sync"].value > 0
 
 
 @pytest.mark.learn

@@ -111,17 +111,8 @@ def test_a_server_that_cannot_start_ends_with_its_last_lines(python, tmp_path, c
 
 @pytest.mark.parametrize("with_leader", [False, True], ids=["alone", "with its child"])
 def test_a_killed_command_leaves_no_server(python, tmp_path, with_leader):
-    words = [
-        sys.executable,
-        "-m",
-        "groupwise",
-        "serve",
-        str(tmp_path),
-        "--python",
-        str(python),
-        "--port",
-        str(free_port()),
-    ]
+    command = ["serve", str(tmp_path), "--python", str(python), "--port", str(free_port())]
+    words = [sys.executable, "-m", "groupwise", *command]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert any("ready: http://127.0.0.1:" in line for line in process.stdout)
     pid = started(tmp_path)["pid"]

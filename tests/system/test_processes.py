@@ -10,7 +10,7 @@ import pytest
 
 PARENT = """
 import os, re, subprocess, sys, time
-from groupwise.system import processes
+from groupwise import system as processes
 
 def work(how):
     child = subprocess.Popen(["sleep", "1000"])

@@ -10,7 +10,7 @@ import pytest
 from tensordict import TensorDict
 
 import groupwise as gw
-from groupwise.cli.result import print_run
+from groupwise.cli.train import print_run
 from groupwise.report.folder import RunFolder
 from groupwise.training.callbacks import SaveCheckpoints
 from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, serialize, write_checkpoint

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import groupwise as gw
-from groupwise.cli.result import print_run
+from groupwise.cli.train import print_run
 
 
 class Steady(gymnasium.Env[Any, Any]):

@@ -12,7 +12,7 @@ from gymnasium.envs.registration import EnvSpec
 from success_envs import Touch, TouchEither
 
 import groupwise as gw
-from groupwise.cli.result import print_run
+from groupwise.cli.train import print_run
 from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError

@@ -1,28 +1,32 @@
-"""``groupwise eval``: evaluate the policy of a run."""
+"""Commands for a trained policy: ``eval``, ``sample``, ``export`` and ``compare``."""
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from groupwise.cli.parser import Parser, count
-from groupwise.system import show
+from groupwise.cli.options import Parser, count
+from groupwise.config.load import read_file
+from groupwise.config.run import EvaluationMetric
+from groupwise.errors import ConfigError
+from groupwise.system import printable, show
 
-HELP = """Evaluate the policy of a run; print the mean return and its 95 % interval on one line.
-A language model completes the held-out prompts: mean reward and pass@k.
-
-Examples:
-  groupwise eval runs/<run>
-  groupwise eval runs/<run> --episodes 1000 --sampled
-  groupwise eval runs/<run> --checkpoint best --video
-  groupwise eval runs/<run> --json | jq .return_mean
-  groupwise eval runs/<text run> --completions-per-prompt 8
-"""
+FILES = {"onnx": "policy.onnx", "safetensors": "policy.safetensors", "transformers": "transformers"}
+"""Formats of ``export``, and where in the run folder they go by default."""
 
 
-def run(parser: Parser, argv: Sequence[str]) -> int:
-    """Evaluate the run in ``argv``; print its score."""
+def eval_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Evaluate the policy of a run; print the mean return and its 95 % interval on one line.
+    A language model completes the held-out prompts: mean reward and pass@k.
+
+    Examples:
+      groupwise eval runs/<run>
+      groupwise eval runs/<run> --episodes 1000 --sampled
+      groupwise eval runs/<run> --checkpoint best --video
+      groupwise eval runs/<run> --json | jq .return_mean
+      groupwise eval runs/<text run> --completions-per-prompt 8
+    """
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--episodes", type=count, help="episodes (default: 100) or prompts (default: all)")
     parser.add_argument("--completions-per-prompt", type=count, default=1, help="sampled if more than 1 (default: 1)")
@@ -30,33 +34,159 @@ def run(parser: Parser, argv: Sequence[str]) -> int:
     parser.add_argument("--sampled", dest="deterministic", action="store_const", const=False, help=sampled)
     parser.add_argument("--seed", type=int, help="of the episodes (default: not used in training)")
     parser.add_argument("--video", action="store_true", help="also record an episode")
-    parser.add_choice("--checkpoint", ("latest", "best"), default="latest", help="whose policy (default: latest)")
+    _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with each return")
     options = vars(parser.read(argv))
-    as_json = options.pop("json")
+    as_json, run = options.pop("json"), options.pop("run")
 
     from groupwise.report.folder import RunFolder
     from groupwise.run import evaluate
 
-    run = options.pop("run")
     found = evaluate(run, options.pop("episodes"), **options)
-    video = {"video": str(RunFolder(run).video)} if options["video"] else {}
+    report, video = found.report(), str(RunFolder(run).video)
     if as_json:
-        print(json.dumps(found.report() | video))
-        return 0
+        print(json.dumps(report | ({"video": video} if options["video"] else {})))
+        return
     show(found.line())
-    _print_tasks(found.report().get("success_by_task", {}))
-    if found.episodes == 1:
-        print("one episode gives no interval; fix: --episodes 2 or more", file=sys.stderr)
-    if video:
-        show(f"video: {video['video']}")
-    return 0
-
-
-def _print_tasks(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the success of each task, where there are several."""
-    width = max(map(len, found), default=0)
-    for task, scores in found.items():
+    tasks = report.get("success_by_task", {})
+    width = max(map(len, tasks), default=0)
+    for task, scores in tasks.items():
         low, high = (100 * end for end in scores["success_ci95"])
         rate = f"success {100 * scores['success_rate']:3.0f} % (95 % interval {low:.0f} to {high:.0f})"
         show(f"{task:<{width}}  {rate} of {scores['episodes']} episodes")
+    if found.episodes == 1:
+        print("one episode gives no interval; fix: --episodes 2 or more", file=sys.stderr)
+    if options["video"]:
+        show(f"video: {video}")
+
+
+def _add_checkpoint(parser: Parser) -> None:
+    parser.add_choice("--checkpoint", ("latest", "best"), default="latest", help="whose policy (default: latest)")
+
+
+def sample_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Complete prompts with the language model of a run.
+
+    Examples:
+      groupwise sample runs/<run> "What is 12 + 7?"
+      groupwise sample runs/<run> "What is 12 + 7?" "What is 3 + 4?" --count 4 --checkpoint best
+      groupwise sample runs/<run> --messages '[{"role": "user", "content": "What is 12 + 7?"}]'
+    """
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="what to complete")
+    parser.add_argument("--messages", action="store_true", help="prompts are lists of messages, in JSON")
+    parser.add_argument("--count", type=count, default=1, help="completions of each prompt (default: 1)")
+    parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
+    _add_checkpoint(parser)
+    options = vars(parser.read(argv))
+
+    from groupwise.run import sample
+
+    prompts = options.pop("prompts")
+    if options.pop("messages"):
+        prompts = [_messages(word) for word in prompts]
+    texts = sample(options.pop("run"), prompts, options.pop("count"), **options)
+    show(f"\n{'=' * 20}\n".join(f"\n{'-' * 20}\n".join(completions) for completions in texts))
+
+
+def _messages(word: str) -> list[Any]:
+    try:
+        messages = json.loads(word)
+    except ValueError:
+        messages = None
+    if isinstance(messages, list):
+        return messages
+    fix = """'[{"role": "user", "content": "..."}]'"""
+    raise ConfigError(f"--messages: {word!r:.80} is no list of messages in JSON; fix: {fix}")
+
+
+def export_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Write a trained policy for other programs.
+
+    Formats:
+      groupwise export runs/<run> --to onnx             a policy of an environment, from observation to action
+      groupwise export runs/<run> --to safetensors      its weights
+      groupwise export runs/<run> --to transformers     a language model, or its PEFT adapter
+    """
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_choice("--to", tuple(FILES), required=True)
+    parser.add_argument("--out", type=Path, metavar="PATH", help="new file or folder (default: in the run's folder)")
+    _add_checkpoint(parser)
+    options = parser.read(argv)
+
+    from groupwise.policies.export import export
+    from groupwise.run import Run
+
+    out = options.out or options.run / FILES[options.to]
+    export(Run.load(options.run, checkpoint=options.checkpoint).policy, out, options.to)
+    show(f"written: {out}")
+
+
+def compare_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Compare methods by their runs. Runs that differ only in their seed are one method. One table per environment.
+    Scores are interquartile means (IQM) over runs with 95 % bootstrap intervals.
+
+    Examples:
+      groupwise compare runs/grpo_seeds runs/ppo_seeds             folders of train --seeds
+      groupwise compare runs/*                                     or single runs
+      groupwise compare new=runs/a old=runs/b                      methods with your names
+      groupwise compare runs/* --out comparison                    comparison.json and comparison.png
+      groupwise compare runs/* --html comparison.html              a page of one file
+      groupwise compare runs/* --json | jq '.environments[].methods[].iqm'
+    """
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUNS", help="folder of a run, or one that holds several")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json and comparison.png there")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves and tables there")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, curves too")
+    finished = "leave out unfinished and damaged runs, and say so"
+    parser.add_argument("--finished-only", action="store_true", help=finished)
+    scores = 'scores that count as 0 and 1, as {"CartPole-v1": [20, 500]}: compares over all environments, too'
+    parser.add_argument("--reference", type=Path, metavar="FILE.json", help=scores)
+    parser.add_choice("--metric", get_args(EvaluationMetric), default="return", help="the score (default: return)")
+    options = parser.read(argv)
+    reference = None
+    if options.reference is not None:
+        try:
+            found = read_file(options.reference)
+            reference = {name: (float(low), float(high)) for name, (low, high) in found.items()}
+        except (ValueError, TypeError) as error:
+            expected = 'expected JSON like {"CartPole-v1": [20, 500]}, the scores that count as 0 and 1'
+            raise ConfigError(f"{options.reference}: {expected}; {error}") from error
+    named: dict[str | None, list[Path]] = {}
+    for name, path in map(parse_word, options.runs):
+        named.setdefault(name, []).append(path)
+
+    from groupwise.comparison.compare import compare
+    from groupwise.comparison.show import tables, write_page
+
+    comparison = compare(named, reference=reference, metric=options.metric, finished_only=options.finished_only)
+    if options.out is not None:
+        comparison.save(options.out)
+    if options.html is not None:
+        write_page(comparison, options.html)
+    if options.json:
+        show(json.dumps(comparison.report(), allow_nan=False))
+        return
+    for table in tables(comparison):
+        rows = [[*map(printable, row)] for row in (table.heads, *table.rows)]
+        show(f"\n{table.title}" if table.title else "")
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for note in comparison.notes:
+        show(f"note: {note}")
+    if options.out is not None:
+        show(f"written: {options.out / 'comparison.json'}, {options.out / 'comparison.png'}")
+    if options.html is not None:
+        show(f"written: {options.html}")
+
+
+def parse_word(word: str) -> tuple[str | None, Path]:
+    """Name (or None) and path of ``PATH`` or ``NAME=PATH``."""
+    name, equals, path = word.partition("=")
+    if not equals or "/" in name or Path(word).exists():  # a pattern may have "=" in it
+        return None, Path(word)
+    if not name or not path:
+        raise ConfigError(f"{word!r}: expected a folder of runs, or NAME=FOLDER")
+    return name, Path(path)

@@ -1,7 +1,6 @@
-"""Options of ``train``, ``config`` and ``check-env``: the fields of the settings, as ``--any.field VALUE``.
+"""Arguments of the commands, and settings as options: ``--any.field VALUE``. A mistake is one line, with the nearest name.
 
-``groupwise.config`` checks the values, so errors are the same as in files and in Python.
-Imports no torch.
+``groupwise.config`` checks the values of settings, so errors are the same as in files and in Python. Imports no torch.
 """
 
 import functools
@@ -10,7 +9,8 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
@@ -18,37 +18,104 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 from pydantic import TypeAdapter
 
 from groupwise import system as files
-from groupwise.cli.parser import SHARED
 from groupwise.config import load as presets
 from groupwise.config import load_config, resolve
 from groupwise.config.base import OTHER_NAMES, Cfg, Choice
 from groupwise.config.load import SUFFIXES, Tree
 from groupwise.config.run import EnvCfg, RunCfg, TextRunCfg, TextTaskCfg
-from groupwise.envs.make import check_id, import_package, unknown_environment
-from groupwise.errors import ConfigError
+from groupwise.envs.names import check_id, import_package, unknown_environment
+from groupwise.errors import ConfigError, nearest
 
+SHARED = ("--plugin", "--debug", "--help")
+"""Options of every command."""
 COMMON = (
     "algorithm", "algorithm.data", "policy.init_from", "task.data", "model.path", "seed", "total_steps", "total_iterations", "total_epochs", "run_dir", "device", "env.num_envs", "num_prompts",
     "sampling.max_new_tokens", "algorithm.group_size", "algorithm.learning_rate", "algorithm.num_steps",
     "algorithm.num_epochs", "algorithm.minibatch_size", "algorithm.gamma", "algorithm.ent_coef", "algorithm.kl_coef",
     "policy.hidden_sizes", "evaluation.interval", "stop.threshold",
 )  # fmt: skip
-"""What ``--help`` shows, in this order; ``--help-all`` shows all settings."""
-
+"""Settings that ``--help`` shows, in this order; ``--help-all`` shows all."""
 _FEW = 20
 """Fewer options than this are all shown."""
-
 _HELP = {"-h", "--help", "--help-all"}
-
-_SHARED = tuple(flag.removeprefix("--") for flag in SHARED)
-
 _HIDDEN = ((EnvCfg, "id"), (TextTaskCfg, "rewards"))
 """The target of the command, and what only a file can set."""
-
 _TYPES = {"integer": "INT", "number": "FLOAT", "string": "TEXT", "object": "JSON", "null": "none"}
-
 _CHOICE = "choice"
 """Type of an item that is a name, or a JSON object of a name and parameters."""
+
+
+class Parser(ArgumentParser):
+    """Raises instead of exiting, and takes no abbreviations, which would swallow settings."""
+
+    def __init__(self, **options: Any) -> None:
+        self.flags = [*SHARED]
+        super().__init__(allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter, **options)
+
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        """Add an argument, and remember its name."""
+        self.flags += [name for name in names if name.startswith("--")]
+        return super().add_argument(*names, **options)
+
+    def add_choice(self, name: str, known: Sequence[str], **options: Any) -> None:
+        """Add an option that takes one of these words."""
+
+        def check(word: str) -> str:
+            if word not in known:
+                raise ArgumentTypeError(f"expected {' or '.join(known)}, got {word!r}{nearest(word, known)}")
+            return word
+
+        self.add_argument(name, type=check, metavar="|".join(known), **options)
+
+    def read(self, argv: Sequence[str]) -> Namespace:
+        """The arguments.
+
+        Raises:
+            ConfigError: there are others.
+        """
+        found, rest = self.parse_known_args(argv)
+        if flags := [word.partition("=")[0] for word in rest if word.startswith("-")]:
+            raise unknown_option(flags[0], self.flags, f"{self.prog} --help")
+        if rest:
+            raise ConfigError(f"unexpected {rest[0]!r}; fix: see {self.prog} --help")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's message."""
+        raise ConfigError(message if "did you mean" in message else f"{message}; fix: see {self.prog} --help")
+
+
+def count(word: str) -> int:
+    """A whole number of at least 1, also in the forms 1e5 and 12,345."""
+    word = word.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+", word) else word
+    if not re.fullmatch(r"\d+(\.\d+)?([eE]\+?\d+)?", word) or float(word) < 1 or float(word) % 1:
+        raise ArgumentTypeError(f"expected a whole number of at least 1, such as 100 or 1e5, got {word!r}")
+    return int(float(word))
+
+
+def unknown_option(flag: str, known: Iterable[str], more: str) -> ConfigError:
+    """The error of an option that does not exist: the nearest names, and where all are."""
+    typed, paths = _path(flag), [_path(name) for name in known]
+    own = typed.rpartition(".")[2]
+    own = OTHER_NAMES.get(own, own)
+    last = {path: path.rpartition(".")[2] for path in paths if not typed.startswith(f"{path}.")}
+    near = [path for path in last if last[path] == own]
+    near = near or get_close_matches(typed, last, n=1, cutoff=0.8)
+    like = get_close_matches(own, last.values(), n=1, cutoff=0.6)
+    near = near or [path for path in last if last[path] in like]
+    hint = f"did you mean {' or '.join(map(_flag, near[:3]))}? " if near else ""
+    return ConfigError(f"unknown option {_flag(typed)}; {hint}all options: {more}")
+
+
+def _path(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _flag(path: str) -> str:
+    return f"--{path.replace('_', '-')}"
+
+
+# Settings as options
 
 
 class Option(NamedTuple):
@@ -83,42 +150,59 @@ _FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_f
 """What the defaults of the other options depend on."""
 
 
-def parse_options(
-    argv: Sequence[str], *, prog: str, description: str, only: Sequence[str] = (), flags: Sequence[str] = ()
-) -> RunCfg | TextRunCfg:
+def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
     """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``.
 
     Args:
-        argv: the target is an environment id or a file of settings, also as ``--config FILE``; help without one is that of CartPole.
+        argv: the target is an environment id or a file of settings, also as ``--config FILE``; help without one is that
+            of CartPole.
+        parser: of the command, whose own options are not in ``argv``.
         only: paths of the settings that are options; empty for all.
-        flags: other options of the command, which may have been meant.
 
     Raises:
         ConfigError: an option is unknown or its value wrong.
         SystemExit: after ``--help``.
     """
-    asked = _HELP.intersection(argv)
-    target, *words = _target_first([word for word in argv if word not in _HELP]) or ["CartPole-v1" if asked else ""]
+    asked, words = _HELP.intersection(argv), [word for word in argv if word not in _HELP]
+    if "--config" in words:
+        at = words.index("--config")
+        if at and not words[0].startswith("--"):
+            raise ConfigError(f"{words[0]} and --config both say what to train on; fix: one of them")
+        words = [*words[at + 1 : at + 2], *words[:at], *words[at + 2 :]]
+    target, *words = words or ["CartPole-v1" if asked else ""]
     if target.startswith("-") or not target:
-        raise ConfigError(f"expected an environment id or a file of settings first, as in: {prog} CartPole-v1")
+        raise ConfigError(f"expected an environment id or a file of settings first, as in: {parser.prog} CartPole-v1")
     given = _by_path(words)
     preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
     default = _resolve(target, preset, _tree(_FIRST, given))
     options = [option for option in options_of(default, given=given) if not only or option.path in only]
     if asked:
-        _show_help(options, f"{prog} {target}", description, in_full="--help-all" in asked)
-    known = {option.path for option in options}
+        _show_help(options, f"{parser.prog} {target}", parser.description or "", in_full="--help-all" in asked)
+    known = [option.path for option in options]
     if unknown := [path for path in given if path not in known]:
-        raise ConfigError(f"unknown option {_flag(unknown[0])}{_hint(unknown[0], options, flags)}")
+        raise unknown_option(unknown[0], [*known, *parser.flags, *(() if only else ("preset",))], "--help-all")
     return _resolve(target, preset, _tree(options, given))
 
 
-def read_env(words: Sequence[str], **command: Any) -> Any:
-    """The ``EnvCfg`` that the words describe."""
-    cfg = parse_options(words, **command)
+def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCfg:
+    """The settings of the environment that the words describe."""
+    cfg = parse_options(argv, parser, only)
     if not isinstance(cfg, RunCfg):
-        raise ConfigError(f"{words[0]} is a text task without an environment; fix: an environment's id or file")
+        raise ConfigError(f"{argv[0]} is a text task without an environment; fix: an environment's id or file")
     return cfg.env
+
+
+def _resolve(target: str, preset: str | None, changed: Tree) -> RunCfg | TextRunCfg:
+    if target.endswith((".json", *SUFFIXES)):
+        return load_config(target, preset=preset, **changed)
+    check_id(target)
+    if target not in presets.env_ids():  # a typo is found before anything slow is imported
+        from gymnasium.envs.registration import registry
+
+        import_package(target)
+        if target not in registry:
+            raise unknown_environment(target, registry)
+    return resolve(target, preset=preset, **changed)
 
 
 def options_of(config: Cfg, prefix: str = "", given: Mapping[str, list[str]] = {}) -> Iterator[Option]:
@@ -137,36 +221,16 @@ def options_of(config: Cfg, prefix: str = "", given: Mapping[str, list[str]] = {
             value = groups[0]()
         if isinstance(value, Choice):
             yield Option(path, Literal[tuple(sorted(value.known))], value.own_name(), text, choice=True)
-            chosen = options_of(_chosen(value, path, given), f"{path}.", given)
-            yield from (option for option in chosen if option.path != f"{path}.name")
+            chosen = " ".join(given.get(path, []))
+            member = value.named(chosen)() if chosen in value.known and chosen != value.own_name() else value
+            yield from (option for option in options_of(member, f"{path}.", given) if option.path != f"{path}.name")
         elif isinstance(value, Cfg):
             yield from options_of(value, f"{path}.", given)
         else:
             yield Option(path, field.annotation, value, text)
 
 
-def _chosen(value: Choice, path: str, given: Mapping[str, list[str]]) -> Choice:
-    """The member of a choice that is given, or ``value``."""
-    name = " ".join(given.get(path, []))
-    chosen: Choice = value.named(name)() if name in value.known and name != value.own_name() else value
-    return chosen
-
-
-def _flag(path: str) -> str:
-    return f"--{path.replace('_', '-')}"
-
-
-# --- reading ---
-
-
-def _target_first(words: list[str]) -> list[str]:
-    """The words with that of ``--config FILE`` as the target."""
-    if "--config" not in words:
-        return words
-    at = words.index("--config")
-    if at and not words[0].startswith("--"):
-        raise ConfigError(f"{words[0]} and --config both say what to train on; fix: one of them")
-    return [*words[at + 1 : at + 2], *words[:at], *words[at + 2 :]]
+# Values
 
 
 def _by_path(words: Sequence[str]) -> dict[str, list[str]]:
@@ -203,12 +267,6 @@ def _value(option: Option, words: Sequence[str]) -> Any:
         return True
     if not words and "array" not in types:
         raise ConfigError(f"{option.flag}: expected a value")
-    if option.choice and (len(words) > 1 or words[0].startswith("{")):
-        fix = f"{option.flag} NAME {option.flag}.SETTING VALUE"
-        raise ConfigError(f"{option.flag}: expected a name, got {' '.join(words)}; fix: {fix}")
-    if "array" in types and words and words[0].startswith("["):
-        values_alone = " ".join(re.findall(r"[^][,\"'\s]+", " ".join(words)))
-        raise ConfigError(f"{option.flag}: expected values, got a list; fix: {option.flag} {values_alone}")
     items = [item for kind in option.types for item in (kind.get("items", {}), *kind.get("prefixItems", ()))]
     values = [_convert(option.flag, word, types.union(item.get("type") for item in items)) for word in words]
     single = [None, *(kind.get("const") for kind in option.types)]
@@ -232,28 +290,7 @@ def _convert(flag: str, word: str, types: set[Any]) -> Any:
     return word
 
 
-# --- mistakes ---
-
-
-def _hint(path: str, options: Sequence[Option], flags: Sequence[str]) -> str:
-    """What an unknown option may mean."""
-    if path == "env.id":
-        return ": the environment is the first argument"
-    known = list(dict.fromkeys([*(option.path for option in options), *flags, *_SHARED]))
-    if inside := [name for name in known if name.startswith(f"{path}.")]:
-        return f": it has {', '.join(map(_flag, inside))}"
-    own = path.rpartition(".")[2]
-    own = OTHER_NAMES.get(own, own)
-    last = {name: name.rpartition(".")[2] for name in known if not path.startswith(f"{name}.")}
-    same = [name for name in last if last[name] == own]
-    like = get_close_matches(own, last.values(), n=1, cutoff=0.7)
-    near = same or get_close_matches(path, last, n=1, cutoff=0.8) or [name for name in last if last[name] in like]
-    if near:
-        return f"; did you mean {' or '.join(map(_flag, near[:3]))}?"
-    return f"; known: {', '.join(map(_flag, known))}" if len(known) < _FEW else "; --help-all shows them all"
-
-
-# --- help ---
+# Help
 
 
 def _show_help(options: Sequence[Option], prog: str, description: str, *, in_full: bool) -> NoReturn:
@@ -303,19 +340,3 @@ def _shown(value: object) -> str:
     if isinstance(value, Mapping):
         return json.dumps(value)
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value).replace("None", "none")
-
-
-# --- settings of a target ---
-
-
-def _resolve(target: str, preset: str | None, changed: Tree) -> RunCfg | TextRunCfg:
-    if target.endswith((".json", *SUFFIXES)):
-        return load_config(target, preset=preset, **changed)
-    check_id(target)
-    if target not in presets.env_ids():  # a typo is found before anything slow is imported
-        from gymnasium.envs.registration import registry
-
-        import_package(target)
-        if target not in registry:
-            raise unknown_environment(target, registry)
-    return resolve(target, preset=preset, **changed)

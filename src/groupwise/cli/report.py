@@ -1,24 +1,254 @@
-"""``groupwise report``: the page of a run."""
+"""Commands that look at runs: ``report``, ``view`` and ``doctor``, which looks at the installation, too."""
 
-from collections.abc import Sequence
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from secrets import token_urlsafe
+from typing import Any
 
-from groupwise.cli.parser import Parser
-from groupwise.report.page import write_page
-from groupwise.system import show
+from packaging.requirements import Requirement
 
-HELP = """Write a page about a run: did it learn, its health, its groups step by step, its settings.
-One file of HTML, without network and server; of failed and running runs, too.
+from groupwise.cli.options import Parser
+from groupwise.errors import EnvError, GroupwiseError, RunFolderError, installing, require_extra
+from groupwise.report.health import WORDS, Finding, diagnose
+from groupwise.report.page import answer, words_of, write_page
+from groupwise.report.video import draw_one_frame
+from groupwise.system import num_cpus, show
 
-Examples:
-  groupwise report runs/<run>
-  groupwise report runs/<run> -o page.html
-"""
+HOST = "127.0.0.1"
+NICE = 10
+"""Training goes first; while it uses all cores, this leaves a tenth of a core to ``view``."""
+SECONDS = 10.0
+"""Length of the doctor's training."""
 
 
-def run(parser: Parser, argv: Sequence[str]) -> None:
-    """Write the page of the run in ``argv``, and print its path."""
+def report_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Write a page about a run: did it learn, its health, its groups step by step, its settings.
+    One file of HTML, without network and server; of failed and running runs, too.
+
+    Examples:
+      groupwise report runs/<run>
+      groupwise report runs/<run> -o page.html
+    """
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: report.html in the folder")
     options = parser.read(argv)
     show(f"written: {write_page(options.run, options.out)}")
+
+
+def view_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Show the runs of a folder in your browser, and follow them while they train: curves, health, groups.
+    Only this machine can connect, and only with the address that is printed. Nothing is written or sent anywhere.
+
+    Examples:
+      groupwise view
+      groupwise view runs/<run> --port 8000
+    """
+    runs = {"nargs": "?", "default": Path("runs"), "help": "folder of runs, or a run (default: runs)"}
+    parser.add_argument("runs", type=Path, **runs)
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    options = parser.read(argv)
+    if not options.runs.is_dir():
+        raise RunFolderError(f"there is no folder {str(options.runs)!r}; fix: a folder of runs, or train one first")
+    require_extra("starlette", "view")
+    require_extra("uvicorn", "view")
+    # what pages need is imported before the priority falls: while training uses all cores they would take a minute
+    import matplotlib.backends.backend_svg  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+    import uvicorn
+
+    from groupwise.report.view import Viewer
+
+    if sys.platform != "win32":
+        os.nice(NICE)
+    token = token_urlsafe(24)
+    with socket.create_server((HOST, options.port)) as listener:
+        show(f"http://{HOST}:{listener.getsockname()[1]}/{token}/", "Ctrl-C ends it.")
+        # no access log: it would print the token; open pages do not delay the end
+        cfg = uvicorn.Config(Viewer(options.runs, token).app(), log_level="warning", timeout_graceful_shutdown=1)
+        uvicorn.Server(cfg).run(sockets=[listener])
+
+
+def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Name likely causes of a run's trouble, and what to change. Without a run: check the installation, and train for ten
+    seconds. Exit code 1: there is trouble.
+
+    Examples:
+      groupwise doctor
+      groupwise doctor runs/<run>
+    """
+    parser.add_argument("run", type=Path, nargs="?", help="folder of a run")
+    options = parser.read(argv)
+    findings = _of_run(options.run) if options.run else check_installation()
+    trouble = False
+    for finding in findings:  # printed as they come
+        show(f"{WORDS[finding.verdict]:<8} {finding.title}: {finding.text}")
+        if finding.advice:
+            show(f"{'':<8} fix: {finding.advice}")
+        trouble |= finding.verdict == "bad"
+    return int(trouble)
+
+
+def _of_run(path: Path) -> list[Finding]:
+    from groupwise.report.folder import RunFolder
+
+    folder = RunFolder.open(path)
+    metrics = folder.read_metrics()
+    _, score, sample = words_of(folder.read_config())
+    learned = answer(metrics, score, sample)
+    show(f"Did it learn? {learned.word}. {learned.text}")
+    sick = [finding for finding in diagnose(folder) if finding.verdict != "good"]
+    if not sick:
+        show("Nothing looks wrong." if metrics else "There is nothing to look at yet.")
+    return sick
+
+
+# The installation
+
+
+def check_installation() -> Iterator[Finding]:
+    """Findings on everything that a run needs; the last ones take some seconds."""
+    yield device()
+    yield threads()
+    yield packages()
+    yield extras()
+    yield folder(Path("runs"))
+    yield folder(Path(tempfile.gettempdir()))
+    yield rendering("CartPole-v1")
+    if not missing(Requirement("gymnasium[mujoco]")):
+        yield rendering("InvertedPendulum-v5")
+    yield training(SECONDS)
+
+
+def device() -> Finding:
+    """The torch build and the GPU."""
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    text, advice = f"Python {platform.python_version()}, torch {torch.__version__} ({build})", "pytorch.org."
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") is None:
+            return Finding("Device", (), "good", f"{text}, on the CPU.")
+        text += " finds no GPU, but an NVIDIA driver is installed."
+        return Finding("Device", (), "look", text, f"A torch build with CUDA that fits the driver: {advice}")
+    try:
+        torch.ones(1, device="cuda").add(1).item()
+    except RuntimeError as error:
+        text += f", but the GPU does not compute: {str(error).splitlines()[0]}"
+        return Finding("Device", (), "bad", text, f"A torch build for this GPU: {advice}")
+    return Finding("Device", (), "good", f"{text}, on {torch.cuda.get_device_name()} with device='cuda'.")
+
+
+def threads() -> Finding:
+    """Torch must not use more threads than there are processors, nor share these with other programs."""
+    import torch
+
+    cpus, used = num_cpus(), torch.get_num_threads()
+    text = f"{used} threads of torch on {cpus} processors."
+    load = 0.0 if sys.platform == "win32" else os.getloadavg()[0]
+    if used > cpus:
+        return Finding("Threads", (), "look", text, f"OMP_NUM_THREADS={cpus}.")
+    if load > cpus + 1:
+        text += f" Other programs keep these busy: the load is {load:.1f}."
+        return Finding("Threads", (), "look", text, "End them, or training is slow.")
+    return Finding("Threads", (), "good", text)
+
+
+def packages() -> Finding:
+    """Packages that every run needs."""
+    own = [one for one in map(Requirement, requires("groupwise") or ()) if one.marker is None]
+    if found := [text for requirement in own for text in missing(requirement)]:
+        return Finding("Packages", (), "bad", f"{'; '.join(found)}.", "pip install -e . in the checkout.")
+    return Finding("Packages", (), "good", "All required ones are there.")
+
+
+def extras() -> Finding:
+    """Extras that are there, and those that are there in part or in another version."""
+    texts = requires("groupwise") or ()
+    names = {text.partition('extra == "')[2].removesuffix('"') for text in texts} - {"", "dev", "docs"}
+    lacking = {name: _missing_of(texts, name) for name in sorted(names)}
+    wrong = {name: [text for text in found if "expected" in text] for name, found in lacking.items()}
+    wrong = {name: found for name, found in wrong.items() if found}
+    there = ", ".join(name for name in lacking if not lacking[name]) or "none"
+    absent = ", ".join(name for name in lacking if lacking[name] and name not in wrong) or "none"
+    text = f"there: {there}; not complete: {absent}."
+    if not wrong:
+        return Finding("Extras", (), "good", text)
+    versions = "; ".join(f"of {name}, {' and '.join(found)}" for name, found in wrong.items())
+    text += f" Wrong versions: {versions}."
+    return Finding("Extras", (), "look", text, f"{'; '.join(map(installing, wrong))}.")
+
+
+def missing(requirement: Requirement) -> list[str]:
+    """What is not installed, or in another version, of a requirement and its own extras."""
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return [f"{requirement.name} is not installed"]
+    fits = requirement.specifier.contains(found, prereleases=True)
+    own = [] if fits else [f"{requirement.name} is {found}, expected {requirement.specifier}"]
+    return own + [text for extra in requirement.extras for text in _missing_of(requires(requirement.name) or (), extra)]
+
+
+def _missing_of(texts: Sequence[str], extra: str) -> list[str]:
+    """What is missing of an extra of a package with these requirements."""
+    asked = [
+        requirement
+        for requirement in map(Requirement, texts)
+        if (marker := requirement.marker) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+    ]
+    return [text for requirement in asked for text in missing(requirement)]
+
+
+def folder(path: Path) -> Finding:
+    """A folder in which runs write."""
+    title = f"Folder {path}"
+    place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"x")
+    except OSError as error:
+        return Finding(title, (), "bad", f"It cannot be written: {error}.", "Another --run-dir, or rights.")
+    free = shutil.disk_usage(place).free / 2**30
+    text = f"It can be written; {free:,.1f} GiB are free."
+    full = free < 1
+    return Finding(title, (), "look" if full else "good", text, "Make room: checkpoints need some." if full else "")
+
+
+def rendering(env_id: str) -> Finding:
+    """Whether videos are drawn without a display."""
+    title = f"Pictures of {env_id}"
+    try:
+        draw_one_frame(env_id)
+    except EnvError as error:
+        text, _, fix = str(error).partition("; fix: ")
+        return Finding(title, (), "look", f"{text}.", f"{fix}.")
+    return Finding(title, (), "good", "They are drawn.")
+
+
+def training(seconds: float) -> Finding:
+    """Whether CartPole is learned, and a page is written about it."""
+    from groupwise.run import train
+
+    title = f"Training for {seconds:g} seconds"
+    settings: dict[str, Any] = {"total_steps": 100_000, "speed": "off", "stop": {"time_limit": seconds}}
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            run = train(run_dir=Path(place, "run"), logging={"progress": "none"}, **settings)
+            write_page(run.path)
+        except (GroupwiseError, OSError, RuntimeError, ImportError) as error:
+            return Finding(title, (), "bad", f"It failed: {error}.", "groupwise --debug train CartPole-v1 shows where.")
+        metrics = run.metrics()
+    learned = answer(metrics, "return", "episodes")
+    speed = metrics[-1]["env_steps"] / metrics[-1]["time/total_seconds"]
+    text = f"{speed:,.0f} steps per second on CartPole-v1. {learned.text}"
+    if learned.word == "Yes":
+        return Finding(title, (), "good", text)
+    advice = f"{len(metrics)} iterations may be too few: groupwise train CartPole-v1."
+    return Finding(title, (), "look", text, advice)

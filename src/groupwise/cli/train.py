@@ -1,79 +1,431 @@
-"""``groupwise train``: train a policy, once or with several seeds."""
+"""Commands that train: ``train``, ``resume`` and ``evolve``."""
 
+import logging
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, get_args
 
-from groupwise.cli.launch import LAUNCH_FLAGS, parse_launch, torchrun
-from groupwise.cli.parser import Parser, count
-from groupwise.cli.result import print_run
-from groupwise.errors import ConfigError
+from groupwise import plugins
+from groupwise import system as files
+from groupwise.cli.options import Parser, count, parse_options
+from groupwise.config import to_json
+from groupwise.config.evolution import EvolutionCfg, LaunchCfg
+from groupwise.config.load import read_file
+from groupwise.config.run import BUDGETS, CommonCfg
+from groupwise.errors import ConfigError, GroupwiseError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.system import show_errors_only, show_everything
+from groupwise.system import num_cpus, show, show_errors_only, show_everything
 
-HELP = """Train a policy on a Gymnasium environment, or with the settings of a JSON or YAML file.
-
-  groupwise train CartPole-v1
-  groupwise train CartPole-v1 --algorithm ppo --seed 3
-  groupwise train CartPole-v1 --preset dr_grpo --seeds 0-9
-  groupwise train my_run.json --algorithm.learning-rate 3e-4
-  groupwise train --config my_run.yaml
-
-Options, with the defaults of this environment:
-  --seeds 0-9                         or 0,3,5: one run per seed, in parallel
-  --launcher local                    or torchrun, ray: several processes (--workers 2; for Ray --cpus 1 --gpus 0,
-                                      with generation.python also --servers 1 --server-cpus 1 --server-gpus 0)
-  --plugin FILE.py                    import your file first
-  --preset NAME                       credit and objective of a paper; see: groupwise list
-  -q, --quiet                         print errors and the result only
-  -v, --verbose                       print every iteration, and what the library logs
-  --profile [3]                       record that many iterations with torch.profiler, into profile/ of the run folder
-"""
+log = logging.getLogger(__name__)
 
 
-def run(parser: Parser, argv: Sequence[str]) -> int:
-    """Train the run, or the seeds, that ``argv`` describes."""
-    launch, words = parse_launch(argv)
-    if launch.launcher != "local" and any(word.partition("=")[0] == "--seeds" for word in words):
+def train_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Train a policy on a Gymnasium environment, or with the settings of a JSON or YAML file.
+
+      groupwise train CartPole-v1
+      groupwise train CartPole-v1 --algorithm ppo --seed 3
+      groupwise train CartPole-v1 --preset dr_grpo --seeds 0-9
+      groupwise train my_run.json --algorithm.learning-rate 3e-4
+      groupwise train --config my_run.yaml
+
+    Options, with the defaults of this environment:
+      --seeds 0-9                         or 0,3,5: one run per seed, in parallel
+      --launcher local                    or torchrun, ray: several processes (--workers 2; for Ray --cpus 1 --gpus 0,
+                                          with generation.python also --servers 1 --server-cpus 1 --server-gpus 0)
+      --plugin FILE.py                    import your file first
+      --preset NAME                       credit and objective of a paper; see: groupwise list
+      -q, --quiet                         print errors and the result only
+      -v, --verbose                       print every iteration, and what the library logs
+      --profile [3]                       record that many iterations with torch.profiler, into profile/ of the run folder
+    """
+    launch, words = parse_launch(parser, argv)
+    launcher = launch["launcher"]
+    if launcher != "local" and any(word.partition("=")[0] == "--seeds" for word in words):
         raise ConfigError("--seeds has processes of its own; fix: leave --launcher out")
     parser.add_argument("--seeds")
     parser.add_argument("--profile", type=count, nargs="?", const=3)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("-q", "--quiet", dest="progress", action="store_const", const="none")
     output.add_argument("-v", "--verbose", dest="progress", action="store_const", const="iterations")
+    parser.flags += ["--quiet", "--verbose"]
     options, rest = parser.parse_known_args(words)
-
-    from groupwise.cli.options import parse_options
-
-    flags = ("seeds", "profile", "preset", "quiet", "verbose", *LAUNCH_FLAGS)
-    cfg = parse_options(rest, prog="groupwise train", description=HELP, flags=flags)
+    cfg = parse_options(rest, parser)
     if options.progress is not None:
         show_errors_only() if options.progress == "none" else show_everything()
         cfg = cfg.model_copy(update={"logging": cfg.logging.model_copy(update={"progress": options.progress})})
     if options.seeds is not None:
         if options.profile is not None:
             raise ConfigError("--profile is of a single run, got --seeds too; fix: one of them")
-        from groupwise.cli.seeds import parse_seeds, train_seeds
-
         return train_seeds(cfg, parse_seeds(options.seeds))
 
-    quiet = options.progress == "none"
-    if launch.launcher != "local":
+    if launcher != "local":
         if cfg.run_dir is None:
             raise ConfigError("several processes need one run folder; fix: --run-dir")
         RunFolder.check_free(cfg.run_dir)
-    if launch.launcher == "torchrun":
-        torchrun(["train", *words], launch.num_workers)
-    if launch.launcher == "ray":
+    if launcher == "torchrun":
+        torchrun(["train", *words], launch)
+    if launcher == "ray":
         if options.profile is not None:
             raise ConfigError("--profile is not for --launcher ray; fix: --launcher torchrun")
         from groupwise.integrations.ray import train_from_config_on_ray
 
-        return print_run(train_from_config_on_ray(cfg, **launch.on_ray()), quiet)
+        run = train_from_config_on_ray(cfg, **on_ray(launch))
+    elif options.profile is not None:
+        from groupwise.run import train_from_config
+        from groupwise.training.trackers import Profiler
 
-    from groupwise.run import train_from_config
+        run = train_from_config(cfg, callbacks=[Profiler(options.profile)])
+    else:
+        from groupwise.run import train_from_config
 
-    if options.profile is None:
-        return print_run(train_from_config(cfg), quiet)
+        run = train_from_config(cfg)
+    return print_run(run, quiet=options.progress == "none")
 
-    from groupwise.training.trackers import Profiler
 
-    return print_run(train_from_config(cfg, callbacks=[Profiler(options.profile)]), quiet)
+def resume_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Continue a run from its last checkpoint, as if it had never stopped.
+
+    Examples:
+      groupwise resume runs/<run>
+      groupwise resume runs/<run> --total-steps 200000
+      groupwise resume runs/<run> --launcher torchrun --workers 2
+      groupwise resume runs/<population of evolve>
+      groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
+    """
+    if argv and (Path(argv[0]) / "population.json").is_file():
+        return _resume_population(parser, argv)
+    launch, words = parse_launch(parser, argv)
+    if launch["launcher"] != "local" and any(word.partition("=")[0] == "--fork" for word in words):
+        raise ConfigError("--fork is of one process; fix: make a copy without --launcher, then resume that")
+    if launch["launcher"] == "torchrun":
+        torchrun(["resume", *words], launch)
+    if launch["launcher"] == "ray":
+        from groupwise.integrations.ray import resume_on_ray
+
+        if len(words) != 1:
+            got = " ".join(words)
+            raise ConfigError(f"--launcher ray takes the run folder alone, got {got!r}; fix: --launcher torchrun")
+        return print_run(resume_on_ray(words[0], **on_ray(launch)))
+
+    parser.add_argument("run", type=Path, help="folder of the run")
+    total = "new total budget in {} (default: unchanged)"
+    parser.add_argument("--total-steps", type=count, help=total.format("steps"))
+    parser.add_argument("--total-iterations", type=count, help=total.format("iterations"))
+    parser.add_argument("--total-epochs", type=float, help=total.format("epochs"))
+    fork = "go on in a new run folder, with settings as train's"
+    parser.add_argument("--fork", type=Path, metavar="NEW_DIR", help=fork)
+    chosen = "with --fork: latest, best, or the environment steps of a checkpoint (default: latest)"
+    parser.add_argument("--from", dest="checkpoint", type=_checkpoint, metavar="CHECKPOINT", help=chosen)
+    options, settings = parser.parse_known_args(words)
+    totals = {name: total for name in BUDGETS if (total := getattr(options, name)) is not None}
+    if options.fork is not None:
+        settings += [f"--{name.replace('_', '-')}={total}" for name, total in totals.items()]
+        return print_run(_fork(parser, options.run, options.fork, options.checkpoint or "latest", settings))
+    if options.checkpoint is not None:
+        raise ConfigError("--from would overwrite what was trained since; fix: --fork NEW_DIR, too")
+    if settings and settings[0].startswith("--") and "." in settings[0]:
+        raise ConfigError(f"{settings[0]} makes another run of it; fix: --fork NEW_DIR, too")
+    parser.read(words)
+
+    from groupwise.run import resume
+
+    return print_run(resume(options.run, **totals))
+
+
+def _checkpoint(word: str) -> str | int:
+    return word if word in ("latest", "best") else count(word)
+
+
+def _fork(parser: Parser, run: Path, run_dir: Path, checkpoint: Any, settings: Sequence[str]) -> Any:
+    from groupwise.run import resume
+    from groupwise.training.checkpoint import fork_run
+
+    made = fork_run(run, run_dir, checkpoint, lambda config: parse_options([str(config), *settings], parser))
+    try:
+        return resume(made)
+    except GroupwiseError:
+        if not RunFolder(made).summary.exists():  # an error before training, such as a wrong setting
+            files.remove(made)
+        raise
+
+
+def print_run(run: Any, quiet: bool = False) -> int:
+    """Print the result of a run and the next command; returns the exit code.
+
+    Args:
+        quiet: name the run folder in place of commands.
+    """
+    found = run.summary
+    if "seconds" not in found:  # of several processes, the first one reports
+        return 0
+    reached = ""
+    if (score := found.get("return_mean")) is not None:
+        kind = "greedy return" if run.cfg.evaluation.deterministic else "return"
+        interval = "95 % interval {:.4g} to {:.4g}".format(*found["ci95"]) if found.get("ci95") else "no interval"
+        cut = f", {count} cut at the step limit" if (count := found.get("cut_episodes")) else ""
+        reached = f": {kind} {score:.1f} ({found['episodes']} episodes{cut}, {interval})"
+        best = f"{found['best_return_mean']:.1f}"
+        if (rate := found.get("success_rate")) is not None:
+            low, high = (100 * end for end in found["success_ci95"])
+            reached += f", success {100 * rate:.0f} % (95 % interval {low:.0f} to {high:.0f})"
+            best += f", success {100 * found['best_success_rate']:.0f} %,"
+        reached += f". Best {best} at step {found['best_env_steps']:,}"
+    where = f" Run folder: {run.path}" if quiet else ""
+    show(f"Done in {found['seconds']:.1f} s{reached}.{where}")
+    if found["stopped"] not in BUDGETS:
+        show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
+    if 0 < found.get("updates_without_gradient", 0) == found["iterations"]:
+        show("Nothing was learned: the gradient of every update was 0 (docs/troubleshooting.md).")
+    steps, iterations = found.get("unsaved_env_steps"), found.get("unlogged_iterations")
+    if steps or iterations:
+        what = f"the last {steps:,} steps" if steps else f"metrics of {iterations:,} iterations"
+        again = f", then {plugins.command('resume', run.path)}" if steps else ""
+        show(f"NOT SAVED: {what}; fix: make room{again}", to="stderr")
+        return 1
+    if not quiet:
+        show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command('eval', run.path)}")
+    return 0
+
+
+# --launcher: what starts the processes of a run
+
+
+def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The launcher with its options, and the words that are left for the processes that it starts."""
+    own = Parser(prog=parser.prog, add_help=False)
+    own.add_choice("--launcher", ("local", "torchrun", "ray"), default="local")
+    for name in ("--workers", "--servers"):
+        own.add_argument(name, type=count)
+    for name, kind in {"--cpus": float, "--gpus": int, "--server-cpus": float, "--server-gpus": int}.items():
+        own.add_argument(name, type=kind)
+    parser.flags += own.flags
+    options, rest = own.parse_known_args(argv)
+    launch = {name: value for name, value in vars(options).items() if value is not None}
+    for name, value in launch.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name != "launcher" and not 0 <= value < math.inf:
+            raise ConfigError(f"{flag} {value:g}: expected a number of at least 0")
+        if name not in ("launcher", "workers") and launch["launcher"] != "ray":
+            raise ConfigError(f"{flag} is for --launcher ray; fix: leave it out")
+    if "workers" in launch and launch["launcher"] == "local":
+        raise ConfigError("--workers is for several processes; fix: --launcher torchrun, or ray")
+    return launch, rest
+
+
+def torchrun(words: Sequence[str], launch: dict[str, Any]) -> NoReturn:
+    """Run a command in several processes of this machine, in place of this one: signals reach them."""
+    number = str(launch.get("workers", 2))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
+    with_plugins = [*words, *shlex.split(plugins.options(plugins.loaded()))]
+    os.execv(sys.executable, [*launcher, "-m", "groupwise", *with_plugins])  # noqa: S606
+
+
+def on_ray(launch: dict[str, Any]) -> dict[str, Any]:
+    """The workers and servers of Ray; says how to follow them."""
+    from groupwise.integrations.ray import Servers, Workers
+
+    def chosen(**names: str) -> dict[str, Any]:
+        return {ours: launch[name] for ours, name in names.items() if name in launch}
+
+    show("training on Ray; to follow it: groupwise view", to="stderr")
+    servers = chosen(number="servers", cpus="server_cpus", gpus="server_gpus")
+    workers = Workers(**chosen(number="workers", cpus="cpus", gpus="gpus"))
+    return {"workers": workers, "servers": Servers(**servers) if servers else None}
+
+
+# --seeds: a process and a folder for each seed
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds of ``0-9``, ``0,3,5`` or a mixture.
+
+    Raises:
+        ConfigError: ``text`` has another form, or a seed twice.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not first.isdecimal() or not last.isdecimal():
+            raise ConfigError(f"--seeds {text}: expected numbers; fix: a range like 0-9 or a list like 0,3,5")
+        seeds.extend(range(int(first), int(last) + 1))
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds {text}: expected different seeds and increasing ranges; fix: 0-9 or 0,3,5")
+    return seeds
+
+
+def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
+    """Train each seed in a process of its own, one per core at a time; prints a table and returns the exit code.
+
+    Raises:
+        RunFolderError: the folder is taken.
+        KeyboardInterrupt: after a signal; says how to continue each unfinished seed.
+    """
+    from groupwise.training.trainer import STOP, handling
+
+    name = f"{cfg.subject}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
+    folder = cfg.run_dir or Path("runs", name)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir") from error
+    progress = cfg.logging.progress
+    own = cfg.logging.model_copy(update={"progress": "lines" if progress in ("auto", "bar") else progress})
+    settings = to_json(cfg.model_copy(update={"run_dir": None, "logging": own}))
+    files.write(folder / "settings.json", f"{settings}\n".encode())
+
+    say = show if progress != "none" else lambda line: None
+    say(f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} under {folder}")
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    # a process group of its own: signals reach it from here only
+    options: dict[str, Any] = {"env": os.environ | threads, "start_new_session": True}
+    # -P: without it, a groupwise.py in the working folder would run
+    program = [sys.executable, "-P", "-m", "groupwise"]
+    given = shlex.split(plugins.options(plugins.loaded()))
+    waiting, signals, passed_on = list(seeds), list[int](), 0
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    exit_codes: dict[int, int] = {}
+
+    def train_words(seed: int) -> list[str]:
+        return ["train", f"{folder / 'settings.json'}", "--seed", f"{seed}", "--run-dir", f"{folder / f'seed_{seed}'}"]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        log.warning("interrupted: running seeds finish and save their iteration first; a second time stops at once")
+        signals.append(number)
+
+    with handling(interrupt, *STOP):
+        try:
+            while running or (waiting and not signals):
+                while waiting and not signals and len(running) < num_cpus():
+                    seed = waiting.pop(0)
+                    with (folder / f"seed_{seed}.log").open("w", encoding="utf-8") as file:
+                        command = [*program, *train_words(seed), *given]
+                        running[seed] = subprocess.Popen(command, stdout=file, stderr=file, **options)  # noqa: S603
+                # on Windows Ctrl-C reaches them anyway, and terminate() would kill them
+                if len(signals) > passed_on and sys.platform != "win32":
+                    passed_on = len(signals)
+                    for process in running.values():
+                        process.terminate()
+                for seed, process in list(running.items()):
+                    if (code := process.poll()) is not None:
+                        exit_codes[seed] = code
+                        del running[seed]
+                        say(f"seed {seed}: { {0: 'done', 130: 'interrupted'}.get(code, 'failed') }")
+                time.sleep(0.1)
+        finally:  # after an error, such as a closed pipe, the others finish their iteration and end
+            for process in running.values():
+                process.terminate()
+
+    unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
+    if signals and unfinished:
+        runs = {seed: RunFolder(folder / f"seed_{seed}") for seed in unfinished}
+        again = [["resume", run.path] if run.config.exists() else train_words(seed) for seed, run in runs.items()]
+        raise KeyboardInterrupt("\n  ".join(["interrupted; continue with:", *(plugins.command(*w) for w in again)]))
+    row = "{:<6}{:<13}{:<11}{}".format
+    show(row("seed", "return_mean", "env_steps", "see"))
+    for seed in seeds:
+        path = folder / f"seed_{seed}"
+        summary = RunFolder(path).read_summary()
+        score = "-" if (mean := summary.get("return_mean")) is None else f"{mean:.6g}"
+        good = exit_codes[seed] == 0
+        show(row(seed, score, summary.get("env_steps", "-"), path) if good else row(seed, "failed", "", f"{path}.log"))
+    return int(any(exit_codes.values()))
+
+
+# evolve: a population of runs
+
+
+def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Train a population of runs. After each round the best go on, and mutated clones of them replace the others.
+
+    Examples:
+      groupwise evolve CartPole-v1 --population 8 --rounds 5 --round-steps 5000 --search search.yaml
+      groupwise evolve CartPole-v1 --algorithm ppo --search '{"algorithm.learning_rate": {"min": 1e-5, "max": 1e-2, "log": true}}'
+      groupwise resume runs/<population>
+
+    search.yaml has bounds or values of settings, by path:
+      algorithm.learning_rate: {min: 1e-5, max: 1e-2, log: true}
+      algorithm.num_epochs: [1, 2, 4, 8]
+
+    Options, then those of train:
+      --search FILE|JSON           what is searched
+      --population 8               members
+      --rounds 10                  rounds of training, evaluation and selection
+      --round-steps 10000          environment steps (tokens for text) of each member in a round
+      --episodes 20                episodes of each evaluation, the same for all members
+      --fitness mean               or lower_bound: the lower end of the 95 % interval
+      --selection tournament       or truncation, halving; or JSON: '{"name": "tournament", "size": 3}'
+      --mutation grow_shrink       or log_normal; or JSON
+      --weight-noise 0             noise on the weights of clones (AgileRL: 0.1)
+      --workers N                  members at once (default: one per core, or what a cluster has room for)
+      --launcher processes         or ray: a Ray cluster whose nodes share the folder
+      --cpus 1, --gpus 0           what Ray keeps for each member, also a share of a GPU
+      --preset NAME                credit and objective of a paper; see: groupwise list
+    """
+    parser.add_argument("--search")
+    for name in ("--population", "--rounds", "--round-steps", "--episodes"):
+        parser.add_argument(name, type=count)
+    parser.add_choice("--fitness", get_args(EvolutionCfg.model_fields["fitness"].annotation))
+    for name in ("--selection", "--mutation"):
+        parser.add_argument(name)
+    parser.add_argument("--weight-noise", type=float)
+    _add_launch(parser)
+    options, rest = parser.parse_known_args(argv)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    launch = LaunchCfg(**{name: given.pop(name) for name in LaunchCfg.model_fields if name in given})
+    for name in BUDGETS:
+        if any(word.partition("=")[0].replace("-", "_") == f"__{name}" for word in rest):
+            raise ConfigError(f"--{name.replace('_', '-')}: the budget is --rounds times --round-steps; fix: set these")
+    base = parse_options(rest, parser)
+    if "search" not in given:
+        raise ConfigError("--search is missing: the settings that change; fix: see groupwise evolve --help")
+    for name in {"search", "selection", "mutation"} & given.keys():
+        if given[name].lstrip().startswith("{"):
+            try:
+                given[name] = files.parse_json(given[name].encode())
+            except ValueError as error:
+                raise ConfigError(f"--{name}: {given[name]!r:.200} is broken JSON: {error}") from error
+        elif name == "search":
+            given[name] = read_file(Path(given[name]))
+    cfg = EvolutionCfg(**given)
+
+    from groupwise.evolution.evolve import evolve_from_config
+
+    return _print_population(evolve_from_config(cfg, base, run_dir=base.run_dir, launch=launch))
+
+
+def _resume_population(parser: Parser, argv: Sequence[str]) -> int:
+    parser.add_argument("population", type=Path, help="folder of the population")
+    _add_launch(parser)
+    options = vars(parser.read(argv))
+
+    from groupwise.evolution.population import Population
+
+    path = options.pop("population")
+    launch = {name: value for name, value in options.items() if value is not None}
+    return _print_population(Population.resume(path, **launch))
+
+
+def _add_launch(parser: Parser) -> None:
+    parser.add_argument("--workers", type=count)
+    parser.add_choice("--launcher", get_args(LaunchCfg.model_fields["launcher"].annotation))
+    parser.add_argument("--cpus", type=float)
+    parser.add_argument("--gpus", type=float)
+
+
+def _print_population(found: Any) -> int:
+    """Print the best member and the next command."""
+    best = found.best()
+    score = found.fitness(best, found.round - 1)
+    show(f"Done: the best of {len(found.members)} members is {best.name}, {found.cfg.fitness} {score:.6g}.")
+    show(*(f"  {path}: {value}" for path, value in best.settings.items()))
+    show(f"Next:  {plugins.command('eval', found.path / 'best')}")
+    return 0

@@ -452,6 +452,9 @@ class VectorCollector(EnvCollector):
     ) -> None:
         super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
         self._obs: Nested | None = None
+        self._dead: Bool[np.ndarray, " row"]
+        self._age: Int[np.ndarray, " row"]
+        self._return: Float[np.ndarray, " row"]
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` steps of every row.

@@ -15,7 +15,7 @@ False`` before them: ``step`` then leaves ``obs["image"]`` as the last drawn one
 **Expert.** ``expert(task)`` acts on ``env.unwrapped.state``, which exists whatever the observation is.
 """
 
-from groupwise.envs.make import require_package
+from groupwise.envs.names import require_package
 
 require_package("MetaWorld/")
 
@@ -36,7 +36,7 @@ from metaworld.sawyer_xyz_env import SawyerMocapBase, SawyerXYZEnv
 from packaging.version import Version
 
 from groupwise.embodied.torch_sim import Image, Renderer
-from groupwise.envs.make import require_package
+from groupwise.envs.names import require_package
 from groupwise.errors import EnvError, UnknownNameError
 
 # A simulator of one Meta-World task that plays any number of episodes, one of them at a time.

@@ -453,7 +453,7 @@ class RowsGroupEnv(GroupEnv):
             torch.from_numpy(arrays[name]) for name in OUTCOMES
         )
         of_step = {name: arrays[name] for name in ("reward_parts", "executed") if name in arrays}
-        self._info = {name: torch.from_numpy(array) for name, array in of_step.items()}
+        self._info: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in of_step.items()}
         self._zeroed = [*(arrays[name] for name in OUTCOMES), *of_step.values()]
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -488,7 +488,7 @@ class RowsGroupEnv(GroupEnv):
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row that is not paused with environment actions [N, ...]."""
         actions, arrays = action.cpu().numpy(), self._arrays
-        info: dict[str, Any] = dict(self._info)
+        info: dict[str, Any] = {**self._info}
         if len(self._live_rows) < self.num_envs:
             actions = actions[self._live_rows]
         for array in self._zeroed:  # also in rows that take no step

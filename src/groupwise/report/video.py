@@ -102,7 +102,8 @@ def make_rendering(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     """What ``rendering_env`` puts masks on."""
     import gymnasium
 
-    from groupwise.envs.make import import_package, makes_rows
+    from groupwise.envs.make import makes_rows
+    from groupwise.envs.names import import_package
 
     if makes_rows(env):
         raise NoPictureError(f"no video: {cfg.id} is a batched environment, which does not render")

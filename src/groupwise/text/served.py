@@ -22,7 +22,7 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import ServerGenerationCfg
 from groupwise.engines import Engine
 from groupwise.errors import ServerError
-from groupwise.serving import Answer, GroupRequest, LocalServer, LostWeightsError, Server
+from groupwise.serving import Answer, GroupRequest, LocalServer, LostWeightsError, VLLMServer
 from groupwise.text.collector import TextCollector
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
@@ -47,7 +47,9 @@ class ServedGenerator:
         engine: the processes that train together. Their policies are the same, so the first gives it to the servers.
     """
 
-    def __init__(self, servers: Sequence[Server], policy: CausalLM, folder: Path, engine: Engine | None = None) -> None:
+    def __init__(
+        self, servers: Sequence[VLLMServer], policy: CausalLM, folder: Path, engine: Engine | None = None
+    ) -> None:
         self.servers, self.policy, self.engine = servers, policy, engine or Engine()
         self._loading = Lock()
         # the versions of another run on the same servers are others
@@ -129,7 +131,7 @@ class ServedGenerator:
             if before is None or _iteration(path.name) < before:
                 files.remove(path)
 
-    def _load(self, server: Server, iteration: int) -> None:
+    def _load(self, server: VLLMServer, iteration: int) -> None:
         version = self._version(iteration)
         lock = self.folder / f"{self._run}.{self.servers.index(server)}.lock"
         with _alone(lock) if self.engine.world_size > 1 else nullcontext():  # ranks find out at the same time
@@ -233,7 +235,7 @@ def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         return list(pool.map(work, items))
 
 
-def _ask(asked: tuple[Server, GroupRequest]) -> list[Answer] | LostWeightsError:
+def _ask(asked: tuple[VLLMServer, GroupRequest]) -> list[Answer] | LostWeightsError:
     server, request = asked
     try:
         return server.generate(request)

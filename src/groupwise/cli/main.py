@@ -1,16 +1,17 @@
-"""The command line: finds the module of a command, and explains errors.
+"""The command line: finds the function of a command, and explains errors.
 
-Only the commands that train or play import torch, and only once their arguments are known to be right.
+Torch is imported only by the commands that train or play, once their arguments are known to be right.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise import plugins
-from groupwise.cli.parser import Parser
+from groupwise.cli.options import Parser
 from groupwise.errors import GroupwiseError, UnknownNameError
 from groupwise.system import prepare, show
 
@@ -31,7 +32,7 @@ Reinforcement learning with GRPO and PPO.
   doctor [RUN]       say what is wrong with a run, or with the installation
   compare RUNS ...   compare methods over seeds: means, intervals, curves
   config ENV|FILE    print all settings as JSON; --schema: their JSON Schema
-  check-env ENV      check what an environment supports: shared starts, spaces, speed
+  check-env ENV      check what an environment supports: shared starts, spaces
   demos ENV          record episodes of a scripted expert, which --algorithm bc clones
   list               algorithms, presets, choices of credit and objective
 
@@ -46,9 +47,15 @@ Start with:
   groupwise train CartPole-v1
 """
 
+COMMANDS = {
+    "train": "train", "evolve": "train", "resume": "train",
+    "eval": "eval", "sample": "eval", "export": "eval", "compare": "eval",
+    "report": "report", "view": "report", "doctor": "report",
+    "config": "other", "check-env": "other", "plan": "other", "demos": "other", "serve": "other", "list": "other",
+}  # fmt: skip
+"""Modules of the commands. The docstring of a command's function is its help."""
 WITH_SETTINGS = ("train", "evolve", "plan", "config", "check-env", "demos")
 """Commands that take settings as options, and so print their own help."""
-WITHOUT_SETTINGS = ("eval", "sample", "resume", "serve", "export", "report", "view", "doctor", "compare", "list")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,8 +99,9 @@ def _dispatch(argv: Sequence[str]) -> int:
 
         print(f"groupwise {version('groupwise')}")
         return 0
-    if name not in (*WITH_SETTINGS, *WITHOUT_SETTINGS):
-        raise UnknownNameError("command", name, [*WITH_SETTINGS, *WITHOUT_SETTINGS, "--help", "--version"])
-    module = importlib.import_module(f"groupwise.cli.{name.replace('-', '_')}")
-    parser = Parser(prog=f"groupwise {name}", description=module.HELP, add_help=name in WITHOUT_SETTINGS)
-    return int(module.run(parser, words) or 0)
+    if name not in COMMANDS:
+        raise UnknownNameError("command", name, [*COMMANDS, "--help", "--version"])
+    module = importlib.import_module(f"groupwise.cli.{COMMANDS[name]}")
+    command = getattr(module, f"{name.replace('-', '_')}_command")
+    parser = Parser(prog=f"groupwise {name}", description=inspect.getdoc(command), add_help=name not in WITH_SETTINGS)
+    return int(command(parser, words) or 0)

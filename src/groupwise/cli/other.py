@@ -1,0 +1,285 @@
+"""Other commands: ``config``, ``check-env``, ``plan``, ``demos``, ``serve`` and ``list``."""
+
+import json
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from groupwise import plugins
+from groupwise.cli.options import Parser, count, parse_env, parse_options
+from groupwise.config import json_schema, to_json
+from groupwise.config import load as presets
+from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.config.run import EnvCfg, TextRunCfg
+from groupwise.errors import ConfigError, UnknownNameError, nearest
+from groupwise.system import show
+
+
+def config_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Print all settings of a run as JSON, which train takes as a file.
+
+      groupwise config CartPole-v1 --algorithm ppo > my_run.json
+      groupwise config my_run.json --algorithm.gamma 0.98
+      groupwise config --schema                        JSON Schema, for your editor
+
+    Options, as those of train:
+      --preset NAME                       credit and objective of a paper; see: groupwise list
+    """
+    parser.add_argument("--schema", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+    print(json.dumps(json_schema(), indent=2) if options.schema else to_json(parse_options(rest, parser)))
+
+
+def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Check what an environment supports: shared starts of groups and their cost, randomness, spaces.
+    Exit code 1: GRPO cannot train on it.
+
+    Examples:
+      groupwise check-env Ant-v5
+      groupwise check-env Ant-v5 --env.kwargs '{"healthy_reward": 0.5}' --json
+      groupwise check-env Mine-v0 --plugin my_env.py
+      groupwise check-env ALE/Pong-v5 --env.num-random-noops 30
+
+    Options: --json, and settings of the environment:
+    """
+    parser.add_argument("--json", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+    settings = [f"env.{name}" for name in EnvCfg.model_fields if name not in ("id", "num_envs")]
+    env = parse_env(rest, parser, only=settings)
+
+    from groupwise.check import check_env
+
+    report = check_env(env)
+    show(json.dumps(report.to_dict()) if options.json else report)
+    return int(report.training.value is None)
+
+
+def demos_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Record successful episodes of a scripted expert, for --algorithm bc. Layout: LeRobot's dataset format.
+
+    Examples:
+      groupwise demos FetchPush-v4
+      groupwise demos FetchPush-v4 --episodes 20 --noise 0.2 --out demos/push
+      groupwise train FetchPush-v4 --algorithm bc --algorithm.data demos/push
+
+    Options:
+      --episodes 50       how many to keep
+      --out FOLDER        new or empty (default: demos/<environment>)
+      --noise 0.1         standard deviation of noise on the executed actions, as a share of half their range; the
+                          stored actions are without it
+      --seed 0            of starts and noise
+      --keep-failures     keep episodes without success, too
+
+    Settings of the environment:
+    """
+    parser.add_argument("--episodes", type=count, default=50)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--noise", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep-failures", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+    env = parse_env(rest, parser, only=("env.kwargs", "env.max_episode_steps"))
+
+    from groupwise.embodied.demos import record_demos
+
+    found = record_demos(env, **vars(options))
+    show(f"Recorded {found.episodes} episodes ({found.steps:,} steps) of {found.attempts} attempts in {found.path}.")
+    again = plugins.command("train", rest[0], "--algorithm", "bc", "--algorithm.data", found.path)
+    show(f"Next:  {again}")
+
+
+def serve_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Start a vLLM server for training on this machine, until Ctrl-C. vLLM is in a virtual environment of its own.
+
+      python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm
+      groupwise serve my_model --python .venv-vllm/bin/python
+      groupwise serve my_model --python .venv-vllm/bin/python --lora-rank 16 --port 8001 -- --dtype float32
+      groupwise train text.json --generation server --generation.urls http://127.0.0.1:8000
+
+    Arguments after -- are vLLM's.
+    """
+    parser.add_argument("model", help="folder or hub id; with adapters, their base model")
+    parser.add_argument("--python", type=Path, required=True, help="Python of the environment that has vLLM")
+    parser.add_argument("--port", type=count, default=8000, help="(default: 8000)")
+    parser.add_argument("--lora-rank", type=count, help="largest rank of adapters, if adapters are trained")
+    parser.add_argument("--log", type=Path, help="file for what the server prints (default: a temporary one)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the start may take (default: 600)")
+    end = [*argv, "--"].index("--")
+    options = parser.read(argv[:end])
+
+    from groupwise.serving import LocalServer, command
+
+    with tempfile.TemporaryDirectory(prefix="groupwise-") as folder:
+        log = options.log or Path(folder) / "server.log"
+        words = command(options.python, options.model, argv[end + 1 :], lora_rank=options.lora_rank)
+        server = LocalServer(words, log, options.timeout, port=options.port)
+        try:
+            show(f"starting {' '.join(server.words)}", f"log: {log}")
+            server.wait()
+            show(f"ready: {server.url}")
+            server.join()
+        finally:
+            server.close()
+
+
+def list_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Print algorithms, presets, and the choices of credit and objective with their sources."""
+    parser.add_argument("text", nargs="?", default="", help="show only entries with this text, such as dapo or kl")
+    text = parser.read(argv).text
+    sections: dict[str, list[list[str]]] = {  # lines that are shown together; all but the first are indented
+        "Algorithms: --algorithm NAME": [
+            [f"{name}: {AlgorithmCfg.named(name).note()}"] for name in sorted(AlgorithmCfg.known)
+        ],
+        "Environments with tuned settings: groupwise train ID": [
+            [f"{env_id}: {', '.join(presets.env_preset(env_id))}"] for env_id in presets.env_ids()
+        ],
+        "Credit and objective of a paper or library: --preset NAME": [
+            [
+                f"{name}: {preset.title}",
+                preset.note,
+                *(f"{key}: {json.dumps(value)}" for key, value in preset.settings.items()),
+                preset.source,
+            ]
+            for name, preset in presets.objective_presets().items()
+        ],
+        "Each choice of credit and objective": [
+            [f"--algorithm.{setting.replace('_', '-')} {value}: {choice.note} [{choice.source}]"]
+            for key, choice in presets.choices().items()
+            for setting, _, value in [key.rpartition(".")]
+        ],
+    }
+
+    def spelt(words: str) -> str:  # options and fields alike
+        return words.lower().replace("_", "-")
+
+    found = {
+        title: [entry for entry in entries if spelt(text) in spelt(" ".join(entry))]
+        for title, entries in sections.items()
+    }
+    if not any(found.values()):
+        values = [key.rpartition(".")[2] for key in presets.choices()]
+        names = [*AlgorithmCfg.known, *presets.env_ids(), *presets.objective_presets(), *values]
+        hint = nearest(text, names) or f"; presets: {', '.join(presets.objective_presets())}"
+        raise ConfigError(f"no entry contains {text!r}{hint}; all entries: groupwise list")
+    width = shutil.get_terminal_size().columns
+    wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    for title, entries in found.items():
+        if entries:
+            print(f"\n{title}\n{'-' * min(len(title), width)}")
+        for first, *others in entries:
+            print(wrap(first, subsequent_indent="    "))
+            for line in others:
+                print(wrap(line, initial_indent="    ", subsequent_indent="        "))
+
+
+# plan
+
+_LABEL = 46
+_KEPT = {
+    "policy": "weights{whole}",
+    "learner": "weights{part}, to train",
+    "gradients": "gradients{part}",
+    "optimizer state": "optimizer state{part}",
+    "reference": "reference",
+}
+
+
+def plan_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Estimate the memory of each GPU of a run on texts. Nothing is trained, and no weights are loaded. Exit code 1: it
+    does not fit.
+
+    Examples:
+      groupwise plan text.json --gpus 8 --gpu h100
+      groupwise plan text.json --gpus 8 --gpu h100 --engine fsdp --model.precision bfloat16
+      groupwise plan text.json --gpu l40s --model.lora.r 16 --json
+
+    Options, then those of train:
+      --gpus 1                     processes, each with a GPU of its own; servers have further ones
+      --gpu h100                   or a100, h200, b200, l40s, rtx4090
+      --prompt-tokens 256          tokens of a prompt (default: task.max_prompt_tokens)
+      --json                       print everything as JSON, in bytes
+      --preset NAME                credit and objective of a paper; see: groupwise list
+    """
+    parser.add_argument("--gpus", type=count, default=1)
+    parser.add_argument("--gpu", default="h100")
+    parser.add_argument("--prompt-tokens", type=count)
+    parser.add_argument("--json", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+    if not rest:
+        raise ConfigError("expected a file of settings first, as in: groupwise plan text.json --gpus 8 --gpu h100")
+    if rest[0] in ("-h", "--help"):
+        print(
+            f"usage: groupwise plan FILE [options]\n\n{parser.description}\n\nAll settings: groupwise plan FILE --help"
+        )
+        return 0
+    cfg = parse_options(rest, parser)
+    if not isinstance(cfg, TextRunCfg):
+        raise ConfigError(f"{rest[0]} is a run on an environment; plan is for runs on texts; fix: a file with a task")
+
+    from groupwise.planning import GPUS, fixes, plan_run
+
+    if options.gpu not in GPUS:
+        raise UnknownNameError("GPU", options.gpu, GPUS)
+    prompt = options.prompt_tokens or cfg.task.max_prompt_tokens or 256
+    plan = plan_run(cfg, options.gpus, GPUS[options.gpu], prompt)
+    changes = {} if plan.fits else fixes(plan)
+    if options.json:
+        memory = {name: getattr(plan, name) for name in ("kept", "passing", "host", "peak", "room")}
+        tokens = {name: getattr(plan, name) for name in ("prompt", "completion", "row")}
+        found = {"fits": plan.fits, "gpus": plan.ranks, "parameters": plan.parameters, "memory_bytes": memory}
+        found |= {"completions": plan.rows, "tokens": tokens, "server_rows": plan.server_rows, "fixes": changes}
+        print(json.dumps(found))
+    else:
+        assumed = "" if options.prompt_tokens or cfg.task.max_prompt_tokens else " (assumed; --prompt-tokens)"
+        gpu = f"{options.gpus} x {options.gpu} ({plan.gpu / 1e9:g} GB)"
+        show(*_plan_lines(plan, gpu, assumed, changes))
+    return int(not plan.fits)
+
+
+def _plan_lines(plan: Any, gpu: str, assumed: str, changes: dict[str, float]) -> Iterator[str]:
+    total, trained = plan.parameters["all"], plan.parameters["trained"]
+    share = "all trained" if trained == total else f"{short(trained)} trained"
+    yield f"{plan.sizes.name}, {short(total)} parameters, {share}, in {plan.cfg.model.precision}"
+    yield f"{gpu}{f', engine {plan.cfg.engine}' if plan.ranks > 1 else ''}"
+    yield f"A step: {plan.ranks * plan.rows:,} completions of at most {plan.completion:,} tokens"
+    yield f"Prompts of {plan.prompt:,} tokens{assumed}\n"
+
+    words = {"part": "", "whole": ""}
+    if plan.ranks > 1 and plan.cfg.engine == "fsdp":
+        words = {"part": f", 1/{plan.ranks}", "whole": ", whole, to generate"}
+    yield f"{'Memory of each GPU':<{_LABEL}}{'GB':>8}"
+    yield from (_row(_KEPT[name].format(**words), size) for name, size in plan.kept.items())
+    for phase, needed in plan.passing.items():
+        yield f"  only in {phase}"
+        yield from (_row(f"  {name}", size) for name, size in needed.items())
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    yield _row(f"peak, in {plan.fullest}", plan.peak, f"of {plan.room / 1e9:.1f} usable: {verdict}")
+    if plan.host:
+        yield f"\n{'Memory of the host, for each GPU':<{_LABEL}}{'GB':>8}"
+        yield from (_row(_KEPT[name].format(**words), size) for name, size in plan.host.items())
+    yield ""
+    if plan.server_rows is not None:
+        servers = len(plan.cfg.generation.urls)
+        room = f"{plan.server_rows:,} completions at once"
+        room = room if plan.server_rows else "no room for the model; fix: GPUs with more memory"
+        yield f"{servers} server{'s' if servers > 1 else ''}, each on a further GPU of this kind: {room}."
+    if not plan.fits:
+        yield f"It does not fit. fix: {'one of' if changes else 'GPUs with more memory, or a smaller model'}"
+        yield from (_row(options, peak, "GB at the peak") for options, peak in changes.items())
+    yield "An estimate: docs/planning.md"
+
+
+def _row(label: str, size: float, remark: str = "") -> str:
+    return f"  {label:<{_LABEL - 2}}{size / 1e9:>8.1f}  {remark}".rstrip()
+
+
+def short(number: int) -> str:
+    """A number of parameters, such as 8.03 B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:  # which rounds up to the unit
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -16,8 +16,7 @@ from groupwise.config.algorithm import CreditCfg, GRPOCfg, ObjectiveCfg, registe
 from groupwise.config.base import GIVEN
 from groupwise.engines import Engine
 from groupwise.errors import DataError
-from groupwise.training.build import build_components
-from groupwise.training.components import UserObjects
+from groupwise.training.build import UserObjects, build_components
 
 
 def parameters(policy):

@@ -1,6 +1,5 @@
 """Settings of the algorithms, and their registry. Imports no torch."""
 
-import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -186,8 +185,8 @@ class AlgorithmCfg(Choice):
     family: ClassVar = "algorithm"
     default: ClassVar = "grpo"
     known: ClassVar = {}
-    algorithm: ClassVar[type[Any] | str] = ""
-    """The ``BaseAlgorithm`` subclass, or ``module:Class``, to import torch only when needed."""
+    algorithm: ClassVar[type[Any] | None] = None
+    """The ``BaseAlgorithm`` that ``register_algorithm`` gave these settings; ``training.build`` knows the built-in ones."""
 
     learning_rate: LearningRate = 3e-4
     """Learning rate, before its schedule."""
@@ -222,11 +221,6 @@ class AlgorithmCfg(Choice):
     def reward_parts(self) -> tuple[str, ...]:
         """Entries of ``info`` that a rollout keeps as the parts of the reward."""
         return ()
-
-    @classmethod
-    def load(cls) -> type[Any]:
-        """The ``BaseAlgorithm`` subclass."""
-        return pkgutil.resolve_name(cls.algorithm) if isinstance(cls.algorithm, str) else cls.algorithm
 
     @model_validator(mode="before")
     @classmethod
@@ -304,7 +298,6 @@ class PPOCfg(AlgorithmCfg):
 
     name: Literal["ppo"] = "ppo"
     """Name in the registry."""
-    algorithm: ClassVar = "groupwise.algorithms.ppo:PPO"
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
     vf_coef: NonNegative = 0.5
@@ -321,7 +314,6 @@ class GRPOCfg(AlgorithmCfg):
 
     name: Literal["grpo"] = "grpo"
     """Name in the registry."""
-    algorithm: ClassVar = "groupwise.algorithms.grpo:GRPO"
     group_size: Annotated[int, Ge(2)] = 8
     """Members of a group."""
     credit: CreditCfg = CreditCfg()
@@ -363,7 +355,6 @@ class BCCfg(AlgorithmCfg):
 
     name: Literal["bc"] = "bc"
     """Name in the registry."""
-    algorithm: ClassVar = "groupwise.embodied.cloning:BehaviorCloning"
     data: Path | None = None
     """Folder of the demonstrations, as ``groupwise demos`` writes it."""
     learning_rate: LearningRate = 1e-3

@@ -1,8 +1,4 @@
-"""Built-in callbacks: evaluate, check, track, show, stop; those that save are in ``saving``.
-
-``build_callbacks`` orders them: logs have what others add to the metrics, the last iteration is evaluated, and a
-checkpoint covers what the logs hold.
-"""
+"""Built-in callbacks: they save, keep groups, check, evaluate, stop and show."""
 
 import json
 import logging
@@ -28,9 +24,8 @@ from torch import Tensor
 
 from groupwise import system as files
 from groupwise.comparison.compare import differences
-from groupwise.config.algorithm import BCCfg
 from groupwise.config.base import flat
-from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg, TrackedRun
+from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.errors import DivergedError, SamplerMismatchError
 from groupwise.policies.base import Policy
@@ -45,9 +40,7 @@ from groupwise.training.checkpoint import (
     serialize,
     write_checkpoint,
 )
-from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
-from groupwise.training.trackers import Report
 from groupwise.training.trainer import Callback
 
 if TYPE_CHECKING:
@@ -475,37 +468,6 @@ def _buffers(policy: Policy) -> dict[str, Tensor]:
 def _restore(policy: Policy, buffers: dict[str, Tensor]) -> None:
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
-
-
-def build_callbacks(
-    parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
-) -> list[Callback]:
-    """The user's callbacks and those of the settings, in their order; on ranks above 0 the user's, and what helps to save."""
-    if rank != 0:
-        return [*users, JoinCheckpoints(parts.cfg.checkpoint_interval)]
-    cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
-    built = [*users, *parts.own_callbacks(folder)]
-    if stop.time_limit is not None:
-        built.append(TimeLimit(stop.time_limit))
-    if evaluator is not None:
-        interval = cfg.evaluation.interval
-        built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
-    if stop.threshold is not None:
-        built.append(StopAtScore(stop.threshold, parts.metric))
-    if cfg.evaluation.num_logged_groups and not isinstance(cfg.algorithm, BCCfg):
-        built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
-    settings = cfg.model_dump(mode="json")
-    saves = SaveCheckpoints(folder.latest, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints, settings)
-    built += [LogSaveTime(saves), MetricsLog(folder.metrics)]
-    if logging.report_to:
-        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
-        built += [Report(tracker.name, tracker.build(run)) for tracker in logging.report_to]
-    if logging.progress != "none":
-        # rich takes a while to import
-
-        title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
-        built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
-    return [*built, saves]
 
 
 class CheckSamplerMismatch(Callback):

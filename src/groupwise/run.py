@@ -71,7 +71,7 @@ from groupwise.training.trainer import (
     handling,
 )
 
-# From what train takes to settings and Python objects.
+# Settings and Python objects, from the arguments of ``train``.
 
 
 def read_settings(
@@ -96,20 +96,17 @@ def read_settings(
             f"policy = {policy_fields!r:.80}: expected a Policy, a gw.PolicyCfg or its fields, as "
             "{'normalize_obs': True}, or a name, as 'vla'; fix: make networks of your own a groupwise.policies.base.Policy"
         )
-    env_id, env_fields = _describe_env(env)
-    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
-    return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
-
-
-def _describe_env(env: Any) -> tuple[str, dict[str, Any]]:
-    """Id for the config, and the settings that follow from the environment."""
     import gymnasium
 
+    env_id, env_fields = GIVEN, {}
     if isinstance(env, str):
-        return env, {}
-    if isinstance(env, EnvCfg):
-        return env.id, env.model_dump(exclude_unset=True)
-    return GIVEN, {"num_envs": env.num_envs} if isinstance(env, gymnasium.vector.VectorEnv | VectorEnv) else {}
+        env_id = env
+    elif isinstance(env, EnvCfg):
+        env_id, env_fields = env.id, env.model_dump(exclude_unset=True)
+    elif isinstance(env, gymnasium.vector.VectorEnv | VectorEnv):
+        env_fields = {"num_envs": env.num_envs}
+    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
+    return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
 
 
 # A run from its first or next iteration to its end, with its run folder.
@@ -296,7 +293,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
 
 
 def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
-    """What is saved, and the command that continues from there."""
+    """Says how far the run is saved, and the command that continues from there."""
     try:
         steps = saved_counts(folder.latest)["steps"]
         saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
@@ -326,7 +323,7 @@ def _print(line: str) -> None:
     show(line, to="stderr")
 
 
-# What a run folder says of its run: settings, and which Python objects it needs.
+# Settings and Python objects, from a run folder.
 
 
 def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
@@ -425,7 +422,7 @@ class Run:
         return write_page(self.path, None if out is None else Path(out))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of the run: whether it learned, its curve, and what to look at."""
+        """HTML for a notebook: whether the run learned, its curve, and where to look."""
         from groupwise.report.page import to_html
 
         return to_html(RunFolder(self.path))
@@ -511,18 +508,14 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
     parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
     with closing_after(parts.close):
-        folder = _new_folder(parts, cfg.run_dir, engine)
+        folder = RunFolder(Path(cfg.run_dir or ""))
+        if engine.rank == 0:
+            name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
+            settings, objects = parts.cfg.model_dump(mode="json"), parts.given.names()
+            folder = RunFolder.create(settings, cfg.run_dir, name=name, given_in_python=objects)
         with folder.locked(engine.rank):
             summary = run(parts, folder, callbacks, engine, resume=False)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, given)
-
-
-def _new_folder(parts: Components, path: Path | None, engine: Engine) -> RunFolder:
-    """The folder of a new run, which rank 0 creates."""
-    if engine.rank != 0:
-        return RunFolder(Path(path or ""))
-    name = f"{parts.identity.env_id}-{parts.cfg.algorithm.name}-seed{parts.cfg.seed}"
-    return RunFolder.create(parts.cfg.model_dump(mode="json"), path, name=name, given_in_python=parts.given.names())
 
 
 def resume(
@@ -550,7 +543,12 @@ def resume(
     folder, objects, cfg = reopen(path, given, to_train=True)
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
-        cfg = _with_budget(cfg, Budget.only(**totals), folder)
+        budget, fields = Budget.only(**totals), type(cfg).model_fields
+        name, unit, total = budget.name, budget.unit, budget.total
+        if name not in fields:
+            raise ConfigError(f"{name} = {total:,}: an environment has no {unit}; fix: total_steps or total_iterations")
+        budget.check_exceeds(saved_counts(folder.latest)[unit], folder.path)
+        cfg = cfg.model_copy(update={other: None for other in BUDGETS if other in fields} | {name: total})
     engine = _engine(cfg)
     with folder.locked(engine.rank):
         parts = _rebuild(cfg, objects, folder, engine)
@@ -567,15 +565,6 @@ def _engine(cfg: CommonCfg) -> Engine:
 
         return from_environment(device, partial(ShardedEngine, cpu_offload=cfg.cpu_offload), cfg.ddp_timeout)
     return from_environment(device, timeout=cfg.ddp_timeout)
-
-
-def _with_budget(cfg: CommonCfg, budget: Budget, folder: RunFolder) -> CommonCfg:
-    """The settings with another budget, which must be more than the run has used."""
-    name, unit, total = budget.name, budget.unit, budget.total
-    if name not in type(cfg).model_fields:
-        raise ConfigError(f"{name} = {total:,}: an environment has no {unit}; fix: total_steps or total_iterations")
-    budget.check_exceeds(saved_counts(folder.latest)[unit], folder.path)
-    return cfg.model_copy(update={other: None for other in BUDGETS if other in type(cfg).model_fields} | {name: total})
 
 
 def evaluate(
@@ -617,8 +606,13 @@ def evaluate(
     if isinstance(run.cfg, TextRunCfg):
         if video:
             raise ConfigError(f"video is of environments; got a run on {run.cfg.subject}, fix: groupwise sample")
+        from groupwise.text.collector import TextEvaluator
+
         changed = {"prompts": episodes, "completions_per_prompt": completions_per_prompt, "deterministic": greedy}
-        return _evaluate_texts(run, run.cfg, changed, seed)
+        asked = TextEvaluationCfg(**dict(run.cfg.evaluation) | changed)
+        task, text = TextTask.from_cfg(run.cfg.task, run.given), run.cfg.model_copy(update={"evaluation": asked})
+        with closing(TextEvaluator(task, task.held_out(), text, run.policy, seed=seed)) as scores:
+            return scores()
     assert isinstance(run.cfg, RunCfg)
     if completions_per_prompt != 1:
         raise ConfigError(
@@ -682,15 +676,6 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
         )
 
 
-def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: dict[str, Any], seed: int) -> "TextEvaluation":
-    from groupwise.text.collector import TextEvaluator
-
-    cfg = cfg.model_copy(update={"evaluation": TextEvaluationCfg(**dict(cfg.evaluation) | changed)})
-    task = TextTask.from_cfg(cfg.task, run.given)
-    with closing(TextEvaluator(task, task.held_out(), cfg, run.policy, seed=seed)) as evaluator:
-        return evaluator()
-
-
 def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool = False) -> Components:
     """The parts that the settings describe.
 
@@ -719,6 +704,6 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool 
 
 
 def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
-    """The parts of a run in a folder, which may need its plugins."""
+    """Parts of the run in a folder, which may need its plugins."""
     with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
         return build(cfg, given, engine, restored=has_checkpoint(folder.latest))

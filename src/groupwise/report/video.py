@@ -40,7 +40,7 @@ MAX_FRAMES = 150
 MAX_STEPS = 1000
 """Truncates the episode."""
 MAX_DIFFERENCE = 16
-"""Of 255: if a frame's colours differ by more from those of the frames before it, it gets a palette of its own."""
+"""Difference of a colour, of 255, from which on a frame gets a palette of its own."""
 LAST_DELAY = 1000
 """Milliseconds that the last frame stays before the video begins again."""
 
@@ -99,7 +99,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
 
 
 def make_rendering(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
-    """What ``rendering_env`` puts masks on."""
+    """The environment of ``rendering_env``, without masks."""
     import gymnasium
 
     from groupwise.envs.make import import_package, makes_rows
@@ -147,7 +147,7 @@ def _play(
 
 
 def draw(env: "Env[Any, Any]", size: int = MAX_SIZE) -> "Image":
-    """What the environment renders, at most ``size`` pixels wide and high."""
+    """The frame that the environment renders, at most ``size`` pixels wide and high."""
     from PIL import Image
 
     frame = Image.fromarray(env.render())  # type: ignore[arg-type]
@@ -211,9 +211,9 @@ def explained(name: str) -> Iterator[None]:
 
 MAX_MEMBERS = 8
 MAX_REPLAY_FRAMES = 96
-"""Of all members together: drawing a frame of a robot arm takes 0.05 s."""
+"""Frames of all members together: drawing a frame of a robot arm takes 0.05 s."""
 MAX_BYTES = 300_000
-"""Of all frames together."""
+"""Bytes of all frames together."""
 _QUALITIES = (75, 50, 25, 5)
 _Columns = Mapping[str, Sequence[Any]]
 

@@ -52,7 +52,6 @@ from groupwise.training.callbacks import (
     Evaluate,
     JoinCheckpoints,
     KeepGroups,
-    LogSaveTime,
     MetricsLog,
     Progress,
     SaveCheckpoints,
@@ -83,11 +82,11 @@ class UserObjects(NamedTuple):
     data: object | None = None
     """Training prompts, as ``TextTask`` takes them."""
     eval_data: object | None = None
-    """Held-out prompts, likewise."""
+    """Held-out prompts, given in the same way."""
     reward: Any = None
     """Functions that score completions, one or several."""
     tool: Any = None
-    """What a language model can call."""
+    """A tool that a language model can call."""
 
     @classmethod
     def again(cls, objects: Mapping[str, Any]) -> "UserObjects":
@@ -141,7 +140,7 @@ class Components(ABC):
 
     @property
     def metric(self) -> EvaluationMetric:
-        """What makes an evaluation the best one."""
+        """The score by which an evaluation is the best one."""
         return "return"
 
     @abstractmethod
@@ -218,7 +217,7 @@ def build_callbacks(
         built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
     settings = cfg.model_dump(mode="json")
     saves = SaveCheckpoints(folder.latest, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints, settings)
-    built += [LogSaveTime(saves), MetricsLog(folder.metrics)]
+    built.append(MetricsLog(folder.metrics, saves))
     if logging.report_to:
         run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
         built += [Report(tracker.name, make_tracker(tracker, run)) for tracker in logging.report_to]
@@ -325,24 +324,8 @@ def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: in
     film(policy, *separate, path, seed=derive_seed(seed, "video"))
 
 
-def record_group(cfg: RunCfg, given: UserObjects, policy: Policy, folder: RunFolder, start_mode: StartMode) -> None:
-    """Draw members of a group that the run kept, if its environment can be made a second time.
-
-    Args:
-        start_mode: of the group.
-
-    Raises:
-        EnvError: the renderer failed, or there is none.
-    """
-    if (separate := separate_env(cfg.env, given.env)) is not None:
-        env_cfg, source = separate
-        mode = "seed" if start_mode == "native" else start_mode  # one environment is not native
-        as_in_training = {"num_random_noops": cfg.env.num_random_noops, "start_mode": mode}
-        film_group(policy, env_cfg.model_copy(update=as_in_training), source, folder.groups, folder.frames)
-
-
 def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:
-    """What ``make_env`` needs for a second set of environments, whose rows start one by one.
+    """Arguments of ``make_env`` for a second set of environments, whose rows start one by one.
 
     None for a ready ``VectorEnv``, or a vector environment that Gymnasium cannot make again.
     """
@@ -411,7 +394,7 @@ class Videos(Callback):
 SLOT_BYTES = 40
 """The least that a step takes in a rollout: reward, masks, ids, log-probability, and small observations and actions."""
 _EPISODE_BYTES = 250
-"""Of the bookkeeping of an episode in a group."""
+"""Bookkeeping of an episode in a group."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -469,7 +452,7 @@ class EnvComponents(Components):
 
     @property
     def metric(self) -> EvaluationMetric:
-        """What makes an evaluation the best one."""
+        """The score by which an evaluation is the best one."""
         return self.cfg.evaluation.metric
 
     def evaluator(self) -> EnvEvaluator | None:
@@ -485,7 +468,12 @@ class EnvComponents(Components):
         mode = self._start_mode()
         shared = "not shared." if mode == "none" else f"shared ({mode}), verified."
         weights = [self.initialized] if self.initialized else []
-        return [*weights, *([f"Group starts: {shared}"] if mode else []), *self._horizon_note(), *self.env.notes]
+        horizon = self.cfg.algorithm.collection.horizon if isinstance(self.cfg.algorithm, GRPOCfg) else None
+        limits = []
+        if horizon is not None and self.env.max_episode_steps is None:
+            steps = f"{horizon:,} steps (algorithm.collection.horizon)"
+            limits = [f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}."]
+        return [*weights, *([f"Group starts: {shared}"] if mode else []), *limits, *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:
         """How the members of a group share their start."""
@@ -510,11 +498,14 @@ class EnvComponents(Components):
 
     def render_groups(self, folder: RunFolder) -> None:
         """Draw members of a group, where the environment renders."""
-        start_mode = self._start_mode()
-        if start_mode is None:
+        start_mode, separate = self._start_mode(), separate_env(self.cfg.env, self.given.env)
+        if start_mode is None or separate is None:
             return
+        env_cfg, source = separate
+        mode = "seed" if start_mode == "native" else start_mode  # one environment is not native
+        as_in_training = {"num_random_noops": self.cfg.env.num_random_noops, "start_mode": mode}
         try:
-            record_group(self.cfg, self.given, self.policy, folder, start_mode)
+            film_group(self.policy, env_cfg.model_copy(update=as_in_training), source, folder.groups, folder.frames)
         except EnvError as error:
             log.info("%s", error)  # the video has warned
 
@@ -524,14 +515,6 @@ class EnvComponents(Components):
 
         if not isinstance(self.given.env, gymnasium.vector.VectorEnv | VectorEnv):
             super().close()
-
-    def _horizon_note(self) -> list[str]:
-        """How long episodes are where only the horizon ends them."""
-        horizon = self.cfg.algorithm.collection.horizon if isinstance(self.cfg.algorithm, GRPOCfg) else None
-        if horizon is None or self.env.max_episode_steps is not None:
-            return []
-        steps = f"{horizon:,} steps (algorithm.collection.horizon)"
-        return [f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}."]
 
     def _start_mode(self) -> StartMode | None:
         """How the members of a group share their start, which was verified; None for algorithms without groups."""
@@ -608,7 +591,7 @@ def build_components(
     )
     policy = build_policy(cfg, env, given, algorithm_type, policy_type).to(device)
     initialized = "" if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
-    cfg = _with_max_length(_with_horizon(cfg, env), env, policy.num_units)
+    cfg = _with_lengths(cfg, env, policy.num_units)
     of_algorithm, of_collector = fast_paths(cfg, engine.world_size)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"), **of_algorithm)
     more_callbacks: tuple[Callback, ...] = ()
@@ -695,23 +678,19 @@ def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm])
         )
 
 
-def _with_horizon(cfg: RunCfg, env: VectorEnv) -> RunCfg:
-    """The config with a horizon, where whole groups are collected and nothing else ends their episodes."""
-    if not isinstance(cfg.algorithm, GRPOCfg) or env.max_episode_steps is not None:
-        return cfg
-    collection = cfg.algorithm.collection
-    if collection.horizon is not None or collection.partial_groups != "complete":
-        return cfg
-    collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
-    return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"collection": collection})})
-
-
-def _with_max_length(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
-    """The config with the longest episode filled in, in units, where the loss divides by it and it is not set."""
-    horizon = cfg.algorithm.collection.horizon if isinstance(cfg.algorithm, GRPOCfg) else None
-    longest = horizon or env.max_episode_steps
-    longest = None if longest is None else longest * num_units
-    return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
+def _with_lengths(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
+    """The config with a horizon, where whole groups are collected and nothing else ends their episodes; and with the longest
+    episode in units, where the loss divides by it.
+    """
+    algorithm, longest = cfg.algorithm, env.max_episode_steps
+    if isinstance(algorithm, GRPOCfg):
+        collection = algorithm.collection
+        if longest is None and collection.horizon is None and collection.partial_groups == "complete":
+            collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
+            algorithm = algorithm.model_copy(update={"collection": collection})
+        longest = collection.horizon or longest
+    algorithm = with_max_length(algorithm, None if longest is None else longest * num_units)
+    return cfg.model_copy(update={"algorithm": algorithm})
 
 
 def _build_collector(

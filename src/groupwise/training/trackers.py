@@ -64,7 +64,7 @@ class Report(Callback):
         self._put((dict(metrics), trainer.env_steps))
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """Who interrupts does not want to wait."""
+        """Wait less: the user interrupts."""
         self._seconds = _SECONDS_AFTER_INTERRUPT
 
     def close(self) -> None:

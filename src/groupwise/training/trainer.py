@@ -57,7 +57,7 @@ class Callback:
         """Before the first iteration, also of a resumed run."""
 
     def on_step(self, trainer: "Trainer", action: Tensor, step: "EnvStep") -> None:
-        """After each step of all environments, if you override it; else it costs nothing. Of language models: an error.
+        """After each step of all environments, if you override it; else it costs nothing. Language models have no steps: an error.
 
         Args:
             action: [N, ...] as the environments got it, or of environments in torch as the policy gave it.
@@ -142,7 +142,7 @@ class Trainer:
         self.run_dir = run_dir
         """The run folder; None for parts that were put together by hand."""
         self.counts: dict[str, int | float] = {"iterations": 0, "steps": 0, "epochs": 0.0}
-        """What finished iterations did, over all ranks: environment steps, and passes over the data of the collector."""
+        """Finished iterations, and over all ranks their environment steps and passes over the data of the collector."""
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
@@ -300,7 +300,7 @@ class Trainer:
 
     @property
     def done(self) -> int | float:
-        """What is done of the budget, in its unit."""
+        """The part of the budget that is used up, in its unit."""
         return self.counts[self.budget.unit]
 
     def passed(self, interval: int | None) -> bool:
@@ -310,7 +310,7 @@ class Trainer:
         return now > before  # 1e-9: of epochs, 0.3 / 0.1 is less than 3
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next iteration depends on, without the policy: plain data and tensors."""
+        """The state that the next iteration depends on, without the policy: plain data and tensors."""
         return {
             "iteration": self.iteration,
             "env_steps": self.env_steps,

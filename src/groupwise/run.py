@@ -51,12 +51,13 @@ from groupwise.training.build import (
     Components,
     EnvEvaluator,
     UserObjects,
+    build_callbacks,
     build_components,
     pick_device,
     record,
     threads,
 )
-from groupwise.training.callbacks import Evaluate, MetricsLog, build_callbacks
+from groupwise.training.callbacks import Evaluate, MetricsLog
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_counts
 from groupwise.training.trainer import (
     ALARM,

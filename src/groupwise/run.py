@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from groupwise import config, plugins
 from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.config.algorithm import AlgorithmCfg, BCCfg
 from groupwise.config.base import GIVEN, explain
-from groupwise.config.policy import AnyPolicyCfg
+from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, VLACfg
 from groupwise.config.run import (
     BUDGETS,
     Budget,
@@ -36,7 +36,6 @@ from groupwise.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    DivergedError,
     GroupwiseError,
     RunFolderError,
     ServerError,
@@ -48,13 +47,32 @@ from groupwise.report.folder import SCORES, RunFolder, scores_of
 from groupwise.seeding import derive_seed
 from groupwise.system import show
 from groupwise.text.task import TextTask, text_cfg
-from groupwise.training.build import EnvEvaluator, build_components, record
-from groupwise.training.callbacks import Evaluate, MetricsLog, build_callbacks
+from groupwise.training.build import (
+    Components,
+    EnvEvaluator,
+    UserObjects,
+    build_callbacks,
+    build_components,
+    pick_device,
+    record,
+    threads,
+)
+from groupwise.training.callbacks import Evaluate, MetricsLog
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_counts
-from groupwise.training.components import Components, UserObjects, pick_device, threads
-from groupwise.training.trainer import ALARM, PAUSED, STOP, Callback, Trainer, alarm, check_callbacks, handling
+from groupwise.training.trainer import (
+    ALARM,
+    FAILED,
+    INTERRUPTED,
+    PAUSED,
+    STOP,
+    Callback,
+    Trainer,
+    alarm,
+    check_callbacks,
+    handling,
+)
 
-# From what train takes to settings and Python objects.
+# Settings and Python objects, from the arguments of ``train``.
 
 
 def read_settings(
@@ -79,20 +97,17 @@ def read_settings(
             f"policy = {policy_fields!r:.80}: expected a Policy, a gw.PolicyCfg or its fields, as "
             "{'normalize_obs': True}, or a name, as 'vla'; fix: make networks of your own a groupwise.policies.base.Policy"
         )
-    env_id, env_fields = _describe_env(env)
-    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
-    return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
-
-
-def _describe_env(env: Any) -> tuple[str, dict[str, Any]]:
-    """Id for the config, and the settings that follow from the environment."""
     import gymnasium
 
+    env_id, env_fields = GIVEN, {}
     if isinstance(env, str):
-        return env, {}
-    if isinstance(env, EnvCfg):
-        return env.id, env.model_dump(exclude_unset=True)
-    return GIVEN, {"num_envs": env.num_envs} if isinstance(env, gymnasium.vector.VectorEnv | VectorEnv) else {}
+        env_id = env
+    elif isinstance(env, EnvCfg):
+        env_id, env_fields = env.id, env.model_dump(exclude_unset=True)
+    elif isinstance(env, gymnasium.vector.VectorEnv | VectorEnv):
+        env_fields = {"num_envs": env.num_envs}
+    cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
+    return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
 
 
 # A run from its first or next iteration to its end, with its run folder.
@@ -111,6 +126,7 @@ def run(
     parts: Components, folder: RunFolder, users: Sequence[Callback], engine: Engine, *, resume: bool
 ) -> dict[str, Any]:
     """Train to the end; the summary. The caller closes the parts."""
+    cfg = parts.cfg
     with threads_for(parts.policy), closing(engine), ExitStack() as stack:
         evaluator = parts.evaluator() if engine.rank == 0 else None
         if evaluator is not None:
@@ -119,24 +135,36 @@ def run(
             parts.algorithm,
             parts.collector,
             parts.buffer,
-            num_steps=parts.cfg.algorithm.num_steps,
-            total_steps=parts.cfg.total_steps,
-            total_iterations=parts.cfg.total_iterations,
-            total_epochs=parts.cfg.total_epochs if isinstance(parts.cfg, TextRunCfg) else None,
-            seed=parts.cfg.seed,
+            num_steps=cfg.algorithm.num_steps,
+            total_steps=cfg.total_steps,
+            total_iterations=cfg.total_iterations,
+            total_epochs=cfg.total_epochs if isinstance(cfg, TextRunCfg) else None,
+            seed=cfg.seed,
             callbacks=build_callbacks(parts, folder, users, evaluator, engine.rank),
             engine=engine,
             run_dir=folder.path,
         )
         if resume:
             _load(trainer, parts, folder, engine)
-        begun = trainer.iteration
-        summary = _train_and_report(trainer, parts, folder, engine)
-        if resume and trainer.iteration == begun and engine.rank == 0 and trainer.stop_reason != PAUSED:
-            _print(f"nothing was left to train ({summary['stopped']}); fix: a larger {parts.cfg.budget.name}")
+        begun, summary = trainer.iteration, {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed}
+        try:
+            with finishing_on_signal(trainer):
+                trainer.train()
+        except (KeyboardInterrupt, Exception) as error:
+            if trainer.stop_reason == INTERRUPTED:
+                besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
+                raise KeyboardInterrupt(f"interrupted{besides}; {_how_to_continue(folder, parts.given)}") from error
+            error.add_note(_failure(error, trainer, parts, folder))
+            summary["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR]
+            raise
+        finally:
+            if engine.rank == 0:
+                _report(summary, trainer, parts, folder)
         if engine.rank == 0 and trainer.stop_reason != PAUSED:
+            if resume and trainer.iteration == begun:
+                _print(f"nothing was left to train ({summary['stopped']}); fix: a larger {cfg.budget.name}")
             with files.warning_if_unwritable(folder.video):
-                parts.render(folder.video, derive_seed(parts.cfg.seed, "evaluation"))
+                parts.render(folder.video, derive_seed(cfg.seed, "evaluation"))
             with files.warning_if_unwritable(folder.frames):
                 parts.render_groups(folder)
     return summary
@@ -151,8 +179,12 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         engine.load_learner(parts.algorithm.learner, parts.policy)
         if "algorithm" in checkpoint.state:
             load_state(trainer, checkpoint.state, folder.latest)
-        else:  # a fork of the best one
-            _begin_with_weights(trainer, parts, checkpoint.state)
+        else:  # a fork of the best one: it begins there, also in the data, with a new optimiser
+            trainer.go_on_from(checkpoint.state)
+            trainer.collector.position = checkpoint.state.get("position", 0)
+            for callback in trainer.callbacks:
+                if isinstance(callback, Evaluate):
+                    callback.best_score = checkpoint.state.get(SCORES[parts.metric])
         where = ""
     else:
         interval, budget = parts.cfg.checkpoint_interval, parts.cfg.budget
@@ -166,56 +198,27 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         _print(f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}")
 
 
-def _begin_with_weights(trainer: Trainer, parts: Components, state: dict[str, Any]) -> None:
-    """Begin where the best evaluation was, also in the data, with a new optimiser."""
-    trainer.go_on_from(state)
-    trainer.collector.position = state.get("position", 0)
-    for callback in trainer.callbacks:
-        if isinstance(callback, Evaluate):
-            callback.best_score = state.get(SCORES[parts.metric])
-
-
-def _train_and_report(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine) -> dict[str, Any]:
-    """Train; write summary and curve, also after an error."""
-    cfg, stopped, failure = parts.cfg, "failed", {}
-    try:
-        with finishing_on_signal(trainer):
-            trainer.train()
-        stopped = trainer.stop_reason or trainer.budget.name
-    except (KeyboardInterrupt, Exception) as error:
-        if _is_interruption(error, trainer):
-            stopped = "interrupted"
-            besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
-            raise KeyboardInterrupt(f"interrupted{besides}; {_how_to_continue(folder, parts.given)}") from error
-        error.add_note(_failure(error, trainer, parts, folder))
-        failure = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR]}
-        raise
-    finally:
-        summary = {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed, "stopped": stopped}
-        summary |= failure
-        if engine.rank == 0:
-            try:
-                _report(summary, trainer, parts, folder)
-            except GroupwiseError as error:
-                if stopped not in ("failed", "interrupted"):
-                    raise
-                log.warning("no summary: %s", error)  # it must not take the place of what ended training
-    return summary
-
-
 def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder: RunFolder) -> None:
-    """Complete the summary; write it, and the curve."""
-    metrics = folder.read_metrics()
-    summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
-    summary["disk_mib"] = round(files.size(folder.path) / files.MIB, 1)
-    unsaved = {
-        "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
-        "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),
-    }
+    """Complete the summary; write it, and the curve, also after an error."""
+    ended = trainer.stop_reason
+    summary["stopped"] = ended
+    try:
+        metrics = folder.read_metrics()
+        summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+        summary["disk_mib"] = round(files.size(folder.path) / files.MIB, 1)
+        unsaved = {
+            "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
+            "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),
+        }
+    except GroupwiseError as error:
+        if ended not in (FAILED, INTERRUPTED):
+            raise
+        log.warning("no summary: %s", error)  # it must not take the place of what ended training
+        return
     summary |= {name: count for name, count in unsaved.items() if count}
     with files.warning_if_unwritable(folder.summary):
         folder.write_summary(summary)
-    if trainer.stop_reason == PAUSED:
+    if ended == PAUSED:
         return  # it goes on, and may do so many times
     with files.warning_if_unwritable(folder.curve):
         title = f"{summary[parts.kind]}, {summary['algorithm']}, seed {summary['seed']}"
@@ -228,9 +231,12 @@ def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
 
     A rollout that can be collected again is left at the first. The second may be an alarm after ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for what saves.
     """
+    signals = 0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if not trainer.interrupted:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
             trainer.interrupt()
             alarm(SECONDS_TO_FINISH, handle)
             if trainer.doing == "collecting" and trainer.collector.repeatable and trainer.engine.world_size == 1:
@@ -261,12 +267,6 @@ def closing_after(close: Callable[[], None]) -> Iterator[None]:
     close()
 
 
-def _is_interruption(error: BaseException, trainer: Trainer) -> bool:
-    """Whether an interrupt ended training: itself, or an error it caused in environments, whose processes it reaches, too."""
-    of_rollout = trainer.doing == "collecting" and not isinstance(error, DataError | DivergedError)
-    return isinstance(error, KeyboardInterrupt) or (trainer.interrupted and of_rollout)
-
-
 def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: RunFolder) -> str:
     """The note on an error that ended training: where it was, what is saved, how to continue."""
     collecting = trainer.doing == "collecting"
@@ -294,7 +294,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
 
 
 def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
-    """What is saved, and the command that continues from there."""
+    """Says how far the run is saved, and the command that continues from there."""
     try:
         steps = saved_counts(folder.latest)["steps"]
         saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
@@ -324,7 +324,7 @@ def _print(line: str) -> None:
     show(line, to="stderr")
 
 
-# What a run folder says of its run: settings, and which Python objects it needs.
+# Settings and Python objects, from a run folder.
 
 
 def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
@@ -423,7 +423,7 @@ class Run:
         return write_page(self.path, None if out is None else Path(out))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of the run: whether it learned, its curve, and what to look at."""
+        """HTML for a notebook: whether the run learned, its curve, and where to look."""
         from groupwise.report.page import to_html
 
         return to_html(RunFolder(self.path))
@@ -509,18 +509,14 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
     parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
     with closing_after(parts.close):
-        folder = _new_folder(parts, cfg.run_dir, engine)
+        folder = RunFolder(Path(cfg.run_dir or ""))
+        if engine.rank == 0:
+            name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
+            settings, objects = parts.cfg.model_dump(mode="json"), parts.given.names()
+            folder = RunFolder.create(settings, cfg.run_dir, name=name, given_in_python=objects)
         with folder.locked(engine.rank):
             summary = run(parts, folder, callbacks, engine, resume=False)
     return Run(folder.path, parts.cfg, parts.algorithm, summary, given)
-
-
-def _new_folder(parts: Components, path: Path | None, engine: Engine) -> RunFolder:
-    """The folder of a new run, which rank 0 creates."""
-    if engine.rank != 0:
-        return RunFolder(Path(path or ""))
-    name = f"{parts.identity.env_id}-{parts.cfg.algorithm.name}-seed{parts.cfg.seed}"
-    return RunFolder.create(parts.cfg.model_dump(mode="json"), path, name=name, given_in_python=parts.given.names())
 
 
 def resume(
@@ -548,7 +544,12 @@ def resume(
     folder, objects, cfg = reopen(path, given, to_train=True)
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
-        cfg = _with_budget(cfg, Budget.only(**totals), folder)
+        budget, fields = Budget.only(**totals), type(cfg).model_fields
+        name, unit, total = budget.name, budget.unit, budget.total
+        if name not in fields:
+            raise ConfigError(f"{name} = {total:,}: an environment has no {unit}; fix: total_steps or total_iterations")
+        budget.check_exceeds(saved_counts(folder.latest)[unit], folder.path)
+        cfg = cfg.model_copy(update={other: None for other in BUDGETS if other in fields} | {name: total})
     engine = _engine(cfg)
     with folder.locked(engine.rank):
         parts = _rebuild(cfg, objects, folder, engine)
@@ -565,15 +566,6 @@ def _engine(cfg: CommonCfg) -> Engine:
 
         return from_environment(device, partial(ShardedEngine, cpu_offload=cfg.cpu_offload), cfg.ddp_timeout)
     return from_environment(device, timeout=cfg.ddp_timeout)
-
-
-def _with_budget(cfg: CommonCfg, budget: Budget, folder: RunFolder) -> CommonCfg:
-    """The settings with another budget, which must be more than the run has used."""
-    name, unit, total = budget.name, budget.unit, budget.total
-    if name not in type(cfg).model_fields:
-        raise ConfigError(f"{name} = {total:,}: an environment has no {unit}; fix: total_steps or total_iterations")
-    budget.check_exceeds(saved_counts(folder.latest)[unit], folder.path)
-    return cfg.model_copy(update={other: None for other in BUDGETS if other in type(cfg).model_fields} | {name: total})
 
 
 def evaluate(
@@ -615,8 +607,13 @@ def evaluate(
     if isinstance(run.cfg, TextRunCfg):
         if video:
             raise ConfigError(f"video is of environments; got a run on {run.cfg.subject}, fix: groupwise sample")
+        from groupwise.text.collector import TextEvaluator
+
         changed = {"prompts": episodes, "completions_per_prompt": completions_per_prompt, "deterministic": greedy}
-        return _evaluate_texts(run, run.cfg, changed, seed)
+        asked = TextEvaluationCfg(**dict(run.cfg.evaluation) | changed)
+        task, text = TextTask.from_cfg(run.cfg.task, run.given), run.cfg.model_copy(update={"evaluation": asked})
+        with closing(TextEvaluator(task, task.held_out(), text, run.policy, seed=seed)) as scores:
+            return scores()
     assert isinstance(run.cfg, RunCfg)
     if completions_per_prompt != 1:
         raise ConfigError(
@@ -680,15 +677,6 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
         )
 
 
-def _evaluate_texts(run: Run, cfg: TextRunCfg, changed: dict[str, Any], seed: int) -> "TextEvaluation":
-    from groupwise.text.collector import TextEvaluator
-
-    cfg = cfg.model_copy(update={"evaluation": TextEvaluationCfg(**dict(cfg.evaluation) | changed)})
-    task = TextTask.from_cfg(cfg.task, run.given)
-    with closing(TextEvaluator(task, task.held_out(), cfg, run.policy, seed=seed)) as evaluator:
-        return evaluator()
-
-
 def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool = False) -> Components:
     """The parts that the settings describe.
 
@@ -700,10 +688,23 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool 
 
         return build_text_components(cfg, given, engine)
     assert isinstance(cfg, RunCfg)
-    return build_components(cfg, given, engine, restored=restored)
+    kinds: dict[str, Any] = {}  # what the core does not know
+    if isinstance(cfg.algorithm, BCCfg):
+        from groupwise.embodied.cloning import BehaviorCloning, demo_collector
+
+        kinds = {"algorithm_type": cfg.algorithm.algorithm or BehaviorCloning, "make_collector": demo_collector}
+    if isinstance(cfg.policy, VLACfg) and cfg.policy.policy is None:
+        from groupwise.embodied.vla import VLAPolicy
+
+        kinds["policy_type"] = VLAPolicy
+    elif cfg.env.action_chunk > 1 and type(cfg.policy) is PolicyCfg:
+        from groupwise.embodied.vla import ChunkActorCritic
+
+        kinds["policy_type"] = ChunkActorCritic
+    return build_components(cfg, given, engine, restored=restored, **kinds)
 
 
 def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
-    """The parts of a run in a folder, which may need its plugins."""
+    """Parts of the run in a folder, which may need its plugins."""
     with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
         return build(cfg, given, engine, restored=has_checkpoint(folder.latest))

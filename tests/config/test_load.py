@@ -24,6 +24,7 @@ from groupwise.config.base import Cfg, Choice
 from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
 from groupwise.config.run import EnvCfg, RunCfg
 from groupwise.errors import ConfigError
+from groupwise.training.build import algorithm_class
 
 
 @pytest.fixture
@@ -296,7 +297,7 @@ class Mine:
 
 def test_registered_subclass_survives_the_round_trip(registry, write):
     assert register_algorithm(MineCfg)(Mine) is Mine
-    assert AlgorithmCfg.named("mine").load() is Mine
+    assert AlgorithmCfg.named("mine").algorithm is Mine
     cfg = resolve("CartPole-v1", MineCfg(temperature=2.0))
     again = load_config(write(to_json(cfg)))
     assert again == cfg
@@ -347,7 +348,7 @@ def test_unregistered_config_is_refused():
 
 
 def test_built_in_algorithms_load():
-    assert [AlgorithmCfg.named(name).load().__name__ for name in ("grpo", "ppo")] == ["GRPO", "PPO"]
+    assert [algorithm_class(AlgorithmCfg.named(name)()).__name__ for name in ("grpo", "ppo")] == ["GRPO", "PPO"]
 
 
 # --- schema ---

@@ -22,8 +22,8 @@ from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.folder import RunFolder
 from groupwise.run import build
+from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import load_checkpoint
-from groupwise.training.components import UserObjects
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.contrib

@@ -12,7 +12,7 @@ from groupwise.embodied.demos import record_demos
 from groupwise.engines import Engine
 from groupwise.report.folder import RunFolder
 from groupwise.run import build
-from groupwise.training.components import UserObjects
+from groupwise.training.build import UserObjects
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("groupwise.embodied.vla")

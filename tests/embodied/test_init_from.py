@@ -12,8 +12,8 @@ from groupwise.config import load_config, resolve
 from groupwise.engines import Engine
 from groupwise.errors import CheckpointError, RunFolderError
 from groupwise.run import build
+from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import load_checkpoint
-from groupwise.training.components import UserObjects
 
 QUIET = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
 GRPO = {"name": "grpo", "num_steps": 16, "group_size": 4}

@@ -12,8 +12,7 @@ from groupwise.envs.torch_env import TorchCartPole, TorchGroupEnv
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.video import NoPictureError, rendering_env
-from groupwise.training.build import EnvEvaluator, separate_env
-from groupwise.training.components import UserObjects
+from groupwise.training.build import EnvEvaluator, UserObjects, separate_env
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from groupwise.envs.rows import RowCfg
 from groupwise.envs.starts import choose_start
 from groupwise.errors import EnvError, GroupStartError, GroupStartWarning, UnsupportedSpaceError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.training.build import EnvEvaluator
-from groupwise.training.components import UserObjects
+from groupwise.training.build import EnvEvaluator, UserObjects
 
 
 class Locked(Noisy):

@@ -23,8 +23,8 @@ from groupwise.evolution.evolve import Processes, answered
 from groupwise.evolution.population import AddNoise, Member, Population, Round
 from groupwise.plugins import pickled
 from groupwise.run import read_settings
+from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import load_checkpoint
-from groupwise.training.components import UserObjects
 from groupwise.training.trainer import Trainer
 
 SCRIPT = """

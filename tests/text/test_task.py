@@ -8,7 +8,7 @@ from groupwise.config.base import GIVEN
 from groupwise.config.run import RewardCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.text.task import TextTask
-from groupwise.training.components import UserObjects
+from groupwise.training.build import UserObjects
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
 

@@ -13,7 +13,7 @@ from groupwise.errors import ConfigError, ToolError, UnknownNameError
 from groupwise.text import tools
 from groupwise.text.task import TextTask
 from groupwise.text.tools import Calculator, Tool, ask, calculate, make_tool, register_tool
-from groupwise.training.components import UserObjects
+from groupwise.training.build import UserObjects
 
 
 @pytest.mark.parametrize(

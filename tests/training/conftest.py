@@ -122,7 +122,7 @@ class Likelihood(BaseAlgorithm):
 
 @dataclass
 class Parts:
-    """What tests build trainers of."""
+    """Parts that tests build trainers of."""
 
     def policy(self) -> LinearPolicy:
         torch.manual_seed(0)

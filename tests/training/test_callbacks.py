@@ -12,7 +12,7 @@ from tensordict import TensorDict
 import groupwise as gw
 from groupwise.report.folder import RunFolder
 from groupwise.training import callbacks as saving
-from groupwise.training.callbacks import Evaluate, LogSaveTime, MetricsLog, SaveCheckpoints, StopAtScore, TimeLimit
+from groupwise.training.callbacks import Evaluate, MetricsLog, SaveCheckpoints, StopAtScore, TimeLimit
 from groupwise.training.checkpoint import Identity, load_checkpoint, write_checkpoint
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import Callback, Trainer
@@ -121,7 +121,7 @@ def test_the_time_of_evaluations_and_checkpoints_is_logged(parts: Any, tmp_path:
 
     saves, keeps = SaveCheckpoints(tmp_path / "latest", 20, HERE, 1, {}), Keeps()
     evaluate = Evaluate(slow, 20, tmp_path / "best", HERE)
-    parts.trainer(evaluate, LogSaveTime(saves), keeps, saves, total_steps=40).train()
+    parts.trainer(evaluate, MetricsLog(tmp_path / "metrics.jsonl", saves), keeps, saves, total_steps=40).train()
     evaluations, saved = zip(*keeps.times, strict=True)
     assert [seconds is not None and seconds >= 0.02 for seconds in evaluations] == [False, True, False, True]
     assert saved[2] >= 0.02  # the checkpoint of the second iteration, for which training waits: it is the first

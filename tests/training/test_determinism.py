@@ -13,7 +13,7 @@ QUIET: Any = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
 
 
 def digest(run: gw.Run) -> str:
-    """Of parameters and metrics."""
+    """Digest of parameters and metrics."""
     found = hashlib.sha256()
     for value in run.policy.state_dict().values():
         found.update(value.numpy().tobytes())

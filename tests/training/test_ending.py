@@ -116,7 +116,7 @@ class SignalsAtAStep(gw.Callback):
     """Sends a signal in the middle of the second rollout."""
 
     def on_step(self, trainer: gw.Trainer, action: torch.Tensor, step: Any) -> None:
-        if trainer.iteration == 1 and not trainer.interrupted:
+        if trainer.iteration == 1 and trainer.stop_reason is None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -133,7 +133,7 @@ def test_a_rollout_of_groups_is_left_at_the_first_signal_and_collected_again():
 def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_other_errors_are_not():
     class Interrupts(gw.Callback):
         def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
-            trainer.interrupted = True
+            trainer.interrupt()
             raise gw.errors.DivergedError("nan")
 
     with pytest.raises(gw.errors.DivergedError):

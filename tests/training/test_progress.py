@@ -1,4 +1,4 @@
-"""What a run shows while it trains."""
+"""The display of a run while it trains."""
 
 import io
 from pathlib import Path

@@ -69,7 +69,7 @@ def test_evaluation_counts_the_last_step_of_each_episode(num_envs: int, parts: A
     actions: list[torch.Tensor] = []
 
     def act(obs: torch.Tensor, *args: Any) -> Any:
-        """As a policy that touches the goal at the last step in every third episode."""
+        """Acts as a policy that touches the goal at the last step in every third episode."""
         touch = (torch.arange(len(obs)) % 3 == 0) & (obs[:, 0] == 2)
         actions.append(touch)
         return type(parts.policy().act(obs))(touch.long(), torch.zeros(len(obs)))

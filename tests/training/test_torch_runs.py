@@ -8,8 +8,7 @@ from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
 from groupwise.config.run import EnvCfg, RunCfg
 from groupwise.engines import Engine
 from groupwise.envs.torch_env import TorchCartPole
-from groupwise.training.build import build_components
-from groupwise.training.components import UserObjects
+from groupwise.training.build import UserObjects, build_components
 
 STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
 BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"partial_groups": "truncate"})

@@ -18,7 +18,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.training import trackers
-from groupwise.training.trackers import Report, Tracker
+from groupwise.training.trackers import Report, Tracker, make_tracker
 
 FAKE = """
 import json, os, threading, time
@@ -129,7 +129,8 @@ def tracked_run(folder: str = "arms") -> gw.config.TrackedRun:
 
 
 def sent_to_wandb(**parameters: Any) -> dict[str, Any]:
-    tracker = gw.config.LoggingCfg(report_to=[{"name": "wandb", **parameters}]).report_to[0].build(tracked_run())
+    cfg = gw.config.LoggingCfg(report_to=[{"name": "wandb", **parameters}]).report_to[0]
+    tracker = make_tracker(cfg, tracked_run())
     tracker.open(0)
     return sys.modules["wandb"].CALLS[-1]
 

@@ -86,7 +86,7 @@ os._exit(0)
 
 
 def torchrun(folder: Path, processes: int, *command: str) -> str:
-    """What the processes printed."""
+    """Output of the processes."""
     out = attempt(folder, processes, *command)
     assert out.returncode == 0, out.stderr
     return out.stdout

@@ -4,7 +4,6 @@ Trust regions, corrections and baselines other than the defaults are made from t
 ``algorithms/advantages.py``.
 """
 
-import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
@@ -480,8 +479,8 @@ class Groups(NamedTuple):
 class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
 
-    algorithm: ClassVar[type[Any] | str] = ""
-    """The ``BaseAlgorithm`` subclass, or ``module:Class``, to import torch only when needed."""
+    algorithm: ClassVar[type[Any] | None] = None
+    """The ``BaseAlgorithm`` that ``register_algorithm`` gave these settings; ``training.build`` knows the built-in ones."""
 
     learning_rate: LearningRate = 3e-4
     """Learning rate, before its schedule."""
@@ -526,11 +525,6 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     def has_reference(self) -> bool:
         """Whether training keeps a reference policy."""
         return False
-
-    @classmethod
-    def load(cls) -> type[Any]:
-        """The ``BaseAlgorithm`` subclass."""
-        return pkgutil.resolve_name(cls.algorithm) if isinstance(cls.algorithm, str) else cls.algorithm
 
     @model_validator(mode="before")
     @classmethod
@@ -625,7 +619,6 @@ class PPOCfg(AlgorithmCfg):
 
     name: Literal["ppo"] = "ppo"
     """Name in the registry."""
-    algorithm: ClassVar = "groupwise.algorithms.ppo:PPO"
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
     vf_coef: NonNegative = 0.5
@@ -642,7 +635,6 @@ class GRPOCfg(AlgorithmCfg):
 
     name: Literal["grpo"] = "grpo"
     """Name in the registry."""
-    algorithm: ClassVar = "groupwise.algorithms.grpo:GRPO"
     group_size: Annotated[int, Ge(2)] = 8
     """Members of a group."""
     credit: CreditCfg = CreditCfg()
@@ -694,7 +686,6 @@ class BCCfg(AlgorithmCfg):
 
     name: Literal["bc"] = "bc"
     """Name in the registry."""
-    algorithm: ClassVar = "groupwise.embodied.cloning:BehaviorCloning"
     data: Path | None = None
     """Folder of the demonstrations, as ``groupwise demos`` writes it."""
     learning_rate: LearningRate = 1e-3

@@ -15,8 +15,8 @@ class AnyPolicyCfg(Choice, family="policy", default="actor_critic"):
     """Which policy. ``register_policy`` adds yours."""
 
     name: str = ""
-    policy: ClassVar[str | type] = ""
-    """The ``Policy``, or its ``module:Class``; it takes ``(observation_space, action_space, cfg, *, actor_only, gamma)``."""
+    policy: ClassVar[type | None] = None
+    """The ``Policy`` that ``register_policy`` gave these settings; it takes ``(observation_space, action_space, cfg, *, actor_only, gamma)``."""
     init_from: Path | None = None
     """Run folder, or checkpoint, whose weights the policy begins with; a critic that is not in it starts fresh, and the statistics of observations stay as they are there. The run's settings of the policy replace those of the preset. None: random weights."""
 
@@ -26,7 +26,6 @@ class PolicyCfg(AnyPolicyCfg):
     """Networks, action distribution and normalisers of a control policy."""
 
     name: Literal["actor_critic"] = "actor_critic"
-    policy: ClassVar = "groupwise.policies.actor_critic:ActorCritic"
 
     hidden_sizes: tuple[Annotated[int, Ge(1)], ...] = (64, 64)
     """Width of each hidden layer."""
@@ -88,7 +87,6 @@ class RecurrentCfg(PolicyCfg):
     """A control policy with a memory: an LSTM or GRU between encoder and layers. Actor and critic have one each, unless ``trunk`` is ``shared``."""
 
     name: Literal["recurrent"] = "recurrent"  # type: ignore[assignment]
-    policy: ClassVar = "groupwise.policies.recurrent:RecurrentActorCritic"
 
     cell: Literal["lstm", "gru"] = "lstm"
     """Kind of recurrent layer."""
@@ -112,7 +110,6 @@ class VLACfg(AnyPolicyCfg):
     """A vision-language-action policy: transformers' SigLIP and Llama, or a model of yours, with action tokens."""
 
     name: Literal["vla"] = "vla"
-    policy: ClassVar = "groupwise.embodied.vla:VLAPolicy"
     source: ClassVar = "https://arxiv.org/abs/2502.19645"
     path: str = ""
     """Folder, or id of the Hugging Face hub, of a model for images and text. Empty: a new one, with random weights and the sizes below."""

@@ -1,8 +1,7 @@
 """The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
-import pkgutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
@@ -12,10 +11,6 @@ from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, 
 from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveInt, register_choice
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    from groupwise.training.trackers import Tracker
-
 
 # How long training lasts
 
@@ -135,13 +130,10 @@ class TrackerCfg(Choice):
 
     family: ClassVar = "tracker"
     known: ClassVar = {}
-    tracker: ClassVar[str]
-    """Its class as ``module:name``, which ``build`` imports; that may need torch."""
 
-    def build(self, run: TrackedRun) -> "Tracker":
-        """The tracker of a run."""
-        made: Tracker = pkgutil.resolve_name(self.tracker)(self, run)
-        return made
+    def build(self, run: TrackedRun) -> Any:
+        """The tracker of a run, as ``groupwise.training.trackers.Tracker`` describes it."""
+        raise NotImplementedError(f"{type(self).__name__} has no build(run)")
 
 
 @register_choice
@@ -149,7 +141,6 @@ class TensorBoardCfg(TrackerCfg):
     """TensorBoard, in the run folder."""
 
     name: Literal["tensorboard"] = "tensorboard"
-    tracker: ClassVar = "groupwise.training.trackers:TensorBoard"
 
 
 @register_choice
@@ -157,7 +148,6 @@ class WandBCfg(TrackerCfg):
     """Weights & Biases. ``WANDB_*`` variables hold where a setting is None."""
 
     name: Literal["wandb"] = "wandb"
-    tracker: ClassVar = "groupwise.training.trackers:WandB"
     project: str | None = None
     """Project. None: ``WANDB_PROJECT``, or ``groupwise``."""
     entity: str | None = None
@@ -177,7 +167,6 @@ class TrackioCfg(TrackerCfg):
     """Trackio, on this machine or in a Space."""
 
     name: Literal["trackio"] = "trackio"
-    tracker: ClassVar = "groupwise.training.trackers:Trackio"
     project: str = "groupwise"
     """Project."""
     run_name: str | None = None

@@ -141,15 +141,16 @@ class DemoCollector(EnvCollector):
 
 
 def demo_collector(
-    cfg: RunCfg, env: VectorEnv, policy: Policy, engine: Engine, *, read: bool, fit_normalizers: bool
-) -> DemoCollector:
-    """The collector of a run.
+    cfg: RunCfg, env: VectorEnv, algorithm: BaseAlgorithm, engine: Engine, *, read: bool, fit_normalizers: bool
+) -> tuple[DemoCollector, tuple[Callback, ...]]:
+    """The collector of a run, and the callback that scores held-out demonstrations.
 
     Args:
         read: read the data at once, so that a mistake shows before training starts.
         fit_normalizers: then also give its statistics to the policy's normalisers.
     """
     assert isinstance(cfg.algorithm, BCCfg)
+    policy = algorithm.policy
     if policy.state_size:
         raise ConfigError(
             f"bc clones single steps, and {type(policy).__name__} remembers the ones before; fix: policy='actor_critic'"
@@ -159,13 +160,13 @@ def demo_collector(
         collector.fit_normalizers()
     elif read:
         _ = collector.labels
-    return collector
+    return collector, (DemoScores(algorithm, collector),)
 
 
 class DemoScores(Callback):
     """Adds scores on held-out demonstrations to each evaluation."""
 
-    def __init__(self, algorithm: BehaviorCloning, collector: DemoCollector) -> None:
+    def __init__(self, algorithm: BaseAlgorithm, collector: DemoCollector) -> None:
         self.algorithm = algorithm
         self.collector = collector
 

@@ -51,8 +51,8 @@ from groupwise.report.folder import RunFolder
 from groupwise.run import peak_memory, read_settings
 from groupwise.seeding import derive_seed
 from groupwise.system import num_cpus, show
+from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import fork_run
-from groupwise.training.components import UserObjects
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,8 +20,8 @@ from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, DivergedError, RunFolderError, nearest
 from groupwise.report.folder import LOCK, RunFolder
 from groupwise.run import Run, evaluate, resume, train_from_config
+from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import is_fixed
-from groupwise.training.components import UserObjects
 from groupwise.training.trainer import PAUSED, Callback, Trainer
 
 if TYPE_CHECKING:

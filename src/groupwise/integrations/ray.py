@@ -28,7 +28,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.run import Run, read_settings, reopen, resume, train_from_config
 from groupwise.serving import LocalServer, PlacedServer
 from groupwise.system import NUM_CPUS
-from groupwise.training.components import UserObjects
+from groupwise.training.build import UserObjects
 
 require_extra("ray", "ray")
 

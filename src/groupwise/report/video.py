@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 MAX_SIZE = 400
 """Pixels; wider or higher frames are scaled down."""
-MAX_FPS = 30
+MAX_FPS = 15
 """Frames per second; faster environments show fewer of their steps, at the same speed."""
 MAX_FRAMES = 150
 """Longer episodes show fewer of their steps, too."""
 MAX_STEPS = 1000
 """Truncates the episode."""
+MAX_DIFFERENCE = 16
+"""Difference of a colour, of 255, from which on a frame gets a palette of its own."""
 LAST_DELAY = 1000
 """Milliseconds that the last frame stays before the video begins again."""
 
@@ -61,15 +63,13 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
         made = rendering_env(cfg, env)
         try:
             fps = float(made.metadata.get("render_fps") or MAX_FPS)
-            frames, stride = _play(policy, made, cfg, seed, stride=math.ceil(fps / MAX_FPS))
+            frames, stride = _play(policy, made, cfg, seed, math.ceil(fps / MAX_FPS), path.suffix == ".gif")
         finally:
             with suppress(Exception):  # a broken renderer may fail again
                 made.close()
     delay = 10 * round(100 * stride / fps)  # GIF counts in hundredths of a second
     delays = [delay] * (len(frames) - 1) + [LAST_DELAY]
     video, suffix = BytesIO(), path.suffix.removeprefix(".")
-    if suffix == "gif":
-        frames = _with_one_palette(frames)
     frames[0].save(video, suffix, save_all=True, append_images=frames[1:], loop=0, duration=delays)
     files.write(path, video.getvalue())
 
@@ -99,7 +99,7 @@ def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
 
 
 def make_rendering(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
-    """What ``rendering_env`` puts masks on."""
+    """The environment of ``rendering_env``, without masks."""
     import gymnasium
 
     from groupwise.envs.make import makes_rows
@@ -126,13 +126,16 @@ def make_rendering(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
     return made
 
 
-def _play(policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: int) -> tuple[list["Image"], int]:
+def _play(
+    policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: int, few_colors: bool
+) -> tuple[list["Image"], int]:
     """Frames of an episode with its end, and the steps between two of them, which double whenever they become too many."""
-    frames, actions, player = [], deque[Any](), policy.player()
+    frames, palette, actions, player = [], Palette(), deque[Any](), policy.player()
+    reduced = palette.reduced if few_colors else lambda frame: frame
     obs, _ = env.reset(seed=seed)
     for step in range(MAX_STEPS):
         if step % stride == 0:
-            frames.append(draw(env))
+            frames.append(reduced(draw(env)))
         if len(frames) > MAX_FRAMES:
             frames, stride = frames[::2], 2 * stride
         if not actions:
@@ -141,28 +144,38 @@ def _play(policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: 
         obs, _, terminated, truncated, _ = env.step(actions.popleft())
         if terminated or truncated:
             break
-    return [*frames, draw(env)], stride
+    return [*frames, reduced(draw(env))], stride
 
 
 def draw(env: "Env[Any, Any]", size: int = MAX_SIZE) -> "Image":
-    """What the environment renders, at most ``size`` pixels wide and high."""
+    """The frame that the environment renders, at most ``size`` pixels wide and high."""
     from PIL import Image
 
     frame = Image.fromarray(env.render())  # type: ignore[arg-type]
-    frame.thumbnail((size, size), Image.Resampling.BOX)
-    return frame
+    return frame.reduce(math.ceil(max(*frame.size, size) / size))
 
 
-def _with_one_palette(frames: list["Image"]) -> list["Image"]:
-    """The frames in 256 colours that they share: smaller files in a fraction of the time of a palette for each."""
-    from PIL import Image
+class Palette:
+    """Reduces frames to 256 colours as they are drawn, which takes a quarter of the memory: a byte for a pixel.
 
-    width, height = frames[0].size
-    strip = Image.new("RGB", (width, height * len(frames)))
-    for index, frame in enumerate(frames):
-        strip.paste(frame, (0, index * height))
-    strip = strip.quantize(method=Image.Quantize.MAXCOVERAGE)  # half of median cut's time
-    return [strip.crop((0, index * height, width, (index + 1) * height)) for index in range(len(frames))]
+    Frames share a palette as long as it has their colours, which makes files smaller and takes a fraction of the time of a
+    palette for each.
+    """
+
+    def __init__(self) -> None:
+        self._last: Image | None = None
+
+    def reduced(self, frame: "Image") -> "Image":
+        """The frame in 256 colours."""
+        from PIL import Image, ImageChops, ImageStat
+
+        if self._last is not None:
+            found = frame.quantize(palette=self._last, dither=Image.Dither.NONE)
+            apart = ImageStat.Stat(ImageChops.difference(found.convert("RGB"), frame).reduce(4)).extrema
+            if max(high for _, high in apart) <= MAX_DIFFERENCE:
+                return found
+        self._last = frame.quantize(method=Image.Quantize.MAXCOVERAGE)  # half of median cut's time
+        return self._last
 
 
 @contextmanager
@@ -199,9 +212,9 @@ def explained(name: str) -> Iterator[None]:
 
 MAX_MEMBERS = 8
 MAX_REPLAY_FRAMES = 96
-"""Of all members together: drawing a frame of a robot arm takes 0.05 s."""
+"""Frames of all members together: drawing a frame of a robot arm takes 0.05 s."""
 MAX_BYTES = 300_000
-"""Of all frames together."""
+"""Bytes of all frames together."""
 _QUALITIES = (75, 50, 25, 5)
 _Columns = Mapping[str, Sequence[Any]]
 

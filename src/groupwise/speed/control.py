@@ -173,7 +173,7 @@ class NumPyActor:
 
     def __call__(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """As ``policy.act``."""
-        if deterministic or not isinstance(obs, Tensor) or len(obs) > MAX_ROWS:
+        if not isinstance(obs, Tensor) or len(obs) > MAX_ROWS:
             return self._policy.act(obs, deterministic, generator)
         with np.errstate(all="ignore"):  # a policy that diverged shows in its actions, as in torch
             rows = obs.numpy()
@@ -182,7 +182,7 @@ class NumPyActor:
                 np.maximum(rows, -CLIP, out=rows)  # with the next in a fifth of np.clip's time
                 np.minimum(rows, CLIP, out=rows)
             features = _forward(rows, self._trunk)
-            action, log_prob = self._draw(_forward(features, self._actor), generator)
+            action, log_prob = self._draw(_forward(features, self._actor), deterministic, generator)
             value = torch.from_numpy(_forward(features, self._critic)[:, 0]) if self._critic else None
         return Action(torch.from_numpy(action).view(self._shape), torch.from_numpy(log_prob), value)
 
@@ -227,21 +227,24 @@ def _forward(x: Rows, layers: list[Layer]) -> Rows:
 
 
 def _draw_index(
-    logits: Rows, generator: torch.Generator | None
+    logits: Rows, deterministic: bool, generator: torch.Generator | None
 ) -> tuple[Int64[np.ndarray, " row"], Float32[np.ndarray, " row"]]:
-    """Indices by the Gumbel-max trick, and the log-softmax there."""
-    uniform = torch.rand(logits.shape, generator=generator).numpy()
-    index = (logits - np.log(-np.log(np.maximum(uniform, _TINY)))).argmax(axis=1)
+    """Indices by the Gumbel-max trick, or the largest logit; and the log-softmax there."""
+    if deterministic:
+        index = logits.argmax(axis=1)
+    else:
+        uniform = torch.rand(logits.shape, generator=generator).numpy()
+        index = (logits - np.log(-np.log(np.maximum(uniform, _TINY)))).argmax(axis=1)
     shifted = logits - logits.max(axis=1, keepdims=True)
     return index, shifted[np.arange(len(index)), index] - np.log(np.exp(shifted).sum(axis=1))
 
 
 def _draw_gaussian(
-    log_std: Float32[np.ndarray, " width"], mean: Rows, generator: torch.Generator | None
+    log_std: Float32[np.ndarray, " width"], mean: Rows, deterministic: bool, generator: torch.Generator | None
 ) -> tuple[Rows, Float32[np.ndarray, " row"]]:
-    """Draws around means, with standard deviations that do not depend on the observation; and their log-densities."""
+    """Draws around means, with standard deviations that do not depend on the observation, or the means; and their log-densities."""
     deviation = np.exp(log_std)
-    action = mean + deviation * torch.randn(mean.shape, generator=generator).numpy()
+    action = mean if deterministic else mean + deviation * torch.randn(mean.shape, generator=generator).numpy()
     distance = (action - mean) / deviation
     return action, -(log_std + 0.5 * distance * distance + _HALF_LOG_2PI).sum(axis=1)
 

@@ -46,10 +46,9 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
 from groupwise.text.task import TextTask
 from groupwise.text.tools import Dialogue, TextBuffer
-from groupwise.training.build import check_rollout_fits
+from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
-from groupwise.training.components import Components, UserObjects, pick_device
 from groupwise.training.trainer import Callback
 
 # From the settings to a collector whose completions come from servers.
@@ -208,7 +207,7 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
     Args:
         given: the policy, if it was made in Python.
     """
-    algorithm_type = cfg.algorithm.load()
+    algorithm_type = algorithm_class(cfg.algorithm)
     policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(pick_device(cfg.device))
     if cfg.speed == "auto":
         policy.decoder = FastDecoder()

@@ -36,8 +36,7 @@ from groupwise.text.tools import (
     training_row,
     write,
 )
-from groupwise.training.components import Evaluator
-from groupwise.training.evaluation import EvaluationResult, shown
+from groupwise.training.evaluation import EvaluationResult, Evaluator, shown
 
 MAX_UNSCORED = 3
 """Iterations in a row without any scorable completion, after which training stops."""

@@ -15,7 +15,7 @@ from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.tools import make_tool
 
 if TYPE_CHECKING:
-    from groupwise.training.components import UserObjects
+    from groupwise.training.build import UserObjects
 
 
 class TextTask:

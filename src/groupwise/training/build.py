@@ -1,25 +1,27 @@
-"""From a ``RunCfg`` to the parts of a run on an environment."""
+"""From settings to the parts of a run: algorithm, collector, buffer, callbacks, evaluation."""
 
 import logging
 import os
-import pkgutil
-from collections.abc import Callable
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
 from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.ppo import PPO
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.torch import MakeStepper, TorchGroupCollector, TorchVectorCollector
 from groupwise.collectors.vector import Collector, MakeActor, VectorCollector, acting_on_finite
-from groupwise.config.algorithm import BCCfg, with_max_length
-from groupwise.config.base import GIVEN
-from groupwise.config.policy import PolicyCfg
+from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg, with_max_length
+from groupwise.config.base import GIVEN, Cfg
+from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, RecurrentCfg
 from groupwise.config.run import (
     DEFAULT_HORIZON,
     EnvCfg,
@@ -28,6 +30,7 @@ from groupwise.config.run import (
     SamplerMismatchCfg,
     StartMode,
     TextRunCfg,
+    TrackedRun,
 )
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines import Engine
@@ -35,26 +38,196 @@ from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env, torch_fix
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
+from groupwise.policies.recurrent import RecurrentActorCritic
 from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError, film, film_group
 from groupwise.seeding import derive_seed
 from groupwise.speed import control as compile
 from groupwise.speed import control as rollouts
 from groupwise.speed.control import flat_adam, numpy_actor
-from groupwise.training.callbacks import CheckSamplerMismatch
+from groupwise.training.callbacks import (
+    CheckSamplerMismatch,
+    Evaluate,
+    JoinCheckpoints,
+    KeepGroups,
+    MetricsLog,
+    Progress,
+    SaveCheckpoints,
+    StopAtScore,
+    TimeLimit,
+)
 from groupwise.training.checkpoint import Identity, initialize
-from groupwise.training.components import Components, Evaluator, UserObjects, pick_device, threads
-from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
+from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, Evaluator, evaluate_policy
+from groupwise.training.trackers import Report, make_tracker
 from groupwise.training.trainer import Callback
 
 if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 
-# Evaluation and video of a run's policy in environments of its own.
-
 log = logging.getLogger(__name__)
+
+
+# The parts of a run, shared by environments and texts.
+
+
+class UserObjects(NamedTuple):
+    """Python objects that the user gave in place of settings."""
+
+    env: object | None = None
+    """A callable, a ``VectorEnv`` or a ``gymnasium.vector.VectorEnv``."""
+    policy: Policy | None = None
+    data: object | None = None
+    """Training prompts, as ``TextTask`` takes them."""
+    eval_data: object | None = None
+    """Held-out prompts, given in the same way."""
+    reward: Any = None
+    """Functions that score completions, one or several."""
+    tool: Any = None
+    """A tool that a language model can call."""
+
+    @classmethod
+    def again(cls, objects: Mapping[str, Any]) -> "UserObjects":
+        """The objects by name, when a run is loaded or resumed.
+
+        Raises:
+            ConfigError: one is no object of a run, but perhaps a setting.
+        """
+        for name, value in objects.items():
+            if name not in (*cls._fields, *RunCfg.model_fields, *TextRunCfg.model_fields):
+                raise ConfigError(
+                    f"unknown argument {name!r}; fix: one of the function's own, or {', '.join(cls._fields)}"
+                )
+            if name not in cls._fields or (name in ("env", "policy") and isinstance(value, str | Mapping | Cfg)):
+                raise ConfigError(
+                    f"{name} = {value!r:.80}: a run is given its Python objects again ({', '.join(cls._fields)}), and has its "
+                    f"settings; fix: leave it out, or change a setting in a new run: gw.fork(run, new_folder, {name}=...)"
+                )
+        return cls(**objects)
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The objects that were given, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def names(self) -> list[str]:
+        """The names of the objects that were given."""
+        return list(self.as_arguments())
+
+
+@dataclass(frozen=True)
+class Components(ABC):
+    """The parts of a run."""
+
+    kind: ClassVar[str] = "env"
+    """Key of what was trained on in the summary."""
+    axes: ClassVar[tuple[str, str]] = ("environment steps", "episode return")
+    """Labels of the learning curve."""
+
+    cfg: RunCfg | TextRunCfg
+    """The settings, completed by what the environment or the data determines."""
+    given: UserObjects
+    algorithm: BaseAlgorithm
+    collector: Collector
+    buffer: RolloutBuffer
+    identity: Identity
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that is trained."""
+        return self.algorithm.policy
+
+    @property
+    def metric(self) -> EvaluationMetric:
+        """The score by which an evaluation is the best one."""
+        return "return"
+
+    @abstractmethod
+    def evaluator(self) -> Evaluator | None:
+        """The evaluator of training; None if there can be none."""
+
+    def notes(self) -> list[str]:
+        """Lines to print when training starts."""
+        return []
+
+    def summary_fields(self) -> dict[str, Any]:
+        """Fields of the summary besides scores."""
+        return {}
+
+    def own_callbacks(self, folder: RunFolder) -> list[Callback]:
+        """Callbacks of this kind of run."""
+        return []
+
+    def render(self, path: Path, seed: int) -> None:  # noqa: B027 (not every run has pictures)
+        """Write a video of the policy, where possible."""
+
+    def render_groups(self, folder: RunFolder) -> None:  # noqa: B027  likewise
+        """Draw members of a group that the run kept, where possible."""
+
+    def close(self) -> None:
+        """Free the run's own resources."""
+        self.collector.close()
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Torch on ``number`` threads, restored afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that a config names.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device = {name!r}, but torch finds no GPU; fix: device='cpu' or 'auto'")
+    return torch.device(name)
+
+
+def build_callbacks(
+    parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
+) -> list[Callback]:
+    """The user's callbacks and those of the settings; on ranks above 0 the user's, and what helps to save.
+
+    Their order: logs have what others add to the metrics, the last iteration is evaluated, and a checkpoint covers what
+    the logs hold.
+    """
+    if rank != 0:
+        return [*users, JoinCheckpoints(parts.cfg.checkpoint_interval)]
+    cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
+    built = [*users, *parts.own_callbacks(folder)]
+    if stop.time_limit is not None:
+        built.append(TimeLimit(stop.time_limit))
+    if evaluator is not None:
+        interval = cfg.evaluation.interval
+        built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
+    if stop.threshold is not None:
+        built.append(StopAtScore(stop.threshold, parts.metric))
+    if cfg.evaluation.num_logged_groups and not isinstance(cfg.algorithm, BCCfg):
+        built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
+    settings = cfg.model_dump(mode="json")
+    saves = SaveCheckpoints(folder.latest, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints, settings)
+    built.append(MetricsLog(folder.metrics, saves))
+    if logging.report_to:
+        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
+        built += [Report(tracker.name, make_tracker(tracker, run)) for tracker in logging.report_to]
+    if logging.progress != "none":
+        title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
+        built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
+    return [*built, saves]
+
+
+# Evaluation and video of a run's policy in environments of its own.
 
 MAX_EVALUATION_ENVS = 128
 _MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
@@ -116,6 +289,7 @@ class EnvEvaluator(Evaluator):
         result = evaluate_policy(
             self.policy,
             self.env,
+            actor=numpy_actor if self.cfg.speed == "auto" else None,
             episodes=self.cfg.evaluation.episodes,
             seed=self.seed,
             deterministic=self.cfg.evaluation.deterministic,
@@ -150,24 +324,8 @@ def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: in
     film(policy, *separate, path, seed=derive_seed(seed, "video"))
 
 
-def record_group(cfg: RunCfg, given: UserObjects, policy: Policy, folder: RunFolder, start_mode: StartMode) -> None:
-    """Draw members of a group that the run kept, if its environment can be made a second time.
-
-    Args:
-        start_mode: of the group.
-
-    Raises:
-        EnvError: the renderer failed, or there is none.
-    """
-    if (separate := separate_env(cfg.env, given.env)) is not None:
-        env_cfg, source = separate
-        mode = "seed" if start_mode == "native" else start_mode  # one environment is not native
-        as_in_training = {"num_random_noops": cfg.env.num_random_noops, "start_mode": mode}
-        film_group(policy, env_cfg.model_copy(update=as_in_training), source, folder.groups, folder.frames)
-
-
 def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:
-    """What ``make_env`` needs for a second set of environments, whose rows start one by one.
+    """Arguments of ``make_env`` for a second set of environments, whose rows start one by one.
 
     None for a ready ``VectorEnv``, or a vector environment that Gymnasium cannot make again.
     """
@@ -236,7 +394,7 @@ class Videos(Callback):
 SLOT_BYTES = 40
 """The least that a step takes in a rollout: reward, masks, ids, log-probability, and small observations and actions."""
 _EPISODE_BYTES = 250
-"""Of the bookkeeping of an episode in a group."""
+"""Bookkeeping of an episode in a group."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -281,12 +439,6 @@ def total_memory(device: torch.device | None = None) -> int | None:
     return min(physical, int(limit)) if limit.isdecimal() else physical
 
 
-CLONING = "groupwise.embodied.cloning"
-"""Behaviour cloning, which is no part of the core."""
-CHUNK_POLICY = "groupwise.embodied.vla:ChunkActorCritic"
-"""``PolicyCfg``'s policy with ``env.action_chunk``, which is no part of the core."""
-
-
 @dataclass(frozen=True)
 class EnvComponents(Components):
     """The parts of a run on an environment."""
@@ -295,10 +447,12 @@ class EnvComponents(Components):
     env: VectorEnv
     initialized: str = ""
     """Where the policy's first weights come from, if not from random numbers."""
+    more_callbacks: tuple[Callback, ...] = ()
+    """Callbacks that the algorithm brings."""
 
     @property
     def metric(self) -> EvaluationMetric:
-        """What makes an evaluation the best one."""
+        """The score by which an evaluation is the best one."""
         return self.cfg.evaluation.metric
 
     def evaluator(self) -> EnvEvaluator | None:
@@ -314,7 +468,12 @@ class EnvComponents(Components):
         mode = self._start_mode()
         shared = "not shared." if mode == "none" else f"shared ({mode}), verified."
         weights = [self.initialized] if self.initialized else []
-        return [*weights, *([f"Group starts: {shared}"] if mode else []), *self._horizon_note(), *self.env.notes]
+        horizon = self.cfg.algorithm.groups.collection.horizon
+        limits = []
+        if horizon is not None and self.env.max_episode_steps is None:
+            steps = f"{horizon:,} steps (algorithm.collection.horizon)"
+            limits = [f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}."]
+        return [*weights, *([f"Group starts: {shared}"] if mode else []), *limits, *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:
         """How the members of a group share their start."""
@@ -322,15 +481,13 @@ class EnvComponents(Components):
         return {"start_mode": "not shared" if mode == "none" else f"{mode}, verified"} if mode else {}
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
-        """A check of the sampler; videos after evaluations; scores on held-out demonstrations."""
+        """A check of the sampler; videos after evaluations; those that the algorithm brings."""
         fix = "act() and evaluate() of the policy must give an action the same log-probability"
         built: list[Callback] = [CheckSamplerMismatch(SamplerMismatchCfg(stop=None), fix)]
         if self.cfg.evaluation.video_interval is not None:
             seed = derive_seed(self.cfg.seed, "evaluation")
             built.append(Videos(partial(self.render, seed=seed), self.cfg.evaluation.video_interval, folder.videos))
-        if isinstance(self.cfg.algorithm, BCCfg):
-            built.append(pkgutil.resolve_name(f"{CLONING}:DemoScores")(self.algorithm, self.collector))
-        return built
+        return [*built, *self.more_callbacks]
 
     def render(self, path: Path, seed: int) -> None:
         """Film an episode, where the environment renders."""
@@ -341,11 +498,14 @@ class EnvComponents(Components):
 
     def render_groups(self, folder: RunFolder) -> None:
         """Draw members of a group, where the environment renders."""
-        start_mode = self._start_mode()
-        if start_mode is None:
+        start_mode, separate = self._start_mode(), separate_env(self.cfg.env, self.given.env)
+        if start_mode is None or separate is None:
             return
+        env_cfg, source = separate
+        mode = "seed" if start_mode == "native" else start_mode  # one environment is not native
+        as_in_training = {"num_random_noops": self.cfg.env.num_random_noops, "start_mode": mode}
         try:
-            record_group(self.cfg, self.given, self.policy, folder, start_mode)
+            film_group(self.policy, env_cfg.model_copy(update=as_in_training), source, folder.groups, folder.frames)
         except EnvError as error:
             log.info("%s", error)  # the video has warned
 
@@ -356,32 +516,68 @@ class EnvComponents(Components):
         if not isinstance(self.given.env, gymnasium.vector.VectorEnv | VectorEnv):
             super().close()
 
-    def _horizon_note(self) -> list[str]:
-        """How long episodes are where only the horizon ends them."""
-        horizon = self.cfg.algorithm.groups.collection.horizon
-        if horizon is None or self.env.max_episode_steps is not None:
-            return []
-        steps = f"{horizon:,} steps (algorithm.collection.horizon)"
-        return [f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}."]
-
     def _start_mode(self) -> StartMode | None:
         """How the members of a group share their start, which was verified; None for algorithms without groups."""
         report = self.env.start_report if isinstance(self.env, GroupEnv) and self.algorithm.grouped else None
         return None if report is None else report.start_mode
 
 
-def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restored: bool = False) -> EnvComponents:
+def algorithm_class(cfg: AlgorithmCfg) -> type[BaseAlgorithm]:
+    """The algorithm that was registered with these settings, or a built-in one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if cfg.algorithm is not None:
+        return cfg.algorithm
+    if isinstance(cfg, GRPOCfg):
+        return GRPO
+    if isinstance(cfg, PPOCfg):
+        return PPO
+    raise ConfigError(f"{type(cfg).__name__} has no algorithm; fix: @gw.register_algorithm({type(cfg).__name__})")
+
+
+def policy_class(cfg: AnyPolicyCfg) -> type[Policy]:
+    """The policy that was registered with these settings, or a built-in one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if cfg.policy is not None:
+        return cfg.policy
+    if isinstance(cfg, RecurrentCfg):
+        return RecurrentActorCritic
+    if isinstance(cfg, PolicyCfg):
+        return ActorCritic
+    raise ConfigError(f"{type(cfg).__name__} has no policy; fix: @gw.register_policy(name, {type(cfg).__name__})")
+
+
+MakeCollector: TypeAlias = Callable[..., tuple[Collector, tuple[Callback, ...]]]
+"""Makes, from ``(cfg, env, algorithm, engine, read=..., fit_normalizers=...)``, a collector and the callbacks that come with it."""
+
+
+def build_components(
+    cfg: RunCfg,
+    given: UserObjects,
+    engine: Engine,
+    *,
+    restored: bool = False,
+    algorithm_type: type[BaseAlgorithm] | None = None,
+    policy_type: type[Policy] | None = None,
+    make_collector: MakeCollector | None = None,
+) -> EnvComponents:
     """The parts of a run from its settings.
 
     Args:
         restored: the weights will come from a checkpoint of the run itself, so ``policy.init_from`` is not read.
+        algorithm_type, policy_type, make_collector: in place of those that the core has for the settings.
 
     Raises:
         ConfigError: settings that exclude each other, or an object that must be given and was not.
         CheckpointError: ``policy.init_from`` does not fit the policy.
         DataError: demonstrations that do not fit the environment.
     """
-    algorithm_type = cfg.algorithm.load()
+    algorithm_type = algorithm_type or algorithm_class(cfg.algorithm)
     _check(cfg, given, algorithm_type)
     device = pick_device(cfg.device)
     check_rollout_fits(cfg)
@@ -393,17 +589,17 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
         reward_parts=cfg.algorithm.reward_parts,
         device=device,
     )
-    policy = build_policy(cfg, env, given, algorithm_type).to(device)
+    policy = build_policy(cfg, env, given, algorithm_type, policy_type).to(device)
     initialized = "" if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
-    cfg = _with_max_length(_with_horizon(cfg, env), env, policy.num_units)
+    cfg = _with_lengths(cfg, env, policy.num_units)
     of_algorithm, of_collector = fast_paths(cfg, engine.world_size)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"), **of_algorithm)
-    if isinstance(cfg.algorithm, BCCfg):
-        collector = pkgutil.resolve_name(f"{CLONING}:demo_collector")(
-            cfg, env, policy, engine, read=not restored, fit_normalizers=given.policy is None and not initialized
-        )
-    else:
+    more_callbacks: tuple[Callback, ...] = ()
+    if make_collector is None:
         collector = _build_collector(cfg, env, policy, engine, **of_collector)
+    else:
+        fit = given.policy is None and not initialized
+        collector, more_callbacks = make_collector(cfg, env, algorithm, engine, read=not restored, fit_normalizers=fit)
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,
@@ -419,7 +615,7 @@ def build_components(cfg: RunCfg, given: UserObjects, engine: Engine, *, restore
     )
     check_rollout_fits(cfg, buffer.slot_bytes, device)
     identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))
-    return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, initialized)
+    return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, initialized, more_callbacks)
 
 
 def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -442,16 +638,20 @@ def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[s
     return of_algorithm, of_collector
 
 
-def build_policy(cfg: RunCfg, env: VectorEnv, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> Policy:
+def build_policy(
+    cfg: RunCfg,
+    env: VectorEnv,
+    given: UserObjects,
+    algorithm_type: type[BaseAlgorithm],
+    policy_type: type[Policy] | None = None,
+) -> Policy:
     """The policy that was given, or a new one whose weights follow from the run's seed."""
     if given.policy is not None:
         return given.policy
     # orthogonal weights come out differently on another number of threads
     with threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(cfg.seed, "policy"))
-        chunked = cfg.env.action_chunk > 1 and type(cfg.policy) is PolicyCfg
-        kind: Any = CHUNK_POLICY if chunked else cfg.policy.policy
-        kind = pkgutil.resolve_name(kind) if isinstance(kind, str) else kind
+        kind: Any = policy_type or policy_class(cfg.policy)
         made: Policy = kind(
             env.observation_space,
             env.action_space,
@@ -478,22 +678,18 @@ def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm])
         )
 
 
-def _with_horizon(cfg: RunCfg, env: VectorEnv) -> RunCfg:
-    """The config with a horizon, where whole groups are collected and nothing else ends their episodes."""
-    if cfg.algorithm.groups.size == 1 or env.max_episode_steps is not None:
-        return cfg
-    collection = cfg.algorithm.groups.collection
-    if collection.horizon is not None or collection.partial_groups != "complete":
-        return cfg
-    collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
-    return cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"collection": collection})})
-
-
-def _with_max_length(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
-    """The config with the longest episode filled in, in units, where the loss divides by it and it is not set."""
-    longest = cfg.algorithm.groups.collection.horizon or env.max_episode_steps
-    longest = None if longest is None else longest * num_units
-    return cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
+def _with_lengths(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
+    """The config with a horizon, where whole groups are collected and nothing else ends their episodes; and with the longest
+    episode in units, where the loss divides by it.
+    """
+    algorithm, groups, longest = cfg.algorithm, cfg.algorithm.groups, env.max_episode_steps
+    collection = groups.collection
+    if longest is None and groups.size > 1 and collection.horizon is None and collection.partial_groups == "complete":
+        collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
+        algorithm = algorithm.model_copy(update={"collection": collection})
+    longest = collection.horizon or longest
+    algorithm = with_max_length(algorithm, None if longest is None else longest * num_units)
+    return cfg.model_copy(update={"algorithm": algorithm})
 
 
 def _build_collector(

@@ -1,8 +1,4 @@
-"""Built-in callbacks: evaluate, check, track, show, stop; those that save are in ``saving``.
-
-``build_callbacks`` orders them: logs have what others add to the metrics, the last iteration is evaluated, and a
-checkpoint covers what the logs hold.
-"""
+"""Built-in callbacks: they save, keep groups, check, evaluate, stop and show."""
 
 import json
 import logging
@@ -28,9 +24,8 @@ from torch import Tensor
 
 from groupwise import system as files
 from groupwise.comparison.compare import differences
-from groupwise.config.algorithm import BCCfg
 from groupwise.config.base import flat
-from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg, TrackedRun
+from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg
 from groupwise.data.rollout import Nested, transition_view
 from groupwise.errors import DivergedError, SamplerMismatchError
 from groupwise.policies.base import Policy
@@ -45,9 +40,7 @@ from groupwise.training.checkpoint import (
     serialize,
     write_checkpoint,
 )
-from groupwise.training.components import Components, Evaluator
 from groupwise.training.evaluation import EvaluationResult
-from groupwise.training.trackers import Report
 from groupwise.training.trainer import Callback
 
 if TYPE_CHECKING:
@@ -56,7 +49,7 @@ if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 
-# Callbacks that save: checkpoints and metrics. A disk that is full or read-only ends no training.
+# Saving: checkpoints and metrics. A disk that is full or read-only ends no training.
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +84,7 @@ class SaveCheckpoints(Callback):
         self.saved_at = 0
         """Iteration of the newest checkpoint on disk."""
         self.seconds = 0.0
-        """For which training waited."""
+        """Seconds that training waited for checkpoints."""
         self._thread = ThreadPoolExecutor(1, "groupwise checkpoints")
         self._writing: tuple[Future[None], int, int] | None = None
         """The checkpoint that is being written, with its iteration and environment steps."""
@@ -118,7 +111,7 @@ class SaveCheckpoints(Callback):
             self._finish(trainer)
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """Likewise; after an error without the other ranks, or not at all if it takes them."""
+        """Save after an error: this rank alone, or not at all if the state is spread over ranks."""
         if trainer.doing == "stopping":
             self.on_training_end(trainer)
             return
@@ -180,7 +173,7 @@ class SaveCheckpoints(Callback):
 
 
 class JoinCheckpoints(Callback):
-    """What ranks above 0 do for ``SaveCheckpoints``: hand over their parts of the state.
+    """Hands over the parts of the state that ranks above 0 have, for the ``SaveCheckpoints`` of rank 0.
 
     Args:
         interval: that of ``SaveCheckpoints``.
@@ -190,31 +183,19 @@ class JoinCheckpoints(Callback):
         self.interval = interval
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """When rank 0 saves."""
+        """Hand over when rank 0 saves."""
         if trainer.passed(self.interval):
             trainer.algorithm.state_dict()
 
     def on_training_end(self, trainer: "Trainer") -> None:
-        """If rank 0 still has to save."""
+        """Hand over if rank 0 still has to save."""
         if any(trainer.engine.gather_objects(False)):
             trainer.algorithm.state_dict()
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """Likewise, unless an error came first."""
+        """Hand over, unless an error came first."""
         if trainer.doing == "stopping":
             self.on_training_end(trainer)
-
-
-class LogSaveTime(Callback):
-    """Adds to the metrics for how long training waited for checkpoints since the last entry: they follow the log."""
-
-    def __init__(self, saves: SaveCheckpoints) -> None:
-        self.saves = saves
-
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Add the seconds."""
-        metrics[SAVE_SECONDS] = metrics.get(SAVE_SECONDS, 0.0) + self.saves.seconds
-        self.saves.seconds = 0.0
 
 
 class MetricsLog(Callback):
@@ -222,12 +203,16 @@ class MetricsLog(Callback):
 
     A metric that is NaN or infinite has no value in that iteration and is left out.
 
+    Args:
+        saves: the checkpoints, which follow the log: it has the seconds that training waited for them since the last entry.
+
     Raises:
         TypeError: a callback set a metric to something else than a number.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, saves: SaveCheckpoints | None = None) -> None:
         self.path = path
+        self.saves = saves
         self._logged = 0
         self.waiting: list[str] = []
         """Lines that the disk refused."""
@@ -241,6 +226,9 @@ class MetricsLog(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write a line."""
+        if self.saves is not None:
+            metrics[SAVE_SECONDS] = metrics.get(SAVE_SECONDS, 0.0) + self.saves.seconds
+            self.saves.seconds = 0.0
         self._log(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:
@@ -272,7 +260,7 @@ class MetricsLog(Callback):
 
 
 def _to_float(name: str, value: Any) -> float:
-    """Also of a scalar of NumPy and of a tensor with one element."""
+    """The metric as a float; scalars of NumPy and tensors with one element are numbers, too."""
     try:
         if isinstance(value, str):
             raise TypeError
@@ -290,7 +278,7 @@ def check_weights(trainer: "Trainer") -> None:
             raise DivergedError.because(f"{name} is not finite after iteration {trainer.iteration}")
 
 
-# Keeps groups of training, so that people can look at them.
+# Groups of training, kept so that people can look at them.
 
 Array: TypeAlias = np.ndarray
 
@@ -359,16 +347,21 @@ class Steps:
         ratio, counts = self._ratio(buffers)
         ends = np.where(self._at("terminated"), "terminated", np.where(self._at("truncated"), "truncated", "running"))
         is_text = "turn_id" in batch.keys()  # noqa: SIM118  iterating goes over rows
-        step = self._at("step")
+        step, collector = self._at("step"), self.trainer.collector
+        groups = self._at("group_id").tolist()
+        starts = {number: collector.group_start(number) for number in set(groups)}
+        tokens = self._at("action").tolist() if is_text else []
+        kinds = sorted(set(tokens))
+        texts = dict(zip(kinds, collector.token_texts(kinds) if is_text else (), strict=True))
         return {
             "env_steps": np.full(count, self.trainer.env_steps),
             "group": self.group,
-            "start": self._starts(),
+            "start": [starts[number] for number in groups],
             "member": _members(self.group, self.episode),
             "step": step - step[_firsts(self.episode)] if is_text else step,  # prompts are left out
             "observation": None if is_text else self._vectors(batch["obs"]),
             "action": self._vectors(batch["action"]),
-            "token": self._tokens() if is_text else None,
+            "token": [texts[token] for token in tokens] if is_text else None,
             "reward": self._at("reward"),
             "reward_parts": self._vectors(batch.get("reward_parts", None)),
             "log_prob": self._pick(algorithm.of_decisions(batch["sample_log_prob"])),
@@ -385,26 +378,16 @@ class Steps:
         rows: Tensor = torch.unique(self.slots[0])
         inputs = algorithm.policy_inputs(self.batch[rows])
         now = _buffers(algorithm.policy)
-        _restore(algorithm.policy, buffers)
+        for name, buffer in algorithm.policy.named_buffers():
+            buffer.copy_(buffers[name])
         after = algorithm.score(algorithm.policy, inputs).log_prob
-        _restore(algorithm.policy, now)
+        for name, buffer in algorithm.policy.named_buffers():
+            buffer.copy_(now[name])
         ratio = algorithm.of_decisions(after - self.batch["sample_log_prob"][rows]).exp()
         slots = torch.searchsorted(rows, self.slots[0]), self.slots[1]
         mask = inputs["loss_mask"]
         counts = mask.any(dim=-1) if mask.dim() > 2 else mask
         return ratio[slots].cpu().numpy(), counts[slots].cpu().numpy()
-
-    def _starts(self) -> list[str]:
-        """What the members of each step's group share."""
-        ids = self._at("group_id").tolist()
-        starts = {number: self.trainer.collector.group_start(number) for number in set(ids)}
-        return [starts[number] for number in ids]
-
-    def _tokens(self) -> list[str]:
-        ids = self._at("action").tolist()
-        kinds = sorted(set(ids))
-        texts = dict(zip(kinds, self.trainer.collector.token_texts(kinds), strict=True))
-        return [texts[token] for token in ids]
 
     def _vectors(self, values: Nested | None) -> Array | None:
         """The numbers of each step ``[step, width]``; None where there are none or too many."""
@@ -454,13 +437,13 @@ def _spreads(group: Array, episode: Array, reward: Array) -> dict[int, float]:
 
 
 def _firsts(episode: Array) -> Array:
-    """For each step the place of its episode's first one."""
+    """The place of the first step of each step's episode."""
     begins = np.flatnonzero(np.diff(episode, prepend=-1))
     return begins.repeat(np.diff(begins, append=len(episode)))
 
 
 def _members(group: Array, episode: Array) -> Array:
-    """For each step the number of its episode in its group."""
+    """The number of each step's episode in its group."""
     begins = np.diff(episode, prepend=-1) != 0
     number = begins.cumsum()
     starts = np.diff(group, prepend=-1) != 0
@@ -470,42 +453,6 @@ def _members(group: Array, episode: Array) -> Array:
 
 def _buffers(policy: Policy) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in policy.named_buffers()}
-
-
-def _restore(policy: Policy, buffers: dict[str, Tensor]) -> None:
-    for name, buffer in policy.named_buffers():
-        buffer.copy_(buffers[name])
-
-
-def build_callbacks(
-    parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
-) -> list[Callback]:
-    """The user's callbacks and those of the settings, in their order; on ranks above 0 the user's, and what helps to save."""
-    if rank != 0:
-        return [*users, JoinCheckpoints(parts.cfg.checkpoint_interval)]
-    cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
-    built = [*users, *parts.own_callbacks(folder)]
-    if stop.time_limit is not None:
-        built.append(TimeLimit(stop.time_limit))
-    if evaluator is not None:
-        interval = cfg.evaluation.interval
-        built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
-    if stop.threshold is not None:
-        built.append(StopAtScore(stop.threshold, parts.metric))
-    if cfg.evaluation.num_logged_groups and not isinstance(cfg.algorithm, BCCfg):
-        built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
-    settings = cfg.model_dump(mode="json")
-    saves = SaveCheckpoints(folder.latest, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints, settings)
-    built += [LogSaveTime(saves), MetricsLog(folder.metrics)]
-    if logging.report_to:
-        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
-        built += [Report(tracker.name, tracker.build(run)) for tracker in logging.report_to]
-    if logging.progress != "none":
-        # rich takes a while to import
-
-        title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
-        built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
-    return [*built, saves]
 
 
 class CheckSamplerMismatch(Callback):
@@ -527,10 +474,8 @@ class CheckSamplerMismatch(Callback):
     def check(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Warn, or raise a ``SamplerMismatchError``."""
         found = metrics.get("rollout/sampler_kl", 0.0)
-        if found > min(self.cfg.warn, self.cfg.stop or self.cfg.warn):
-            self._tell(found, iteration)
-
-    def _tell(self, found: float, iteration: int) -> None:
+        if found <= min(self.cfg.warn, self.cfg.stop or self.cfg.warn):
+            return
         differ = f"sampler and trainer differ: KL {found:.3g} nats in iteration {iteration}, more than"
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(f"{differ} {self.cfg.stop:g}; fix: {self.fix}")
@@ -574,10 +519,8 @@ class Evaluate(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Add ``eval/*`` to the metrics when it is time."""
-        if trainer.passed(self.interval) or trainer.is_done():
-            self._evaluate(trainer, metrics)
-
-    def _evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+        if not trainer.passed(self.interval) and not trainer.is_done():
+            return
         start = time.perf_counter()
         result = self.evaluate()
         metrics |= result.metrics() | {"time/evaluate_seconds": time.perf_counter() - start}
@@ -739,13 +682,10 @@ class Progress(Callback):
             self.panel.advance_to(trainer, metrics, " ".join(self._text(metrics).split()))
         elif trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
             self._shown = time.perf_counter()
-            self._print_line(trainer, metrics)
-
-    def _print_line(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
-        done, total = min(trainer.done, trainer.budget.total), trainer.budget.total
-        left = int((total - done) * trainer.seconds / max(done, 1e-9))
-        steps = f"{round(trainer.done, 2):>12,} / {total:,} {trainer.budget.unit}"
-        self._print(f"{done / total:5.0%}{steps}   {self._text(metrics)}   {left // 60}:{left % 60:02} left")
+            done, total = min(trainer.done, trainer.budget.total), trainer.budget.total
+            left = int((total - done) * trainer.seconds / max(done, 1e-9))
+            steps = f"{round(trainer.done, 2):>12,} / {total:,} {trainer.budget.unit}"
+            self._print(f"{done / total:5.0%}{steps}   {self._text(metrics)}   {left // 60}:{left % 60:02} left")
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -79,7 +79,7 @@ def encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What ``encode`` was given."""
+    """Nested data from the JSON and tensors of ``encode``."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -110,7 +110,7 @@ Content = TypeVar("Content")
 FORMAT = 2
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
 DAMAGES = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What code raises that reads a state with wrong entries."""
+"""Errors of code that reads a state with wrong entries."""
 MAX_STATE = 64 * files.MIB
 """Bytes of ``state.json``."""
 MAX_EXTRA = 1024 * files.MIB
@@ -161,12 +161,24 @@ def serialize(checkpoint: Checkpoint) -> dict[str, bytes]:
     """
     tensors: dict[str, Tensor] = {}
     state = encode(checkpoint.state, tensors, "")
-    content = {
-        POLICY: safetensors.torch.save(_own(checkpoint.policy)),
-        ALGORITHM: safetensors.torch.save(_own(tensors)),
-        STATE: json.dumps(state).encode(),  # with an indent it would take five times as long
-    }
-    _check_readable(content, checkpoint.policy)
+
+    def own(tensors: Mapping[str, Tensor]) -> bytes:
+        """Copies that share no memory: safetensors refuses tied weights."""
+        copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        return safetensors.torch.save(copies)
+
+    # with an indent, the state would take five times as long
+    content = {POLICY: own(checkpoint.policy), ALGORITHM: own(tensors), STATE: json.dumps(state).encode()}
+    for name, limit in _limits(checkpoint.policy).items():
+        try:
+            files.check_size(len(content[name]), limit)
+            if name == STATE:
+                files.parse_json(content[name])
+        except ValueError as error:
+            raise CheckpointError(
+                f"{name} of a checkpoint could not be read again: {error}; fix: return less from state_dict(), and arrays "
+                "as tensors"
+            ) from error
     return content
 
 
@@ -225,7 +237,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def saved_counts(folder: Path) -> dict[str, int | float]:
-    """What was done at the checkpoint, as ``Trainer.counts``; nothing if there is none.
+    """Counts at the checkpoint, as ``Trainer.counts``; zeros if there is none.
 
     Raises:
         CheckpointError: it is damaged, and so are those before it.
@@ -293,7 +305,7 @@ def _check_like(saved: Any, fresh: Any, path: str) -> None:
 
 
 def _counts_of(state: Mapping[str, Any]) -> dict[str, int | float]:
-    """What is done, by the entries of a state; an error if they are no counts."""
+    """The counts in the entries of a state; an error if they are no counts."""
     found = _Counters.model_validate(state)
     return {"iterations": found.iteration, "steps": found.env_steps, "epochs": found.epochs}
 
@@ -303,7 +315,7 @@ class _DamageError(Exception):
 
 
 def _newest(folder: Path, read: Callable[[Path], Content]) -> Content:
-    """What ``read`` finds in the newest checkpoint that is not damaged; a ``CheckpointError`` if there is none."""
+    """Content that ``read`` finds in the newest checkpoint that is not damaged; a ``CheckpointError`` if there is none."""
     existing = find_checkpoints(folder)
     if not existing:
         raise CheckpointError(f"no checkpoint at {folder}; fix: give a run folder that has checkpoints/{folder.name}")
@@ -388,29 +400,10 @@ def _limits(policy: Mapping[str, Any] | None) -> dict[str, int]:
     return {POLICY: MAX_EXTRA + 2 * size, ALGORITHM: MAX_EXTRA + 16 * size, STATE: MAX_STATE}
 
 
-def _check_readable(content: Mapping[str, bytes], policy: Mapping[str, Any]) -> None:
-    """Raise a ``CheckpointError`` if a checkpoint could not be loaded again."""
-    for name, limit in _limits(policy).items():
-        try:
-            files.check_size(len(content[name]), limit)
-            if name == STATE:
-                files.parse_json(content[name])
-        except ValueError as error:
-            raise CheckpointError(
-                f"{name} of a checkpoint could not be read again: {error}; fix: return less from state_dict(), and arrays "
-                "as tensors"
-            ) from error
-
-
 def _in_short(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return explain(error.errors()[0])
     return f"{error!r:.200}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error!s:.200}"
-
-
-def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that share no memory: safetensors refuses tied weights."""
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def _make_room(folder: Path) -> None:
@@ -515,12 +508,32 @@ def fork_run(
     if cfg.run_dir is not None:
         raise ConfigError(f"run_dir = {str(cfg.run_dir)!r}, but the fork goes to {run_dir}; fix: leave run_dir out")
     settings = cfg.model_dump(mode="json")
-    changed = _check_changes(folder, settings)
+    changed = differences({"old": flat(folder.read_config()), "new": flat(settings)})
+    for name, values in changed.items():
+        old, new = values.get("old"), values.get("new")
+        if is_fixed(name) or (name == "algorithm.kl_coef" and not old):
+            fits = "policy" in settings and not name.startswith("policy.")  # else the weights do not, or it is text
+            begin = f" with policy.init_from={str(folder.path)!r}" if fits else ""
+            raise ConfigError(
+                f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run{begin}"
+            )
     if checkpoint == "best" and getattr(cfg.algorithm, "kl_coef", 0) > 0:
         raise ConfigError(
             f"{folder.best} has no reference for algorithm.kl_coef; fix: checkpoint='latest' (--from latest), or its environment steps"
         )
-    found = _find(folder, checkpoint)
+    existing = find_checkpoints(folder.latest)
+    if checkpoint == "best":
+        found = folder.best
+    elif checkpoint == "latest":
+        found = existing[0] if existing else folder.latest
+    else:
+        by_steps = {int(saved_counts(path)["steps"]): path for path in existing}
+        if checkpoint not in by_steps:
+            there = ", ".join(map(str, sorted(by_steps))) or "no step"
+            raise ConfigError(
+                f"checkpoint = {checkpoint}: {folder.path} has checkpoints of {there}; fix: one of these, 'latest' or 'best'"
+            )
+        found = by_steps[checkpoint]
     iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
     if not finished:
         cfg.budget.check_exceeds(saved_counts(found)[cfg.budget.unit], found)
@@ -543,34 +556,3 @@ def fork_run(
 def is_fixed(name: str) -> bool:
     """Whether the content of a checkpoint depends on the setting at this path."""
     return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and name != "policy.init_from"
-
-
-def _find(folder: RunFolder, checkpoint: CheckpointName) -> Path:
-    if checkpoint == "best":
-        return folder.best
-    existing = find_checkpoints(folder.latest)
-    if checkpoint == "latest":
-        return existing[0] if existing else folder.latest
-    steps = {saved_counts(path)["steps"]: path for path in existing}
-    if checkpoint not in steps:
-        there = ", ".join(map(str, sorted(steps))) or "no step"
-        raise ConfigError(
-            f"checkpoint = {checkpoint}: {folder.path} has checkpoints of {there}; fix: one of these, 'latest' or 'best'"
-        )
-    return steps[checkpoint]
-
-
-def _check_changes(folder: RunFolder, settings: dict[str, Any]) -> list[str]:
-    """Names of the settings that changed; an error for those that the content of a checkpoint depends on."""
-    changed = differences({"old": flat(folder.read_config()), "new": flat(settings)})
-    for name, values in changed.items():
-        old, new = values.get("old"), values.get("new")
-        if is_fixed(name) or (name == "algorithm.kl_coef" and not old):
-            takes_weights = "policy" in settings and not name.startswith(
-                "policy."
-            )  # else they do not fit, or it is text
-            begin = f" with policy.init_from={str(folder.path)!r}" if takes_weights else ""
-            raise ConfigError(
-                f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run{begin}"
-            )
-    return list(changed)

@@ -1,21 +1,21 @@
 """Evaluation of a policy over exactly n episodes, each with its own seed."""
 
 import logging
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from groupwise.collectors.vector import acting_on_finite
+from groupwise.collectors.vector import MakeActor, acting_on_finite
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import EvaluationMetric
 from groupwise.data.rollout import all_finite, allocate
-from groupwise.envs.base import EnvStep, GroupEnv, successes_by_task
+from groupwise.envs.base import GroupEnv, successes_by_task
 from groupwise.errors import DataError, EnvError
-from groupwise.policies.base import Action, Policy
+from groupwise.policies.base import Policy
 from groupwise.report.folder import mean_ci95, wilson_95
 from groupwise.seeding import derive_seed
 
@@ -166,6 +166,7 @@ def evaluate_policy(
     deterministic: bool = True,
     max_steps: int = MAX_STEPS,
     on_nonfinite: OnNonFinite = "stop",
+    actor: MakeActor | None = None,
 ) -> EvaluationResult:
     """Result of ``episodes`` whole episodes; episode i starts from ``derive_seed(seed, "eval", i)``.
 
@@ -176,110 +177,85 @@ def evaluate_policy(
         env: plays ``num_envs`` episodes at once.
         max_steps: cuts episodes that have not ended by then.
         on_nonfinite: "drop": episodes whose return is not finite are left out; "zero": such rewards are 0.
+        actor: as of collectors.
 
     Raises:
         DataError: an observation or a return is not finite.
     """
-    was_training = policy.training
+    was_training, num_envs = policy.training, env.num_envs
     policy.eval()
-    played = _Episodes(policy, env, episodes, seed, deterministic, on_nonfinite)
-    for first in range(0, episodes, env.num_envs):
-        played.play_round(first, max_steps)
-    policy.train(was_training)
-    return played.result()
-
-
-class _Episodes:
-    """Plays the episodes of an evaluation; arguments as of ``evaluate_policy``."""
-
-    def __init__(
-        self, policy: Policy, env: GroupEnv, count: int, seed: int, deterministic: bool, on_nonfinite: OnNonFinite
-    ) -> None:
-        self.policy = policy
-        self.env = env
-        self.seed = seed
-        self.deterministic = deterministic
-        self.on_nonfinite = on_nonfinite
-        self.obs = allocate(env.obs_spec, count, device=policy.device)
-        self.returns, self.lengths = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
-        self.running = torch.ones(count, dtype=torch.bool)
-        """Of which the end was not seen."""
-        self.success, self.tells_success = torch.zeros(2, count, dtype=torch.bool)
-        self.tasks = np.full(count, "", dtype=object)
-
-    def play_round(self, first: int, max_steps: int) -> None:
-        """Play episodes ``first, first + 1, ...``, one in each row of the environment that has one left."""
-        env, act = self.env, self.policy.player().act
-        act = act if self.on_nonfinite == "stop" else acting_on_finite(act)
-        numbers = range(first, first + env.num_envs)
-        count = min(env.num_envs, len(self.returns) - first)
-        episodes = slice(first, first + count)
+    batch = allocate(env.obs_spec, episodes, device=policy.device)
+    returns, lengths, tasks = np.zeros(episodes), np.zeros(episodes, np.int64), np.full(episodes, "", dtype=object)
+    running, success, tells_success = np.ones(episodes, np.bool_), *np.zeros((2, episodes), np.bool_)
+    for first in range(0, episodes, num_envs):  # plays these episodes, one in each row
+        act = policy.player().act if actor is None or policy.state_size else actor(policy)
+        act = act if on_nonfinite == "stop" else acting_on_finite(act)
+        count = min(num_envs, episodes - first)
+        played, rows = slice(first, first + count), slice(0, count)
         obs = env.start(
-            np.ones(env.num_envs, dtype=np.bool_),
-            np.array([derive_seed(self.seed, "eval", i) for i in numbers], dtype=np.int64),
-            np.array([derive_seed(self.seed, "eval", i, "noise") for i in numbers], dtype=np.int64),
+            np.ones(num_envs, np.bool_),
+            np.array([derive_seed(seed, "eval", first + row) for row in range(num_envs)], np.int64),
+            np.array([derive_seed(seed, "eval", first + row, "noise") for row in range(num_envs)], np.int64),
         )
-        if count < env.num_envs:
-            env.pause(np.arange(env.num_envs) >= count)
+        if count < num_envs:
+            env.pause(np.arange(num_envs) >= count)
         for step in range(max_steps):
-            self.obs[episodes] = obs[:count]
-            action = self._act(act, step)[episodes]
-            self._check_finite(action, first, step)
-            unused = action.new_zeros(env.num_envs - count, *action.shape[1:])  # of paused rows
-            stepped = env.step(torch.cat([action, unused]))
+            batch[played] = obs[rows]
+            generator = None
+            if not deterministic:
+                generator = torch.Generator(policy.device).manual_seed(derive_seed(seed, "act", step))
+            action = policy.env_action(act(batch, deterministic, generator).action)[played]
+            if action.is_floating_point() and not all_finite(action):
+                bad = running[played] & ~action.isfinite().flatten(1).all(dim=1).cpu().numpy()
+                if bad.any():
+                    raise DataError(
+                        f"the observation or the action of evaluation episode {first + bad.argmax()} at step {step} is not "
+                        "finite; fix: correct the environment, or lower learning_rate if the policy diverged"
+                    )
+            if count < num_envs:
+                action = torch.cat([action, action.new_zeros(num_envs - count, *action.shape[1:])])  # of paused rows
+            stepped = env.step(action)
             obs = stepped.obs
-            self._add(stepped, episodes)
-            if not self.running[episodes].any():
-                break
-
-    def result(self) -> EvaluationResult:
-        """What was played, without episodes whose return is not finite.
-
-        Raises:
-            DataError: there is such a return, and ``on_nonfinite`` is "stop", or there is no other.
-        """
-        kept = self.returns.isfinite()
-        if not kept.all():
-            what = f"return of evaluation episode {int((~kept).nonzero()[0])} is not finite"
-            if self.on_nonfinite == "stop" or not kept.any():
-                raise DataError(f"{what}; fix: correct the environment's rewards")
-            log.warning("%s; %d of %d episodes are left out", what, int((~kept).sum()), len(kept))
-        tasks = self.tasks[kept.numpy()].tolist()
-        return EvaluationResult(
-            tuple(self.returns[kept].tolist()),
-            tuple(self.lengths[kept].tolist()),
-            successes=tuple(self.success[kept].tolist()) if self.tells_success[kept].any() else None,
-            cut_episodes=int(self.running[kept].sum()),
-            tasks=tuple(tasks) if any(tasks) else None,
-        )
-
-    def _act(self, act: Callable[..., Action], step: int) -> Tensor:
-        generator = None
-        if not self.deterministic:
-            generator = torch.Generator(self.policy.device).manual_seed(derive_seed(self.seed, "act", step))
-        return self.policy.env_action(act(self.obs, self.deterministic, generator).action)
-
-    def _add(self, stepped: EnvStep, episodes: slice) -> None:
-        """Add a step to the episodes that run."""
-        rows, running = slice(0, episodes.stop - episodes.start), self.running[episodes]
-        reward = stepped.reward[rows].cpu()
-        self.returns[episodes] += reward.nan_to_num(0.0, 0.0, 0.0) if self.on_nonfinite == "zero" else reward
-        self.lengths[episodes] += running
-        ended = running & (stepped.terminated | stepped.truncated)[rows].cpu()
-        if "success" in stepped.info:
-            self.success[episodes] |= ended & stepped.info["success"][rows].cpu()
-            self.tells_success[episodes] |= ended
-        if "task" in stepped.info:
-            self.tasks[episodes][ended.numpy()] = stepped.info["task"][rows][ended.numpy()]
-        self.running[episodes] = running & ~ended
-
-    def _check_finite(self, action: Tensor, first: int, step: int) -> None:
-        """Raise a ``DataError`` where an episode that runs has an action that is not finite."""
-        if not action.is_floating_point() or all_finite(action):
-            return
-        bad = ~action.isfinite().flatten(1).all(dim=1).cpu() & self.running[first : first + len(action)]
-        if bad.any():
-            raise DataError(
-                f"the observation or the action of evaluation episode {first + int(bad.nonzero()[0])} at step {step} is not "
-                "finite; fix: correct the environment, or lower learning_rate if the policy diverged"
+            reward = stepped.reward[rows].cpu().numpy()
+            returns[played] += (
+                np.nan_to_num(reward, nan=0.0, posinf=0.0, neginf=0.0) if on_nonfinite == "zero" else reward
             )
+            lengths[played] += running[played]
+            ended = running[played] & (stepped.terminated | stepped.truncated)[rows].cpu().numpy()
+            if not ended.any():
+                continue
+            if "success" in stepped.info:
+                success[played] |= ended & stepped.info["success"][rows].cpu().numpy()
+                tells_success[played] |= ended
+            if "task" in stepped.info:
+                tasks[played][ended] = stepped.info["task"][rows][ended]
+            running[played] &= ~ended
+            if not running[played].any():
+                break
+    policy.train(was_training)
+    kept = np.isfinite(returns)
+    if not kept.all():
+        what = f"return of evaluation episode {kept.argmin()} is not finite"
+        if on_nonfinite == "stop" or not kept.any():
+            raise DataError(f"{what}; fix: correct the environment's rewards")
+        log.warning("%s; %d of %d episodes are left out", what, (~kept).sum(), episodes)
+    names = tasks[kept].tolist()
+    return EvaluationResult(
+        tuple(returns[kept].tolist()),
+        tuple(lengths[kept].tolist()),
+        successes=tuple(success[kept].tolist()) if tells_success[kept].any() else None,
+        cut_episodes=int(running[kept].sum()),
+        tasks=tuple(names) if any(names) else None,
+    )
+
+
+class Evaluator(ABC):
+    """Evaluates a policy apart from training, in the same way at each call."""
+
+    @abstractmethod
+    def __call__(self) -> EvaluationResult:
+        """Scores of the policy as it is now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free its resources."""

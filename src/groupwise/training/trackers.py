@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from tensordict import TensorDict
 
-from groupwise.config.run import TensorBoardCfg, TrackedRun, TrackioCfg, WandBCfg
+from groupwise.config.run import TensorBoardCfg, TrackedRun, TrackerCfg, TrackioCfg, WandBCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.report.folder import RunFolder
 from groupwise.system import printable, show
@@ -64,7 +64,7 @@ class Report(Callback):
         self._put((dict(metrics), trainer.env_steps))
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """Who interrupts does not want to wait."""
+        """Wait less: the user interrupts."""
         self._seconds = _SECONDS_AFTER_INTERRUPT
 
     def close(self) -> None:
@@ -204,6 +204,18 @@ class Trackio(_RunTracker):
             resume="allow",
             embed=False,
         )
+
+
+def make_tracker(cfg: TrackerCfg, run: TrackedRun) -> Tracker:
+    """The tracker that settings describe: their own ``build``, or a built-in one."""
+    if type(cfg).build is not TrackerCfg.build:
+        made: Tracker = cfg.build(run)
+        return made
+    if isinstance(cfg, WandBCfg):
+        return WandB(cfg, run)
+    if isinstance(cfg, TrackioCfg):
+        return Trackio(cfg, run)
+    return TensorBoard(cfg, run) if isinstance(cfg, TensorBoardCfg) else cfg.build(run)
 
 
 # A trace of some iterations, by torch.profiler.

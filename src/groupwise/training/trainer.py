@@ -57,7 +57,7 @@ class Callback:
         """Before the first iteration, also of a resumed run."""
 
     def on_step(self, trainer: "Trainer", action: Tensor, step: "EnvStep") -> None:
-        """After each step of all environments, if you override it; else it costs nothing. Of language models: an error.
+        """After each step of all environments, if you override it; else it costs nothing. Language models have no steps: an error.
 
         Args:
             action: [N, ...] as the environments got it, or of environments in torch as the policy gave it.
@@ -100,8 +100,8 @@ log = logging.getLogger(__name__)
 
 MAX_BAD_UPDATES = 10
 """Updates in a row with skipped steps, or of which nothing is left, after which training stops."""
-PAUSED = "paused"
-"""Reason to stop a run that is resumed later; it is not filmed."""
+PAUSED, INTERRUPTED, FAILED = "paused", "interrupted", "failed"
+"""Reasons that end a run besides its budget and ``Trainer.stop``. A paused run is resumed later; it is not filmed."""
 
 
 class Trainer:
@@ -142,14 +142,13 @@ class Trainer:
         self.run_dir = run_dir
         """The run folder; None for parts that were put together by hand."""
         self.counts: dict[str, int | float] = {"iterations": 0, "steps": 0, "epochs": 0.0}
-        """What finished iterations did, over all ranks: environment steps, and passes over the data of the collector."""
+        """Finished iterations, and over all ranks their environment steps and passes over the data of the collector."""
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
-        self.interrupted = False
-        """Whether ``interrupt`` was called."""
+        """How the run ends: a reason of ``stop``, ``interrupted``, ``failed``, or in the end the name of the budget. None: it goes on."""
         self.metrics: dict[str, float] = {}
-        """Of the last finished iteration."""
+        """Metrics of the last finished iteration."""
         self.doing: Literal["collecting", "updating", "callbacks", "stopping"] = "callbacks"
         """The current phase, or the one in which an error came; ``stopping`` when all ranks end together for an interrupt."""
         self.ending = False
@@ -164,26 +163,130 @@ class Trainer:
             DivergedError: a metric of the update is NaN or infinite.
             KeyboardInterrupt: ``interrupt`` was called.
         """
-        with ExitStack() as stack:
-            for callback in reversed(self.callbacks):
-                stack.callback(callback.close)
+        try:
+            with ExitStack() as stack:
+                for callback in reversed(self.callbacks):
+                    stack.callback(callback.close)
+                for callback in self.callbacks:
+                    callback.on_training_start(self)
+                if hears := [c for c in self.callbacks if type(c).on_step is not Callback.on_step]:
+                    stack.enter_context(self.collector.calling(partial(self._call_on_step, hears)))
+                self._train()
+        except BaseException as error:
+            self._end_with(error)
+            raise
+
+    def _train(self) -> None:
+        try:
+            while self._goes_on():
+                self._iterate()
+            self.ending = True
             for callback in self.callbacks:
-                callback.on_training_start(self)
-            if hears := [callback for callback in self.callbacks if type(callback).on_step is not Callback.on_step]:
-                stack.enter_context(self.collector.calling(partial(self._call_on_step, hears)))
-            self._train()
+                callback.on_training_end(self)
+        except BaseException as error:
+            self._end_with(error)
+            suspect = isinstance(error, DataError | DivergedError) or self.doing == "updating"
+            for callback in () if suspect else self.callbacks:  # else the last iteration is complete and sound
+                callback.on_interrupt(self)
+            raise
+
+    def _goes_on(self) -> bool:
+        """Whether another iteration follows. A stop or an interrupt on one rank holds for all."""
+        reasons = self.engine.gather_objects(self.stop_reason)
+        self.stop_reason = next((reason for reason in reasons if reason not in (None, INTERRUPTED)), None)
+        if self.is_done():
+            self.stop_reason = self.stop_reason or self.budget.name
+            return False
+        if INTERRUPTED in reasons:
+            self.doing = "stopping"
+            raise KeyboardInterrupt
+        return True
+
+    def _end_with(self, error: BaseException) -> None:
+        """Note how the run ends. After an interrupt, which reaches the environments' processes too, so does their error."""
+        asked = self.stop_reason == INTERRUPTED and self.doing == "collecting"
+        interrupted = isinstance(error, KeyboardInterrupt) or (
+            asked and not isinstance(error, DataError | DivergedError)
+        )
+        self.stop_reason = INTERRUPTED if interrupted else FAILED
+        self.ending = True
+
+    def _iterate(self) -> None:
+        """One iteration: collect, update, count, tell the callbacks."""
+        start = time.perf_counter()
+        seed = derive_seed(self.seed, "global", self.engine.rank, self.iteration)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+        self.doing = "collecting"
+        rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
+
+        self.doing = "updating"
+        self.buffer.add(rollout)
+        size = self.collector.data_size
+        counts: dict[str, int | float] = {
+            "iterations": self.iteration + 1,
+            "steps": self.env_steps + self.engine.sum_int(self.collector.last_steps),
+            "epochs": self.engine.sum_int(self.collector.position) / size if size else 0.0,
+        }
+        total = self.budget.total
+        self.algorithm.set_progress(self.done / total, total, (counts[self.budget.unit] - self.done) / total)
+        collected = time.perf_counter()
+        for callback in self.callbacks:
+            callback.on_rollout_end(self, rollout)
+        update_start = time.perf_counter()
+        metrics = self._to_floats(self.algorithm.update(self.buffer.get()))
+        updated = time.perf_counter()
+
+        self._bad_updates = self._bad_updates + 1 if "train/skipped_steps" in metrics or self.buffer.all_dropped else 0
+        if self._bad_updates == MAX_BAD_UPDATES:
+            raise DivergedError.because(
+                f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see the warnings)"
+            )
+        self._counts_before, self.counts = self.counts, counts
+        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
+            what = f"{name} is {metrics.pop(name)} in iteration {self.iteration}"
+            if self.algorithm.cfg.on_nonfinite == "stop":
+                raise DivergedError.because(what)
+            log.warning("%s, and left out", what)
+        self.seconds += updated - start
+        collected_by = self.engine.gather_objects((self.collector.recent_episodes(), self.collector.metrics()))
+        self.metrics = metrics | pool_metrics(collected_by) | {
+            "time/total_seconds": self.seconds,
+            "time/collect_seconds": collected - start,
+            "time/update_seconds": updated - update_start,
+            "time/advantage_seconds": max(self.algorithm.optimize_start - update_start, 0.0),
+            "time/steps_per_second": (counts["steps"] - self._counts_before["steps"]) / (updated - start),
+        }  # fmt: skip
+
+        self.doing = "callbacks"
+        for callback in self.callbacks:
+            callback.on_iteration_end(self, rollout, self.metrics)
+
+    def _to_floats(self, metrics: dict[str, Tensor]) -> dict[str, float]:
+        """Python numbers, by one transfer from the device."""
+        device = self.algorithm.policy.device
+        parts = [value.detach().to(device, torch.float64).reshape(-1) for value in metrics.values()]
+        numbers = torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts]).tolist()
+        return dict(zip(metrics, numbers, strict=True))
+
+    def _call_on_step(self, callbacks: Sequence[Callback], action: Tensor, step: Any) -> None:
+        for callback in callbacks:
+            callback.on_step(self, action, step)
 
     def stop(self, reason: str) -> None:
         """End training on all ranks after this iteration. Only a stop on rank 0 evaluates the last iteration."""
-        self.stop_reason = self.stop_reason or reason
+        if self.stop_reason in (None, INTERRUPTED):
+            self.stop_reason = reason
 
     def interrupt(self) -> None:
         """End training after this iteration and save a checkpoint, without a last evaluation."""
-        self.interrupted = True
+        self.stop_reason = self.stop_reason or INTERRUPTED
 
     def is_done(self) -> bool:
         """Whether the current iteration is the last one."""
-        return self.done >= self.budget.total or self.stop_reason is not None
+        return self.done >= self.budget.total or self.stop_reason not in (None, INTERRUPTED)
 
     @property
     def iteration(self) -> int:
@@ -197,7 +300,7 @@ class Trainer:
 
     @property
     def done(self) -> int | float:
-        """What is done of the budget, in its unit."""
+        """The part of the budget that is used up, in its unit."""
         return self.counts[self.budget.unit]
 
     def passed(self, interval: int | None) -> bool:
@@ -207,7 +310,7 @@ class Trainer:
         return now > before  # 1e-9: of epochs, 0.3 / 0.1 is less than 3
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next iteration depends on, without the policy: plain data and tensors."""
+        """The state that the next iteration depends on, without the policy: plain data and tensors."""
         return {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
@@ -240,10 +343,6 @@ class Trainer:
             "epochs": counters.get("epochs", 0.0),
         }
 
-    def _call_on_step(self, callbacks: Sequence[Callback], action: Tensor, step: Any) -> None:
-        for callback in callbacks:
-            callback.on_step(self, action, step)
-
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Callbacks by class name, numbered where a class comes twice."""
         seen: Counter[str] = Counter()
@@ -254,110 +353,14 @@ class Trainer:
             named.append((f"{name}-{seen[name]}" if seen[name] > 1 else name, callback))
         return named
 
-    def _train(self) -> None:
-        try:
-            while self._goes_on():
-                self._iterate()
-            self.ending = True
-            for callback in self.callbacks:
-                callback.on_training_end(self)
-        except (DataError, DivergedError):  # the last update is suspect
-            raise
-        except BaseException:
-            self.ending = True
-            if self.doing != "updating":  # else the last iteration is incomplete
-                for callback in self.callbacks:
-                    callback.on_interrupt(self)
-            raise
 
-    def _goes_on(self) -> bool:
-        """Whether another iteration follows. A stop or an interrupt on one rank holds for all."""
-        asked = self.engine.gather_objects((self.stop_reason, self.interrupted))
-        self.stop_reason = next((reason for reason, _ in asked if reason is not None), None)
-        if self.is_done():
-            return False
-        if any(interrupted for _, interrupted in asked):
-            self.doing = "stopping"
-            raise KeyboardInterrupt
-        return True
-
-    def _iterate(self) -> None:
-        start = time.perf_counter()
-        _seed_everything(derive_seed(self.seed, "global", self.engine.rank, self.iteration))
-        self.doing = "collecting"
-        rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())
-        self.doing = "updating"
-        self.buffer.add(rollout)
-        counts, total = self._count(), self.budget.total
-        self.algorithm.set_progress(self.done / total, total, (counts[self.budget.unit] - self.done) / total)
-        collected = time.perf_counter()
-        for callback in self.callbacks:
-            callback.on_rollout_end(self, rollout)
-        update_start = time.perf_counter()
-        metrics = self._to_floats(self.algorithm.update(self.buffer.get()))
-        updated = time.perf_counter()
-        self._count_bad_updates("train/skipped_steps" in metrics or self.buffer.all_dropped)
-        self._counts_before, self.counts = self.counts, counts
-        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
-            self._leave_out(name, metrics.pop(name))
-        self.seconds += updated - start
-        collected_by = self.engine.gather_objects((self.collector.recent_episodes(), self.collector.metrics()))
-        self.metrics = metrics | pool_metrics(collected_by) | {
-            "time/total_seconds": self.seconds,
-            "time/collect_seconds": collected - start,
-            "time/update_seconds": updated - update_start,
-            "time/advantage_seconds": max(self.algorithm.optimize_start - update_start, 0.0),
-            "time/steps_per_second": (counts["steps"] - self._counts_before["steps"]) / (updated - start),
-        }  # fmt: skip
-        self.doing = "callbacks"
-        for callback in self.callbacks:
-            callback.on_iteration_end(self, rollout, self.metrics)
-
-    def _count(self) -> dict[str, int | float]:
-        """The counts after the rollout that was just collected."""
-        size = self.collector.data_size
-        return {
-            "iterations": self.iteration + 1,
-            "steps": self.env_steps + self.engine.sum_int(self.collector.last_steps),
-            "epochs": self.engine.sum_int(self.collector.position) / size if size else 0.0,
-        }
-
-    def _count_bad_updates(self, bad: bool) -> None:
-        """Raise after ``MAX_BAD_UPDATES`` in a row that numbers which are not finite made useless."""
-        self._bad_updates = self._bad_updates + 1 if bad else 0
-        if self._bad_updates == MAX_BAD_UPDATES:
-            raise DivergedError.because(
-                f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see the warnings)"
-            )
-
-    def _leave_out(self, name: str, value: float) -> None:
-        """Warn of a metric that is NaN or infinite, or raise, as ``on_nonfinite`` says."""
-        what = f"{name} is {value} in iteration {self.iteration}"
-        if self.algorithm.cfg.on_nonfinite == "stop":
-            raise DivergedError.because(what)
-        log.warning("%s, and left out", what)
-
-    def _to_floats(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """Python numbers, by one transfer from the device."""
-        device = self.algorithm.policy.device
-        parts = [value.detach().to(device, torch.float64).reshape(-1) for value in metrics.values()]
-        numbers = torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts]).tolist()
-        return dict(zip(metrics, numbers, strict=True))
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-# Temporary handlers for signals. Imports no torch.
+# Signals.
 
 STOP = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
 """Signals that end a run: Ctrl-C, a request of the system, and the end of the terminal."""
 
 ALARM = (signal.SIGALRM,) if sys.platform != "win32" else ()
-"""What ``alarm`` sends."""
+"""The signal that ``alarm`` sends."""
 
 
 @contextmanager

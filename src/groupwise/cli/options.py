@@ -99,10 +99,12 @@ def unknown_option(flag: str, known: Iterable[str], more: str) -> ConfigError:
     own = typed.rpartition(".")[2]
     own = OTHER_NAMES.get(own, own)
     last = {path: path.rpartition(".")[2] for path in paths if not typed.startswith(f"{path}.")}
-    near = [path for path in last if last[path] == own]
-    near = near or get_close_matches(typed, last, n=1, cutoff=0.8)
     like = get_close_matches(own, last.values(), n=1, cutoff=0.6)
-    near = near or [path for path in last if last[path] in like]
+    near = (
+        [path for path in last if last[path] == own]
+        or get_close_matches(typed, last, n=1, cutoff=0.8)
+        or [path for path in last if last[path] in like]
+    )
     hint = f"did you mean {' or '.join(map(_flag, near[:3]))}? " if near else ""
     return ConfigError(f"unknown option {_flag(typed)}; {hint}all options: {more}")
 
@@ -295,30 +297,25 @@ def _convert(flag: str, word: str, types: set[Any]) -> Any:
 
 def _show_help(options: Sequence[Option], prog: str, description: str, *, in_full: bool) -> NoReturn:
     """Print the common options, or all of them, and exit."""
-    print(f"usage: {prog} [options]\n\n{description.rstrip()}")
+    print(f"usage: {prog} [options]\n\n{description}")
     if in_full or len(options) < _FEW:
         width = min(shutil.get_terminal_size().columns, 120)
-        print("\n".join(line for option in options for line in _in_full(option, width)))
-    else:
-        by_path = {option.path: option for option in options}
-        unused = {"algorithm.num_steps"} if "num_prompts" in by_path else set()
-        common = [by_path[path] for path in COMMON if path in by_path and path not in unused]
-        print("\n".join(map(_in_a_line, common)))
-        print(f"\n{len(options) - len(common)} further settings: --help-all")
+        wrap = functools.partial(textwrap.fill, width=width, break_on_hyphens=False)
+        for option in options:
+            print(f"  {option.flag} {_metavar(option)}")
+            body = f"{option.text} (default: {_shown(option.default)})"
+            print(wrap(body, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        raise SystemExit(0)
+    by_path = {option.path: option for option in options}
+    unused = {"algorithm.num_steps"} if "num_prompts" in by_path else set()
+    common = [by_path[path] for path in COMMON if path in by_path and path not in unused]
+    for option in common:
+        text = textwrap.shorten(option.text.partition(". ")[0].rstrip("."), 80, placeholder=" ...")
+        of_none = re.search(r"None: ([^.]+)", option.text)
+        default = of_none[1] if option.default is None and of_none else _shown(option.default)
+        print(f"{f'  {option.flag} {_metavar(option)}':<38}{text} ({default})")
+    print(f"\n{len(options) - len(common)} further settings: --help-all")
     raise SystemExit(0)
-
-
-def _in_a_line(option: Option) -> str:
-    text = textwrap.shorten(option.text.partition(". ")[0].rstrip("."), 80, placeholder=" ...")
-    of_none = re.search(r"None: ([^.]+)", option.text)
-    default = of_none[1] if option.default is None and of_none else _shown(option.default)
-    return f"{f'  {option.flag} {_metavar(option)}':<38}{text} ({default})"
-
-
-def _in_full(option: Option, width: int) -> list[str]:
-    body = f"{option.text} (default: {_shown(option.default)})"
-    wrapped = textwrap.wrap(body, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)
-    return [f"  {option.flag} {_metavar(option)}", *wrapped]
 
 
 def _metavar(option: Option) -> str:

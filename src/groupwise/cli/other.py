@@ -130,7 +130,7 @@ def list_command(parser: Parser, argv: Sequence[str]) -> None:
     """Print algorithms, presets, and the choices of credit and objective with their sources."""
     parser.add_argument("text", nargs="?", default="", help="show only entries with this text, such as dapo or kl")
     text = parser.read(argv).text
-    sections: dict[str, list[list[str]]] = {  # lines that are shown together; all but the first are indented
+    sections = {  # lines that are shown together; all but the first are indented
         "Algorithms: --algorithm NAME": [
             [f"{name}: {AlgorithmCfg.named(name).note()}"] for name in sorted(AlgorithmCfg.known)
         ],
@@ -153,21 +153,17 @@ def list_command(parser: Parser, argv: Sequence[str]) -> None:
         ],
     }
 
-    def spelt(words: str) -> str:  # options and fields alike
-        return words.lower().replace("_", "-")
-
-    found = {
-        title: [entry for entry in entries if spelt(text) in spelt(" ".join(entry))]
-        for title, entries in sections.items()
-    }
-    if not any(found.values()):
+    wanted = text.lower().replace("_", "-")  # options and fields are spelt alike
+    for entries in sections.values():
+        entries[:] = [entry for entry in entries if wanted in " ".join(entry).lower().replace("_", "-")]
+    if not any(sections.values()):
         values = [key.rpartition(".")[2] for key in presets.choices()]
         names = [*AlgorithmCfg.known, *presets.env_ids(), *presets.objective_presets(), *values]
         hint = nearest(text, names) or f"; presets: {', '.join(presets.objective_presets())}"
         raise ConfigError(f"no entry contains {text!r}{hint}; all entries: groupwise list")
     width = shutil.get_terminal_size().columns
     wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    for title, entries in found.items():
+    for title, entries in sections.items():
         if entries:
             print(f"\n{title}\n{'-' * min(len(title), width)}")
         for first, *others in entries:

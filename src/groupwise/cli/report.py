@@ -217,8 +217,9 @@ def folder(path: Path) -> Finding:
         return Finding(title, (), "bad", f"It cannot be written: {error}.", "Another --run-dir, or rights.")
     free = shutil.disk_usage(place).free / 2**30
     text = f"It can be written; {free:,.1f} GiB are free."
-    full = free < 1
-    return Finding(title, (), "look" if full else "good", text, "Make room: checkpoints need some." if full else "")
+    if free < 1:
+        return Finding(title, (), "look", text, "Make room: checkpoints need some.")
+    return Finding(title, (), "good", text)
 
 
 def rendering(env_id: str) -> Finding:

@@ -172,7 +172,7 @@ class NumPyActor:
         self._statistics: Any = None if normalizer is None else normalizer.statistics[0]
 
     def __call__(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As ``policy.act``."""
+        """Act like ``policy.act``."""
         if deterministic or not isinstance(obs, Tensor) or len(obs) > MAX_ROWS:
             return self._policy.act(obs, deterministic, generator)
         with np.errstate(all="ignore"):  # a policy that diverged shows in its actions, as in torch
@@ -258,17 +258,17 @@ OPTIONS: dict[str, Any] = {
     "cpp.use_decompose_tanh": True,  # the compiler's own takes six times as long
     "compile_threads": 1,  # in this process
 }
-"""Of ``torch.compile``."""
+"""Options of ``torch.compile``."""
 
 _TOLERANCE = 1e-3
-"""Of the gradient's norm: a compiled gradient that differs by more from the reference is not used."""
+"""Share of the gradient's norm: a compiled gradient that differs by more from the reference is not used."""
 
 Batch = dict[str, Nested]
 Built = TypeVar("Built")
 
 
 def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
-    """What keeps the loss from being a function of parameters, buffers and micro-batch alone; None if nothing does."""
+    """The reason that keeps the loss from being a function of parameters, buffers and micro-batch alone; None if nothing does."""
     cfg, policy = algorithm.cfg, algorithm.policy
     if not isinstance(algorithm.optimizer, FlatAdam):
         return "parameters are many or of several types, or the optimiser is not Adam"
@@ -311,7 +311,7 @@ def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Calla
 
 
 def compiled_or_none(what: str, build: Callable[[], Built]) -> Built | None:
-    """What ``build`` compiles and compares with the reference; None where that fails, with a warning."""
+    """The function that ``build`` compiles and compares with the reference; None where that fails, with a warning."""
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
             warnings.simplefilter("ignore")  # the compiler's own
@@ -360,7 +360,7 @@ class CompiledBackward:
             self._compile(batch)
         function = self._function
         # compiled for a number of elements that is not 1
-        if self._compiled is None or function is None or len(batch["loss_mask"]) < 2 or not function.fits(batch):
+        if self._compiled is None or function is None or len(batch["loss_mask"]) < 2 or batch.keys() != function.keys:
             return BaseAlgorithm.backward(self._algorithm, batch)
         with torch.no_grad():
             gradient, metrics = self._compiled(self._vector, *function.values(batch))
@@ -392,16 +392,13 @@ class _Gradient:
         names = {id(parameter): f"policy.{name}" for name, parameter in algorithm.policy.named_parameters()}
         self._sizes = flat.sizes
         self._shapes = {names[id(parameter)]: parameter.shape for parameter in flat.parameters}
-        self._keys = dict.fromkeys(batch).keys()
+        self.keys = dict.fromkeys(batch).keys()
+        """The keys that this is compiled for; shapes and types follow from the buffer's check."""
         self.compute = _differentiated(_Loss(algorithm), self._shapes, self._sizes, list(batch))
 
     def values(self, batch: Batch) -> list[Tensor]:
         """The inputs besides the vector."""
-        return [batch[key].contiguous() for key in self._keys]
-
-    def fits(self, batch: Batch) -> bool:
-        """Whether a micro-batch has the keys that this was compiled for; shapes and types follow from the buffer's check."""
-        return batch.keys() == self._keys
+        return [batch[key].contiguous() for key in self.keys]
 
     def example(self, batch: Batch) -> Batch:
         """About as many elements; not as many as another dimension has, for equal sizes would be taken as equal for ever."""
@@ -470,7 +467,7 @@ def compiled_stepper(collector: TorchCollector) -> "CompiledStepper | None":
 
 
 def why_rollouts_not_compiled(collector: Collector) -> str | None:
-    """What keeps acting and stepping from being a function of tensors and draws alone; None if nothing does."""
+    """The reason that keeps acting and stepping from being a function of tensors and draws alone; None if nothing does."""
     if not isinstance(collector, TorchCollector):
         return "the environment is no torch environment"
     if collector.env.device.type != "cpu" or not collector.env.traceable:
@@ -496,7 +493,7 @@ class CompiledStepper:
         """Whether it cannot be compiled."""
 
     def __call__(self, generator: torch.Generator) -> Step:
-        """What acts and steps all rows in one rollout."""
+        """A function that acts and steps all rows in one rollout."""
         if self.failed or has_hooks(self._policy):
             return self._reference(generator)
         return partial(self._call, generator)

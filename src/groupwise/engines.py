@@ -86,7 +86,7 @@ class Engine:
         """Leave the process group."""
 
 
-# Data-parallel training under torchrun: one process per rank, each with its own environments.
+# --- data-parallel training under torchrun: one process per rank, each with its own environments ---
 
 
 class DistributedEngine(Engine):

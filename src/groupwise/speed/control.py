@@ -1,6 +1,9 @@
-"""The parameters of a small network as one vector, and Adam on it.
+"""Fast paths of small networks on a CPU; each gives the reference's results, and each is an argument of a constructor.
 
-Of a dozen small tensors, clipping and stepping are nearly all operator overhead; of one vector they take a third.
+flat_adam          parameters as one vector: clipping and stepping a dozen small tensors is nearly all overhead
+numpy_actor        acting on a few rows in NumPy, whose operations have a third of torch's overhead
+compiled_gradient  the gradient of a micro-batch as one compiled function
+compiled_stepper   acting and stepping of torch environments as one compiled function
 """
 
 import copy
@@ -32,6 +35,10 @@ from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.actor_critic import CLIP, MLP, ActorCritic, ObsEncoder
 from groupwise.policies.base import Action, Policy, has_hooks
 from groupwise.policies.heads import Categorical, DiagGaussian
+
+log = logging.getLogger(__name__)
+
+# --- parameters as one vector, and Adam on it ---
 
 LIMIT = 2**20
 """Elements; larger networks spend their time elsewhere."""
@@ -140,7 +147,7 @@ def flat_adam(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam
     return FlatAdam(parameters, build_optimizer(cfg, parameters).param_groups[0])
 
 
-# Acting of a small network on a few rows in NumPy, whose operations have a third of torch's overhead.
+# --- acting in NumPy ---
 
 MAX_ROWS = 32
 """NumPy is faster up to here, and its products use a single thread."""
@@ -246,9 +253,7 @@ def _draw_gaussian(
     return action, -(log_std + 0.5 * distance * distance + _HALF_LOG_2PI).sum(axis=1)
 
 
-# The gradient of a micro-batch as one function, compiled by torch.compile.
-
-log = logging.getLogger(__name__)
+# --- the gradient of a micro-batch, compiled ---
 
 WORTH_STEPS = 20_000
 """Optimiser steps that pay for compiling: it takes 4 to 12 seconds, and each step saves half a millisecond or more."""
@@ -450,7 +455,7 @@ def _check(found: Tensor, expected: Tensor) -> None:
         raise RuntimeError(f"the compiled gradient differs from the reference, whose norm is {norm:.3g}")
 
 
-# Acting and stepping of torch environments on a CPU as one function, compiled by torch.compile.
+# --- acting and stepping of torch environments, compiled ---
 
 WORTH_ROLLOUT_STEPS = 50_000
 """Steps of every row that pay for compiling: it takes 5 to 15 seconds, and each step saves a quarter of a millisecond or more."""

@@ -1,4 +1,4 @@
-"""What ranks exchange; the base class is for a single process.
+"""Sums and exchanges of ranks; the base class is for a single process.
 
 ``functional`` takes ``engine.sum`` as a plain callable. Algorithms do not know which engine they hold.
 """
@@ -58,7 +58,7 @@ class Engine:
         return clip_grad_norm_(parameters, math.inf if limit is None else limit)
 
     def learner(self, policy: Module) -> Module:
-        """What updates train: the policy itself, or a copy that ``publish`` brings back."""
+        """The module that updates train: the policy itself, or a copy that ``publish`` brings back."""
         return policy
 
     def load_learner(self, learner: nn.Module, policy: nn.Module) -> None:
@@ -86,7 +86,7 @@ class Engine:
         """Leave the process group."""
 
 
-# Data-parallel training under torchrun: one process per rank, each with its own environments.
+# --- data-parallel training under torchrun: one process per rank, each with its own environments ---
 
 
 class DistributedEngine(Engine):

@@ -40,7 +40,7 @@ from groupwise.policies.base import Evaluation, Policy
 
 
 class CreditInput(NamedTuple):
-    """What a credit rule may look at."""
+    """Inputs of a credit rule."""
 
     batch: TensorDict
     """Transitions [N, T] of the rollout."""
@@ -51,11 +51,11 @@ class CreditInput(NamedTuple):
     num_groups: int
     num_episodes: int
     engine: Engine = Engine()
-    """Of all ranks, for statistics of the whole batch."""
+    """Sums over all ranks, for statistics of the whole batch."""
     parts: Float[Tensor, "row step part"] | None = None
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
     state: Tensor | None = None
-    """What the baseline keeps from earlier rollouts."""
+    """Memory of the baseline from earlier rollouts."""
     start: Evaluation | None = None
     """The policy's scores at the update's start, where the baseline needs them."""
 
@@ -632,7 +632,7 @@ _FLAT = 1e-6
 
 
 class Neighbours(NamedTuple):
-    """Of each element, the nearest states of a pool."""
+    """The nearest states of a pool, for each element."""
 
     place: Int[Tensor, "element k"]
     """In the pool."""

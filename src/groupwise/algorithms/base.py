@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class LossOutput(NamedTuple):
-    """What an algorithm computes for each element of a micro-batch."""
+    """Loss and metrics of each element of a micro-batch."""
 
     loss: Tensor
     """Minimised; everything that has a gradient."""
@@ -100,7 +100,7 @@ class BaseAlgorithm(ABC):
     actor_only: ClassVar[bool] = False
     """Whether the policy needs no critic."""
     metric_names: ClassVar[tuple[str, ...]] = ()
-    """What ``loss`` reports. Those that end in ``loss`` are logged as they are minimised, with the weights of the aggregation,
+    """Metrics that ``loss`` reports. The ones that end in ``loss`` are logged as they are minimised, with the weights of the aggregation,
     others as means over steps. ``target_kl`` and the adaptive schedule need ``approx_kl`` among them."""
 
     def __init__(
@@ -136,7 +136,7 @@ class BaseAlgorithm(ABC):
         policy.eval()  # dropout would move the ratio off 1 where nothing has changed yet
         self.engine.broadcast(policy)
         self.learner = self.engine.learner(policy)
-        """What ``optimize`` trains: the policy itself, or a copy of which each rank holds a part."""
+        """The module that ``optimize`` trains: the policy itself, or a copy of which each rank holds a part."""
         self.parameters = [parameter for parameter in self.learner.parameters() if parameter.requires_grad]
         fast = None if optimizer is None else optimizer(cfg, self.parameters)
         self.optimizer: torch.optim.Optimizer | FastOptimizer = fast or build_optimizer(cfg, self.parameters)
@@ -311,7 +311,7 @@ class BaseAlgorithm(ABC):
     # --- what the loss reads ---
 
     def policy_inputs(self, batch: TensorDict) -> dict[str, Nested]:
-        """What scoring the transitions ``[N, T]`` reads, and which of them count."""
+        """Inputs of the scores of the transitions ``[N, T]``, and which of them count."""
         keys = {*self.policy.batch_keys, "loss_mask", "episode_id", *self.layout.keys}
         if self.cfg.objective.old_log_prob == "recomputed":
             keys |= {"step", "sample_log_prob"}

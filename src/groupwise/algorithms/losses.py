@@ -56,14 +56,14 @@ class Counts(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """What a trust region reads of each step, [B] or [B, T]. Only ``log_prob`` and ``ratio`` carry a gradient."""
+    """Inputs of a trust region, of each step, [B] or [B, T]. Only ``log_prob`` and ``ratio`` carry a gradient."""
 
     log_prob: Float[Tensor, "*batch"]
     """Under the policy that is trained."""
     old_log_prob: Float[Tensor, "*batch"]
     """Under the policy at the update's start."""
     sample_log_prob: Float[Tensor, "*batch"]
-    """As the sampler reported it, for losses with ``reads_sampler``; else ``old_log_prob``."""
+    """The sampler's own report, for losses with ``reads_sampler``; else ``old_log_prob``."""
     ratio: Float[Tensor, "*batch"]
     """At the level that ``objective.ratio`` names."""
     advantage: Float[Tensor, "*batch"]
@@ -72,11 +72,11 @@ class LossInputs(NamedTuple):
     episode_id: Int[Tensor, "*batch"]
     num_episodes: int
     chosen: Bool[Tensor, "*batch"]
-    """What the loss's ``select`` chose at the update's start; ``mask`` without one."""
+    """Choice of the loss's ``select`` at the update's start; ``mask`` without one."""
 
 
 class UpdateStart(NamedTuple):
-    """What is known when an update begins."""
+    """Facts that are known when an update begins."""
 
     batch: TensorDict | Batch
     """Transitions ``[N, T]`` of the rollout; units ``[N, T, K]`` of policies scored by ``token``, here and below."""
@@ -86,7 +86,7 @@ class UpdateStart(NamedTuple):
     old_log_prob: Float[Tensor, "row step *unit"]
     num_episodes: int
     seed: int
-    """Of this update's random choices, the same on every rank."""
+    """Seed of this update's random choices, the same on every rank."""
     all_sum: AllSum
 
 
@@ -696,7 +696,7 @@ def objective_data(
     single_pass: bool = False,
     all_sum: AllSum = local,
 ) -> dict[str, Nested]:
-    """What the objective reads of each step besides the advantage, ``[N, T]``.
+    """Inputs of the objective, of each step, besides the advantage, ``[N, T]``.
 
     Args:
         mask: steps that are trained on.
@@ -740,7 +740,7 @@ def multiplied(data: dict[str, Nested], factor: Tensor) -> dict[str, Nested]:
 
 
 def finest_unit(cfg: ObjectiveCfg) -> Unit:
-    """What a minibatch must keep whole: an episode, where anything looks at episodes or counts them."""
+    """The unit that a minibatch must keep whole: an episode, where anything looks at episodes or counts them."""
     by_step = (
         cfg.ratio == "token"
         and not LOSSES[cfg.trust_region.name].whole_episodes

@@ -1,4 +1,4 @@
-"""What an update does when memory runs out: smaller micro-batches, which change no gradient."""
+"""Smaller micro-batches when memory runs out; they change no gradient."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -37,7 +37,8 @@ class MicroBatches:
 
     def _halve(self, batches: Sequence[Batch], error: Exception) -> None:
         """Make micro-batches smaller, or raise the error if that does not help."""
-        if not is_out_of_memory(error):
+        kinds = (torch.OutOfMemoryError, MemoryError)  # on a GPU, in Python, and torch's on a CPU
+        if not isinstance(error, kinds) and "DefaultCPUAllocator" not in str(error):
             raise error
         count = len(self._parts(batches))
         self.halvings += 1
@@ -68,7 +69,7 @@ class MicroBatches:
 
 
 class EqualMicroBatches(MicroBatches):
-    """As many micro-batches on every rank: all of them take part in each pass over a sharded policy.
+    """The same number of micro-batches on every rank: all of them take part in each pass over a sharded policy.
 
     A rank that has fewer adds some without weight. None are halved when memory runs out, since one rank cannot do so alone.
     """
@@ -81,20 +82,10 @@ class EqualMicroBatches(MicroBatches):
     def run(self, batches: Sequence[Batch], compute: Callable[[list[Batch]], T]) -> T:
         """The result of ``compute`` of these micro-batches, and of those that are added after them."""
         counts = self._engine.gather_objects(len(batches))
-        spare = [_weightless(batch) for batch in batches[:1]]
+        spare = [take(batch, slice(1)) for batch in batches[:1]]  # counts for nothing
+        for row in spare:
+            row |= {key: torch.zeros_like(row[key]) for key in ("loss_mask", "weight", "share") if key in row}
         if 0 in counts:  # a rank without rows takes that of another
             everyone = self._engine.gather_objects([{key: value.cpu() for key, value in row.items()} for row in spare])
             spare = [{key: value.to(self._device) for key, value in row.items()} for rows in everyone for row in rows]
         return compute([*batches, *spare[:1] * (max(counts) - len(batches))])
-
-
-def _weightless(batch: Batch) -> Batch:
-    """The first row of a micro-batch, which counts for nothing."""
-    row = take(batch, slice(1))
-    return row | {key: torch.zeros_like(row[key]) for key in ("loss_mask", "weight", "share") if key in row}
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, on a GPU or on the CPU."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)

@@ -36,7 +36,7 @@ class Epoch(NamedTuple):
 
 @runtime_checkable
 class Scored(Protocol):
-    """What a layout reads of a policy."""
+    """The part of a policy that a layout reads."""
 
     @property
     def batch_keys(self) -> Collection[str]:
@@ -69,16 +69,16 @@ class Steps:
     """
 
     keys: ClassVar[tuple[str, ...]] = ()
-    """What cutting reads besides ``loss_mask`` and ``episode_id``."""
+    """Keys that cutting reads besides ``loss_mask`` and ``episode_id``."""
     own_unit: ClassVar[Unit] = "transition"
 
     def __init__(self, policy: Scored, finest: Unit) -> None:
         self.policy = policy
         self.unit: Unit = max(self.own_unit, finest, key=get_args(Unit).index)
-        """What a micro-batch must not cut."""
+        """The unit that a micro-batch must not cut."""
 
     def inputs(self, batch: TensorDict | Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
-        """What scoring reads, as the loss counts it."""
+        """Inputs of the scores, as the loss counts them."""
         return inputs
 
     def per_unit(self, data: Mapping[str, Nested], units: Bool[Tensor, "row step *unit"]) -> dict[str, Nested]:

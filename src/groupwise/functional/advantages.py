@@ -285,7 +285,7 @@ def _batch_scale(
     eps: float,
     all_sum: AllSum,
 ) -> Float[Tensor, ""]:
-    """What all advantages of the batch are divided by."""
+    """The number that all advantages of the batch are divided by."""
     match scale:
         case "none":
             return score.new_ones(())

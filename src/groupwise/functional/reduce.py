@@ -147,11 +147,13 @@ def loss_weights(
     Raises:
         ValueError: ``constant`` or ``seq_mean_token_sum_norm`` without ``max_length``.
     """
-    weight = (mask & (episode_id >= 0)).float()
+    if max_length is None and aggregation in ("constant", "seq_mean_token_sum_norm"):
+        raise ValueError(f"aggregation {aggregation!r} got max_length None; fix: give the most steps of an episode")
+    weight, longest = (mask & (episode_id >= 0)).float(), max_length or 1
     if aggregation == "token_mean":
         return weight / all_sum(weight.sum()).clamp(min=1)
     if aggregation == "seq_mean_token_sum_norm":
-        return weight / _given(max_length, aggregation)
+        return weight / longest
     length = segment_sum(weight, episode_id, num_episodes)
     num_counted = all_sum((length > 0).sum().to(weight)).clamp(min=1)
     match aggregation:
@@ -160,7 +162,7 @@ def loss_weights(
         case "seq_mean_token_sum":
             return weight / num_counted
         case "constant":
-            return weight / (num_counted * _given(max_length, aggregation))
+            return weight / (num_counted * longest)
         case _:
             assert_never(aggregation)
 
@@ -172,12 +174,6 @@ def token_mean_weights(
     weight = mask.float()
     count = all_sum(segment_sum(weight, segment, num_segments)).clamp(min=1)
     return weight / gather_segments(count, segment)
-
-
-def _given(max_length: int | None, aggregation: Aggregation) -> int:
-    if max_length is None:
-        raise ValueError(f"aggregation {aggregation!r} got max_length None; fix: give the most steps of an episode")
-    return max_length
 
 
 def _bins(

@@ -1,6 +1,9 @@
-"""The parameters of a small network as one vector, and Adam on it.
+"""Fast paths of small networks on a CPU; each gives the reference's results, and each is an argument of a constructor.
 
-Of a dozen small tensors, clipping and stepping are nearly all operator overhead; of one vector they take a third.
+flat_adam          parameters as one vector: clipping and stepping a dozen small tensors is nearly all overhead
+numpy_actor        acting on a few rows in NumPy, whose operations have a third of torch's overhead
+compiled_gradient  the gradient of a micro-batch as one compiled function
+compiled_stepper   acting and stepping of torch environments as one compiled function
 """
 
 import copy
@@ -32,6 +35,10 @@ from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.actor_critic import CLIP, MLP, ActorCritic, ObsEncoder
 from groupwise.policies.base import Action, Policy, has_hooks
 from groupwise.policies.heads import Categorical, DiagGaussian
+
+log = logging.getLogger(__name__)
+
+# --- parameters as one vector, and Adam on it ---
 
 LIMIT = 2**20
 """Elements; larger networks spend their time elsewhere."""
@@ -140,7 +147,7 @@ def flat_adam(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam
     return FlatAdam(parameters, build_optimizer(cfg, parameters).param_groups[0])
 
 
-# Acting of a small network on a few rows in NumPy, whose operations have a third of torch's overhead.
+# --- acting in NumPy ---
 
 MAX_ROWS = 32
 """NumPy is faster up to here, and its products use a single thread."""
@@ -172,7 +179,7 @@ class NumPyActor:
         self._statistics: Any = None if normalizer is None else normalizer.statistics[0]
 
     def __call__(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As ``policy.act``."""
+        """Act like ``policy.act``."""
         if not isinstance(obs, Tensor) or len(obs) > MAX_ROWS:
             return self._policy.act(obs, deterministic, generator)
         with np.errstate(all="ignore"):  # a policy that diverged shows in its actions, as in torch
@@ -249,9 +256,7 @@ def _draw_gaussian(
     return action, -(log_std + 0.5 * distance * distance + _HALF_LOG_2PI).sum(axis=1)
 
 
-# The gradient of a micro-batch as one function, compiled by torch.compile.
-
-log = logging.getLogger(__name__)
+# --- the gradient of a micro-batch, compiled ---
 
 WORTH_STEPS = 20_000
 """Optimiser steps that pay for compiling: it takes 4 to 12 seconds, and each step saves half a millisecond or more."""
@@ -261,17 +266,17 @@ OPTIONS: dict[str, Any] = {
     "cpp.use_decompose_tanh": True,  # the compiler's own takes six times as long
     "compile_threads": 1,  # in this process
 }
-"""Of ``torch.compile``."""
+"""Options of ``torch.compile``."""
 
 _TOLERANCE = 1e-3
-"""Of the gradient's norm: a compiled gradient that differs by more from the reference is not used."""
+"""Share of the gradient's norm: a compiled gradient that differs by more from the reference is not used."""
 
 Batch = dict[str, Nested]
 Built = TypeVar("Built")
 
 
 def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
-    """What keeps the loss from being a function of parameters, buffers and micro-batch alone; None if nothing does."""
+    """The reason that keeps the loss from being a function of parameters, buffers and micro-batch alone; None if nothing does."""
     cfg, policy = algorithm.cfg, algorithm.policy
     if not isinstance(algorithm.optimizer, FlatAdam):
         return "parameters are many or of several types, or the optimiser is not Adam"
@@ -314,7 +319,7 @@ def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Calla
 
 
 def compiled_or_none(what: str, build: Callable[[], Built]) -> Built | None:
-    """What ``build`` compiles and compares with the reference; None where that fails, with a warning."""
+    """The function that ``build`` compiles and compares with the reference; None where that fails, with a warning."""
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
             warnings.simplefilter("ignore")  # the compiler's own
@@ -363,7 +368,7 @@ class CompiledBackward:
             self._compile(batch)
         function = self._function
         # compiled for a number of elements that is not 1
-        if self._compiled is None or function is None or len(batch["loss_mask"]) < 2 or not function.fits(batch):
+        if self._compiled is None or function is None or len(batch["loss_mask"]) < 2 or batch.keys() != function.keys:
             return BaseAlgorithm.backward(self._algorithm, batch)
         with torch.no_grad():
             gradient, metrics = self._compiled(self._vector, *function.values(batch))
@@ -395,16 +400,13 @@ class _Gradient:
         names = {id(parameter): f"policy.{name}" for name, parameter in algorithm.policy.named_parameters()}
         self._sizes = flat.sizes
         self._shapes = {names[id(parameter)]: parameter.shape for parameter in flat.parameters}
-        self._keys = dict.fromkeys(batch).keys()
+        self.keys = dict.fromkeys(batch).keys()
+        """The keys that this is compiled for; shapes and types follow from the buffer's check."""
         self.compute = _differentiated(_Loss(algorithm), self._shapes, self._sizes, list(batch))
 
     def values(self, batch: Batch) -> list[Tensor]:
         """The inputs besides the vector."""
-        return [batch[key].contiguous() for key in self._keys]
-
-    def fits(self, batch: Batch) -> bool:
-        """Whether a micro-batch has the keys that this was compiled for; shapes and types follow from the buffer's check."""
-        return batch.keys() == self._keys
+        return [batch[key].contiguous() for key in self.keys]
 
     def example(self, batch: Batch) -> Batch:
         """About as many elements; not as many as another dimension has, for equal sizes would be taken as equal for ever."""
@@ -456,7 +458,7 @@ def _check(found: Tensor, expected: Tensor) -> None:
         raise RuntimeError(f"the compiled gradient differs from the reference, whose norm is {norm:.3g}")
 
 
-# Acting and stepping of torch environments on a CPU as one function, compiled by torch.compile.
+# --- acting and stepping of torch environments, compiled ---
 
 WORTH_ROLLOUT_STEPS = 50_000
 """Steps of every row that pay for compiling: it takes 5 to 15 seconds, and each step saves a quarter of a millisecond or more."""
@@ -473,7 +475,7 @@ def compiled_stepper(collector: TorchCollector) -> "CompiledStepper | None":
 
 
 def why_rollouts_not_compiled(collector: Collector) -> str | None:
-    """What keeps acting and stepping from being a function of tensors and draws alone; None if nothing does."""
+    """The reason that keeps acting and stepping from being a function of tensors and draws alone; None if nothing does."""
     if not isinstance(collector, TorchCollector):
         return "the environment is no torch environment"
     if collector.env.device.type != "cpu" or not collector.env.traceable:
@@ -499,7 +501,7 @@ class CompiledStepper:
         """Whether it cannot be compiled."""
 
     def __call__(self, generator: torch.Generator) -> Step:
-        """What acts and steps all rows in one rollout."""
+        """A function that acts and steps all rows in one rollout."""
         if self.failed or has_hooks(self._policy):
             return self._reference(generator)
         return partial(self._call, generator)

@@ -556,7 +556,9 @@ class TextRunCfg(CommonCfg):
         if self.stop.threshold is not None and self.task.eval_data is None:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > (longest := self.sampling.max_new_tokens):
-            raise ValueError(f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}")
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}; fix: a smaller one"
+            )
         return self
 
     def _check_algorithm_of_texts(self) -> None:

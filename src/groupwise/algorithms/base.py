@@ -114,9 +114,9 @@ class BaseAlgorithm(ABC):
         gradient: MakeGradient | None = None,
     ) -> None:
         if not isinstance(cfg, AlgorithmCfg) or not isinstance(policy, Policy):
-            fix = "fix: gw.train('CartPole-v1'), or groupwise.contrib.sb3.GRPO('MlpPolicy', 'CartPole-v1')"
             raise ConfigError(
-                f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; {fix}"
+                f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; "
+                "fix: gw.train('CartPole-v1'), or groupwise.contrib.sb3.GRPO('MlpPolicy', 'CartPole-v1')"
             )
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None

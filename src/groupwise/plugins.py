@@ -72,7 +72,7 @@ def command(*words: object) -> str:
 
 
 def resume_command(path: Path, given: Sequence[str], plugins: Sequence[str]) -> str:
-    """What continues a run: a command, or a call where Python objects were ``given``."""
+    """Command that continues a run, or a call where Python objects were ``given``."""
     if given:
         return f"gw.resume({str(path)!r}, {', '.join(f'{name}=...' for name in given)})"
     return f"groupwise resume {shlex.quote(str(path))}{options(plugins)}"

@@ -281,7 +281,7 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
         ),
         ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; fix: model="),
         ({"reward": share_copied}, r"the reward is the task's; fix: gw\.TextTask\(data, reward=\.\.\.\)"),
-        ({"lora": True}, "lora = True: expected settings by name; fix"),
+        ({"lora": True}, "lora = True: expected settings by name"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 has no effect on text; fix: leave it out"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
         ({"overlong_buffer": 5}, "overlong_buffer=5 is more than .*max_new_tokens=4.*fix: a smaller one"),

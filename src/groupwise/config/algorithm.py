@@ -177,7 +177,7 @@ class ObjectiveCfg(Cfg):
 
 
 class BaselineCfg(Choice, family="baseline", default="mean"):
-    """What is subtracted from the score: settings of a function registered with ``register_baseline``."""
+    """Baseline, subtracted from the score: settings of a function registered with ``register_baseline``."""
 
     known: ClassVar = dict.fromkeys(
         ("ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "optimal_token", "second_best"),
@@ -228,7 +228,7 @@ class PartsCfg(CreditRewardCfg):
 
 
 class GroupKeyCfg(Choice, family="group key", default="group"):
-    """What is compared."""
+    """Returns that are compared with one another."""
 
 
 @register_choice
@@ -259,7 +259,7 @@ class CreditCfg(Cfg):
     reward: SerializeAsAny[CreditRewardCfg] = TotalCfg()
     """The whole reward, or each of its parts on its own, with the advantages added (GDPO)."""
     group_key: SerializeAsAny[GroupKeyCfg] = WholeGroupCfg()
-    """What is compared: the whole group, or its members at the same step, by name or with parameters: ``{"name": "group_step", "singleton": "trajectory"}``."""
+    """Returns that are compared: of the whole group, or of its members at the same step, by name or with parameters: ``{"name": "group_step", "singleton": "trajectory"}``."""
     returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
     """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from this step; ``return_to_go``, discounted rewards from this step; ``turn``, the sum of the turn's rewards."""
     baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
@@ -275,7 +275,7 @@ class CreditCfg(Cfg):
 
     @property
     def discounts(self) -> bool:
-        """Whether ``gamma`` has an effect; of a registered rule it is not known."""
+        """Whether ``gamma`` has an effect; True for a registered rule, which may read it."""
         return self.rule != "composed" or self.returns == "return_to_go" or self.baseline.discounts
 
     @model_validator(mode="after")
@@ -509,7 +509,7 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     schedule: SerializeAsAny[ScheduleCfg] = ConstantCfg()
     """The schedule of the learning rate, by name or with its parameters."""
     on_nonfinite: OnNonFinite = "stop"
-    """What NaN and infinity in a rollout or a gradient do. ``stop``: an error names the place. ``drop``: the group is left out (PPO: the episode). ``zero``: 0 takes their place. With both, optimiser steps on such gradients are skipped, and 10 bad updates in a row end training."""
+    """Answer to NaN and infinity in a rollout or a gradient. ``stop``: an error names the place. ``drop``: the group is left out (PPO: the episode). ``zero``: 0 takes their place. With both, optimiser steps on such gradients are skipped, and 10 bad updates in a row end training."""
 
     @property
     def reward_parts(self) -> tuple[str, ...]:

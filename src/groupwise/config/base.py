@@ -65,7 +65,7 @@ class Cfg(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def changed(self, *names: str) -> dict[str, Any]:
-        """Those of these fields that differ from their defaults."""
+        """The named fields that differ from their defaults, with their values."""
         return {name: vars(self)[name] for name in names if vars(self)[name] != type(self).model_fields[name].default}
 
     @model_validator(mode="wrap")

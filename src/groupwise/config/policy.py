@@ -124,7 +124,7 @@ class VLACfg(AnyPolicyCfg):
     bins: Annotated[int, Ge(2)] = 21
     """Tokens of each action dimension: numbers at equal distances from its lower to its upper bound, both included. An odd number has the middle (OpenVLA: 256)."""
     unit: Literal["token", "action", "chunk"] = "token"
-    """What has a probability ratio: each token, each action of the chunk, or the whole chunk, executed or not (RLinf's ``logprob_type``)."""
+    """Part of an action that has a probability ratio: each token, each action of the chunk, or the whole chunk, executed or not (RLinf's ``logprob_type``)."""
     temperature: Positive = 1.0
     """Divides the logits, in sampling and in training (SimpleVLA-RL and RLinf: 1.6)."""
 

@@ -27,7 +27,7 @@ class Budget(NamedTuple):
 
     @classmethod
     def only(cls, **totals: int | float | None) -> "Budget":
-        """The one that is given; a ``ConfigError`` if none is, or several."""
+        """Make the budget that is given; raise a ``ConfigError`` if none is, or several."""
         given = {name: total for name, total in totals.items() if total is not None}
         if len(given) != 1:
             found = " and ".join(f"{name}={total:,}" for name, total in given.items()) or "none"
@@ -88,7 +88,7 @@ class EnvCfg(Cfg):
     action_chunk: Annotated[int, Ge(1)] = 1
     """Actions that the policy decides on at once; the environment executes them open loop. Steps of the policy, such as ``algorithm.num_steps``, are then decisions, and the discount is per decision; ``max_episode_steps`` and ``total_steps`` count environment steps. Box actions only."""
     num_action_steps: Annotated[int, Ge(1)] | None = None
-    """Of each chunk, only this many actions are executed, from the first on, before the policy decides anew (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
+    """Number of actions of each chunk that are executed before the policy decides anew (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
     log_info: tuple[str, ...] = ()
     """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
 
@@ -506,7 +506,7 @@ class TextRunCfg(CommonCfg):
     sampling: SamplingCfg = SamplingCfg()
     """How completions are sampled in training."""
     generation: SerializeAsAny[GenerationCfg] = NativeGenerationCfg()
-    """What generates completions in training, by name or with its parameters: ``{"name": "server", "urls": ["http://127.0.0.1:8000"]}``."""
+    """Where completions are generated in training, by name or with its parameters: ``{"name": "server", "urls": ["http://127.0.0.1:8000"]}``."""
     engine: Literal["ddp", "fsdp"] = "ddp"
     """How several processes train together. ``ddp``: each holds all of what is trained; ``fsdp``: a part of its parameters, gradients and optimiser state. The policy itself is whole in both."""
     cpu_offload: bool = False
@@ -545,7 +545,9 @@ class TextRunCfg(CommonCfg):
         if self.stop.threshold is not None and self.task.eval_data is None:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > (longest := self.sampling.max_new_tokens):
-            raise ValueError(f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}")
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}; fix: a smaller one"
+            )
         return self
 
     def _check_algorithm_of_texts(self) -> None:

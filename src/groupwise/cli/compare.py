@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 from groupwise.cli.parser import Parser
-from groupwise.comparison.compare import Comparison, compare
-from groupwise.comparison.show import Table, tables
+from groupwise.comparison.compare import compare
+from groupwise.comparison.results import Comparison, Table, tables, write_page
 from groupwise.config.load import read_json
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
@@ -48,8 +48,6 @@ def run(parser: Parser, argv: Sequence[str]) -> None:
     if options.out is not None:
         found.save(options.out)
     if options.html is not None:
-        from groupwise.comparison.show import write_page
-
         write_page(found, options.html)
     if options.json:
         write(json.dumps(found.report(), allow_nan=False))

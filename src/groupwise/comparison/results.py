@@ -543,9 +543,9 @@ def tables(found: Comparison) -> Iterator[Table]:
             differing = tuple((name, *row) for (name, _), row in zip(values, cells, strict=True))
             yield Table("", ("setting", *methods), differing)
     if found.overall is not None:
-        rows = tuple((method.method, shown(method.iqm), figure(method.mean)) for method in found.overall.methods)
+        normalised = tuple((method.method, shown(method.iqm), figure(method.mean)) for method in found.overall.methods)
         title = f"all environments, normalised: {', '.join(found.overall.reference)}"
-        yield Table(title, ("method", "IQM", "mean"), rows)
+        yield Table(title, ("method", "IQM", "mean"), normalised)
         yield from _pairs(found.overall.improvements)
 
 

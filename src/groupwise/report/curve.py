@@ -107,7 +107,7 @@ def against_steps(axes: "Axes") -> None:
 def _draw(axes: "Axes", metrics: Sequence[Mapping[str, Any]], name: str) -> None:
     """A score in training and in evaluations."""
     if training := points(metrics, f"rollout/{name}"):
-        line(axes, *zip(*training, strict=True), color=TRAINING, linewidth=1.6, label="training, sampled")
+        line(axes, *_columns(training), color=TRAINING, linewidth=1.6, label="training, sampled")
     if evaluated := points(metrics, f"eval/{name}"):
         entries = [entry for entry in metrics if f"eval/{name}" in entry]
         ends = [interval_of(entry, name) or (math.nan, math.nan) for entry in entries]
@@ -115,7 +115,7 @@ def _draw(axes: "Axes", metrics: Sequence[Mapping[str, Any]], name: str) -> None
         episodes = max(entry.get("eval/episodes", 0) for entry in entries)
         label = f"evaluation (mean of {episodes:.0f}, 95 % interval)" if episodes else "evaluation"
         axes.errorbar(
-            *zip(*evaluated, strict=True), yerr=list(zip(*errors, strict=True)), color=EVALUATION, fmt="o-", markersize=4,
+            *_columns(evaluated), yerr=list(zip(*errors, strict=True)), color=EVALUATION, fmt="o-", markersize=4,
             linewidth=1, capsize=2.5, label=label,
         )  # fmt: skip
 

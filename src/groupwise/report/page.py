@@ -355,7 +355,9 @@ def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dic
     rows = []
     for number, finding in enumerate(diagnose(folder)):
         label, name = f"{finding.title}, all of training", f"h{number}"
-        picture = small([read[key] for key in finding.keys], label, name) if finding.keys else ""
+        picture = (
+            small([(read[key].steps, read[key].values) for key in finding.keys], label, name) if finding.keys else ""
+        )
         if finding.values:
             picture = histogram(finding.values, f"Histogram: {finding.title.lower()}", name)
         rows.append(finding._asdict() | {"picture": picture, "word": WORDS[finding.verdict]})

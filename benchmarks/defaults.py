@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import groupwise as gw
-from groupwise.comparison.compare import RunRecord, compare_records, shown
+from groupwise.comparison.results import RunRecord, compare_records, shown
 
 RESULT = Path(__file__).parent / "results" / "defaults.json"
 EPISODES = 50

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import cells as cells_of
 
 import groupwise as gw
-from groupwise.comparison.compare import RunRecord, compare_records, shown
+from groupwise.comparison.results import RunRecord, compare_records, shown
 from groupwise.config.evolution import Place
 
 RESULT = Path(__file__).parent / "results" / "populations.json"

@@ -32,8 +32,8 @@ def test_a_fault_comes_with_its_fix(tmp_path, capsys):
     rewrite(run, **{"rollout/return_mean": 0.0, "rollout/length_mean": 9.0})
     assert cli.main(["doctor", str(run)]) == 1
     _, fault, fix = capsys.readouterr().out.splitlines()
-    assert fault == "trouble  Return: No episode earned a reward."
-    assert fix.strip().startswith("fix: If a goal was never reached, reward progress")
+    assert fault == "trouble  Return: Between 0 and 0 in training."
+    assert fix.strip().startswith("fix: It never changes. If a goal was never reached")
 
 
 def test_a_run_that_was_killed(tmp_path, capsys):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from groupwise.comparison.compare import (
+from groupwise.comparison.results import (
     GRID,
     bootstrap_interval,
     common_grid,

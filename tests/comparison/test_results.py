@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from groupwise.comparison.compare import RunRecord, compare_records, figure
-from groupwise.comparison.show import plot_comparison
+from groupwise.comparison.results import RunRecord, compare_records, figure
 from groupwise.errors import ConfigError, DataError
 
 
@@ -182,13 +181,13 @@ def colored(path: Path, rgb: tuple[int, int, int]) -> int:
 
 def test_picture_shows_every_method_and_environment(tmp_path: Path):
     blue, orange = (0x01, 0x73, 0xB2), (0xDE, 0x8F, 0x05)
-    plot_comparison(compare_records(A), tmp_path / "one.png")
-    plot_comparison(compare_records(A + B), tmp_path / "two.png")
-    plot_comparison(compare_records(A + B + F, {"E": (0, 10), "F": (0, 200)}), tmp_path / "more.png")
-    assert colored(tmp_path / "one.png", blue) > 300
-    assert colored(tmp_path / "one.png", orange) == 0
-    assert colored(tmp_path / "two.png", orange) > 300
-    heights = [len(pixels(tmp_path / f"{name}.png")) for name in ("two", "more")]
+    compare_records(A).save(tmp_path / "one")
+    compare_records(A + B).save(tmp_path / "two")
+    compare_records(A + B + F, {"E": (0, 10), "F": (0, 200)}).save(tmp_path / "more")
+    assert colored(tmp_path / "one/comparison.png", blue) > 300
+    assert colored(tmp_path / "one/comparison.png", orange) == 0
+    assert colored(tmp_path / "two/comparison.png", orange) > 300
+    heights = [len(pixels(tmp_path / f"{name}/comparison.png")) for name in ("two", "more")]
     assert heights[1] > 2.5 * heights[0]
 
 
@@ -198,6 +197,6 @@ def test_picture_of_many_methods_with_long_names_and_single_points(tmp_path: Pat
         for number in range(12)
         for run in records("E", f"grpo learning_rate={number} gamma=0.98 credit.scale=none", (1.0,), env_steps=(9,))
     ]
-    plot_comparison(compare_records(many), tmp_path / "many.png")
-    with Image.open(tmp_path / "many.png") as image:
+    compare_records(many).save(tmp_path / "many")
+    with Image.open(tmp_path / "many/comparison.png") as image:
         image.verify()

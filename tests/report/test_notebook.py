@@ -33,7 +33,7 @@ def test_a_notebook_shows_what_to_look_at(run):
     path = run / "metrics.jsonl"
     entries = [json.loads(line) | {"rollout/return_mean": 0.0} for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    assert "<li>trouble: <b>Return</b> No episode earned a reward." in shown(run)
+    assert "<li>trouble: <b>Return</b> Between 0 and 0 in training." in shown(run)
 
 
 def test_two_runs_in_a_notebook_share_no_ids(run, tmp_path):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.evolution.evolve import Evolution, Workers, answered
+from groupwise.evolution.evolve import answered
+from groupwise.plugins import pickled
 from groupwise.training.checkpoint import load_checkpoint
 
 PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}
@@ -13,31 +14,31 @@ TINY = {"num_envs": 4, "evaluation": {"interval": 10_000, "episodes": 1}, "episo
 SMALL = {**TINY, "search": SEARCH, "population": 4, "rounds": 2, "round_steps": 128, "weight_noise": 0.1}
 
 
-class InThisProcess(Workers):
-    """Plays each round at once; starting processes takes most of the time of so small a population."""
+class InThisProcess:
+    """A pool that plays each round at once; starting processes takes most of the time of so small a population."""
 
-    def __init__(self, evolution):
-        super().__init__(None, evolution.given, evolution.population.path / "members.log")
-        self.answers = {}
+    def __init__(self, launch, count, given, output):
+        self.busy, self.payload, self.found = {}, pickled(given), {}
 
-    def _begin(self, task):
-        self.answers[task.folder] = answered(task, self._payload, ())
+    def has_room(self):
+        return True
+
+    def begin(self, task):
+        self.found[task.folder] = answered(task, self.payload, ())
         return task.folder
 
-    def _answers(self):
-        return [(folder, self.answers.pop(folder)) for folder in list(self._busy)]
+    def answers(self):
+        return [(folder, self.found.pop(folder)) for folder in list(self.busy)]
 
     def close(self):
         pass
 
 
-def evolve(path, workers=None, env="CartPole-v1", algorithm=PPO, pictures=False, **options):
-    """A small population, in this process or in workers; without pictures of the population, unless asked for."""
+def evolve(path, workers=None, env="CartPole-v1", algorithm=PPO, **options):
+    """A small population, in this process or in workers."""
     with pytest.MonkeyPatch.context() as patch:
-        if not pictures:
-            patch.setattr("groupwise.evolution.evolve.write_report", lambda population: None)
         if workers is None:
-            patch.setattr(Evolution, "_workers", lambda evolution: InThisProcess(evolution))
+            patch.setattr("groupwise.evolution.evolve.start_pool", InThisProcess)
         return gw.evolve(env, algorithm, run_dir=path, workers=workers, **SMALL | options)
 
 

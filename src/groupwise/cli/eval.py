@@ -158,7 +158,7 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> None:
         named.setdefault(name, []).append(path)
 
     from groupwise.comparison.compare import compare
-    from groupwise.comparison.show import tables, write_page
+    from groupwise.comparison.results import tables, write_page
 
     comparison = compare(named, reference=reference, metric=options.metric, finished_only=options.finished_only)
     if options.out is not None:

@@ -61,18 +61,20 @@ class MutationCfg(Choice):
     ) -> dict[str, Value]:
         """The settings with some of them changed. A choice moves to a neighbour."""
         chosen = [path for path in settings if random.random() < self.probability] or [random.choice(sorted(settings))]
-        return settings | {path: self._moved(settings[path], search[path], random) for path in chosen}
-
-    def _moved(self, value: Any, space: "RangeCfg | Choices", random: Random) -> Value:
-        scale = self.scale(random)
-        if isinstance(space, RangeCfg) and isinstance(value, int):  # small numbers move, too
-            away = max(round(value * scale), value + 1) if scale > 1 else min(round(value * scale), value - 1)
-            return round(space.clip(float(away)))
-        if isinstance(space, RangeCfg):
-            return space.clip(value * scale)
-        step = 1 if scale > 1 else -1
-        place = space.index(value) + step
-        return space[place if 0 <= place < len(space) else place - 2 * step]
+        changed: dict[str, Value] = {}
+        for path in chosen:
+            value: Any = settings[path]
+            space, scale = search[path], self.scale(random)
+            if isinstance(space, RangeCfg) and isinstance(value, int):  # small numbers move, too
+                away = max(round(value * scale), value + 1) if scale > 1 else min(round(value * scale), value - 1)
+                changed[path] = round(space.clip(float(away)))
+            elif isinstance(space, RangeCfg):
+                changed[path] = space.clip(value * scale)
+            else:
+                step = 1 if scale > 1 else -1
+                place = space.index(value) + step
+                changed[path] = space[place if 0 <= place < len(space) else place - 2 * step]
+        return settings | changed
 
 
 @register_choice

@@ -11,20 +11,17 @@ import math
 import os
 import re
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import datetime
-from functools import cache
 from io import BytesIO
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 import cloudpickle
-import numpy as np
 import torch
 
 from groupwise import plugins
@@ -42,24 +39,16 @@ from groupwise.evolution.population import (
     Round,
     check_search,
     check_within,
-    first_settings,
+    fitted,
     play,
     with_settings,
 )
-from groupwise.report.curve import save_figure
 from groupwise.report.folder import RunFolder
 from groupwise.run import peak_memory, read_settings
 from groupwise.seeding import derive_seed
 from groupwise.system import num_cpus, show
 from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import fork_run
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
-
-
-# Processes that train members, each one at a time.
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +57,7 @@ MAX_CRASHES = 3
 
 
 class Answer(NamedTuple):
-    """What became of a round."""
+    """Result of a round of a member."""
 
     result: dict[str, Any] | None
     failure: str = ""
@@ -77,64 +66,50 @@ class Answer(NamedTuple):
     """Peak memory of the process."""
 
 
-Worker = TypeVar("Worker")
+class Pool(Protocol):
+    """Workers that play rounds and may die."""
 
+    busy: dict[Any, Round]
+    """Workers and what they play."""
 
-class Workers(ABC, Generic[Worker]):
-    """A pool whose workers may die. A member that was lost continues from its last checkpoint.
+    def has_room(self) -> bool:
+        """Whether another round can begin."""
 
-    Args:
-        count: members at once. None: as many as there is room for.
-        given: Python objects of all runs.
-        output: file for what the runs print.
-    """
+    def begin(self, task: Round) -> Any:
+        """Start a round; returns its worker."""
 
-    def __init__(self, count: int | None, given: UserObjects, output: Path) -> None:
-        self.count = count
-        self.output = output
-        self._payload = plugins.pickled(given)
-        self._busy: dict[Worker, Round] = {}
+    def answers(self) -> Iterable[tuple[Any, Answer]]:
+        """Answers of busy workers; waits for at least one."""
 
-    def run(self, rounds: Sequence[Round]) -> Iterator[tuple[Round, dict[str, Any]]]:
-        """Results as they come.
-
-        Raises:
-            MemberError: a member failed, or its process died, ``MAX_CRASHES`` times; others are waited for first.
-        """
-        waiting, lost = list(rounds), ""
-        failures = dict.fromkeys((task.folder for task in rounds), 0)
-        while waiting or self._busy:
-            while waiting and (self.count is None or len(self._busy) < self.count) and self._has_room():
-                task = waiting.pop(0)
-                self._busy[self._begin(task)] = task
-            for worker, answer in self._answers():
-                task = self._busy.pop(worker)
-                if answer.result is not None:
-                    yield task, answer.result
-                    continue
-                failures[task.folder] += 1
-                log.warning("%s failed (time %d): %s", task.folder.name, failures[task.folder], answer.failure)
-                if failures[task.folder] < MAX_CRASHES:
-                    waiting.insert(0, task)
-                else:
-                    lost = f"{task.folder} failed {MAX_CRASHES} times in round {task.number + 1}: {answer.failure}"
-        if lost:
-            raise MemberError(f"{lost}; {self.output} has more; fix: remove the cause, then resume the population")
-
-    @abstractmethod
-    def _begin(self, task: Round) -> Worker:
-        """Who plays it from now on."""
-
-    @abstractmethod
-    def _answers(self) -> Iterable[tuple[Worker, Answer]]:
-        """Of busy workers; waits for at least one."""
-
-    @abstractmethod
     def close(self) -> None:
         """End all workers."""
 
-    def _has_room(self) -> bool:
-        return True
+
+def play_all(pool: Pool, rounds: Sequence[Round], output: Path) -> Iterator[tuple[Round, dict[str, Any]]]:
+    """Results as they come. A member whose worker was lost continues from its last checkpoint.
+
+    Raises:
+        MemberError: a member failed, or its worker died, ``MAX_CRASHES`` times; others are waited for first.
+    """
+    waiting, lost = list(rounds), ""
+    failures = dict.fromkeys((task.folder for task in rounds), 0)
+    while waiting or pool.busy:
+        while waiting and pool.has_room():
+            task = waiting.pop(0)
+            pool.busy[pool.begin(task)] = task
+        for worker, answer in pool.answers():
+            task = pool.busy.pop(worker)
+            if answer.result is not None:
+                yield task, answer.result
+                continue
+            failures[task.folder] += 1
+            log.warning("%s failed (time %d): %s", task.folder.name, failures[task.folder], answer.failure)
+            if failures[task.folder] < MAX_CRASHES:
+                waiting.insert(0, task)
+            else:
+                lost = f"{task.folder} failed {MAX_CRASHES} times in round {task.number + 1}: {answer.failure}"
+    if lost:
+        raise MemberError(f"{lost}; {output} has more; fix: remove the cause, then resume the population")
 
 
 class _Process(NamedTuple):
@@ -142,60 +117,54 @@ class _Process(NamedTuple):
     connection: Any
 
 
-class Processes(Workers[_Process]):
-    """Processes of this machine, fewer where memory is short."""
+class Processes:
+    """A pool of processes of this machine, fewer where memory is short."""
 
     def __init__(self, count: int, given: UserObjects, output: Path) -> None:
-        super().__init__(count, given, output)
+        self.busy: dict[_Process, Round] = {}
+        self.peak_mib = 0.0
+        """Peak memory of the largest process so far."""
+        self._count, self._output = count, output
+        self._payload = plugins.pickled(given)
         self._idle: list[_Process] = []
-        self._peak_mib = 0.0
 
-    def close(self) -> None:
-        """End all processes."""
-        for worker in (*self._idle, *self._busy):
-            processes.kill(worker.process)
+    def has_room(self) -> bool:
+        """Whether another process may run, and fits in memory."""
+        meminfo = Path("/proc/meminfo")
+        found = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
+        fits = not self.busy or found is None or int(found[1]) / 1024 > 1.2 * self.peak_mib
+        return len(self.busy) < self._count and fits
 
-    def _begin(self, task: Round) -> _Process:
-        worker = self._idle.pop() if self._idle else self._start()
+    def begin(self, task: Round) -> _Process:
+        """Send a round to an idle process or a new one."""
+        if self._idle:
+            worker = self._idle.pop()
+        else:
+            ours, theirs = processes.context().Pipe()
+            args = (theirs, self._payload, tuple(plugins.loaded()), str(self._output))
+            worker = _Process(processes.start(_work, *args, name="groupwise member", daemon=False), ours)
+            theirs.close()
         worker.connection.send(task)
         return worker
 
-    def _start(self) -> _Process:
-        ours, theirs = processes.context().Pipe()
-        args = (theirs, self._payload, tuple(plugins.loaded()), str(self.output))
-        process = processes.start(_work, *args, name="groupwise member", daemon=False)
-        theirs.close()
-        return _Process(process, ours)
+    def answers(self) -> Iterator[tuple[_Process, Answer]]:
+        """Answers of processes, which are idle again unless they died."""
+        ready = connection.wait([worker.connection for worker in self.busy])
+        for worker in [worker for worker in self.busy if worker.connection in ready]:
+            try:
+                answer: Answer = worker.connection.recv()
+                self._idle.append(worker)
+                self.peak_mib = max(self.peak_mib, answer.peak_mib)
+            except (EOFError, OSError):
+                worker.process.join(1.0)
+                processes.kill(worker.process)
+                answer = Answer(None, f"its process ended with exit code {worker.process.exitcode}")
+            yield worker, answer
 
-    def _answers(self) -> Iterator[tuple[_Process, Answer]]:
-        ready = connection.wait([worker.connection for worker in self._busy])
-        for worker in [worker for worker in self._busy if worker.connection in ready]:
-            yield worker, self._receive(worker)
-
-    def _receive(self, worker: _Process) -> Answer:
-        """The answer of a worker, which is idle again unless it died."""
-        try:
-            answer: Answer = worker.connection.recv()
-        except (EOFError, OSError):
-            worker.process.join(1.0)
+    def close(self) -> None:
+        """End all processes."""
+        for worker in (*self._idle, *self.busy):
             processes.kill(worker.process)
-            return Answer(None, f"its process ended with exit code {worker.process.exitcode}")
-        self._idle.append(worker)
-        self._peak_mib = max(self._peak_mib, answer.peak_mib)
-        return answer
-
-    def _has_room(self) -> bool:
-        """Whether another process fits in memory: as much as the largest so far."""
-        meminfo = Path("/proc/meminfo")
-        found = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
-        return not self._busy or found is None or int(found[1]) / 1024 > 1.2 * self._peak_mib
-
-
-@cache
-def _prepare(plugin_files: tuple[str, ...]) -> None:
-    """Make this process ready for rounds, once."""
-    torch.set_num_threads(1)
-    plugins.load(list(map(Path, plugin_files)))
 
 
 def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Answer:
@@ -205,7 +174,9 @@ def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Answ
         payload: the Python objects of the runs. Each round has its own, since training changes a policy.
     """
     try:
-        _prepare(plugin_files)
+        torch.set_num_threads(1)
+        if plugins.loaded() != [*plugin_files]:
+            plugins.load([*map(Path, plugin_files)])
         result = play(task, cloudpickle.loads(payload))
         return Answer(result, peak_mib=peak_memory(torch.device("cpu")).get("peak_memory_mib", 0.0))
     except Exception as error:  # whatever it is, the parent decides
@@ -225,99 +196,7 @@ def _work(requests: Any, payload: bytes, plugin_files: tuple[str, ...], output: 
             requests.send(answered(requests.recv(), payload, plugin_files))
 
 
-# A population as a table and a picture.
-
-
-def write_report(population: Population) -> None:
-    """Write ``lineage.png`` and ``population.parquet``."""
-    import pyarrow
-    import pyarrow.parquet
-    from matplotlib.figure import Figure
-
-    table, picture = population.path / "population.parquet", population.path / "lineage.png"
-    data = BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(population.rows())), data)
-    with files.warning_if_unwritable(table):
-        files.write(table, data.getvalue())
-
-    settings = list(population.cfg.search)
-    figure = Figure(figsize=(9, 3.4 + 2.2 * len(settings)), dpi=130, layout="constrained")
-    first, *others = figure.subplots(
-        1 + len(settings), sharex=True, squeeze=False, height_ratios=[1.5] + [1] * len(settings)
-    ).flat
-    colors = _colors(population)
-    _draw_lineage(first, population, colors)
-    for axes, path in zip(others, settings, strict=True):
-        _draw_setting(axes, population, path, colors)
-    others[-1].set_xlabel("round")
-    figure.align_ylabels()
-    figure.colorbar(
-        colors, ax=[first, *others], label=f"fitness ({population.cfg.fitness.replace('_', ' ')})", shrink=0.6
-    )
-    with files.warning_if_unwritable(picture):
-        save_figure(figure, picture)
-
-
-def _colors(population: Population) -> "ScalarMappable":
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    found = [
-        score
-        for member in population.members.values()
-        for number in member.results
-        if math.isfinite(score := population.fitness(member, number))
-    ]
-    return ScalarMappable(Normalize(min(found), max(found)), "viridis")
-
-
-def _look(colors: "ScalarMappable", fitness: float) -> dict[str, Any]:
-    """Colour by fitness; a red cross where the member diverged."""
-    if math.isfinite(fitness):
-        return {"color": colors.to_rgba(np.array([fitness]))[0], "marker": "o"}
-    return {"color": "#d55e00", "marker": "x"}
-
-
-def _draw_lineage(axes: "Axes", population: Population, colors: "ScalarMappable") -> None:
-    """A column for each round, the best on top; lines lead from each member to itself and its clones in the next round."""
-    places = {
-        (number, member.name): -rank
-        for number in range(population.round)
-        for rank, member in enumerate(population.ranked(number))
-    }
-    for (number, name), place in places.items():
-        member = population.members[name]
-        before = name if (number - 1, name) in places else member.parent or ""
-        if (number - 1, before) in places:
-            look = "-" if before == name else ":"
-            axes.plot(
-                (number, number + 1), (places[number - 1, before], place), look, color="#949494", linewidth=1, zorder=1
-            )
-        axes.scatter(number + 1, place, s=70, zorder=2, **_look(colors, population.fitness(member, number)))
-    axes.set(ylabel="rank", title="Who descends from whom (dotted: a mutated clone; x: diverged)")
-    axes.set_yticks([])
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _draw_setting(axes: "Axes", population: Population, path: str, colors: "ScalarMappable") -> None:
-    """The values of a setting over the rounds, the best members in front."""
-    from matplotlib.ticker import MaxNLocator
-
-    space = population.cfg.search[path]
-    for number in range(population.round):
-        for member in reversed(population.ranked(number)):
-            value = member.settings[path]
-            height: Any = value if isinstance(space, RangeCfg) else space.index(value)
-            axes.scatter(number + 1, height, s=28, **_look(colors, population.fitness(member, number)))
-    if not isinstance(space, RangeCfg):
-        axes.set_yticks(range(len(space)), list(map(str, space)))
-    elif space.log:
-        axes.set_yscale("log")
-    axes.set_ylabel(path.removeprefix("algorithm."))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
+# The search.
 
 OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[str, Value] | None]
 """Called with a clone's name, its parent's settings and its own; may return others."""
@@ -402,13 +281,17 @@ def evolve_from_config(
     population = Population(path, cfg, base)
     population.hooked = on_mutation is not None
     for place in range(cfg.population):
-        member = Member(f"r0-{place}", None, 0, first_settings(cfg.search, base, Random(_seed(base, "first", place))))
-        with_settings(base, member.settings)  # possible together
-        population.members[member.name] = member
-        population.goes_on.append(member.name)
+        random = Random(_seed(base, "first", place))
+        values = {
+            name: fitted(base, name, space.draw(random) if isinstance(space, RangeCfg) else random.choice(space))
+            for name, space in cfg.search.items()
+        }
+        with_settings(base, values)  # possible together
+        population.members[f"r0-{place}"] = Member(f"r0-{place}", None, 0, values)
+    population.goes_on = list(population.members)
     (path / "members").mkdir(parents=True)
     population.save()
-    return Evolution(population, given or UserObjects(), launch or LaunchCfg(), on_mutation).run()
+    return _run(population, given or UserObjects(), launch or LaunchCfg(), on_mutation)
 
 
 def go_on(population: Population, on_mutation: OnMutation | None, fields: dict[str, Any]) -> Population:
@@ -417,120 +300,94 @@ def go_on(population: Population, on_mutation: OnMutation | None, fields: dict[s
         had = "with" if population.hooked else "without"
         raise ConfigError(f"{population.path} was started {had} on_mutation; fix: resume it {had} it")
     launch = LaunchCfg(**_taken(fields, LaunchCfg))
-    return Evolution(population, UserObjects.again(fields), launch, on_mutation).run()
+    return _run(population, UserObjects.again(fields), launch, on_mutation)
 
 
-class Evolution:
-    """One population, from its first or next round to its end."""
+def _run(population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None) -> Population:
+    """All rounds that are left; what a kill interrupted is done again or continues."""
+    cfg, base, output = population.cfg, population.base, population.path / "members.log"
+    with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
+        while population.round < cfg.rounds:
+            number, active, tasks = population.round, population.active(), []
+            for member in active:
+                folder, seed = population.folder(member.name), _seed(base, "member", member.name)
+                if member.parent is not None and not folder.exists():
+                    _fork(population.folder(member.parent), folder, member.settings, seed)
+                is_noisy = member.parent is not None and cfg.weight_noise > 0
+                noise = (cfg.weight_noise, _seed(base, "noise", member.name)) if is_noisy else None
+                settings, until = with_settings(base, member.settings, seed=seed), (number + 1) * cfg.round_steps
+                common = _seed(base, "evaluation of members")
+                tasks.append(Round(number, folder, settings, until, cfg.episodes, common, noise))
+            for task, result in play_all(pool, tasks, output):
+                population.members[task.folder.name].results[number] = result
+            population.round += 1
+            show(population.line(number))
+            _select(population, active, number, on_mutation)
+            population.save()
+        population.write_best()
+        write_table(population)
+    return population
 
-    def __init__(
-        self, population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None
-    ) -> None:
-        self.population = population
-        self.cfg = population.cfg
-        self.base = population.base
-        self.given = given
-        self.launch = launch
-        self.on_mutation = on_mutation
 
-    def run(self) -> Population:
-        """All rounds that are left."""
-        population = self.population
-        with RunFolder(population.path).locked(), closing(self._workers()) as workers:
-            while population.round < self.cfg.rounds:
-                self._play(workers, population.round)
-            population.write_best()
-            write_report(population)
-        return population
+def start_pool(launch: LaunchCfg, count: int, given: UserObjects, output: Path) -> Pool:
+    """Workers for so many members."""
+    if launch.launcher == "processes":
+        return Processes(min(launch.workers or num_cpus(), count), given, output)
+    from groupwise.integrations.ray import RayMembers
 
-    def _workers(self) -> Workers:
-        output = self.population.path / "members.log"
-        if self.launch.launcher == "processes":
-            return Processes(min(self.launch.workers or num_cpus(), self.cfg.population), self.given, output)
-        from groupwise.integrations.ray import RayMembers
+    return RayMembers(launch, given, output)
 
-        return RayMembers(self.launch, self.given, output)
 
-    def _play(self, workers: Workers, number: int) -> None:
-        """One round; then who plays the next one is decided and saved."""
-        population, active = self.population, self.population.active()
-        for member in active:
-            self._create(member)
-        for task, result in workers.run([self._round(member, number) for member in active]):
-            population.members[task.folder.name].results[number] = result
-        population.round += 1
-        show(population.line(number))
-        self._select(active, number)
-        population.save()
+def _fork(parent: Path, folder: Path, settings: Mapping[str, Value], seed: int) -> None:
+    """Clone a run whole or not at all."""
+    unfinished = folder.with_name(f".{folder.name}")
+    files.remove(unfinished)
+    read = lambda config: with_settings(load_config(config), settings, seed=seed)  # noqa: E731
+    fork_run(parent, unfinished, "latest", read, finished=True)
+    unfinished.rename(folder)
 
-    def _round(self, member: Member, number: int) -> Round:
-        cfg = self.cfg
-        is_noisy = member.parent is not None and cfg.weight_noise > 0
-        return Round(
-            number,
-            self.population.folder(member.name),
-            self._settings_of(member, self.base),
-            (number + 1) * cfg.round_steps,
-            cfg.episodes,
-            _seed(self.base, "evaluation of members"),
-            (cfg.weight_noise, _seed(self.base, "noise", member.name)) if is_noisy else None,
-        )
 
-    def _settings_of(self, member: Member, base: CommonCfg) -> CommonCfg:
-        return with_settings(base, member.settings, seed=_seed(self.base, "member", member.name))
+def _select(population: Population, active: list[Member], number: int, on_mutation: OnMutation | None) -> None:
+    """Decide on the members of the next round, if there is one."""
+    cfg, base, random = population.cfg, population.base, Random(_seed(population.base, "selection", number))
+    order = random.sample(range(len(active)), len(active))  # decides ties
+    ranking = sorted(order, key=lambda place: -population.fitness(active[place], number))
+    lost = [member for member in active if member.results[number]["status"] != "ok"]
+    if len(lost) == len(active):
+        raise DivergedError.because(f"all members in round {number + 1} ({lost[0].results[number]['reason']})")
+    for member in lost:
+        log.warning("%s diverged in round %d: %s", member.name, number + 1, member.results[number]["reason"])
+    if number + 1 == cfg.rounds:
+        return
+    steps = min(member.results[number].get("env_steps", math.inf) for member in active)
+    if number == 0 and steps >= 2 * cfg.round_steps:  # the last iteration of each is longer than a round
+        raise ConfigError(_too_short(cfg.round_steps, int(steps)))
+    if all(population.waited(member, number) for member in active):
+        return  # nothing new is known of any of them
+    population.goes_on = []
+    for place, (index, clone) in enumerate(cfg.selection.select(ranking, len(active) - len(lost), random)):
+        member = active[index]
+        if clone:
+            name = f"r{number + 1}-{place}"
+            settings = cfg.mutation.mutate(member.settings, cfg.search, Random(_seed(base, "mutation", name)))
+            if on_mutation is not None:
+                settings = dict(on_mutation(name, member.settings, settings) or settings)
+                check_within(cfg.search, settings, "on_mutation")
+            with_settings(base, settings)  # possible together
+            member = Member(name, member.name, number + 1, settings)
+        population.members[member.name] = member
+        population.goes_on.append(member.name)
 
-    def _create(self, member: Member) -> None:
-        """Fork a clone from its parent, unless it was done before a kill."""
-        folder = self.population.folder(member.name)
-        if member.parent is None or folder.exists():
-            return
-        unfinished = folder.with_name(f".{folder.name}")
-        files.remove(unfinished)
-        parent = self.population.folder(member.parent)
-        fork_run(
-            parent, unfinished, "latest", lambda config: self._settings_of(member, load_config(config)), finished=True
-        )
-        unfinished.rename(folder)
 
-    def _select(self, active: list[Member], number: int) -> None:
-        """Decide on the members of the next round, if there is one."""
-        population, random = self.population, Random(_seed(self.base, "selection", number))
-        order = random.sample(range(len(active)), len(active))  # decides ties
-        ranking = sorted(order, key=lambda place: -population.fitness(active[place], number))
-        lost = [member for member in active if member.results[number]["status"] != "ok"]
-        if len(lost) == len(active):
-            raise DivergedError.because(f"all members in round {number + 1} ({lost[0].results[number]['reason']})")
-        for member in lost:
-            log.warning("%s diverged in round %d: %s", member.name, number + 1, member.results[number]["reason"])
-        if number + 1 == self.cfg.rounds:
-            return
-        steps = min(member.results[number].get("env_steps", math.inf) for member in active)
-        if number == 0 and steps >= 2 * self.cfg.round_steps:  # the last iteration of each is longer than a round
-            raise ConfigError(_too_short(self.cfg.round_steps, int(steps)))
-        if all(self._waited(member, number) for member in active):
-            return  # nothing new is known of any of them
-        population.goes_on = []
-        for place, (index, clone) in enumerate(self.cfg.selection.select(ranking, len(active) - len(lost), random)):
-            member = self._mutated(active[index], f"r{number + 1}-{place}", number + 1) if clone else active[index]
-            population.members[member.name] = member
-            population.goes_on.append(member.name)
+def write_table(population: Population) -> None:
+    """Write ``population.parquet``."""
+    import pyarrow
+    import pyarrow.parquet
 
-    def _waited(self, member: Member, number: int) -> bool:
-        """Whether it did not train in the round: an iteration before took it further."""
-        if number == 0:
-            return False
-        before = member if member.parent is None or member.born < number else self.population.members[member.parent]
-        steps = member.results[number].get("env_steps")
-        return steps is not None and steps == before.results[number - 1].get("env_steps")
-
-    def _mutated(self, parent: Member, name: str, born: int) -> Member:
-        random = Random(_seed(self.base, "mutation", name))
-        settings = self.cfg.mutation.mutate(parent.settings, self.cfg.search, random)
-        if self.on_mutation is not None:
-            settings = dict(self.on_mutation(name, parent.settings, settings) or settings)
-            check_within(self.cfg.search, settings, "on_mutation")
-        with_settings(self.base, settings)  # possible together
-        return Member(name, parent.name, born, settings)
+    path, data = population.path / "population.parquet", BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(population.rows())), data)
+    with files.warning_if_unwritable(path):
+        files.write(path, data.getvalue())
 
 
 def _taken(fields: dict[str, Any], cfg: type[Cfg]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from groupwise.config.evolution import Choices, EvolutionCfg, RangeCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, DivergedError, RunFolderError, nearest
 from groupwise.report.folder import LOCK, RunFolder
-from groupwise.run import Run, evaluate, resume, train_from_config
+from groupwise.run import evaluate, resume, train_from_config
 from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import is_fixed
 from groupwise.training.trainer import PAUSED, Callback, Trainer
@@ -155,13 +154,24 @@ class Population:
                 who = {"round": number, "member": member.name, "parent": member.parent}
                 yield who | {"env_steps": result.get("env_steps")} | score | member.settings
 
+    def waited(self, member: Member, number: int) -> bool:
+        """Whether a member did not train in a round, since an iteration before took it further."""
+        if number == 0:
+            return False
+        before = member if member.parent is None or member.born < number else self.members[member.parent]
+        steps = member.results[number].get("env_steps")
+        return steps is not None and steps == before.results[number - 1].get("env_steps")
+
     def line(self, number: int) -> str:
         """A round in one line."""
         ranked = self.ranked(number)
         best, worst = (self.fitness(member, number) for member in (ranked[0], ranked[-1]))
-        shown = (f"{path.rpartition('.')[2]}={_short(value)}" for path, value in ranked[0].settings.items())
+        values = ((path.rpartition(".")[2], value) for path, value in ranked[0].settings.items())
+        shown = ", ".join(
+            f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}" for name, value in values
+        )
         return (
-            f"round {number + 1}/{self.cfg.rounds}   best {best:.6g} ({ranked[0].name}: {', '.join(shown)})   "
+            f"round {number + 1}/{self.cfg.rounds}   best {best:.6g} ({ranked[0].name}: {shown})   "
             f"worst {worst:.6g} ({ranked[-1].name})"
         )
 
@@ -172,10 +182,6 @@ class Population:
         shutil.copytree(self.folder(self.best().name), unfinished, ignore=shutil.ignore_patterns(LOCK))
         files.remove(copied)
         unfinished.rename(copied)
-
-
-def _short(value: Value) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 # The settings of members: what may be searched, first values, and where they stand in a run's config.
@@ -208,15 +214,6 @@ def check_search(search: Search, base: CommonCfg) -> None:
             with_settings(base, {path: fitted(base, path, value)})
 
 
-def first_settings(search: Search, base: CommonCfg, random: Random) -> dict[str, Value]:
-    """Random values of all searched settings."""
-    return {path: fitted(base, path, _draw(space, random)) for path, space in search.items()}
-
-
-def _draw(space: RangeCfg | Choices, random: Random) -> Value:
-    return space.draw(random) if isinstance(space, RangeCfg) else random.choice(space)
-
-
 def fitted(base: CommonCfg, path: str, value: Value) -> Value:
     """``value``, rounded where the setting at ``path`` is a whole number."""
     return round(value) if isinstance(value, float) and isinstance(setting_at(base, path), int) else value
@@ -228,12 +225,8 @@ def check_within(search: Search, settings: Mapping[str, Value], owner: str) -> N
         raise ConfigError(f"{owner} gave settings {', '.join(settings)}; expected {', '.join(search)}")
     for path, space in search.items():
         value = settings[path]
-        within = (
-            isinstance(value, int | float) and space.min <= value <= space.max
-            if isinstance(space, RangeCfg)
-            else value in space
-        )
-        if not within:
+        number = value if isinstance(value, int | float) else math.nan
+        if not (space.min <= number <= space.max if isinstance(space, RangeCfg) else value in space):
             raise ConfigError(f"{owner} gave {path} = {value!r}; expected a value of the search space")
 
 
@@ -265,12 +258,11 @@ def setting_at(base: CommonCfg, path: str) -> Any:
     """
     found: Any = base.model_dump(mode="json")
     for key in path.split("."):
-        if not isinstance(found, dict) or key not in found:
-            known = (
-                [f"{path.rpartition('.')[0]}.{name}".lstrip(".") for name in found] if isinstance(found, dict) else []
-            )
+        names = found if isinstance(found, dict) else {}
+        if key not in names:
+            known = [f"{path.rpartition('.')[0]}.{name}".lstrip(".") for name in names]
             raise ConfigError(f"search: there is no setting {path!r}{nearest(path, known)}")
-        found = found[key]
+        found = names[key]
     return found
 
 
@@ -338,57 +330,47 @@ class AddNoise(Callback):
 
 
 class PauseAt(Callback):
-    """Stops training where a round ends."""
+    """Stops training where a round ends; at once if it was trained before a kill, or by an iteration of the round before."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
     def on_training_start(self, trainer: Trainer) -> None:
-        """Stop at once, if the round was trained before a kill, or by an iteration of the round before."""
+        """Stop if the round is over."""
         if trainer.env_steps >= self.steps:
             trainer.stop(PAUSED)
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Stop where the round ends."""
+        """Stop if the round is over."""
         self.on_training_start(trainer)
 
 
 def play(task: Round, given: UserObjects) -> dict[str, Any]:
     """The result of a round: scores with their interval, or how the member diverged. A finished round is read again."""
-    for result in read_results(task.folder):
+    path = task.folder / RESULTS
+    known = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    for result in known:
         if result["round"] == task.number:
-            return result
-    found: dict[str, Any] = {"round": task.number, "status": "ok"}
-    try:
-        found |= _scores(_trained(task, given), task)
-    except DivergedError as error:
-        found |= {"status": "diverged", "reason": str(error)}
-    files.append(task.folder / RESULTS, f"{json.dumps(found)}\n".encode())
-    return found
-
-
-def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The member's finished rounds."""
-    path = folder / RESULTS
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def _trained(task: Round, given: UserObjects) -> Run:
+            return dict(result)
     callbacks: list[Callback] = []
     if task.until < (task.cfg.total_steps or 0):  # else the budget ends it
         callbacks.append(PauseAt(task.until))
     if task.noise is not None:
         callbacks.append(AddNoise(*task.noise))
-    if RunFolder(task.folder).config.exists():
-        return resume(task.folder, callbacks=callbacks, **given.as_arguments())
-    return train_from_config(task.cfg.model_copy(update={"run_dir": task.folder}), given, callbacks)
-
-
-def _scores(run: Run, task: Round) -> dict[str, Any]:
-    result = evaluate(run, task.episodes, seed=task.seed)
-    by_success = isinstance(run.cfg, RunCfg) and run.cfg.evaluation.metric == "success_rate"
-    mean = result.success_rate if by_success else result.return_mean
-    if mean is None or not math.isfinite(mean):
-        raise DivergedError.because(f"the score of an evaluation is {mean}")
-    ci95 = result.success_ci95 if by_success else result.ci95
-    return {"env_steps": run.summary["env_steps"], "mean": mean, "ci95": ci95 and list(ci95)}
+    found: dict[str, Any] = {"round": task.number, "status": "ok"}
+    try:
+        if RunFolder(task.folder).config.exists():
+            run = resume(task.folder, callbacks=callbacks, **given.as_arguments())
+        else:
+            run = train_from_config(task.cfg.model_copy(update={"run_dir": task.folder}), given, callbacks)
+        score = evaluate(run, task.episodes, seed=task.seed)
+        by_success = isinstance(run.cfg, RunCfg) and run.cfg.evaluation.metric == "success_rate"
+        mean = score.success_rate if by_success else score.return_mean
+        if mean is None or not math.isfinite(mean):
+            raise DivergedError.because(f"the score of an evaluation is {mean}")
+        ci95 = score.success_ci95 if by_success else score.ci95
+        found |= {"env_steps": run.summary["env_steps"], "mean": mean, "ci95": ci95 and list(ci95)}
+    except DivergedError as error:
+        found |= {"status": "diverged", "reason": str(error)}
+    files.append(path, f"{json.dumps(found)}\n".encode())
+    return found

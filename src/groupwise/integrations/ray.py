@@ -22,7 +22,7 @@ from groupwise.config.evolution import LaunchCfg
 from groupwise.config.run import CommonCfg, ServerGenerationCfg, TextRunCfg
 from groupwise.engines import backend_of
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
-from groupwise.evolution import evolve as members
+from groupwise.evolution.evolve import Answer, answered
 from groupwise.evolution.population import Round
 from groupwise.report.folder import RunFolder
 from groupwise.run import Run, read_settings, reopen, resume, train_from_config
@@ -305,11 +305,12 @@ def _serve(server: PlacedServer, timeout: float, folder: str) -> bool:
     return ready
 
 
-class RayMembers(members.Workers[Any]):
-    """Ray starts a task for each member, where the cluster has room for it."""
+class RayMembers:
+    """A pool of Ray tasks, one for each member, where the cluster has room."""
 
     def __init__(self, cfg: LaunchCfg, given: UserObjects, output: Path) -> None:
-        super().__init__(cfg.workers, given, output.absolute())
+        self.busy: dict[Any, Round] = {}
+        self._count, self._output = cfg.workers, str(output.absolute())
         with ExitStack() as stack:
             stack.enter_context(connected())
             rooms = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -319,26 +320,32 @@ class RayMembers(members.Workers[Any]):
                 )  # else Ray would wait without a word
             self._connection = stack.pop_all()
         self._play = ray.remote(_play).options(num_cpus=cfg.cpus, num_gpus=cfg.gpus, max_retries=0)
-        self._stored = ray.put(self._payload)
+        self._stored = ray.put(plugins.pickled(given))
 
-    def close(self) -> None:
-        """End all tasks, and the connection if it was made here."""
-        for task in self._busy:
-            ray.cancel(task, force=True)
-        self._connection.close()
+    def has_room(self) -> bool:
+        """Whether another task may begin; without a limit Ray lets it wait for room."""
+        return self._count is None or len(self.busy) < self._count
 
-    def _begin(self, task: Round) -> Any:
+    def begin(self, task: Round) -> Any:
+        """Start a task of Ray."""
         task = replace(task, folder=task.folder.absolute())
-        return self._play.remote(task, self._stored, tuple(plugins.loaded()), str(self.output))
+        return self._play.remote(task, self._stored, tuple(plugins.loaded()), self._output)
 
-    def _answers(self) -> Iterator[tuple[Any, members.Answer]]:
-        for task in ray.wait(list(self._busy))[0]:
+    def answers(self) -> Iterator[tuple[Any, Answer]]:
+        """Answers of tasks that ended."""
+        for task in ray.wait(list(self.busy))[0]:
             try:
                 yield task, ray.get(task)
             except RayError as error:
-                yield task, members.Answer(None, f"{type(error).__name__}: {error}")
+                yield task, Answer(None, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End all tasks, and the connection if it was made here."""
+        for task in self.busy:
+            ray.cancel(task, force=True)
+        self._connection.close()
 
 
-def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str) -> members.Answer:
+def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str) -> Answer:
     with open(output, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
-        return members.answered(task, payload, plugin_files)
+        return answered(task, payload, plugin_files)

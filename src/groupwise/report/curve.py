@@ -82,6 +82,11 @@ def save_figure(figure: "Figure", path: Path) -> None:
     files.write(path, to_png(figure))
 
 
+def line(axes: "Axes", steps: Sequence[float], scores: Sequence[float], **look: Any) -> None:
+    """Draw scores against steps; a line of one point, which would be invisible, as a dot."""
+    axes.plot(steps, scores, marker="o" if len(steps) == 1 else None, **look)
+
+
 def to_png(figure: "Figure") -> bytes:
     """The figure as PNG."""
     png = BytesIO()
@@ -101,24 +106,23 @@ def against_steps(axes: "Axes") -> None:
 
 def _draw(axes: "Axes", metrics: Sequence[Mapping[str, Any]], name: str) -> None:
     """A score in training and in evaluations."""
-    training = [entry for entry in metrics if f"rollout/{name}" in entry]
-    if training:
-        steps, scores = ([entry.get(key, 0) for entry in training] for key in ("env_steps", f"rollout/{name}"))
-        marker = "o" if len(steps) == 1 else None  # a line of one point would be invisible
-        axes.plot(steps, scores, color=TRAINING, linewidth=1.6, marker=marker, label="training, sampled")
-    evaluations = [entry for entry in metrics if f"eval/{name}" in entry]
-    if evaluations:
-        steps, scores = ([entry.get(key, 0) for entry in evaluations] for key in ("env_steps", f"eval/{name}"))
-        unknown = (math.nan, math.nan)
-        lows, highs = zip(*(interval_of(entry, name) or unknown for entry in evaluations), strict=True)
-        below = [score - low for score, low in zip(scores, lows, strict=True)]
-        above = [high - score for score, high in zip(scores, highs, strict=True)]
-        episodes = max(entry.get("eval/episodes", 0) for entry in evaluations)
+    if training := points(metrics, f"rollout/{name}"):
+        line(axes, *_columns(training), color=TRAINING, linewidth=1.6, label="training, sampled")
+    if evaluated := points(metrics, f"eval/{name}"):
+        entries = [entry for entry in metrics if f"eval/{name}" in entry]
+        ends = [interval_of(entry, name) or (math.nan, math.nan) for entry in entries]
+        errors = [[score - low, high - score] for (_, score), (low, high) in zip(evaluated, ends, strict=True)]
+        episodes = max(entry.get("eval/episodes", 0) for entry in entries)
         label = f"evaluation (mean of {episodes:.0f}, 95 % interval)" if episodes else "evaluation"
         axes.errorbar(
-            steps, scores, yerr=(below, above), color=EVALUATION, fmt="o-", markersize=4, linewidth=1, capsize=2.5,
-            label=label,
+            *_columns(evaluated), yerr=list(zip(*errors, strict=True)), color=EVALUATION, fmt="o-", markersize=4,
+            linewidth=1, capsize=2.5, label=label,
         )  # fmt: skip
+
+
+def points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Environment steps and values of a metric."""
+    return [(entry.get("env_steps", 0), float(entry[key])) for entry in metrics if key in entry]
 
 
 # Figures as SVG inside the page: text and axes in the colour of the page's own text.
@@ -159,7 +163,7 @@ def overlay(
         axes = figure.add_subplot()
         for number, (run, (training, evaluations)) in enumerate(runs.items()):
             color = f"C{number}"
-            axes.plot(*_columns(training), color=color, linewidth=1.5, label=run)
+            line(axes, *_columns(training), color=color, linewidth=1.5, label=run)
             axes.plot(*_columns(evaluations), "o", color=color, markersize=4)
         axes.set(title=title)
         against_steps(axes)
@@ -181,7 +185,7 @@ def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str, n
 
         figure, axes = _empty(left=0.25)
         for (steps, values), color in zip(series, (TRAINING, EVALUATION), strict=False):
-            axes.plot(steps, values, color=color, linewidth=1.5, marker="o" if len(steps) == 1 else None, markersize=3)
+            line(axes, steps, values, color=color, linewidth=1.5, markersize=3)
         axes.margins(y=0.1)
         drawn = [value for _, values in series for value in values if isfinite(value)]
         for value, place in ((max(drawn), "top"), (min(drawn), "bottom")) if drawn else ():

@@ -34,19 +34,14 @@ class Finding(NamedTuple):
     """Ratios to draw in place of metrics."""
 
 
-class Series(NamedTuple):
+class Series:
     """A metric; "early" and "late" are means of the first and the last fifth. All are NaN if it was never logged."""
 
-    steps: list[int]
-    values: list[float]
-
-    first = property(lambda self: self.values[0] if self.values else math.nan)
-    last = property(lambda self: self.values[-1] if self.values else math.nan)
-    min = property(lambda self: min(self.values, default=math.nan))
-    max = property(lambda self: max(self.values, default=math.nan))
-    sum = property(lambda self: sum(self.values))
-    early = property(lambda self: fmean(self.values[: max(1, len(self.values) // 5)] or [math.nan]))
-    late = property(lambda self: fmean(self.values[-max(1, len(self.values) // 5) :] or [math.nan]))
+    def __init__(self, steps: list[int], values: list[float]) -> None:
+        known, fifth = values or [math.nan], max(1, len(values) // 5)
+        self.steps, self.values = steps, values
+        self.first, self.last, self.min, self.max = known[0], known[-1], min(known), max(known)
+        self.early, self.late, self.sum = fmean(known[:fifth]), fmean(known[-fifth:]), sum(values)
 
 
 class Metrics:
@@ -250,7 +245,7 @@ def examine_groups(
         files: columns as ``read_groups`` gives them, the latest last.
         last: the last entry of the metrics, which names the rewards.
     """
-    found = []
+    found: list[Finding] = []
 
     def add(title: str, text: str, is_sick: bool, advice: str, values: Sequence[float] = ()) -> None:
         found.append(Finding(title, (), "look" if is_sick else "good", text, advice if is_sick else "", values))

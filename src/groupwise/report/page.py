@@ -55,25 +55,19 @@ def load_groups(folder: Path) -> list[dict[str, Any]]:
     waiting = waiting[-1:] + waiting[:-1]
     chosen: list[dict[str, Any]] = []
     size = 0
-    while any(waiting):
+    while any(waiting) and (size <= MAX_BYTES or not chosen):
         for groups in waiting:
-            if groups:
-                group = groups.pop(0)
-                size += len(to_json(group))
-                if size > MAX_BYTES and chosen:
-                    return _sorted(chosen)
-                chosen.append(group)
-    return _sorted(chosen)
+            if groups and (size <= MAX_BYTES or not chosen):
+                size += len(to_json(groups[0]))
+                if size <= MAX_BYTES or not chosen:
+                    chosen.append(groups.pop(0))
+    return sorted(chosen, key=lambda group: (-group["iteration"], -group["spread"], group["group"]))
 
 
 def to_json(data: object) -> Markup:
     """JSON that can stand in a script element: it has no ``<``."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c"))  # noqa: S704  without < nothing ends the element
-
-
-def _sorted(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(groups, key=lambda group: (-group["iteration"], -group["spread"], group["group"]))
 
 
 def _ranked(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -203,6 +197,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
     config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
     metrics, groups = folder.read_metrics(), load_groups(folder.groups)
     unit, score, sample = words_of(config)
+    frames, shown = read_frames(folder.frames), {(group["iteration"], group["group"]) for group in groups}
     return (
         templates(__package__)
         .get_template("page.html")
@@ -225,7 +220,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             grouped="group_size" in config["algorithm"],
             static=groups[:STATIC_GROUPS],
             data=to_json(groups),
-            frames=_frames(folder, groups),
+            frames=frames.model_dump() if frames and shown.intersection([(frames.iteration, frames.group)]) else None,
             num_iterations=len({group["iteration"] for group in groups}),
             why_no_groups=_why_no_groups(config),
             settings=settings_of(config),
@@ -349,19 +344,9 @@ def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for iteration in sorted({min(iterations), max(iterations)}):
         some = [group for group in groups if group["iteration"] == iteration][:STATIC_GROUPS]
-        found.append({"iteration": iteration, "groups": [_extremes(group) for group in some]})
+        shown = [{"start": group["start"], "members": extremes(group["members"])} for group in some]
+        found.append({"iteration": iteration, "groups": shown})
     return found
-
-
-def _extremes(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {"start": group["start"], "members": extremes(group["members"])}
-
-
-def _frames(folder: RunFolder, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Frames of a group that the page shows, or why there are none."""
-    found = read_frames(folder.frames)
-    shown = {(group["iteration"], group["group"]) for group in groups}
-    return found.model_dump() if found is not None and (found.iteration, found.group) in shown else None
 
 
 def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
@@ -370,7 +355,9 @@ def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dic
     rows = []
     for number, finding in enumerate(diagnose(folder)):
         label, name = f"{finding.title}, all of training", f"h{number}"
-        picture = small([read[key] for key in finding.keys], label, name) if finding.keys else ""
+        picture = (
+            small([(read[key].steps, read[key].values) for key in finding.keys], label, name) if finding.keys else ""
+        )
         if finding.values:
             picture = histogram(finding.values, f"Histogram: {finding.title.lower()}", name)
         rows.append(finding._asdict() | {"picture": picture, "word": WORDS[finding.verdict]})
@@ -486,10 +473,9 @@ class Frame:
 
 def plot(folder: RunFolder) -> Figure:
     """The learning curve of a run."""
-    config, metrics = folder.read_config(), folder.read_metrics()
-    unit, score, _ = words_of(config)
+    config = folder.read_config()
     title = f"{_title(folder)}, seed {config['seed']}"
-    return curve_figure(metrics, title, unit, score, size=(7.0, 4.2), kind=Curve)
+    return curve_figure(folder.read_metrics(), title, *words_of(config)[:2], size=(7.0, 4.2), kind=Curve)
 
 
 def to_html(folder: RunFolder) -> str:

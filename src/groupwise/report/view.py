@@ -10,7 +10,7 @@ from importlib.resources import files as resources
 from pathlib import Path
 from secrets import compare_digest
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from groupwise.errors import RunFolderError
-from groupwise.report.curve import overlay
+from groupwise.report.curve import overlay, points
 from groupwise.report.folder import RunFolder
 from groupwise.report.page import Live, render, style, subject, templates
 from groupwise.system import num_cpus
@@ -104,13 +104,9 @@ def _read(name: str, path: Path) -> Row:
         seed=str(config["seed"]),
         state=str(summary.get("stopped") or "killed"),
         env_steps=metrics[-1].get("env_steps", 0) if metrics else 0,
-        training=_points(metrics, "rollout/return_mean"),
-        evaluations=_points(metrics, "eval/return_mean"),
+        training=points(metrics, "rollout/return_mean"),
+        evaluations=points(metrics, "eval/return_mean"),
     )
-
-
-def _points(metrics: list[dict[str, Any]], key: str) -> Points:
-    return [(entry.get("env_steps", 0), float(entry[key])) for entry in metrics if key in entry]
 
 
 def by_subject(rows: list[Row]) -> Mapping[str, list[Row]]:

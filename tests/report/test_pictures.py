@@ -177,8 +177,8 @@ def test_fast_environments_show_fewer_steps_at_the_same_speed(tmp_path: Path, mo
     monkeypatch.setitem(Corridor.metadata, "render_fps", 75)
     film(policy_for(Corridor()), EnvCfg(), Corridor, tmp_path / "policy.gif", seed=0)
     levels, delays = levels_and_delays(tmp_path / "policy.gif")
-    assert levels == [*range(0, 200, 15), 200]  # every third of the 40 steps, and the end
-    assert delays == [40] * 14 + [1000]  # 25 frames a second
+    assert levels == [*range(0, 200, 25), 200]  # every fifth of the 40 steps, and the end
+    assert delays == [70] * 8 + [1000]  # 15 frames a second
 
 
 def test_long_episodes_are_thinned_out_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -39,7 +39,7 @@ MAX_FRAMES = 150
 """Longer episodes show fewer of their steps, too."""
 MAX_STEPS = 1000
 """Truncates the episode."""
-MAX_DIFFERENCE = 16
+MAX_DIFFERENCE = 4
 """Difference of a colour, of 255, from which on a frame gets a palette of its own."""
 LAST_DELAY = 1000
 """Milliseconds that the last frame stays before the video begins again."""

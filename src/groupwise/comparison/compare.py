@@ -13,7 +13,7 @@ from groupwise.config.run import BUDGETS, Budget, EvaluationMetric
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import SCORES, RunFolder
 
-# Which runs are one method, how methods are named, and in which settings they differ. Settings are plain data.
+# Methods: which runs are one, their names, and settings in which they differ. Settings are plain data.
 
 Tree = dict[str, Any]
 Flat = dict[str, Any]
@@ -89,7 +89,7 @@ class _Run(NamedTuple):
 
     path: Path
     name: str | None
-    """Of its method, if the user gave one."""
+    """Name of its method, if the user gave one."""
     config: dict[str, Any]
     method: Flat
     points: dict[Measure, list[tuple[int, float]]]
@@ -105,7 +105,7 @@ def compare(
     metric: EvaluationMetric = "return",
     finished_only: bool = False,
 ) -> Comparison:
-    """What methods reached: interquartile means over seeds with 95 % bootstrap intervals, and curves.
+    """Compare methods: interquartile means over seeds with 95 % bootstrap intervals, and curves.
 
     Runs that differ in their seed only are one method. Each environment is compared by itself, at equal budgets.
 

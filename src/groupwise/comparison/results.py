@@ -33,7 +33,7 @@ RESAMPLES = 10_000
 CURVE_RESAMPLES = 2_000
 """For the interval at each point of a curve."""
 SEED = 0
-"""Of the bootstrap: the same runs give the same interval."""
+"""Seed of the bootstrap: the same runs give the same interval."""
 GRID = 101
 """Points of a curve."""
 
@@ -157,7 +157,7 @@ class RunRecord(NamedTuple):
     """Mean return, or success rate, at each of them; the last one is the run's score."""
     measure: Measure = "evaluation"
     unit: str = "environment steps"
-    """What a step is."""
+    """Unit of the steps."""
     seconds: float | None = None
     """Duration of training."""
     memory_mib: float | None = None
@@ -165,7 +165,7 @@ class RunRecord(NamedTuple):
     source: str = ""
     """Where the run is, for messages."""
     metric: EvaluationMetric = "return"
-    """What ``returns`` are."""
+    """Kind of the ``returns``."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class MethodResult:
     scores: tuple[float, ...]
     """Final return of each seed."""
     iqm: Estimate
-    """Of the scores."""
+    """Interquartile mean of the scores."""
     mean: float
     least: float
     mean_height: Estimate
@@ -206,7 +206,7 @@ class EnvironmentResult:
     environment: str
     measure: Measure
     unit: str
-    """What a step is."""
+    """Unit of the steps."""
     methods: tuple[MethodResult, ...]
     improvements: tuple[Improvement, ...]
     """Each pair of methods once."""
@@ -228,7 +228,7 @@ class OverallMethod:
     method: str
     iqm: Estimate
     mean: float
-    """Of the environments' means."""
+    """Mean of the environments' means."""
 
 
 @dataclass(frozen=True)

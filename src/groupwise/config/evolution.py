@@ -53,7 +53,7 @@ class MutationCfg(Choice):
     """Chance of each setting to change; at least one changes."""
 
     def scale(self, random: Random) -> float:
-        """What a number is multiplied by."""
+        """Factor of a number."""
         raise NotImplementedError(f"{type(self).__name__} has no scale()")
 
     def mutate(

@@ -53,7 +53,7 @@ from groupwise.training.checkpoint import fork_run
 log = logging.getLogger(__name__)
 
 MAX_CRASHES = 3
-"""Of a member in one round; then the search ends."""
+"""Failures of a member in one round that end the search."""
 
 
 class Answer(NamedTuple):
@@ -391,7 +391,7 @@ def write_table(population: Population) -> None:
 
 
 def _taken(fields: dict[str, Any], cfg: type[Cfg]) -> dict[str, Any]:
-    """Those of ``cfg``, which leave ``fields``."""
+    """Take the settings of ``cfg`` out of ``fields``."""
     return {name: fields.pop(name) for name in list(fields) if name in cfg.model_fields}
 
 

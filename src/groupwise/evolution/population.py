@@ -36,7 +36,7 @@ class Member:
     """A run of the population."""
 
     name: str
-    """Of its folder in ``members/``: ``r2-0`` was born in round 2."""
+    """Name of its folder in ``members/``: ``r2-0`` was born in round 2."""
     parent: str | None
     """The member that it was cloned from."""
     born: int
@@ -44,7 +44,7 @@ class Member:
     settings: dict[str, Value]
     """Its values of what is searched, by path."""
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Of its rounds: ``mean`` and ``ci95`` of the evaluation, ``env_steps``, and ``status`` (``ok`` or ``diverged``)."""
+    """Results by round: ``mean`` and ``ci95`` of the evaluation, ``env_steps``, and ``status`` (``ok`` or ``diverged``)."""
 
 
 class Population:
@@ -128,7 +128,7 @@ class Population:
         return [self.members[name] for name in self.goes_on]
 
     def fitness(self, member: Member, number: int) -> float:
-        """What a member is ranked by after a round; minus infinity where it diverged."""
+        """Score that ranks a member after a round; minus infinity where it diverged."""
         result = member.results[number]
         if result["status"] != "ok":
             return -math.inf
@@ -271,25 +271,25 @@ def setting_at(base: CommonCfg, path: str) -> Any:
 RESULTS = "evolution.jsonl"
 """In a member's folder: a line for each of its rounds."""
 NOISY_SHARE = 0.1
-"""Of the weights of a clone."""
+"""Share of a clone's weights that get noise."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a member does in a round."""
+    """Work of a member in a round."""
 
     number: int
     folder: Path
-    """Of the member's run; it is made if it does not exist."""
+    """Folder of the member's run; it is made if it does not exist."""
     cfg: CommonCfg
     """Settings of a new run."""
     until: int
     """Environment steps at which the round ends."""
     episodes: int
     seed: int
-    """Of the evaluation; the same for all members."""
+    """Seed of the evaluation; the same for all members."""
     noise: tuple[float, int] | None = None
-    """Of a clone: standard deviation of the noise on its weights, and its seed."""
+    """Noise of a clone: standard deviation of the noise on its weights, and its seed."""
 
 
 class AddNoise(Callback):

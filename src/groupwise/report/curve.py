@@ -218,7 +218,7 @@ def _empty(left: float = 0.0) -> "tuple[Figure, Any]":
 
 
 def svg(draw: "Callable[[], Figure]", label: str, name: str) -> Markup:
-    """What ``draw`` makes, as an element with an alternative text.
+    """The figure that ``draw`` makes, as an element with an alternative text.
 
     Args:
         name: makes the ids of the figure's parts unique in the page.

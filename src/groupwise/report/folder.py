@@ -91,10 +91,10 @@ def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
     return True
 
 
-# What repeating a run needs in addition to its settings.
+# Provenance: facts that repeating a run needs in addition to its settings.
 
 FORMAT = 2
-"""Of the run folder."""
+"""Version of the run folder's files."""
 _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
 
 
@@ -181,7 +181,7 @@ class _Named(BaseModel, strict=True, extra="allow"):
 
 
 class _Settings(BaseModel, strict=True, extra="allow"):
-    """What those rely on who read ``config.json`` without the classes of settings."""
+    """Settings that are needed where ``config.json`` is read without the classes of settings."""
 
     algorithm: _Named
     seed: int
@@ -198,7 +198,7 @@ _COUNTS = (
 _NUMBERS = ("seconds", "peak_memory_mib", "return_mean", "best_return_mean", "success_rate", "training_return_mean")
 _OPTIONAL: Any = dict.fromkeys(_COUNTS, (Count, 0)) | dict.fromkeys(_NUMBERS, (float | None, None))
 _Summary = create_model("_Summary", __config__=ConfigDict(strict=True, extra="allow"), **_OPTIONAL)
-"""What is read again of ``summary.json``."""
+"""Entries of ``summary.json`` that are read again."""
 
 
 class _Entry(BaseModel, strict=True, extra="allow"):
@@ -341,7 +341,7 @@ class RunFolder:
             )
 
     def read_provenance(self) -> dict[str, Any]:
-        """What ``provenance`` found when the run began, and the names of objects that were "given_in_python".
+        """Provenance as found when the run began, and the names of objects that were "given_in_python".
 
         Raises:
             RunFolderError: the file is damaged.
@@ -362,7 +362,7 @@ class RunFolder:
         files.write(self.summary, _to_json(summary))
 
     def read_summary(self) -> dict[str, Any]:
-        """What the run reached; empty if it was killed.
+        """Scores and end of the run; empty if it was killed.
 
         Raises:
             RunFolderError: the file is damaged.
@@ -490,7 +490,7 @@ def _checked(kind: type[Model], data: object, path: Path) -> Model:
         raise _damaged(path, explain(error.errors()[0])) from error
 
 
-# What a run reached, read from its metrics, and confidence intervals.
+# Scores of a run, read from its metrics, and confidence intervals.
 
 SCORES: dict[EvaluationMetric, str] = {"return": "return_mean", "success_rate": "success_rate"}
 """Names of scores in metrics and summaries."""
@@ -573,7 +573,7 @@ MAX_MIB = 64
 MAX_WIDTH = 64
 """Numbers of an observation or action that are kept; larger ones, such as pictures, are left out."""
 Values: TypeAlias = np.ndarray | list[str] | None
-"""Of a column: numbers [step] or [step, width], texts, or nothing."""
+"""A column: numbers [step] or [step, width], texts, or nothing."""
 _PATTERN = "[0-9]*.parquet"
 
 
@@ -697,7 +697,7 @@ class Frames(BaseModel, strict=True):
     members: dict[str, list[int]] = {}
     """Steps of the frames of each member."""
     width: Annotated[int, Field(ge=0, le=MAX_FRAME_SIZE)] = 0
-    """Of a frame."""
+    """Pixels of a frame."""
     height: Annotated[int, Field(ge=0, le=MAX_FRAME_SIZE)] = 0
     picture: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
     """WebP in base64."""

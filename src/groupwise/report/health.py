@@ -29,7 +29,7 @@ class Finding(NamedTuple):
     verdict: Verdict
     text: str
     advice: str = ""
-    """What to do; empty where all is well."""
+    """Steps to take; empty where all is well."""
     values: Sequence[float] = ()
     """Ratios to draw in place of metrics."""
 

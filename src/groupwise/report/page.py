@@ -39,7 +39,7 @@ MAX_BYTES = 1_200_000
 MAX_CELLS = 240
 """Cells of a member; in longer episodes a cell is several steps."""
 MAX_NUMBERS = 64
-"""Of an observation or action; longer ones, such as pictures, are not shown."""
+"""Length of an observation or action; longer ones, such as pictures, are not shown."""
 _WORD = re.compile(r"\s*\S+|\s+$")
 Number: TypeAlias = float | int | None
 _Step = dict[str, Any]
@@ -155,7 +155,7 @@ STATIC_GROUPS = 3
 
 
 class Live(NamedTuple):
-    """What a page has that follows its run."""
+    """Addresses and script of a page that follows its run."""
 
     home: str
     """Address of all runs."""
@@ -254,7 +254,7 @@ def style() -> str:
 
 
 def words_of(config: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What a run's steps, scores and evaluated items are called."""
+    """Names of a run's steps, scores and evaluated items."""
     is_text = "task" in config
     return ("tokens", "reward", "prompts") if is_text else ("environment steps", "return", "episodes")
 
@@ -311,7 +311,7 @@ def _success(metrics: Sequence[Mapping[str, Any]]) -> str:
 
 
 def subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """What was trained on."""
+    """Name of the task."""
     return str(summary.get("task") or ("text" if "task" in config else config.get("env", {}).get("id", "?")))
 
 
@@ -337,7 +337,7 @@ def _video(path: Path) -> str:
 
 
 def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of texts, the best and the worst completion of some groups of the first and the last iteration."""
+    """The best and the worst completion, for a language model, of some groups of the first and the last iteration."""
     if not groups or not groups[0]["text"]:
         return []
     iterations = [group["iteration"] for group in groups]
@@ -377,7 +377,7 @@ class Settings(NamedTuple):
 
     given: dict[str, str]
     preset: dict[str, str]
-    """Of the environment, where they are other than the library's."""
+    """Defaults of the environment, where they differ from the library's."""
     default: dict[str, str]
 
 
@@ -448,7 +448,7 @@ def _shown(value: float | int) -> str:
     return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-# What notebooks show of a run.
+# Views of a run in a notebook.
 
 
 class Curve(Figure):

@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicCache
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.random import hash_pair, mix, unit
-from groupwise.functional.vocabulary import LogitProcessor
-from groupwise.policies.base import Action, Batch
+from groupwise.policies.base import Batch
+from groupwise.text.vocabulary import LogitProcessor
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
@@ -180,7 +180,14 @@ class DecodingState:
         self._step = step + 1
         stop = torch.isin(token, self._ends).long()
         if self._sampling.stop:
-            stop[self._has_stop_string(rows) & (stop == 0)] = _STOPS.index("stop")
+            strings = self._sampling.stop
+            window = (
+                4 * max(map(len, strings)) + 8
+            )  # a character takes at most 4 tokens; its first bytes may be cut off
+            last = self._tokens[rows, max(0, self._step - window) : self._step].tolist()
+            texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
+            found = torch.tensor([any(s in text for s in strings) for text in texts], device=rows.device)
+            stop[found & (stop == 0)] = _STOPS.index("stop")
         self._stops[rows], self._lengths[rows] = stop, self._step
         unfinished = (stop == 0) & (self._step < self._sampling.max_new_tokens)
         self.running = rows[unfinished]
@@ -195,14 +202,6 @@ class DecodingState:
                 supports[row].append(ids)
         rows = zip(*(column.tolist() for column in columns), supports, strict=True)
         return [Completion(t[:n], lp[:n], _STOPS[stop], support or None) for t, lp, stop, n, support in rows]
-
-    def _has_stop_string(self, rows: Int[Tensor, " running"]) -> Bool[Tensor, " running"]:
-        """Whether the text of each row ends with or just after a stop string."""
-        strings = self._sampling.stop
-        window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
-        last = self._tokens[rows, max(0, self._step - window) : self._step].tolist()
-        texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
-        return torch.tensor([any(s in text for s in strings) for text in texts], device=rows.device)
 
 
 def draw(
@@ -343,52 +342,20 @@ def complete(
         state = DecodingState(
             rows, sampling, policy.eos_ids, policy.tokenizer, prompt=prompt, deterministic=deterministic
         )
-        _decode(policy, tokens, valid, size, state, sampling.max_new_tokens)
+        head = policy.decoder.head(policy)  # half precision is converted here once, not at each token
+        cache: Any = DynamicCache(config=policy.network.config)
+        hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
+        token, unfinished = state.write(head(hidden).repeat_interleave(size, dim=0))
+        if len(state.running):
+            step = policy.decoder.step(policy, Prompts(cache, valid, size, sampling.max_new_tokens), token, head)
+            del cache  # it is the step's
+        while len(state.running):
+            if len(state.running) < len(token):  # finished rows leave the batch
+                token = token[unfinished]
+                step.keep(unfinished)
+            token, unfinished = state.write(head(step(token)))
     flat = state.completions()
     return [flat[i : i + size] for i in range(0, len(flat), size)]
-
-
-@torch.no_grad()
-def next_token(
-    policy: "CausalLM",
-    contexts: Int[Tensor, "row step"] | Sequence[Sequence[int]],
-    deterministic: bool = False,
-    generator: torch.Generator | None = None,
-) -> Action:
-    """The next token of each context, its log-probability in the sampling distribution, and the context's value.
-
-    To penalties the context is a prompt.
-    """
-    ids = contexts.tolist() if isinstance(contexts, Tensor) else contexts
-    seeds = torch.randint(2**31, (len(ids), 1), generator=generator, device=policy.device)
-    once = policy.sampling.model_copy(update={"max_new_tokens": 1, "stop": ()})
-    completions = [one for (one,) in complete(policy, ids, seeds, once, deterministic=deterministic)]
-    token = torch.tensor([one.tokens[0] for one in completions], device=policy.device)
-    log_prob = torch.tensor([one.log_probs[0] for one in completions], device=policy.device)
-    if policy.value_head is None:
-        return Action(token, log_prob)
-    hidden = policy.hidden_states(*left_padded(ids, policy.device))[:, -1]
-    return Action(token, log_prob, policy.value_head(hidden.float())[:, 0])
-
-
-def _decode(
-    policy: "CausalLM", tokens: Tensor, valid: Tensor, group_size: int, state: DecodingState, max_new_tokens: int
-) -> None:
-    """Generate until every row is finished."""
-    head = policy.decoder.head(policy)  # half precision is converted here once, not at each token
-    cache: Any = DynamicCache(config=policy.network.config)
-    hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
-    logits = head(hidden).repeat_interleave(group_size, dim=0)
-    token, unfinished = state.write(logits)
-    if not len(state.running):
-        return
-    step = policy.decoder.step(policy, Prompts(cache, valid, group_size, max_new_tokens), token, head)
-    del cache  # it is the step's
-    while len(state.running):
-        if len(state.running) < len(token):  # finished rows leave the batch
-            token = token[unfinished]
-            step.keep(unfinished)
-        token, unfinished = state.write(head(step(token)))
 
 
 def left_padded(

@@ -211,9 +211,14 @@ class RewardFunction:
         self._names = [*parameters]
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._scores_one = "completion" in parameters and "completions" not in parameters
-        self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(self.call.__call__)
         self.isolated: Isolated | None = None
         """The process that it runs in, if it has one of its own."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether its calls run while other functions are called."""
+        call = self.call
+        return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(call.__call__)
 
     def isolate(self, seconds: float) -> None:
         """Run it in a process of its own, with this limit of each call; not if it limits its time itself.

@@ -102,7 +102,7 @@ class _Layer(NamedTuple):
     qkv: _Map
     """Queries, keys and values of all heads, concatenated."""
     head_norm: _Map | None
-    """Of queries and keys."""
+    """Norm of queries and keys."""
     out: _Map
     mlp_norm: _Map
     gate_up: _Map

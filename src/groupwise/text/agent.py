@@ -300,7 +300,7 @@ class LanguageAgent:
         self.algorithm: BaseAlgorithm = build_algorithm(self.cfg, given, Engine())
         """The ``GRPO``, with the policy."""
         self.metrics: dict[str, float] = {}
-        """Of the last ``learn``, by the names of ``metrics.jsonl``."""
+        """Metrics of the last ``learn``, by the names of ``metrics.jsonl``."""
         self.iteration = 0
         """Batches of completions sampled in training."""
         self._given_in_python = [] if given is None else ["policy"]

@@ -225,7 +225,7 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
 
 
 def identity_of(cfg: TextRunCfg, policy: CausalLM) -> Identity:
-    """What a checkpoint belongs to: the data, and the model's class and sizes."""
+    """The identity that a checkpoint must have: the data, and the model's class and sizes."""
     vocabulary, width = policy.head.shape
     return Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
 

@@ -332,7 +332,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{`` encloses, up to the brace that closes it."""
+    r"""The content of the last ``\boxed{``, up to the brace that closes it."""
     _, opened, rest = text.rpartition("\\boxed{")
     if not opened:
         return None

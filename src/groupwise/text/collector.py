@@ -238,7 +238,7 @@ class TextEvaluation(EvaluationResult):
     """
 
     rewards: tuple[tuple[float, ...], ...]
-    """Of each prompt's scorable completions; prompts without any are left out."""
+    """Rewards of each prompt's scorable completions; prompts without any are left out."""
     success_threshold: float
     """A completion with at least this reward is right."""
 

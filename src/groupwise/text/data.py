@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
 Completion = str | Sequence[Message]
-"""As rewards read it: a text; after a prompt of messages, messages."""
+"""A completion as rewards read it: a text; after a prompt of messages, messages."""
 
 
 class Example(NamedTuple):

@@ -69,7 +69,7 @@ def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) 
 
 
 def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor:
-    """What processed the logits of the tokens in ``loss_mask`` when they were sampled.
+    """The processing that the logits of the tokens in ``loss_mask`` had when they were sampled.
 
     Args:
         batch: ``obs``, ``valid`` and ``loss_mask``; with penalties ``turn_id``; and with filters ``support``: the ids that
@@ -115,9 +115,9 @@ class Completion(NamedTuple):
     tokens: list[int]
     """The token that ended it included."""
     log_probs: list[float]
-    """Of each token, under the distribution that it was drawn from."""
+    """Log-probability of each token, under the distribution that it was drawn from."""
     stop: Literal["eos", "stop", "length"]
-    """What ended it: an end-of-text token, a stop string, or ``max_new_tokens``."""
+    """Reason why it ended: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[Int[Tensor, " kept"]] | None = None
     """With ``top_k``, ``top_p`` or ``min_p``: the tokens that could be drawn at each step, by rising id; -1 fills up."""
     policy_version: list[int] | None = None
@@ -194,7 +194,7 @@ class DecodingState:
         return token, unfinished
 
     def completions(self) -> list[Completion]:
-        """Of all rows, in their order; of unfinished ones, their tokens so far."""
+        """Completions of all rows, in their order; unfinished ones have their tokens so far."""
         columns = (self._tokens, self._log_probs, self._stops, self._lengths)
         supports: list[list[Tensor]] = [[] for _ in self._tokens]
         for numbers, support in self._supports:
@@ -270,7 +270,7 @@ class Prompts(NamedTuple):
     """The prompts after the first forward pass."""
 
     cache: Any
-    """Of transformers."""
+    """A cache of transformers."""
     valid: Bool[Tensor, "prompt width"]
     """False at padding."""
     group_size: int

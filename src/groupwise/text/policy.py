@@ -116,12 +116,12 @@ class AdapterReference(Policy):
             return policy.evaluate(batch)
 
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As the policy's."""
+        """The next token of each context."""
         with self._swapped() as policy:
             return policy.act(obs, deterministic, generator)
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """As the policy's."""
+        """The completion of each prompt."""
         with self._swapped() as policy:
             return policy.predict(obs, deterministic)
 

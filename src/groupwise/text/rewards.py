@@ -108,7 +108,7 @@ class Isolated:
         self._child: processes.Child | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns.
+        """Call the function; returns its result.
 
         Raises:
             RemoteError: what it raises.
@@ -245,7 +245,7 @@ class RewardFunction:
         return [name for name in needed if name not in {*ARGUMENTS, *ARGUMENTS_OF_ONE, *self.settings}]
 
     def __call__(self, keywords: Mapping[str, Any], log_metric: LogMetric) -> Any:
-        """What it returns for those of the keywords that it takes; an error for each completion if its process was lost."""
+        """Call it with the keywords that it takes; returns its result, or an error for each completion if its process was lost."""
         if self.isolated is not None:
             try:
                 scores, logged = self.isolated(keywords)
@@ -328,7 +328,7 @@ def written_text(completion: Completion) -> str:
 log = logging.getLogger(__name__)
 
 LARGEST = 3.4e38
-"""Of float32; larger scores are as good as infinite."""
+"""Largest number in float32; larger scores are as good as infinite."""
 
 MOST_FAILED, FAILURE_WINDOW = 0.2, 10
 """Training stops above this part of failed scores, over this many calls."""
@@ -378,13 +378,13 @@ class TrainingState(NamedTuple):
     global_step: int = 0
     """Iterations so far."""
     max_steps: int = 0
-    """As in TRL; always 0, because a run's length is counted in tokens."""
+    """Always 0, unlike in TRL, because a run's length is counted in tokens."""
     epoch: float = 0.0
-    """Of the data."""
+    """Passes over the data."""
 
 
 class Scores(NamedTuple):
-    """Of each completion."""
+    """Scores of each completion."""
 
     reward: tuple[float | None, ...]
     """Weighted sum of the functions' scores. None: the completion is unscorable, because no function has a score, or one failed."""

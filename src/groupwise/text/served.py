@@ -220,7 +220,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """What ``work`` returns for each item."""
+    """Results of ``work`` for each item, called in threads."""
     with ThreadPoolExecutor(min(len(items), _AT_ONCE)) as pool:
         return list(pool.map(work, items))
 

@@ -216,7 +216,7 @@ class TextRow(NamedTuple):
     log_probs: Sequence[float]
     """Under the distribution that the tokens were drawn from."""
     reward: float | Sequence[float] | None
-    """Of the completion, or of each of its tokens. None: unscorable, so that the row neither has a loss nor is a baseline."""
+    """Reward of the completion, or of each of its tokens. None: unscorable, so that the row neither has a loss nor is a baseline."""
     terminated: bool
     """Whether the model ended it; False: it was cut at the length limit."""
     group: int
@@ -341,7 +341,7 @@ class Transcript:
     tokens: list[int] = field(default_factory=list)
     """All tokens after the prompt."""
     log_probs: list[float] = field(default_factory=list)
-    """Of each token; 0 for the tool's."""
+    """Log-probability of each token; 0 for the tool's."""
     turn: list[int] = field(default_factory=list)
     """The model's turn that wrote each token; -1: the tool's."""
     support: list[Tensor] = field(default_factory=list)
@@ -355,7 +355,7 @@ class Transcript:
     text: str = ""
     """All that the model wrote, with the tool's answers in between as plain text."""
     messages: list[Message] = field(default_factory=list)
-    """The same as messages."""
+    """The text as messages."""
     reward: float | None = None
     """None: unscorable."""
     parts: Sequence[float | None] = ()
@@ -392,7 +392,7 @@ class Transcript:
 
 
 class Dialogue:
-    """What follows a turn of the model: the tool's answer, if there is a tool.
+    """Continues after a turn of the model: adds the tool's answer, if there is a tool.
 
     Args:
         context: tokens that the model has positions for. None: no limit.
@@ -484,7 +484,7 @@ def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: Training
 
 
 def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
-    """What training reads of a completion with its reward."""
+    """The row of the rollout for a completion with its reward."""
     cut, reward = member.stop == "length", member.reward
     if reward is not None and cfg.overlong_buffer:
         length = torch.tensor([member.turn.count(member.turns - 1)])  # of the last turn

@@ -1,7 +1,7 @@
 """Milliseconds of the log-probability head, forward and backward: here, by the whole matrix, and as in another file.
 
 The ways take turns within one process, and the fastest round counts. The other file is an earlier
-``functional/vocabulary.py``.
+``text/vocabulary.py``.
 
     python benchmarks/head.py --rounds 7 --threads 1 2 --against vocabulary_before.py
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.functional import vocabulary
+from groupwise.text import vocabulary
 
 Scores = Callable[..., Sequence[Tensor]]
 

@@ -92,14 +92,14 @@ def algorithm_of(case: Case, side: Side, folder: Path) -> tuple[Any, Any, list[l
 
     import groupwise as gw
     from groupwise.config.policy import SamplingCfg
-    from groupwise.text.build import speed_up
+    from groupwise.speed.decoding import FastDecoder
     from groupwise.text.policy import CausalLM
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     prompts = prompt_tokens(case, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, side.precision))
     policy = CausalLM(model, SamplingCfg(max_new_tokens=NEW_TOKENS), eos_ids=())
-    speed_up(policy)
+    policy.decoder = FastDecoder()
     cfg = gw.GRPOCfg(
         group_size=GROUP,
         num_epochs=1,

@@ -18,12 +18,12 @@ from groupwise import config
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.policy import LoRACfg, ModelCfg
 from groupwise.errors import ConfigError
-from groupwise.functional.vocabulary import CHUNK_ELEMENTS
 from groupwise.planning import GPUS, USABLE, Weight, fixes, plan_run, sizes_of, total_bytes
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
 from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.vocabulary import CHUNK_ELEMENTS
 
 BODY, HEAD, NORMS, ALL = 2 * 7680, 1280, 160, 18_080
 HERE = Path(__file__).parent

@@ -17,9 +17,9 @@ from groupwise.config.load import ADAPTER_CONFIG
 from groupwise.config.policy import LoRACfg, ModelCfg
 from groupwise.config.run import ServerGenerationCfg, TextRunCfg
 from groupwise.errors import ConfigError
-from groupwise.functional.vocabulary import CHUNK_ELEMENTS
 from groupwise.text.load import find_model, with_adapters
 from groupwise.text.policy import decoder_layers
+from groupwise.text.vocabulary import CHUNK_ELEMENTS
 
 GPUS = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9, "l40s": 48e9, "rtx4090": 24e9}
 """Bytes by the name that ``groupwise plan --gpu`` takes."""

@@ -242,10 +242,17 @@ def test_new_weights_are_used_by_the_next_call():
 
 
 @pytest.mark.parametrize(("family", "inference"), [("llama", [False, True, True]), ("gpt2", [False, False, False])])
-def test_only_a_model_that_we_know_writes_in_inference_mode(monkeypatch, family, inference):
+def test_only_a_model_that_we_know_writes_in_inference_mode(family, inference):
     # another may keep tensors in its modules, which training could then not use
-    policy, seen, decode = fast(tiny_model(family), SamplingCfg(max_new_tokens=4)), [], generation._decode
-    monkeypatch.setattr(generation, "_decode", lambda *a: seen.append(torch.is_inference_mode_enabled()) or decode(*a))
+    seen = []
+
+    class Seeing(FastDecoder):
+        def head(self, policy):
+            seen.append(torch.is_inference_mode_enabled())
+            return super().head(policy)
+
+    policy = fast(tiny_model(family), SamplingCfg(max_new_tokens=4))
+    policy.decoder = Seeing()
     for _ in range(3):
         complete(policy, PROMPTS, torch.arange(3)[:, None])
     assert seen == inference

@@ -107,10 +107,7 @@ def test_members_that_nobody_can_score_are_none():
     assert of.metrics()["rollout/unscorable"] == 3
 
 
-@pytest.mark.parametrize(
-    ("dynamic_sampling", "asked", "skipped"),
-    [(None, 3, 0), (0.0, 3, 2), (1 / 3, 4, 3)],
-)
+@pytest.mark.parametrize(("dynamic_sampling", "asked", "skipped"), [(None, 3, 0), (0.0, 3, 2), (1 / 3, 4, 3)])
 def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(dynamic_sampling, asked, skipped):
     script = {"1": ["4.", "5."], "2": ["4.", "4."], "3": ["9.", "4."], "4": ["7.", "7."]}
     of = collector(script, num_prompts=3, collection={"dynamic_sampling": dynamic_sampling})

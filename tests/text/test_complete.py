@@ -157,16 +157,7 @@ def test_the_ratio_is_one_under_the_distribution_that_was_sampled(sampling, old)
         model.lm_head.weight.mul_(30)  # so that what is left out matters
     policy = CausalLM(model, sampling, eos_ids=(3,))
     rows = [
-        TextRow(
-            prompt,
-            c.tokens,
-            c.log_probs,
-            float(c.tokens[0] % 5),
-            c.stop == "eos",
-            number,
-            None,
-            c.support,
-        )
+        TextRow(prompt, c.tokens, c.log_probs, float(c.tokens[0] % 5), c.stop == "eos", number, None, c.support)
         for number, (prompt, group) in enumerate(zip(PROMPTS, complete(policy, PROMPTS, seeds(3, 4)), strict=True))
         for c in group
     ]

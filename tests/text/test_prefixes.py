@@ -36,10 +36,7 @@ def test_a_row_without_members_makes_no_head_wider():
     assert (found.length.tolist(), found.head.shape[1], found.tail.shape[1]) == ([2, 2, 2], 2, 6)
 
 
-@given(
-    texts=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=6), min_size=1, max_size=6),
-    data=st.data(),
-)
+@given(texts=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=6), min_size=1, max_size=6), data=st.data())
 def test_the_parts_hold_every_token_of_the_rows_once_in_its_place(texts, data):
     groups = data.draw(st.lists(st.integers(0, 2), min_size=len(texts), max_size=len(texts)))
     tokens, valid, group = rows_of(texts, groups, width=7)

@@ -1,12 +1,7 @@
 import pytest
 import torch
 from tiny_models import moved, tiny_model
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg

@@ -266,19 +266,10 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"sampling": {"max_new_tokens": 64}},
-            "max_new_tokens=64 leaves no room for a prompt: .* 64 tokens; fix",
-        ),
-        (
-            {"sampling": {"max_new_tokens": 62}},
-            "prompts have more than 2 tokens .*a smaller max_new",
-        ),
+        ({"sampling": {"max_new_tokens": 64}}, "max_new_tokens=64 leaves no room for a prompt: .* 64 tokens; fix"),
+        ({"sampling": {"max_new_tokens": 62}}, "prompts have more than 2 tokens .*a smaller max_new"),
         ({"algorithm": gw.GRPOCfg(kl_estimator="exact")}, "kl_estimator='exact' .*CausalLM.*fix: 'k3'"),
-        (
-            {"algorithm": gw.GRPOCfg(credit=OPTIMAL_TOKEN)},
-            "'optimal_token' .*CausalLM .*fix: baseline=",
-        ),
+        ({"algorithm": gw.GRPOCfg(credit=OPTIMAL_TOKEN)}, "'optimal_token' .*CausalLM .*fix: baseline="),
         ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; fix: model="),
         ({"reward": share_copied}, r"the reward is the task's; fix: gw\.TextTask\(data, reward=\.\.\.\)"),
         ({"lora": True}, "lora = True: expected settings by name"),

@@ -1,17 +1,13 @@
 """The process that compares answers: limits hold, nothing is left running, and no answer is run as code."""
 
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from groupwise.errors import RewardError
 from groupwise.text.sandbox import MathVerifier
-
-ENDLESS = "9^{9^{9^{9}}}"
 
 
 @pytest.fixture
@@ -47,14 +43,6 @@ def test_ctrl_c_in_the_terminal_does_not_reach_it(verifier):
     assert os.getpgid(pid(verifier)) != os.getpgid(0)
 
 
-def test_what_takes_too_long_is_no_answer_and_the_next_call_works(verifier):
-    began = time.monotonic()
-    with pytest.raises(TimeoutError, match="takes more than 1 s of CPU time"):
-        verifier.same("4", ENDLESS)
-    assert time.monotonic() - began < 60
-    assert verifier.same("4", "4.0") is True
-
-
 def test_an_answer_that_an_interrupt_left_unread_is_not_that_to_the_next_question(verifier):
     assert verifier.same("1/2", "0.5") is True
 
@@ -71,13 +59,6 @@ def test_starting_the_process_takes_none_of_a_call_s_time():
     verifier = MathVerifier(0.5)  # the imports take longer than this
     assert verifier.same("2", "4/2") is True
     verifier.close()
-
-
-def test_a_process_that_somebody_else_ended_is_replaced(verifier):
-    verifier.same("1", "1")
-    os.kill(pid(verifier), signal.SIGKILL)
-    time.sleep(0.1)
-    assert verifier.same("1", "2/2") is True
 
 
 def test_nothing_runs_before_the_first_call_and_after_the_last():

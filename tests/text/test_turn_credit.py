@@ -142,10 +142,7 @@ def test_credit_of_a_turn_is_among_those_who_played_it():
 
 
 def test_a_turn_that_one_member_played_has_its_episodes_advantage():
-    rows = [
-        row([5], [[10], [20], [12], [21], [13, 3]], 1.0),
-        row([5], [[11], [20], [12, 3]], 0.0),
-    ]
+    rows = [row([5], [[10], [20], [12], [21], [13, 3]], 1.0), row([5], [[11], [20], [12, 3]], 0.0)]
     batch = transition_view(text_rollout(rows))
     advantage = credit(batch, **preset("agilerl_turn")) * batch["loss_mask"]
     # turns 0 and 1 have no reward; of turn 2 nobody else knows: .5 of the whole episode

@@ -65,23 +65,19 @@ class FastDecoder(Decoder):
         if not has_llama_shape(policy.network, prompts.cache):
             return Step(policy, prompts)
         if self.used == "untried":
-            off = _difference(policy, prompts, token, head)
+            steps = (LlamaStep(policy, prompts), Step(policy, prompts._replace(cache=deepcopy(prompts.cache))))
+            ours, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
+            off = float((ours - theirs).square().mean().sqrt())
+            del steps, ours, theirs  # they hold caches of their own
             self.used = "llama" if off <= policy.rounding else "transformers"
             if self.used == "transformers":
                 warnings.warn(
                     f"{type(policy.network).__name__} decodes with transformers (no fast step): log-probabilities of the "
                     f"fast step differ by {off:.2g}, at most {policy.rounding} is rounding",
                     SlowPathWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
         return LlamaStep(policy, prompts) if self.used == "llama" else Step(policy, prompts)
-
-
-def _difference(policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> float:
-    """Root mean square difference of log-probabilities between the two steps after the same prompts."""
-    steps = (LlamaStep(policy, prompts), Step(policy, prompts._replace(cache=deepcopy(prompts.cache))))
-    ours, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
-    return float((ours - theirs).square().mean().sqrt())
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:
@@ -106,7 +102,7 @@ class _Layer(NamedTuple):
     qkv: _Map
     """Queries, keys and values of all heads, concatenated."""
     head_norm: _Map | None
-    """Of queries and keys."""
+    """Norm of queries and keys."""
     out: _Map
     mlp_norm: _Map
     gate_up: _Map
@@ -130,16 +126,37 @@ class LlamaStep(Step):
         self._length, self._rows = valid.shape[1], len(valid)
         self._slots: Tensor | None = None  # the rows' places in the caches, once these are in another order
         self._position = valid.sum(dim=1)
-        self._rotary = self._angles(base.rotary_emb, self._length + most)
-        self._mask = self._additive(valid, most)
+        # cosine and sine of each position; the sine of a head's first half is negated
+        places = torch.arange(self._length + most, device=valid.device)[None]
+        cos, sin = base.rotary_emb(self._embed(places[:, :1]), places)
+        half = self._head_width // 2
+        sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        self._rotary = torch.stack([cos[0], sin], dim=1)[:, :, None]
+        # 0 or -inf for each place of prompt and completion; None without padding
+        self._mask: Tensor | None = None
+        if not bool(valid.all()):
+            mask = torch.zeros(len(valid), self._length + most, device=valid.device, dtype=self._stores[0].dtype)
+            mask[:, : self._length].masked_fill_(~valid, -torch.inf)
+            self._mask = mask[:, None, None]
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, after its token."""
         if self._slots is not None:
             token = torch.empty_like(token).index_copy_(0, self._slots, token)
-        self._grow()
+        if self._length == self._stores[0].shape[3]:
+            for number, store in enumerate(self._stores):
+                shape = (2, self._rows, self._groups, self._length + ROOM, self._head_width)
+                grown = self._stores[number] = store.new_empty(shape)
+                grown[:, :, :, : self._length] = store[:, : self._rows]
         mask = None if self._mask is None else self._mask[: self._rows, :, :, : self._length + 1]
-        hidden = self._hidden(token, mask)
+        with autocast_off(token.device.type):
+            hidden = self._embed(token)
+            rotary = self._rotary[self._position].unbind(1)
+            for layer, store in zip(self._layers, self._stores, strict=True):
+                hidden = hidden + self._attention(layer, store, layer.norm(hidden), rotary, mask)
+                gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+                hidden = hidden + layer.down(layer.act(gate) * up)
+            hidden = self._norm(hidden)
         self._length, self._position = self._length + 1, self._position + 1
         return hidden if self._slots is None else hidden[self._slots]
 
@@ -157,19 +174,8 @@ class LlamaStep(Step):
         self._position = self._position[:count]
         self._slots = slots.index_copy(0, moved, free)
 
-    def _hidden(self, token: Int[Tensor, " row"], mask: Tensor | None) -> Float[Tensor, "row width"]:
-        """Last hidden states of rows in the order of the caches, which are extended."""
-        with autocast_off(token.device.type):
-            hidden = self._embed(token)
-            cos, sin = self._rotary[self._position].unbind(1)
-            for layer, store in zip(self._layers, self._stores, strict=True):
-                hidden = hidden + self._attention(layer, store, layer.norm(hidden), (cos, sin), mask)
-                gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-                hidden = hidden + layer.down(layer.act(gate) * up)
-            return self._norm(hidden)
-
     def _attention(
-        self, layer: _Layer, store: Tensor, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None
+        self, layer: _Layer, store: Tensor, x: Tensor, rotary: Sequence[Tensor], mask: Tensor | None
     ) -> Float[Tensor, "row width"]:
         qkv = layer.qkv(x).view(self._rows, -1, self._head_width)
         qk, value = qkv.tensor_split([-self._groups], dim=1)
@@ -177,40 +183,12 @@ class LlamaStep(Step):
             qk = layer.head_norm(qk)
         qk = torch.addcmul(qk * rotary[0], qk.roll(self._head_width // 2, dims=-1), rotary[1])
         query, key = qk.tensor_split([-self._groups], dim=1)
-        keys, values = self._extended(store, key, value)
+        keys, values = store[:, : self._rows, :, : self._length + 1].unbind(0)
+        keys[:, :, -1], values[:, :, -1] = key, value
         # the queries of a group are like several tokens of one head
         query = query.reshape(self._rows, self._groups, -1, self._head_width).to(store.dtype)
         out = functional.scaled_dot_product_attention(query, keys, values, mask)
         return layer.out(out.reshape(self._rows, -1).to(value.dtype))
-
-    def _extended(self, store: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, with the new ones at the end."""
-        keys, values = store[:, : self._rows, :, : self._length + 1].unbind(0)
-        keys[:, :, -1], values[:, :, -1] = key, value
-        return keys, values
-
-    def _grow(self) -> None:
-        if self._length < self._stores[0].shape[3]:
-            return
-        for number, store in enumerate(self._stores):
-            shape = (2, self._rows, self._groups, self._length + ROOM, self._head_width)
-            grown = self._stores[number] = store.new_empty(shape)
-            grown[:, :, :, : self._length] = store[:, : self._rows]
-
-    def _angles(self, rotary: Any, count: int) -> Float[Tensor, "position 2 1 width"]:
-        """Cosine and sine of each position; the sine of a head's first half is negated."""
-        places = torch.arange(count, device=self._position.device)[None]
-        cos, sin = rotary(self._embed(places[:, :1]), places)
-        half = self._head_width // 2
-        return torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)[:, :, None]
-
-    def _additive(self, valid: Tensor, most: int) -> Float[Tensor, "row 1 1 context"] | None:
-        """The attention mask, 0 or -inf, of prompts and completions; None without padding."""
-        if bool(valid.all()):
-            return None
-        mask = torch.zeros(len(valid), valid.shape[1] + most, device=valid.device, dtype=self._stores[0].dtype)
-        mask[:, : valid.shape[1]].masked_fill_(~valid, -torch.inf)
-        return mask[:, None, None]
 
 
 def autocast_off(device: str) -> AbstractContextManager:
@@ -220,10 +198,15 @@ def autocast_off(device: str) -> AbstractContextManager:
 
 def _layer(policy: CausalLM, layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    head_norm = None
+    if type(attention).__name__ == "Qwen3Attention":
+        heads = [attention.q_norm.weight] * attention.config.num_attention_heads
+        weight = torch.stack(heads + [attention.k_norm.weight] * attention.config.num_key_value_heads)
+        head_norm = _root_mean_square(weight, attention.q_norm.variance_epsilon)
     return _Layer(
         norm=_norm(layer.input_layernorm),
         qkv=_linear(policy, attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norm=_head_norm(attention) if type(attention).__name__ == "Qwen3Attention" else None,
+        head_norm=head_norm,
         out=_linear(policy, attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate_up=_linear(policy, mlp.gate_proj, mlp.up_proj),
@@ -234,13 +217,6 @@ def _layer(policy: CausalLM, layer: Any) -> _Layer:
 
 def _norm(module: Any) -> _Map:
     return _root_mean_square(module.weight, module.variance_epsilon)
-
-
-def _head_norm(attention: Any) -> _Map:
-    """The norm of all query and key heads."""
-    heads = [attention.q_norm.weight] * attention.config.num_attention_heads
-    weight = torch.stack(heads + [attention.k_norm.weight] * attention.config.num_key_value_heads)
-    return _root_mean_square(weight, attention.q_norm.variance_epsilon)
 
 
 def _root_mean_square(weight: Float[Tensor, "*head width"], epsilon: float) -> _Map:
@@ -260,8 +236,14 @@ def _root_mean_square(weight: Float[Tensor, "*head width"], epsilon: float) -> _
 def _linear(policy: CausalLM, *modules: Any) -> _Map:
     """The concatenated outputs of the modules: one product if they are plain linear layers."""
     biases = [module.bias for module in modules if module.bias is not None]
-    if not all(_is_plain(module) for module in modules) or len(biases) not in (0, len(modules)):
-        return lambda x: _called(policy, modules, x)
+    plain = all(type(module) is nn.Linear and not has_hooks(module) for module in modules)
+    if not plain or len(biases) not in (0, len(modules)):
+
+        def called(x: Tensor) -> Tensor:
+            with policy.computing():
+                return torch.cat([module(x) for module in modules], dim=-1)
+
+        return called
     dtype = policy.autocast or modules[0].weight.dtype
     weight = torch.cat([module.weight.to(dtype) for module in modules])
     product = linear_map(weight, torch.cat(biases).to(dtype) if biases else None)
@@ -284,15 +266,6 @@ def _can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
-
-
-def _is_plain(module: Any) -> bool:
-    return type(module) is nn.Linear and not has_hooks(module)
-
-
-def _called(policy: CausalLM, modules: Sequence[Any], x: Tensor) -> Tensor:
-    with policy.computing():
-        return torch.cat([module(x) for module in modules], dim=-1)
 
 
 def _store(layer: Any, group_size: int) -> Float[Tensor, "2 row group room width"]:

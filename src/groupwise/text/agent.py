@@ -169,7 +169,17 @@ class PromptEnv:
                 "each, of equally many"
             )
         tokens = completions.tokens if isinstance(completions, Completions) else [[[]] * len(group) for group in texts]
-        rewards = torch.tensor(self._score(list(chain(*texts)), list(chain(*tokens)))).view(count, -1)
+        examples = [example for example, group in zip(self._batch, texts, strict=True) for _ in group]
+        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+        answers: list[Completion] = [  # after messages a message
+            text if isinstance(example.prompt, str) else [{"role": "assistant", "content": text}]
+            for example, text in zip(examples, chain(*texts), strict=True)
+        ]
+        steps = 0 if self._evaluating else self._trained
+        state = TrainingState(global_step=steps // self.batch_size, epoch=steps / len(self.train_set))
+        prompts = [example.prompt for example in examples]
+        scores = self.rewards.score(prompts, answers, list(chain(*tokens)), columns, state)
+        rewards = torch.tensor([math.nan if reward is None else reward for reward in scores.reward]).view(count, -1)
         self.logged = self.rewards.take_logged()
         if self._evaluating:
             self._evaluated += count
@@ -205,17 +215,6 @@ class PromptEnv:
             self._batch = [in_order(self.train_set, number, self.seed) for number in numbers]
         return [example.prompt for example in self._batch]
 
-    def _score(self, texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[float]:
-        """Rewards of the batch's completions, group after group."""
-        group_size = len(texts) // len(self._batch)
-        examples = [example for example in self._batch for _ in range(group_size)]
-        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-        completions = [_answer(example.prompt, text) for example, text in zip(examples, texts, strict=True)]
-        steps = 0 if self._evaluating else self._trained
-        state = TrainingState(global_step=steps // self.batch_size, epoch=steps / len(self.train_set))
-        scores = self.rewards.score([example.prompt for example in examples], completions, tokens, columns, state)
-        return [math.nan if reward is None else reward for reward in scores.reward]
-
 
 def with_prompts(data: object, prompt: MakePrompt) -> list[dict[str, Any]]:
     """The rows of the data with a column ``prompt``.
@@ -240,11 +239,6 @@ def with_prompts(data: object, prompt: MakePrompt) -> list[dict[str, Any]]:
                 "prompt, or {{ and }} for braces"
             ) from error
     return rows
-
-
-def _answer(prompt: Prompt, text: str) -> Completion:
-    """The completion as rewards read it: after messages a message."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 Experiences = tuple[Any, Sequence[Tensor], Any]
@@ -306,7 +300,7 @@ class LanguageAgent:
         self.algorithm: BaseAlgorithm = build_algorithm(self.cfg, given, Engine())
         """The ``GRPO``, with the policy."""
         self.metrics: dict[str, float] = {}
-        """Of the last ``learn``, by the names of ``metrics.jsonl``."""
+        """Metrics of the last ``learn``, by the names of ``metrics.jsonl``."""
         self.iteration = 0
         """Batches of completions sampled in training."""
         self._given_in_python = [] if given is None else ["policy"]
@@ -332,9 +326,17 @@ class LanguageAgent:
         Raises:
             DataError: a prompt is too long, or neither a text nor messages.
         """
-        groups = self._open_groups(read_prompts(prompts), training)
-        members = list(chain(*groups))
-        write(members, partial(complete, self.policy), self.cfg.sampling, Dialogue(self._encoder))
+        cfg = self.cfg
+        examples = [Example(prompt, {}) for prompt in read_prompts(prompts)]
+        encoded = self._encoder.select(examples, self.policy.max_prompt_length(cfg.sampling.max_new_tokens))
+        stream = "completion", 0, self.iteration  # as the collector's, of rank 0
+        groups = [
+            open_group(prompt, number, cfg.algorithm, cfg.seed, *stream)
+            if training
+            else [Transcript(prompt, number, 0, greedy=True)]
+            for number, prompt in enumerate(encoded)
+        ]
+        write(list(chain(*groups)), partial(complete, self.policy), cfg.sampling, Dialogue(self._encoder))
         self.iteration += training
         completions = Completions(groups)
         return completions, completions.masks()
@@ -438,16 +440,8 @@ class LanguageAgent:
         agent.iteration, agent.index = saved.state["iteration"], saved.state.get("index", 0)
         return agent
 
-    def _open_groups(self, prompts: Sequence[Prompt], training: bool) -> list[list[Transcript]]:
-        room = self.policy.max_prompt_length(self.cfg.sampling.max_new_tokens)
-        encoded = self._encoder.select([Example(prompt, {}) for prompt in prompts], room)
-        if not training:
-            return [[Transcript(prompt, number, 0, greedy=True)] for number, prompt in enumerate(encoded)]
-        stream = "completion", 0, self.iteration  # as the collector's, of rank 0
-        cfg = self.cfg
-        return [open_group(prompt, number, cfg.algorithm, cfg.seed, *stream) for number, prompt in enumerate(encoded)]
-
     def _rollout(self, completions: Completions, masks: Sequence[Tensor], rewards: Any) -> TensorDict:
+        """The rollout that is learned from, with no loss where a mask is False."""
         scores = torch.as_tensor(rewards, dtype=torch.float64)
         shape = len(completions), len(completions.groups[0])
         if scores.shape != shape or len(masks) != len(completions):
@@ -459,19 +453,16 @@ class LanguageAgent:
         known = [None if math.isnan(score) else score for score in scores.flatten().tolist()]
         scored = [replace(member, reward=reward) for member, reward in zip(members, known, strict=True)]
         rollout = text_rollout([training_row(member, self.cfg) for member in scored], device=self.policy.device)
-        return _with_masks(rollout, completions, masks)
-
-
-def _with_masks(rollout: TensorDict, completions: Completions, masks: Sequence[Tensor]) -> TensorDict:
-    """The rollout, with no loss where a mask is False."""
-    trained = torch.zeros(rollout.shape, dtype=torch.bool)
-    first = 0
-    for ids, mask in zip(completions, masks, strict=True):
-        if mask.shape != (len(ids), ids.shape[1] - 1):
-            raise DataError(f"a mask of shape {tuple(mask.shape)} for ids of shape {tuple(ids.shape)}; fix: [G, L - 1]")
-        trained[first : first + len(ids), : mask.shape[1]] = mask.bool()
-        first += len(ids)
-    trained = trained.to(rollout.device)
-    if bool((rollout["loss_mask"] & ~trained).any()):
-        rollout["trained"] = trained & rollout.get("trained", rollout["valid"])
-    return rollout
+        trained = torch.zeros(rollout.shape, dtype=torch.bool)
+        first = 0
+        for ids, mask in zip(completions, masks, strict=True):
+            if mask.shape != (len(ids), ids.shape[1] - 1):
+                raise DataError(
+                    f"a mask of shape {tuple(mask.shape)} for ids of shape {tuple(ids.shape)}; fix: [G, L - 1]"
+                )
+            trained[first : first + len(ids), : mask.shape[1]] = mask.bool()
+            first += len(ids)
+        trained = trained.to(rollout.device)
+        if bool((rollout["loss_mask"] & ~trained).any()):
+            rollout["trained"] = trained & rollout.get("trained", rollout["valid"])
+        return rollout

@@ -71,39 +71,36 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
             "generation.in_flight_updates=True with adapters: servers finish a completion by the adapters that began it; fix: "
             "in_flight_updates=False, or lora=None"
         )
+    limits: dict[str, Any] = {"timeout": how.timeout, "retries": how.retries}
+    own: LocalServer | None = None
     with ExitStack() as stack:
+        if (placed := folder_of_run()) is not None:
+            folder = placed
+            if engine.rank == 0:
+                give_command(placed, _command(cfg, how, policy))
+            clients = [_client_of(server, limits) for server in in_folder(placed)]
+        else:
+            folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
+            folder.mkdir(parents=True, exist_ok=True)
+            clients = [HttpClient(url, **limits) for url in how.urls]
+            if how.python is not None:
+                if engine.world_size > 1:
+                    raise ConfigError(
+                        f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
+                    )
+                own = LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
+                stack.callback(own.close)
+                own.wait()
+                clients = [HttpClient(own.url, **limits, last_lines=partial(last_lines, own.log))]
+        servers = [
+            VLLMServer(client, adapters=policy.has_adapters, in_flight_updates=how.in_flight_updates)
+            for client in clients
+        ]
         kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
-        folder, own, clients = _find(cfg, how, policy, engine, stack)
-        kinds = {"adapters": policy.has_adapters, "in_flight_updates": how.in_flight_updates}
-        servers = [VLLMServer(client, **kinds) for client in clients]
         generator = ServedGenerator(servers, policy, folder, engine)
         collector = kind(generator, own, cleanup, *parts, **options)
         cleanup.enter_context(stack.pop_all())  # an error before ends the server at once
     return collector
-
-
-def _find(
-    cfg: TextRunCfg, how: ServerGenerationCfg, policy: CausalLM, engine: Engine, stack: ExitStack
-) -> tuple[Path, LocalServer | None, list[HttpClient]]:
-    """The folder for weights, the server that was started here, and clients of all servers."""
-    limits: dict[str, Any] = {"timeout": how.timeout, "retries": how.retries}
-    placed = folder_of_run()
-    if placed is not None:
-        if engine.rank == 0:
-            give_command(placed, _command(cfg, how, policy))
-        return placed, None, [_client_of(server, limits) for server in in_folder(placed)]
-    folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
-    folder.mkdir(parents=True, exist_ok=True)
-    if how.python is None:
-        return folder, None, [HttpClient(url, **limits) for url in how.urls]
-    if engine.world_size > 1:
-        raise ConfigError(
-            f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
-        )
-    own = LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
-    stack.callback(own.close)
-    own.wait()
-    return folder, own, [HttpClient(own.url, **limits, last_lines=partial(last_lines, own.log))]
 
 
 def _client_of(server: PlacedServer, limits: dict[str, Any]) -> HttpClient:
@@ -189,10 +186,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     dialogue = Dialogue(encoder, tool, policy.context_length)
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(
-        policy.action_spec,
-        value=not policy.actor_only,
-        on_nonfinite=cfg.algorithm.on_nonfinite,
-        device=policy.device,
+        policy.action_spec, value=not policy.actor_only, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device
     )
     make: Callable[..., TextCollector] = partial(connect, cfg, policy, engine)
     if cfg.generation.name == "native":
@@ -208,7 +202,20 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
         given: the policy, if it was made in Python.
     """
     algorithm_type = algorithm_class(cfg.algorithm)
-    policy = _policy(cfg, given, actor_only=algorithm_type.actor_only).to(pick_device(cfg.device))
+    actor_only: bool = algorithm_type.actor_only
+    if given is None:
+        with torch.random.fork_rng(devices=[]):  # adapters start from random weights
+            torch.manual_seed(derive_seed(cfg.seed, "policy"))
+            given = load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=pick_device(cfg.device))
+    if not isinstance(given, CausalLM):
+        raise ConfigError(f"a text task needs a CausalLM; got {type(given).__name__}, fix: gw.CausalLM(model, ...)")
+    if given.tokenizer is None:
+        raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
+    if given.actor_only and not actor_only:
+        raise ConfigError(
+            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
+        )
+    policy = given.to(pick_device(cfg.device))
     if cfg.speed == "auto":
         policy.decoder = FastDecoder()
     algorithm: BaseAlgorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
@@ -216,7 +223,7 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
 
 
 def identity_of(cfg: TextRunCfg, policy: CausalLM) -> Identity:
-    """What a checkpoint belongs to: the data, and the model's class and sizes."""
+    """The identity that a checkpoint must have: the data, and the model's class and sizes."""
     vocabulary, width = policy.head.shape
     return Identity(cfg.subject, f"{type(policy.network).__name__} of width {width}", f"{vocabulary} tokens")
 
@@ -237,24 +244,6 @@ def load_algorithm(
     where = folder.checkpoints / checkpoint
     load_policy(policy, load_checkpoint(where, identity_of(cfg, policy), policy).policy, where)
     return algorithm
-
-
-def _policy(cfg: TextRunCfg, policy: Policy | None, *, actor_only: bool) -> CausalLM:
-    """The policy that was given, or the one that the settings name."""
-    if policy is None:
-        with torch.random.fork_rng(devices=[]):  # adapters start from random weights
-            torch.manual_seed(derive_seed(cfg.seed, "policy"))
-            device = pick_device(cfg.device)
-            return load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=device)
-    if not isinstance(policy, CausalLM):
-        raise ConfigError(f"a text task needs a CausalLM; got {type(policy).__name__}, fix: gw.CausalLM(model, ...)")
-    if policy.tokenizer is None:
-        raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
-    if policy.actor_only and not actor_only:
-        raise ConfigError(
-            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
-        )
-    return policy
 
 
 def filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:

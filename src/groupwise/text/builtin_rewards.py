@@ -166,13 +166,13 @@ class RegexReward(RewardObject):
 
     def __call__(self, completions: Sequence[Completion], **_: Any) -> list[Score]:
         """1 or 0 for each, and an error where the search takes longer than a second."""
-        return [self._score(text_of(completion)) for completion in completions]
-
-    def _score(self, text: str) -> Score:
-        try:
-            return float(self._pattern.search(text, timeout=_SECONDS_PER_SEARCH) is not None)
-        except TimeoutError:
-            return RewardError(f"the pattern took longer than {_SECONDS_PER_SEARCH:g} s in {text!r:.80}")
+        scores: list[Score] = []
+        for text in map(text_of, completions):
+            try:
+                scores.append(float(self._pattern.search(text, timeout=_SECONDS_PER_SEARCH) is not None))
+            except TimeoutError:
+                scores.append(RewardError(f"the pattern took longer than {_SECONDS_PER_SEARCH:g} s in {text!r:.80}"))
+        return scores
 
 
 class AnswerReward(RewardObject, ABC):
@@ -283,10 +283,8 @@ class GymReward(RewardObject):
     ) -> list[float]:
         """1 or 0 for each; a ``ConfigError`` for ``REFUSED_TASKS``."""
         rows = zip(completions, task, answer, metadata, strict=True)
-        return [self._score(final_answer(text_of(completion)), *row) for completion, *row in rows]
-
-    def _score(self, given: str | None, task: str, answer: str | None, metadata: Any) -> float:
-        return 0.0 if given is None else float(is_right(task, given, answer, metadata))
+        answers = ((final_answer(text_of(completion)), *row) for completion, *row in rows)
+        return [0.0 if given is None else float(is_right(name, given, *row)) for given, name, *row in answers]
 
 
 def _has_words(text: str) -> bool:
@@ -334,7 +332,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{`` encloses, up to the brace that closes it."""
+    r"""The content of the last ``\boxed{``, up to the brace that closes it."""
     _, opened, rest = text.rpartition("\\boxed{")
     if not opened:
         return None

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -86,24 +87,43 @@ class TextCollector(Collector):
         """
         kept: list[list[Transcript]] = []
         filtered: list[list[Transcript]] = []
-        num_prompts = self._cfg.num_prompts
-        budget = int(num_prompts * (1 + (self._collection.dynamic_sampling or 0)))
+        num_prompts, dynamic = self._cfg.num_prompts, self._collection.dynamic_sampling
+        budget = int(num_prompts * (1 + (dynamic or 0)))
         taken, wanted = 0, num_prompts
         while wanted:
-            for group in self._new_groups(wanted, first=taken):
-                drop = self._collection.dynamic_sampling is not None and has_no_variance(group)
-                (filtered if drop else kept).append(group)
+            groups = self._written(wanted, first=taken)
+            score([*chain(*groups)], self.rewards, TrainingState(global_step=self.iteration, epoch=self._epoch))
+            for group in groups:
+                (filtered if dynamic is not None and has_no_variance(group) else kept).append(group)
             taken += wanted
             wanted = min(num_prompts - len(kept), budget - taken)
         self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
         self.iteration += 1
-        self.members = [member for group in (*kept, *filtered) for member in group]
-        self._check_scored()
-        rows = [training_row(member, self._cfg) for group in kept for member in group]
-        rows += [training_row(member, self._cfg)._replace(reward=None) for group in filtered for member in group]
-        self._update_metrics(num_filtered=len(filtered))
+        self.members = [*chain(*kept, *filtered)]
+        scored = [(member, member.reward) for member in self.members if member.reward is not None]
+        self._unscored = 0 if scored else self._unscored + 1
+        if self._unscored == MAX_UNSCORED:
+            raise DataError(
+                f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
+                f"fix: the rewards {', '.join(self.rewards.names)}, or the columns that they read"
+            )
+        self.finished = [
+            Episode(float(reward), member.written, member.stop != "length")
+            for member, reward in scored
+            if not member.greedy
+        ]
+        self.last_steps = sum(member.written for member in self.members)
+        self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
+        self._metrics |= {"rollout/filtered_groups": float(len(filtered)), "rollout/epoch": self._epoch}
+        self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
+        rows = [training_row(member, self._cfg) for member in chain(*kept)]
+        rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows, device=self.policy.device)
-        return rollout if self.policy.actor_only else self._with_values(rollout)
+        if not self.policy.actor_only:
+            value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
+            rollout["value"] = value
+            rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+        return rollout
 
     def recent_episodes(self) -> Sequence[Episode]:
         """The completions of the last rollout."""
@@ -136,15 +156,8 @@ class TextCollector(Collector):
         self.rewards.close()
         self._dialogue.close()
 
-    def _new_groups(self, count: int, first: int) -> list[list[Transcript]]:
-        """Groups of the next prompts, generated and scored; ``first`` groups of this rollout precede them."""
-        groups = self._written(count, first)
-        state = TrainingState(global_step=self.iteration, epoch=self._epoch)
-        score([member for group in groups for member in group], self.rewards, state)
-        return groups
-
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
-        """Groups of the next prompts, generated."""
+        """Groups of the next prompts, generated; ``first`` groups of this rollout precede them."""
         return self._write(self._open(count, first))
 
     def _open(self, count: int, first: int = 0, ahead: int = 0) -> list[list[Transcript]]:
@@ -153,53 +166,22 @@ class TextCollector(Collector):
         Args:
             ahead: rollouts between this one and theirs.
         """
-        stream = "completion", self.rank, self.iteration + ahead
+        seed, stream = self._cfg.seed, ("completion", self.rank, self.iteration + ahead)
         place = self.position + ahead * self._cfg.num_prompts
-        return [
-            open_group(self._prompt(place + number), number, self._cfg.algorithm, self._cfg.seed, *stream)
-            for number in range(first, first + count)
-        ]
+        groups = []
+        for number in range(first, first + count):
+            prompt = in_order(self.prompts, (place + number) * self.world_size + self.rank, seed)
+            groups.append(open_group(prompt, number, self._cfg.algorithm, seed, *stream))
+        return groups
 
     def _write(self, groups: list[list[Transcript]]) -> list[list[Transcript]]:
         """Generate the groups."""
-        write([member for group in groups for member in group], self.generate, self._cfg.sampling, self._dialogue)
+        write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue)
         return groups
-
-    def _prompt(self, place: int) -> EncodedPrompt:
-        """The prompt at a place of this process's part of the data, over all epochs."""
-        return in_order(self.prompts, place * self.world_size + self.rank, self._cfg.seed)
 
     @property
     def _epoch(self) -> float:
         return self.position * self.world_size / len(self.prompts)
-
-    def _check_scored(self) -> None:
-        scored = any(member.reward is not None for member in self.members)
-        self._unscored = 0 if scored else self._unscored + 1
-        if self._unscored == MAX_UNSCORED:
-            raise DataError(
-                f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
-                f"fix: the rewards {', '.join(self.rewards.names)}, or the columns that they read"
-            )
-
-    def _update_metrics(self, num_filtered: int) -> None:
-        self.finished = [
-            Episode(float(member.reward), member.written, member.stop != "length")
-            for member in self.members
-            if member.reward is not None and not member.greedy
-        ]
-        self.last_steps = sum(member.written for member in self.members)
-        self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
-        self._metrics["rollout/filtered_groups"] = float(num_filtered)
-        self._metrics["rollout/epoch"] = self._epoch
-        self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
-
-    def _with_values(self, rollout: TensorDict) -> TensorDict:
-        """The rollout with the critic's values."""
-        value = torch.cat([self.policy.values(rows) for rows in rollout.split(_VALUE_ROWS)])
-        rollout["value"] = value
-        rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
-        return rollout
 
 
 def has_no_variance(group: Sequence[Transcript]) -> bool:
@@ -253,7 +235,7 @@ class TextEvaluation(EvaluationResult):
     """
 
     rewards: tuple[tuple[float, ...], ...]
-    """Of each prompt's scorable completions; prompts without any are left out."""
+    """Rewards of each prompt's scorable completions; prompts without any are left out."""
     success_threshold: float
     """A completion with at least this reward is right."""
 
@@ -382,7 +364,7 @@ def write_texts(
     with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length)) as dialogue:
         for first in range(0, len(groups), _PROMPTS_AT_ONCE):
             some = groups[first : first + _PROMPTS_AT_ONCE]
-            write([member for group in some for member in group], partial(complete, policy), sampling, dialogue)
+            write([*chain(*some)], partial(complete, policy), sampling, dialogue)
     return [[member.text for member in group] for group in groups]
 
 

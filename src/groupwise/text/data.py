@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
 Completion = str | Sequence[Message]
-"""As rewards read it: a text; after a prompt of messages, messages."""
+"""A completion as rewards read it: a text; after a prompt of messages, messages."""
 
 
 class Example(NamedTuple):
@@ -141,7 +141,18 @@ def in_order(items: Sequence[Item], number: int, seed: int) -> Item:
 def read_rows(source: object, where: str = "the data") -> list[Any]:
     """The rows of a file, a data frame or any other iterable; a ``DataError`` if it is none."""
     if isinstance(source, str | Path):
-        source = _read(Path(source))
+        path = Path(source)
+        if path.suffix.lower() not in _READERS:
+            raise DataError(
+                f"data = {str(path)!r}: expected a file that ends in {', '.join(_READERS)}; fix: convert it"
+            )
+        if not path.is_file():
+            raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
+        reader, fix = _READERS[path.suffix.lower()]
+        try:
+            source = reader(path)
+        except (ValueError, RecursionError) as error:  # also of JSON, Parquet and UTF-8
+            raise DataError(f"{path}, {error}; fix: {fix}") from error
     elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
         source = source.to_dict("records")
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
@@ -152,22 +163,7 @@ def read_rows(source: object, where: str = "the data") -> list[Any]:
     return list(source)
 
 
-def _read(path: Path) -> Any:
-    """The content of a file: a list of rows, or else a mistake."""
-    suffix = path.suffix.lower()
-    if suffix not in _READERS:
-        raise DataError(f"data = {str(path)!r}: expected a file that ends in {', '.join(_READERS)}; fix: convert it")
-    if not path.is_file():
-        raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
-    reader, fix = _READERS[suffix]
-    try:
-        return reader(path)
-    except (ValueError, RecursionError) as error:  # also of JSON, Parquet and UTF-8
-        raise DataError(f"{path}, {error}; fix: {fix}") from error
-
-
 def _read_jsonl(path: Path) -> list[Any]:
-    """A row for each line of JSON."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         try:
@@ -175,10 +171,6 @@ def _read_jsonl(path: Path) -> list[Any]:
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number}: {error.msg}") from error
     return rows
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def _read_csv(path: Path) -> list[Any]:
@@ -203,7 +195,7 @@ def _read_parquet(path: Path) -> Any:
 
 _READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ".jsonl": (_read_jsonl, "one JSON object a line, in UTF-8"),
-    ".json": (_read_json, "a list of JSON objects, in UTF-8"),
+    ".json": (lambda path: json.loads(path.read_text(encoding="utf-8-sig")), "a list of JSON objects, in UTF-8"),
     ".csv": (_read_csv, "quotes around fields that hold commas, and UTF-8"),
     ".parquet": (_read_parquet, "write it again as Parquet"),
 }
@@ -216,17 +208,17 @@ def read_prompt(where: str, prompt: object) -> Prompt:
         return encodable(prompt)
     if not isinstance(prompt, Sequence) or not prompt:
         raise DataError(f"{where}: prompt = {prompt!r:.80}: expected a text or a list of messages; fix: the row")
-    return tuple(_message(where, message) for message in prompt)
-
-
-def _message(where: str, message: object) -> Message:
-    found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
-    if found.keys() != {"role", "content"} or not all(isinstance(value, str) for value in found.values()):
-        raise DataError(
-            f"{where}: message = {message!r:.80}: expected the texts role and content; fix: "
-            "{'role': 'user', 'content': '...'}"
-        )
-    return {key: encodable(text) for key, text in found.items()}
+    messages = []
+    for message in prompt:
+        items = message.items() if isinstance(message, Mapping) else ()
+        found = {key: value for key, value in items if value is not None}
+        if found.keys() != {"role", "content"} or not all(isinstance(value, str) for value in found.values()):
+            raise DataError(
+                f"{where}: message = {message!r:.80}: expected the texts role and content; fix: "
+                "{'role': 'user', 'content': '...'}"
+            )
+        messages.append({key: encodable(text) for key, text in found.items()})
+    return tuple(messages)
 
 
 def _key(prompt: Prompt) -> tuple[str, ...]:
@@ -267,11 +259,37 @@ class PromptEncoder:
 
     def encode(self, example: Example) -> list[int]:
         """The prompt's tokens, never cut; an error for messages that the template refuses."""
-        if isinstance(example.prompt, str) and not self.conversational:
-            return self._encode_text(example.prompt)
         if not self.conversational:
-            raise self._no_template("the data's prompts are")
-        return self._encode_messages(self._messages(example))
+            if not isinstance(example.prompt, str):
+                raise self._no_template("the data's prompts are")
+            text = example.prompt
+            ids: list[int] = self.tokenizer(text)["input_ids"]
+            end = self.tokenizer.eos_token
+            if end is not None and ids[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(end):
+                ids = ids[:-1]  # some tokenizers end every text
+            if not ids and self.tokenizer.bos_token_id is None:
+                raise DataError("an empty prompt has no tokens, and the tokenizer no bos token; fix: a text")
+            return ids or [self.tokenizer.bos_token_id]
+        from jinja2 import TemplateError
+
+        prompt = example.prompt
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if self.cfg.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": encodable(self.cfg.system_prompt)})
+        continues = messages[-1]["role"] == "assistant"
+        try:
+            tokens: list[int] = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                return_dict=False,
+                **self.cfg.chat_template_kwargs,
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template refuses {messages}: {error}; fix: other roles, or their order"
+            ) from error
+        return tokens
 
     def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
         """The examples whose prompts are short enough, encoded.
@@ -362,42 +380,6 @@ class PromptEncoder:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-
-    def _encode_text(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer(text)["input_ids"]
-        end = self.tokenizer.eos_token
-        if end is not None and tokens[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(end):
-            tokens = tokens[:-1]  # some tokenizers end every text
-        if tokens:
-            return tokens
-        if self.tokenizer.bos_token_id is None:
-            raise DataError("an empty prompt has no tokens, and the tokenizer no bos token; fix: a text")
-        return [self.tokenizer.bos_token_id]
-
-    def _messages(self, example: Example) -> list[Message]:
-        text = isinstance(example.prompt, str)
-        messages = [{"role": "user", "content": str(example.prompt)}] if text else [*example.prompt]
-        if self.cfg.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": encodable(self.cfg.system_prompt)})
-        return messages
-
-    def _encode_messages(self, messages: list[Message]) -> list[int]:
-        from jinja2 import TemplateError
-
-        continues = messages[-1]["role"] == "assistant"
-        try:
-            tokens: list[int] = self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                return_dict=False,
-                **self.cfg.chat_template_kwargs,
-            )
-        except TemplateError as error:
-            raise DataError(
-                f"the chat template refuses {messages}: {error}; fix: other roles, or their order"
-            ) from error
-        return tokens
 
     def _no_template(self, what: str) -> ConfigError:
         reason = "chat='never'" if self.cfg.chat == "never" else f"{self.tokenizer.name_or_path!r} has no chat template"

@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicCache
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.random import hash_pair, mix, unit
-from groupwise.functional.vocabulary import LogitProcessor
-from groupwise.policies.base import Action, Batch
+from groupwise.policies.base import Batch
+from groupwise.text.vocabulary import LogitProcessor
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
@@ -69,7 +69,7 @@ def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) 
 
 
 def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor:
-    """What processed the logits of the tokens in ``loss_mask`` when they were sampled.
+    """The processing that the logits of the tokens in ``loss_mask`` had when they were sampled.
 
     Args:
         batch: ``obs``, ``valid`` and ``loss_mask``; with penalties ``turn_id``; and with filters ``support``: the ids that
@@ -115,9 +115,9 @@ class Completion(NamedTuple):
     tokens: list[int]
     """The token that ended it included."""
     log_probs: list[float]
-    """Of each token, under the distribution that it was drawn from."""
+    """Log-probability of each token, under the distribution that it was drawn from."""
     stop: Literal["eos", "stop", "length"]
-    """What ended it: an end-of-text token, a stop string, or ``max_new_tokens``."""
+    """Reason why it ended: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[Int[Tensor, " kept"]] | None = None
     """With ``top_k``, ``top_p`` or ``min_p``: the tokens that could be drawn at each step, by rising id; -1 fills up."""
     policy_version: list[int] | None = None
@@ -180,14 +180,21 @@ class DecodingState:
         self._step = step + 1
         stop = torch.isin(token, self._ends).long()
         if self._sampling.stop:
-            stop[self._has_stop_string(rows) & (stop == 0)] = _STOPS.index("stop")
+            strings = self._sampling.stop
+            window = (
+                4 * max(map(len, strings)) + 8
+            )  # a character takes at most 4 tokens; its first bytes may be cut off
+            last = self._tokens[rows, max(0, self._step - window) : self._step].tolist()
+            texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
+            found = torch.tensor([any(s in text for s in strings) for text in texts], device=rows.device)
+            stop[found & (stop == 0)] = _STOPS.index("stop")
         self._stops[rows], self._lengths[rows] = stop, self._step
         unfinished = (stop == 0) & (self._step < self._sampling.max_new_tokens)
         self.running = rows[unfinished]
         return token, unfinished
 
     def completions(self) -> list[Completion]:
-        """Of all rows, in their order; of unfinished ones, their tokens so far."""
+        """Completions of all rows, in their order; unfinished ones have their tokens so far."""
         columns = (self._tokens, self._log_probs, self._stops, self._lengths)
         supports: list[list[Tensor]] = [[] for _ in self._tokens]
         for numbers, support in self._supports:
@@ -195,14 +202,6 @@ class DecodingState:
                 supports[row].append(ids)
         rows = zip(*(column.tolist() for column in columns), supports, strict=True)
         return [Completion(t[:n], lp[:n], _STOPS[stop], support or None) for t, lp, stop, n, support in rows]
-
-    def _has_stop_string(self, rows: Int[Tensor, " running"]) -> Bool[Tensor, " running"]:
-        """Whether the text of each row ends with or just after a stop string."""
-        strings = self._sampling.stop
-        window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
-        last = self._tokens[rows, max(0, self._step - window) : self._step].tolist()
-        texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
-        return torch.tensor([any(s in text for s in strings) for text in texts], device=rows.device)
 
 
 def draw(
@@ -271,7 +270,7 @@ class Prompts(NamedTuple):
     """The prompts after the first forward pass."""
 
     cache: Any
-    """Of transformers."""
+    """A cache of transformers."""
     valid: Bool[Tensor, "prompt width"]
     """False at padding."""
     group_size: int
@@ -343,52 +342,20 @@ def complete(
         state = DecodingState(
             rows, sampling, policy.eos_ids, policy.tokenizer, prompt=prompt, deterministic=deterministic
         )
-        _decode(policy, tokens, valid, size, state, sampling.max_new_tokens)
+        head = policy.decoder.head(policy)  # half precision is converted here once, not at each token
+        cache: Any = DynamicCache(config=policy.network.config)
+        hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
+        token, unfinished = state.write(head(hidden).repeat_interleave(size, dim=0))
+        if len(state.running):
+            step = policy.decoder.step(policy, Prompts(cache, valid, size, sampling.max_new_tokens), token, head)
+            del cache  # it is the step's
+        while len(state.running):
+            if len(state.running) < len(token):  # finished rows leave the batch
+                token = token[unfinished]
+                step.keep(unfinished)
+            token, unfinished = state.write(head(step(token)))
     flat = state.completions()
     return [flat[i : i + size] for i in range(0, len(flat), size)]
-
-
-@torch.no_grad()
-def next_token(
-    policy: "CausalLM",
-    contexts: Int[Tensor, "row step"] | Sequence[Sequence[int]],
-    deterministic: bool = False,
-    generator: torch.Generator | None = None,
-) -> Action:
-    """The next token of each context, its log-probability in the sampling distribution, and the context's value.
-
-    To penalties the context is a prompt.
-    """
-    ids = contexts.tolist() if isinstance(contexts, Tensor) else contexts
-    seeds = torch.randint(2**31, (len(ids), 1), generator=generator, device=policy.device)
-    once = policy.sampling.model_copy(update={"max_new_tokens": 1, "stop": ()})
-    completions = [one for (one,) in complete(policy, ids, seeds, once, deterministic=deterministic)]
-    token = torch.tensor([one.tokens[0] for one in completions], device=policy.device)
-    log_prob = torch.tensor([one.log_probs[0] for one in completions], device=policy.device)
-    if policy.value_head is None:
-        return Action(token, log_prob)
-    hidden = policy.hidden_states(*left_padded(ids, policy.device))[:, -1]
-    return Action(token, log_prob, policy.value_head(hidden.float())[:, 0])
-
-
-def _decode(
-    policy: "CausalLM", tokens: Tensor, valid: Tensor, group_size: int, state: DecodingState, max_new_tokens: int
-) -> None:
-    """Generate until every row is finished."""
-    head = policy.decoder.head(policy)  # half precision is converted here once, not at each token
-    cache: Any = DynamicCache(config=policy.network.config)
-    hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
-    logits = head(hidden).repeat_interleave(group_size, dim=0)
-    token, unfinished = state.write(logits)
-    if not len(state.running):
-        return
-    step = policy.decoder.step(policy, Prompts(cache, valid, group_size, max_new_tokens), token, head)
-    del cache  # it is the step's
-    while len(state.running):
-        if len(state.running) < len(token):  # finished rows leave the batch
-            token = token[unfinished]
-            step.keep(unfinished)
-        token, unfinished = state.write(head(step(token)))
 
 
 def left_padded(

@@ -20,11 +20,7 @@ _HUB_SECONDS = 10.0
 
 
 def load_causal_lm(
-    cfg: ModelCfg,
-    sampling: SamplingCfg | None = None,
-    *,
-    actor_only: bool = True,
-    device: torch.device | str = "cpu",
+    cfg: ModelCfg, sampling: SamplingCfg | None = None, *, actor_only: bool = True, device: torch.device | str = "cpu"
 ) -> CausalLM:
     """The policy that ``cfg`` describes, with its tokenizer.
 
@@ -84,7 +80,7 @@ def find_model(path: str) -> str:
     return path
 
 
-def with_adapters(model: nn.Module, cfg: LoRACfg) -> nn.Module:
+def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
     """The model with fresh LoRA adapters in float32 by peft; everything else is frozen.
 
     Raises:
@@ -95,7 +91,16 @@ def with_adapters(model: nn.Module, cfg: LoRACfg) -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
     if cfg.targets != "all-linear":
-        _check_targets(model, cfg.targets)
+        head = model.get_output_embeddings()
+        kinds = (nn.Linear, Conv1D)
+        linear = [name for name, part in model.named_modules() if isinstance(part, kinds) and part is not head]
+        for target in cfg.targets:
+            if not any(name == target or name.endswith(f".{target}") for name in linear):
+                known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+                raise ConfigError(
+                    f"lora.targets has {target!r}, which is the end of no linear layer's name; fix: some of {known}, "
+                    "or 'all-linear'"
+                )
     lora = LoraConfig(
         r=cfg.r,
         lora_alpha=cfg.alpha,
@@ -107,21 +112,6 @@ def with_adapters(model: nn.Module, cfg: LoRACfg) -> nn.Module:
     with _quiet_peft():
         adapted: nn.Module = get_peft_model(model, lora)
     return adapted
-
-
-def _check_targets(model: Any, targets: tuple[str, ...]) -> None:
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    kinds = (nn.Linear, Conv1D)
-    linear = [name for name, part in model.named_modules() if isinstance(part, kinds) and part is not head]
-    for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ConfigError(
-                f"lora.targets has {target!r}, which is the end of no linear layer's name; fix: some of {known}, "
-                "or 'all-linear'"
-            )
 
 
 def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
@@ -178,11 +168,16 @@ def _load_tokenizer(path: str, base: str | None) -> Any:
 
 
 def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
     more: dict[str, Any] = {"dtype": torch.bfloat16 if cfg.precision == "bfloat16" else torch.float32}
     if cfg.quantization != "none":
-        more |= {"quantization_config": _quantization(cfg), "device_map": {"": device}}
+        require_extra("bitsandbytes", "quant")
+        compute = torch.float32 if cfg.precision == "float32" else torch.bfloat16
+        settings: dict[str, Any] = {"load_in_8bit": True}
+        if cfg.quantization != "int8":
+            settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
+        more |= {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
     try:
         if AutoConfig.from_pretrained(path, trust_remote_code=False).is_encoder_decoder:
             raise ValueError("it is an encoder-decoder model")  # transformers would load its decoder alone
@@ -194,26 +189,11 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
             f"{path} is no language model that transformers can load ({first}); fix: a folder with config.json and "
             "weights (safetensors, no code of its own) of a model for causal language modelling"
         ) from None
-    _check_complete(path, {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
-    return model
-
-
-def _check_complete(path: str, absent: set[str]) -> None:
-    """Refuse weights that transformers would draw at random. Tied ones, and those that follow from others, are not absent."""
-    if absent:
+    # transformers would draw these at random; tied ones, and those that follow from others, are not among them
+    if absent := {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}:
         first = textwrap.shorten(", ".join(sorted(absent)), 200, placeholder=" ...")
         raise ConfigError(
             f"the weights of {path} lack {len(absent)} of the model's, or have them in other shapes: {first}; fix: save the "
             "model again, with the config.json that belongs to it"
         )
-
-
-def _quantization(cfg: ModelCfg) -> Any:
-    """Settings of bitsandbytes."""
-    require_extra("bitsandbytes", "quant")
-    from transformers import BitsAndBytesConfig
-
-    if cfg.quantization == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    compute = torch.float32 if cfg.precision == "float32" else torch.bfloat16
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    return model

@@ -23,9 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
-from groupwise.functional.vocabulary import token_scores, unprocessed
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.text.generation import recorded_processor
+from groupwise.text.generation import Decoder, complete, left_padded, recorded_processor
+from groupwise.text.vocabulary import token_scores, unprocessed
 
 # The common prefix of a group's rows, which a language model encodes once (prefix sharing).
 
@@ -116,12 +116,12 @@ class AdapterReference(Policy):
             return policy.evaluate(batch)
 
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As the policy's."""
+        """The next token of each context."""
         with self._swapped() as policy:
             return policy.act(obs, deterministic, generator)
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """As the policy's."""
+        """The completion of each prompt."""
         with self._swapped() as policy:
             return policy.predict(obs, deterministic)
 
@@ -199,8 +199,6 @@ class CausalLM(Policy):
         autocast: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
-        from groupwise.text.generation import Decoder
-
         super().__init__()
         self.model: Any = model
         self.sampling = sampling or SamplingCfg()
@@ -217,19 +215,31 @@ class CausalLM(Policy):
         self.eval()
         self.eos_ids = _eos_ids(self.network, tokenizer) if eos_ids is None else tuple(eos_ids)
         self._check_head()
-        self.value_head = None if actor_only else self._make_value_head()
+        self.value_head: nn.Linear | None = None
+        if not actor_only:
+            self.value_head = nn.Linear(self.head.shape[1], 1, device=self.device, dtype=torch.float32)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
         if gradient_checkpointing:
             recompute_layers(self.network)
         self.decoder = Decoder()
         """The decoding step in generation."""
-        self._saved = self._names_to_save()
+        named = dict(self.named_parameters())  # each by its first name, as weights may be tied
+        trained = {name for name, parameter in named.items() if parameter.requires_grad}
+        self._saved = (trained or set(named)) | {name for name, _ in self.named_buffers()}
         self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool = True) -> "CausalLM":
-        """Sets the mode, but keeps quantised layers differentiable."""
+        """Sets the mode, but keeps layers quantised by bitsandbytes in training mode.
+
+        In evaluation mode, some CPUs repack their weights for a kernel without a backward pass; 8-bit ones round activations.
+        """
         super().train(mode)
-        keep_differentiable(self)
+        if (library := sys.modules.get("bitsandbytes")) is not None:  # imported by the code that made such layers
+            for module in self.modules():
+                if isinstance(module, library.nn.Linear4bit | library.nn.Linear8bitLt):
+                    module.train()
         return self
 
     @property
@@ -287,10 +297,7 @@ class CausalLM(Policy):
         return self._value(hidden, filled)
 
     def hidden_states(
-        self,
-        tokens: Int[Tensor, "row step"],
-        valid: Bool[Tensor, "row context"],
-        cache: Any = None,
+        self, tokens: Int[Tensor, "row step"], valid: Bool[Tensor, "row context"], cache: Any = None
     ) -> Float[Tensor, "row step width"]:
         """Last hidden states of the tokens; positions count from each row's first valid token.
 
@@ -303,7 +310,14 @@ class CausalLM(Policy):
         if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
             mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
         with self.computing():
-            hidden: Tensor = _last_hidden(self.network.base_model, tokens, mask, position, cache)
+            output = self.network.base_model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=position,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
     def blocks(self) -> list[nn.Module]:
@@ -315,11 +329,22 @@ class CausalLM(Policy):
         """The autocast context of every forward pass. Around several passes without gradient, weights are cast once."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
+    @torch.no_grad()
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """The next token of B contexts: token ids ``[B, T]``, or a sequence of ids for each."""
-        from groupwise.text.generation import next_token
+        """The next token of B contexts: token ids ``[B, T]``, or a sequence of ids for each.
 
-        return next_token(self, obs, deterministic, generator)
+        Its log-probability is that of the sampling distribution. To penalties the context is a prompt.
+        """
+        ids = obs.tolist() if isinstance(obs, Tensor) else obs
+        seeds = torch.randint(2**31, (len(ids), 1), generator=generator, device=self.device)
+        once = self.sampling.model_copy(update={"max_new_tokens": 1, "stop": ()})
+        completions = [one for (one,) in complete(self, ids, seeds, once, deterministic=deterministic)]
+        token = torch.tensor([one.tokens[0] for one in completions], device=self.device)
+        log_prob = torch.tensor([one.log_probs[0] for one in completions], device=self.device)
+        if self.value_head is None:
+            return Action(token, log_prob)
+        hidden = self.hidden_states(*left_padded(ids, self.device))[:, -1]
+        return Action(token, log_prob, self.value_head(hidden.float())[:, 0])
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """The completion of a prompt, a text or a list of messages, as text; of a list of prompts, a list."""
@@ -397,18 +422,6 @@ class CausalLM(Policy):
         value: Tensor = self.value_head(hidden.float())
         return _spread(value[:, 0], mask)
 
-    def _make_value_head(self) -> nn.Linear:
-        head = nn.Linear(self.head.shape[1], 1, device=self.device, dtype=torch.float32)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        return head
-
-    def _names_to_save(self) -> frozenset[str]:
-        """Trained parameters, each by its first name, or all if none are trained; and buffers."""
-        named = dict(self.named_parameters())
-        trained = {name for name, parameter in named.items() if parameter.requires_grad}
-        return frozenset((trained or set(named)) | {name for name, _ in self.named_buffers()})
-
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare the model's logits with the head's on a few tokens, and the head with the tokenizer."""
@@ -450,12 +463,6 @@ def _has_adapters(model: Any) -> bool:
                 "another type that changes layers"
             )
     return True
-
-
-def _last_hidden(network: Any, tokens: Tensor, mask: Tensor | None, position: Tensor | None, cache: Any) -> Tensor:
-    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
-    hidden: Tensor = network(**inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state
-    return hidden
 
 
 def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
@@ -521,19 +528,6 @@ def _forward_recomputed(layer: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():  # sampling: `checkpoint` would do the same, slower
         return forward(layer, *args, **kwargs)
     return checkpoint(forward, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def keep_differentiable(model: nn.Module) -> None:
-    """Keep layers quantised by bitsandbytes in training mode.
-
-    In evaluation mode, some CPUs repack their weights for a kernel without a backward pass; 8-bit ones round activations.
-    """
-    library = sys.modules.get("bitsandbytes")  # imported by the code that made such layers
-    if library is None:
-        return
-    for module in model.modules():
-        if isinstance(module, library.nn.Linear4bit | library.nn.Linear8bitLt):
-            module.train()
 
 
 class PrefixCacheLayer(DynamicLayer):  # type: ignore[misc]  # mypy does not follow transformers

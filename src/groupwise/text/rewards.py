@@ -108,7 +108,7 @@ class Isolated:
         self._child: processes.Child | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns.
+        """Call the function; returns its result.
 
         Raises:
             RemoteError: what it raises.
@@ -136,9 +136,9 @@ class Isolated:
         self._child = child = processes.Child(_serve, self._payload, name=self._name)
         try:
             _, error = self._answer(child, processes.SECONDS_TO_IMPORT)
-            failure = None if error is None else error[1]
-        except LostCallError as error:
-            failure = str(error)
+            failure = error and error[1]
+        except LostCallError as lost:
+            failure = str(lost)
         if failure is not None:
             self.close()
             raise ConfigError(
@@ -162,13 +162,12 @@ class Isolated:
 
 
 def _serve(connection: Connection, payload: bytes) -> None:
-    processes.serve(connection, _function(payload))
+    @contextmanager
+    def calls() -> Iterator[Callable[[Any], Any]]:
+        function = cloudpickle.loads(payload)
+        yield lambda call: function(*call[0], **call[1])
 
-
-@contextmanager
-def _function(payload: bytes) -> Iterator[Callable[[Any], Any]]:
-    function = cloudpickle.loads(payload)
-    yield lambda call: function(*call[0], **call[1])
+    processes.serve(connection, calls())
 
 
 # One reward function: its arguments, the columns that it needs, and the process that it may run in.
@@ -215,6 +214,12 @@ class RewardFunction:
         self.isolated: Isolated | None = None
         """The process that it runs in, if it has one of its own."""
 
+    @property
+    def is_async(self) -> bool:
+        """Whether its calls run while other functions are called."""
+        call = self.call
+        return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(call.__call__)
+
     def isolate(self, seconds: float) -> None:
         """Run it in a process of its own, with this limit of each call; not if it limits its time itself.
 
@@ -240,12 +245,18 @@ class RewardFunction:
         return [name for name in needed if name not in {*ARGUMENTS, *ARGUMENTS_OF_ONE, *self.settings}]
 
     def __call__(self, keywords: Mapping[str, Any], log_metric: LogMetric) -> Any:
-        """What it returns for those of the keywords that it takes; an error for each completion if its process was lost."""
+        """Call it with the keywords that it takes; returns its result, or an error for each completion if its process was lost."""
         if self.isolated is not None:
-            return self._from_process(self.isolated, keywords, log_metric)
+            try:
+                scores, logged = self.isolated(keywords)
+            except LostCallError as error:
+                return [RewardError(str(error))] * len(keywords["prompts"])
+            for name, value in logged:
+                log_metric(name, value)
+            return scores
         if self._scores_one:
             return self._one_by_one(keywords)
-        keywords = {**keywords, "log_extra": _ignore, "log_metric": log_metric}
+        keywords = {**keywords, "log_extra": lambda *_: None, "log_metric": log_metric}  # TRL prints these columns
         taken = {name: value for name, value in keywords.items() if self._takes_all or name in self._names}
         return self.call(**taken | self.settings)
 
@@ -261,15 +272,6 @@ class RewardFunction:
         rows = zip(*(given[name] for name in names), strict=True)
         scores = [self.call(**dict(zip(names, row, strict=True)), **self.settings) for row in rows]
         return _awaited(scores) if any(map(inspect.iscoroutine, scores)) else scores
-
-    def _from_process(self, isolated: Isolated, keywords: Mapping[str, Any], log_metric: LogMetric) -> Any:
-        try:
-            scores, logged = isolated(keywords)
-        except LostCallError as error:
-            return [RewardError(str(error))] * len(keywords["prompts"])
-        for name, value in logged:
-            log_metric(name, value)
-        return scores
 
 
 async def _awaited(scores: Sequence[Any]) -> list[Any]:
@@ -323,14 +325,10 @@ def written_text(completion: Completion) -> str:
     return "".join(message["content"] for message in completion if message["role"] == "assistant")
 
 
-def _ignore(*_: Any) -> None:
-    """TRL prints the columns of ``log_extra``."""
-
-
 log = logging.getLogger(__name__)
 
 LARGEST = 3.4e38
-"""Of float32; larger scores are as good as infinite."""
+"""Largest number in float32; larger scores are as good as infinite."""
 
 MOST_FAILED, FAILURE_WINDOW = 0.2, 10
 """Training stops above this part of failed scores, over this many calls."""
@@ -380,13 +378,13 @@ class TrainingState(NamedTuple):
     global_step: int = 0
     """Iterations so far."""
     max_steps: int = 0
-    """As in TRL; always 0, because a run's length is counted in tokens."""
+    """Always 0, unlike in TRL, because a run's length is counted in tokens."""
     epoch: float = 0.0
-    """Of the data."""
+    """Passes over the data."""
 
 
 class Scores(NamedTuple):
-    """Of each completion."""
+    """Scores of each completion."""
 
     reward: tuple[float | None, ...]
     """Weighted sum of the functions' scores. None: the completion is unscorable, because no function has a score, or one failed."""
@@ -407,16 +405,15 @@ class RewardSet:
     """
 
     def __init__(
-        self,
-        functions: Sequence[RewardFunction],
-        on_nonfinite: OnNonFinite = "stop",
-        timeout: float | None = None,
+        self, functions: Sequence[RewardFunction], on_nonfinite: OnNonFinite = "stop", timeout: float | None = None
     ) -> None:
         if not functions:
             raise ConfigError("there is no reward; fix: reward=my_function, or a registered name")
         self.functions = tuple(functions)
         self.on_nonfinite = on_nonfinite
-        self.names = _distinct([function.name for function in functions])
+        names = [function.name for function in functions]
+        counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+        self.names = tuple(f"{name}_{count}" if count > 1 else name for name, count in zip(names, counts, strict=True))
         self.weights = tuple(function.weight for function in functions)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics: dict[str, list[float]] = {}
@@ -465,12 +462,50 @@ class RewardSet:
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": state or TrainingState(),
         }
-        started = {function: self._start(function, keywords) for function in sorted(self.functions, key=_waits)}
-        scores = [self._result(function.name, started[function], len(prompts)) for function in self.functions]
+        started: dict[RewardFunction, Any] = {}
+        for function in sorted(self.functions, key=lambda function: not function.is_async):
+            # the async ones run while the others are called
+            with _blaming(function.name):
+                result = function(keywords, self._log_metric)
+                if inspect.iscoroutine(result):
+                    result = asyncio.run_coroutine_threadsafe(result, self._running_loop())
+                started[function] = result
+        scores: list[list[Score]] = []
+        for function in self.functions:
+            name, result = function.name, started[function]
+            with _blaming(name):
+                result = result.result() if isinstance(result, Future) else result
+            found = numbers(name, result, len(prompts))
+            if failures := [score for score in found if isinstance(score, RewardError)]:
+                log.warning(
+                    "reward %r failed for %d of %d completions: %s", name, len(failures), len(found), failures[0]
+                )
+            bad = [place for place, score in enumerate(found) if isinstance(score, float) and not abs(score) <= LARGEST]
+            if bad:
+                what = f"reward {name!r} is {found[bad[0]]} for completion {bad[0]} of {len(found)}"
+                if self.on_nonfinite == "stop":
+                    raise RewardError(
+                        f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
+                    )
+                log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
+                for place in bad:
+                    found[place] = 0.0 if self.on_nonfinite == "zero" else None
+            scores.append(found)
         members = list(zip(*scores, strict=True))
-        self._count_failures(members)
+        failed = [any(isinstance(score, RewardError) for score in member) for member in members]
+        self._failed.append(sum(failed) / max(len(failed), 1))
+        if sum(self._failed) > MOST_FAILED * FAILURE_WINDOW:
+            raise RewardError(
+                f"more than {MOST_FAILED:.0%} of the scores of {FAILURE_WINDOW} calls failed, the latest warnings say why; "
+                "fix: the reward, or a larger task.reward_timeout"
+            )
+        rewards: list[float | None] = []
+        for member, is_lost in zip(members, failed, strict=True):
+            pairs = zip(self.weights, member, strict=True)
+            weighted = [weight * value for weight, value in pairs if isinstance(value, float)]
+            rewards.append(sum(weighted) if weighted and not is_lost else None)
         parts = tuple(tuple(score if isinstance(score, float) else None for score in part) for part in scores)
-        return Scores(tuple(map(self._sum, members)), parts)
+        return Scores(tuple(rewards), parts)
 
     def take_logged(self) -> dict[str, float]:
         """Means of the values that functions logged with ``log_metric(name, value)`` since the last call."""
@@ -486,33 +521,6 @@ class RewardSet:
         for function in self.functions:
             function.close()
 
-    def _start(self, function: RewardFunction, keywords: Mapping[str, Any]) -> Any:
-        """What the function returns; the ``Future`` of an async one, which runs while others are called."""
-        with _blaming(function.name):
-            result = function(keywords, self._log_metric)
-            if inspect.iscoroutine(result):
-                return asyncio.run_coroutine_threadsafe(result, self._running_loop())
-            return result
-
-    def _result(self, name: str, started: Any, count: int) -> list[Score]:
-        """The scores of a function; those that are not finite as ``on_nonfinite`` says. Warns of those that failed."""
-        with _blaming(name):
-            result = started.result() if isinstance(started, Future) else started
-        scores = numbers(name, result, count)
-        if failures := [score for score in scores if isinstance(score, RewardError)]:
-            log.warning("reward %r failed for %d of %d completions: %s", name, len(failures), count, failures[0])
-        bad = [number for number, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST]
-        if not bad:
-            return scores
-        what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {count}"
-        if self.on_nonfinite == "stop":
-            raise RewardError(
-                f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
-            )
-        log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
-        instead = 0.0 if self.on_nonfinite == "zero" else None
-        return [instead if number in bad else score for number, score in enumerate(scores)]
-
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         """One loop for all calls, as async clients are bound to it; in a thread, as notebooks run their own loop."""
         if self._loop is None:
@@ -520,39 +528,13 @@ class RewardSet:
             threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
         return self._loop
 
-    def _count_failures(self, members: Sequence[Sequence[Score]]) -> None:
-        """A ``RewardError`` if a fifth of the latest completions have a score that failed."""
-        self._failed.append(sum(map(_failed, members)) / max(len(members), 1))
-        if sum(self._failed) > MOST_FAILED * FAILURE_WINDOW:
-            raise RewardError(
-                f"more than {MOST_FAILED:.0%} of the scores of {FAILURE_WINDOW} calls failed, the latest warnings say why; "
-                "fix: the reward, or a larger task.reward_timeout"
-            )
-
-    def _sum(self, member: Sequence[Score]) -> float | None:
-        if _failed(member):
-            return None
-        pairs = zip(self.weights, member, strict=True)
-        weighted = [weight * value for weight, value in pairs if isinstance(value, float)]
-        return sum(weighted) if weighted else None
-
     def _log_metric(self, name: str, value: Any) -> None:
         self._metrics.setdefault(name, []).append(float(value))
-
-
-def _waits(function: RewardFunction) -> bool:
-    """Whether it is called after the async functions, which run meanwhile."""
-    call = function.call
-    return not (inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(call.__call__))
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
-
-
-def _failed(member: Sequence[Score]) -> bool:
-    return any(isinstance(score, RewardError) for score in member)
 
 
 @contextmanager
@@ -563,11 +545,3 @@ def _blaming(name: str) -> Iterator[None]:
         raise RewardError(
             f"reward {name!r} raised {described(error)}; fix: the function (it may return None for what it cannot score)"
         ) from error
-
-
-def _distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, with numbers behind repeated ones."""
-    return tuple(
-        name if name not in names[:place] else f"{name}_{names[:place].count(name) + 1}"
-        for place, name in enumerate(names)
-    )

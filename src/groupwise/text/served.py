@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -68,8 +69,15 @@ class ServedGenerator:
     def save(self, iteration: int) -> None:
         """Write the policy's weights for the servers to read."""
         if self.engine.rank == 0:
-            with _without_bars():
+            from transformers.utils import logging as bars
+
+            shown = bars.is_progress_bar_enabled()
+            bars.disable_progress_bar()  # there would be one in every iteration
+            try:
                 self.policy.save_model(self.folder / self._version(iteration))
+            finally:
+                if shown:
+                    bars.enable_progress_bar()
 
     def load(self, iteration: int) -> None:
         """Give all servers weights that were saved, unless they have them or later ones."""
@@ -109,7 +117,10 @@ class ServedGenerator:
                 if isinstance(answer, LostWeightsError):
                     raise answer
                 answers[number] = answer
-        return [[_completion(answer) for answer in group] for group in answers]
+        return [
+            [Completion(a.tokens, a.log_probs, a.stop, policy_version=[*map(_iteration, a.versions)]) for a in group]
+            for group in answers
+        ]
 
     def close(self) -> None:
         """End the calls that run, and remove the weights. Servers that load weights have a moment to finish."""
@@ -195,25 +206,6 @@ class ServedCollector(TextCollector):
         self._numbers = {"rollout/sync_seconds": time.perf_counter() - start}
 
 
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Hides the progress bar of transformers, which there would be in every iteration."""
-    from transformers.utils import logging as bars
-
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
-
-
-def _completion(answer: Answer) -> Completion:
-    policy_version = [_iteration(version) for version in answer.versions]
-    return Completion(answer.tokens, answer.log_probs, answer.stop, policy_version=policy_version)
-
-
 def _iteration(version: str) -> int:
     return int(version.rpartition("-")[2])
 
@@ -230,7 +222,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """What ``work`` returns for each item."""
+    """Results of ``work`` for each item, called in threads."""
     with ThreadPoolExecutor(min(len(items), _AT_ONCE)) as pool:
         return list(pool.map(work, items))
 
@@ -316,15 +308,12 @@ class AsyncCollector(ServedCollector):
             "time/learner_idle_fraction": (now - asked) / (now - self._last_taken),
             "time/server_idle_fraction": waited / (ended - self._last_end) if waited else 0.0,
         }
-        self._numbers |= self._staleness([member for group in found.groups for member in group])
-        self._last_taken, self._last_end = now, ended
-        return found.groups
-
-    def _staleness(self, members: list[Transcript]) -> dict[str, float]:
-        """Updates since the policy that generated the tokens: their mean, and the share of each number."""
-        versions = (version for member in members for version in member.policy_version if version >= 0)
+        # updates since the policy that generated the tokens: their mean, and the share of each number
+        versions = (version for member in chain(*found.groups) for version in member.policy_version if version >= 0)
         ages = Counter(self.iteration - version for version in versions)
         assert 0 <= min(ages) <= max(ages) <= self.max_staleness  # others are an error before
         total = ages.total()
-        shares = {f"rollout/staleness_{age}": ages[age] / total for age in range(self.max_staleness + 1)}
-        return {"rollout/staleness": sum(age * count for age, count in ages.items()) / total} | shares
+        self._numbers["rollout/staleness"] = sum(age * count for age, count in ages.items()) / total
+        self._numbers |= {f"rollout/staleness_{age}": ages[age] / total for age in range(self.max_staleness + 1)}
+        self._last_taken, self._last_end = now, ended
+        return found.groups

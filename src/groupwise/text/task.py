@@ -47,7 +47,14 @@ class TextTask:
     ) -> None:
         refuse_unknown(settings, {*TextTaskCfg.model_fields, "reward", "reward_weights"} - {"rewards"}, "TextTask")
         rewards = _several(reward)
-        cfgs = [_reward_cfg(one) for one in rewards]
+        cfgs: list[RewardCfg] = []
+        for one in rewards:
+            if not isinstance(one, RewardCfg | str) and not callable(one):
+                raise ConfigError(
+                    f"reward = {one!r}: expected a function, the name of a registered one, or RewardCfg; fix: reward=my_function"
+                )
+            name = one if isinstance(one, str) else GIVEN
+            cfgs.append(one if isinstance(one, RewardCfg) else RewardCfg(name=name))
         if reward_weights is not None:
             if len(reward_weights) != len(cfgs):
                 raise ConfigError(f"reward_weights = {list(reward_weights)} for {len(cfgs)} rewards; fix: one for each")
@@ -132,16 +139,6 @@ def _several(reward: object) -> list[Any]:
     if reward is None:
         return []
     return [*reward] if isinstance(reward, list | tuple) else [reward]
-
-
-def _reward_cfg(reward: object) -> RewardCfg:
-    if isinstance(reward, RewardCfg):
-        return reward
-    if isinstance(reward, str) or callable(reward):
-        return RewardCfg(name=reward if isinstance(reward, str) else GIVEN)
-    raise ConfigError(
-        f"reward = {reward!r}: expected a function, the name of a registered one, or RewardCfg; fix: reward=my_function"
-    )
 
 
 # From what a user gives in Python to the settings of a run on texts.

@@ -76,24 +76,18 @@ def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
     """
     if cfg.tool is None:
         return None
-    made = _make_tool(cfg, given)
+    made = given
+    if cfg.tool != GIVEN:
+        if cfg.tool not in TOOLS:
+            raise UnknownNameError("tool", cfg.tool, TOOLS)
+        registered = TOOLS[cfg.tool]
+        is_class = inspect.isclass(registered)
+        text = () if is_class else ("",)
+        check_settings(f"tool {cfg.tool!r}", registered, cfg.tool_kwargs, first=text, complete=True)
+        made = registered(**cfg.tool_kwargs) if is_class else functools.partial(registered, **cfg.tool_kwargs)
+    if made is None:
+        raise ConfigError("the tool was given in Python; fix: give it again as tool=...")
     return made if cfg.tool_timeout is None else IsolatedTool(made, cfg.tool_timeout)
-
-
-def _make_tool(cfg: TextTaskCfg, given: AnyTool | None) -> AnyTool:
-    if cfg.tool == GIVEN:
-        if given is None:
-            raise ConfigError("the tool was given in Python; fix: give it again as tool=...")
-        return given
-    assert cfg.tool is not None
-    if cfg.tool not in TOOLS:
-        raise UnknownNameError("tool", cfg.tool, TOOLS)
-    registered = TOOLS[cfg.tool]
-    is_class = inspect.isclass(registered)
-    text = () if is_class else ("",)
-    check_settings(f"tool {cfg.tool!r}", registered, cfg.tool_kwargs, first=text, complete=True)
-    made: AnyTool = registered(**cfg.tool_kwargs) if is_class else functools.partial(registered, **cfg.tool_kwargs)
-    return made
 
 
 class IsolatedTool(Tool):
@@ -222,7 +216,7 @@ class TextRow(NamedTuple):
     log_probs: Sequence[float]
     """Under the distribution that the tokens were drawn from."""
     reward: float | Sequence[float] | None
-    """Of the completion, or of each of its tokens. None: unscorable, so that the row neither has a loss nor is a baseline."""
+    """Reward of the completion, or of each of its tokens. None: unscorable, so that the row neither has a loss nor is a baseline."""
     terminated: bool
     """Whether the model ended it; False: it was cut at the length limit."""
     group: int
@@ -347,7 +341,7 @@ class Transcript:
     tokens: list[int] = field(default_factory=list)
     """All tokens after the prompt."""
     log_probs: list[float] = field(default_factory=list)
-    """Of each token; 0 for the tool's."""
+    """Log-probability of each token; 0 for the tool's."""
     turn: list[int] = field(default_factory=list)
     """The model's turn that wrote each token; -1: the tool's."""
     support: list[Tensor] = field(default_factory=list)
@@ -361,7 +355,7 @@ class Transcript:
     text: str = ""
     """All that the model wrote, with the tool's answers in between as plain text."""
     messages: list[Message] = field(default_factory=list)
-    """The same as messages."""
+    """The text as messages."""
     reward: float | None = None
     """None: unscorable."""
     parts: Sequence[float | None] = ()
@@ -374,7 +368,9 @@ class Transcript:
 
     def add_turn(self, completion: Completion, text: str) -> None:
         """Add a turn of the model."""
-        self._add(completion.tokens, completion.log_probs, self.turns)
+        self.tokens += completion.tokens
+        self.log_probs += completion.log_probs
+        self.turn += [self.turns] * len(completion.tokens)
         self.support += completion.support or []
         self.policy_version += completion.policy_version or []
         self.stop = completion.stop
@@ -384,7 +380,9 @@ class Transcript:
 
     def add_answer(self, answer: str, text: str, tokens: Sequence[int]) -> None:
         """Add the tool's answer, as plain text, too, and all tokens between two turns of the model."""
-        self._add(tokens, [0.0] * len(tokens), -1)
+        self.tokens += tokens
+        self.log_probs += [0.0] * len(tokens)
+        self.turn += [-1] * len(tokens)
         if self.support:
             self.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
         if self.policy_version:
@@ -392,14 +390,9 @@ class Transcript:
         self.text += text
         self.messages.append({"role": "tool", "content": answer})
 
-    def _add(self, tokens: Sequence[int], log_probs: Sequence[float], turn: int) -> None:
-        self.tokens += tokens
-        self.log_probs += log_probs
-        self.turn += [turn] * len(tokens)
-
 
 class Dialogue:
-    """What follows a turn of the model: the tool's answer, if there is a tool.
+    """Continues after a turn of the model: adds the tool's answer, if there is a tool.
 
     Args:
         context: tokens that the model has positions for. None: no limit.
@@ -459,24 +452,20 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
     """Generate every transcript to its end; members of a group share the encoding of their prompt."""
     sampling, running = dialogue.stopping(sampling), list(transcripts)
     while running:
-        for groups in _batches(running):
+        # members with the same text so far are encoded once; such sets of one size are generated in one call
+        alike: dict[tuple[bool, int, tuple[int, ...]], list[Transcript]] = defaultdict(list)
+        for member in running:
+            alike[member.greedy, member.group, tuple(member.tokens)].append(member)
+        calls: dict[tuple[bool, int], list[list[Transcript]]] = defaultdict(list)
+        for (greedy, *_), members in alike.items():
+            calls[greedy, len(members)].append(members)
+        for (greedy, _), groups in calls.items():
             texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
             seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
-            written = generate(texts, torch.tensor(seeds), sampling, deterministic=groups[0][0].greedy)
+            written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy)
             for member, completion in zip(chain(*groups), chain(*written), strict=True):
                 member.add_turn(completion, dialogue.encoder.decode(completion.tokens))
         running = [member for member in running if dialogue.answer(member, sampling.max_new_tokens)]
-
-
-def _batches(transcripts: Sequence[Transcript]) -> list[list[list[Transcript]]]:
-    """Transcripts with the same text so far in one group; groups that can be generated in one call in one batch."""
-    groups: dict[tuple[bool, int, tuple[int, ...]], list[Transcript]] = defaultdict(list)
-    for member in transcripts:
-        groups[member.greedy, member.group, tuple(member.tokens)].append(member)
-    batches: dict[tuple[bool, int], list[list[Transcript]]] = defaultdict(list)
-    for (greedy, *_), group in groups.items():
-        batches[greedy, len(group)].append(group)
-    return list(batches.values())
 
 
 def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: TrainingState | None = None) -> None:
@@ -494,7 +483,7 @@ def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: Training
 
 
 def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
-    """What training reads of a completion with its reward."""
+    """The row of the rollout for a completion with its reward."""
     cut, reward = member.stop == "length", member.reward
     if reward is not None and cfg.overlong_buffer:
         length = torch.tensor([member.turn.count(member.turns - 1)])  # of the last turn

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.functional import vocabulary
-from groupwise.functional.vocabulary import token_scores, unprocessed
+from groupwise.text import vocabulary
+from groupwise.text.vocabulary import token_scores, unprocessed
 
 
 def plain(hidden, weight, token, temperature):
@@ -265,11 +265,7 @@ def test_never_holds_more_than_it_is_allowed(processor, trained):
     leaves_of(trained, hidden, weight)
     with Largest() as seen:
         scores = token_scores(
-            hidden,
-            weight,
-            torch.ones(300, dtype=torch.long),
-            processor=processor,
-            chunk_elements=800,
+            hidden, weight, torch.ones(300, dtype=torch.long), processor=processor, chunk_elements=800
         )
         scores.log_prob.sum().backward()
     # the inputs themselves have 1,200 numbers, all logits 30,000

@@ -27,7 +27,7 @@ class TokenScores(NamedTuple):
 
     log_prob: Float[Tensor, " token"]
     entropy: Float[Tensor, " token"]
-    """Of the distribution that the token was drawn from, in nats."""
+    """Entropy of the distribution that the token was drawn from, in nats."""
 
 
 def token_scores(

@@ -22,6 +22,17 @@ def test_config_needs_no_torch():
     assert out.stdout.strip() == "False"
 
 
+def test_training_starts_without_the_compiler_and_transformers():
+    """Importing either takes about as long as importing torch."""
+    code = (
+        "import sys, groupwise as gw; from groupwise.speed.control import flat_adam; import torch;"
+        "assert flat_adam(gw.PPOCfg(), [torch.nn.Parameter(torch.zeros(2))]) is not None; gw.train, gw.ActorCritic;"
+        "print([m for m in ('torch._dynamo', 'transformers', 'matplotlib', 'scipy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
 def test_the_stub_exports_every_name_to_type_checkers():
     stub = ast.parse(Path(groupwise.__file__).with_suffix(".pyi").read_text())
     names = [alias for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from small_updates import build, make_policy, make_rollout
 
+from groupwise.algorithms.base import build_optimizer
+from groupwise.config.algorithm import PPOCfg
 from groupwise.errors import ConfigError
 from groupwise.speed.control import FlatAdam, flat_adam
 
@@ -44,6 +46,14 @@ def test_the_vectors_adam_is_torchs(name):
         algorithm.optimizer.step()
         torchs.step()
     torch.testing.assert_close(flat.vector, torch.nn.utils.parameters_to_vector(single.parameters()))
+
+
+@pytest.mark.parametrize("settings", [{"name": "adam", "eps": 1e-7}, {"name": "adamw", "weight_decay": 0.1}])
+def test_settings_are_those_of_torchs_adam(settings):
+    cfg = PPOCfg(optimizer=settings)
+    fast, torchs = (make(cfg, [torch.nn.Parameter(torch.zeros(2))]) for make in (flat_adam, build_optimizer))
+    ours, theirs = ({k: v for k, v in made.param_groups[0].items() if k != "params"} for made in (fast, torchs))
+    assert ours == theirs
 
 
 def test_training_goes_on_from_a_saved_state():

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
 from groupwise.config.base import Fraction, NonNegative, PositiveInt, settings_of
-from groupwise.data.rollout import Nested, TensorSpec
+from groupwise.data.rollout import Nested, TensorDict, TensorSpec
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, UnknownNameError, require_name
 from groupwise.functional.advantages import (

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast, runtime
 
 import torch
 from jaxtyping import Float
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.algorithms.losses import Counts, check_objective, finest_unit, k3, objective_data
@@ -38,7 +37,7 @@ from groupwise.config.algorithm import (
     has_range_schedule,
 )
 from groupwise.data.minibatch import LAYOUTS, cut, take
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DivergedError
 from groupwise.functional.reduce import Aggregation, AllSum, loss_weights, token_mean_weights

@@ -11,7 +11,6 @@ import logging
 from typing import Any, ClassVar
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.advantages import (
@@ -25,7 +24,7 @@ from groupwise.algorithms.advantages import (
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, LOSSES, multiplied, policy_loss, reference_kl
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.data.rollout import transition_view
+from groupwise.data.rollout import TensorDict, transition_view
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.advantages import episode_return, kl_shaping

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import torch
 from annotated_types import Gt
 from jaxtyping import Bool, Float, Int
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
@@ -31,7 +30,7 @@ from groupwise.config.algorithm import (
 )
 from groupwise.config.base import Fraction, NonNegative, Positive, settings_of
 from groupwise.data.minibatch import Unit
-from groupwise.data.rollout import Nested, TensorSpec
+from groupwise.data.rollout import Nested, TensorDict, TensorSpec
 from groupwise.errors import ConfigError, DataError, require_name
 from groupwise.functional.reduce import (
     AllSum,

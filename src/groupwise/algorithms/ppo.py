@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, policy_loss, value_loss
 from groupwise.config.algorithm import PPOCfg, range_at
-from groupwise.data.rollout import Nested, transition_view
+from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional import advantages

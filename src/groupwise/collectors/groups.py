@@ -8,12 +8,11 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from jaxtyping import Bool
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.collectors.vector import EnvCollector, Episode, MakeActor, RolloutWriter, env_steps
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.collectors.vector import EnvCollector, Episode, MakeActor, RolloutWriter, VectorCollector
 from groupwise.config.algorithm import CollectionCfg
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.envs.base import EnvStep
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_env import TorchGroupEnv, TorchRows

@@ -10,10 +10,9 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.data.rollout import Nested, all_finite, find_nonfinite, lengthen
+from groupwise.data.rollout import Nested, TensorDict, all_finite, find_nonfinite, lengthen
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv, successes_by_task
 from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.base import Action, Policy, with_state

@@ -45,7 +45,6 @@ from stable_baselines3.common.torch_layers import (
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, PyTorchObs, Schedule
 from stable_baselines3.common.utils import LinearSchedule, obs_as_tensor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.algorithms import grpo
@@ -54,7 +53,7 @@ from groupwise.config.algorithm import AdaptiveEntropyCfg, CreditCfg, GroupStepC
 from groupwise.config.base import Choice, explain
 from groupwise.config.load import env_preset, objective_preset
 from groupwise.config.policy import PolicyCfg
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.engines import Engine
 from groupwise.envs.snapshots import reseed_noise
 from groupwise.errors import ConfigError, DataError, EnvError, GroupStartError, UnknownNameError, UnsupportedSpaceError

@@ -16,10 +16,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, get_ar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 
 Unit = Literal["transition", "episode", "row"]
 """From finest to coarsest."""

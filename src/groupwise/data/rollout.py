@@ -10,12 +10,21 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
+import torch.compiler
 from jaxtyping import Bool
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.errors import DataError
+
+# On import tensordict marks a few of its functions for torch.compile, and marking imports the compiler: half of the time in
+# which a training starts. They stay unmarked here: compiled code traces into them.
+_MARKS = {name: getattr(torch.compiler, name) for name in ("allow_in_graph", "assume_constant_result")}
+try:
+    vars(torch.compiler).update(dict.fromkeys(_MARKS, lambda function: function))
+    from tensordict import TensorDict as TensorDict
+finally:
+    vars(torch.compiler).update(_MARKS)
 
 log = logging.getLogger(__name__)
 

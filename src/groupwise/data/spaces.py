@@ -20,10 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from jaxtyping import Float
-from tensordict import TensorDict
 from torch import Tensor
 
-from groupwise.data.rollout import Nested, Spec, TensorSpec
+from groupwise.data.rollout import Nested, Spec, TensorDict, TensorSpec
 from groupwise.errors import ConfigError, DataError, GroupwiseError, UnsupportedSpaceError, nearest
 
 SpaceKind = Literal["box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple", "unsupported"]

@@ -11,14 +11,13 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Int
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.collectors.vector import EnvCollector
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
-from groupwise.data.rollout import transition_view
+from groupwise.data.rollout import TensorDict, transition_view
 from groupwise.embodied.lerobot import Demonstrations, read_demos
 from groupwise.engines import Engine
 from groupwise.envs.base import VectorEnv

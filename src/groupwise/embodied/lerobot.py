@@ -29,11 +29,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise import system as files
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
 from groupwise.errors import DataError
 

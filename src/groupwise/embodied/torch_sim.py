@@ -26,11 +26,10 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from jaxtyping import Float, Int
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.config.run import StartMode
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import obs_spec, subspaces
 from groupwise.embodied import vla as nested
 from groupwise.envs.base import SUCCESS_KEYS, EnvStep, GroupEnv, GroupStartReport, Mask, Seeds, VectorEnv

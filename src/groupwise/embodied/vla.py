@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from jaxtyping import Bool, Float, Int, UInt8
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise.config.policy import LoRACfg, VLACfg
-from groupwise.data.rollout import Nested, TensorSpec
+from groupwise.data.rollout import Nested, TensorDict, TensorSpec
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
 from groupwise.errors import ConfigError, DataError, EnvError, UnsupportedSpaceError, require_extra
 from groupwise.policies.actor_critic import ActorCritic

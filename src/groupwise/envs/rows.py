@@ -18,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium.vector import SyncVectorEnv
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise import plugins
 from groupwise import system as processes
 from groupwise.config.run import StartMode
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import leaf_spaces, nested_action, obs_spec, obs_to_tensor, subspaces
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, success_of_row, task_of_row
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
-from tensordict import TensorDict
 
 from groupwise import system as files
 from groupwise.config.base import explain
 from groupwise.config.evolution import Choices, EvolutionCfg, RangeCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
+from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, DivergedError, RunFolderError, nearest
 from groupwise.report.folder import LOCK, RunFolder
 from groupwise.run import evaluate, resume, train_from_config

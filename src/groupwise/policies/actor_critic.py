@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Shaped
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import elu, linear, silu
 
 from groupwise.config.policy import PolicyCfg
 from groupwise.data import spaces as action_masks
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import (
     KEY,
     chosen_entries,

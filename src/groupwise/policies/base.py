@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 
-from groupwise.data.rollout import Nested, Spec
+from groupwise.data.rollout import Nested, Spec, TensorDict
 
 if TYPE_CHECKING:
     from groupwise.engines import Engine

@@ -11,11 +11,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from safetensors.torch import save
-from tensordict import TensorDict
 from torch import Tensor, nn
 
 from groupwise import system as files
-from groupwise.data.rollout import TensorSpec
+from groupwise.data.rollout import TensorDict, TensorSpec
 from groupwise.data.spaces import leaf_spaces, obs_spec
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from groupwise.algorithms.base import BaseAlgorithm, build_optimizer
+from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.losses import finest_unit
 from groupwise.algorithms.ppo import PPO
@@ -144,7 +144,11 @@ def flat_adam(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam
     small = sum(p.numel() for p in parameters) <= LIMIT
     if len(kinds) != 1 or not small or cfg.optimizer.name not in ("adam", "adamw"):
         return None
-    return FlatAdam(parameters, build_optimizer(cfg, parameters).param_groups[0])
+    # the settings of torch.optim.Adam, whose constructor imports the compiler
+    unused = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+    own = {"lr": cfg.learning_rate, "weight_decay": 0, **cfg.optimizer.model_dump(exclude={"name"})}
+    decoupled = {"fused": True, "decoupled_weight_decay": cfg.optimizer.name == "adamw"}
+    return FlatAdam(parameters, own | unused | decoupled)
 
 
 # --- acting in NumPy ---

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -21,7 +20,7 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import GYM, TextRunCfg, TextTaskCfg
-from groupwise.data.rollout import TensorSpec
+from groupwise.data.rollout import TensorDict, TensorSpec
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError
 from groupwise.report.folder import RunFolder

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from groupwise.collectors.vector import Collector, Episode
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
+from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import wilson_95

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import DynamicCache
 
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.errors import ConfigError, DataError
@@ -333,6 +332,8 @@ def complete(
         sampling: by default the policy's.
         deterministic: take the most likely token each time; seeds do not matter then.
     """
+    from transformers.cache_utils import DynamicCache
+
     sampling = sampling or policy.sampling
     size = seeds.shape[1]
     with policy.decoder.context(policy), policy.computing():

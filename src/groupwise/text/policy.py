@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.config.policy import SamplingCfg
-from groupwise.data.rollout import TensorSpec
+from groupwise.data.rollout import TensorDict, TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.text.generation import Decoder, complete, left_padded, recorded_processor

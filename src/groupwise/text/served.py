@@ -15,12 +15,12 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from jaxtyping import Int
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise import system as files
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import ServerGenerationCfg
+from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ServerError
 from groupwise.serving import Answer, GroupRequest, LocalServer, LostWeightsError, VLLMServer

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -24,7 +23,7 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import GIVEN
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
-from groupwise.data.rollout import RolloutBuffer, TensorSpec
+from groupwise.data.rollout import RolloutBuffer, TensorDict, TensorSpec
 from groupwise.errors import ConfigError, DataError, ToolError, UnknownNameError
 from groupwise.plugins import register
 from groupwise.seeding import derive_seed

@@ -530,10 +530,9 @@ def algorithm_class(cfg: AlgorithmCfg) -> type[BaseAlgorithm]:
     """
     if cfg.algorithm is not None:
         return cfg.algorithm
-    if isinstance(cfg, GRPOCfg):
-        return GRPO
-    if isinstance(cfg, PPOCfg):
-        return PPO
+    for kind, algorithm in ((GRPOCfg, GRPO), (PPOCfg, PPO)):
+        if isinstance(cfg, kind):
+            return algorithm
     raise ConfigError(f"{type(cfg).__name__} has no algorithm; fix: @gw.register_algorithm({type(cfg).__name__})")
 
 

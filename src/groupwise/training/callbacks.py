@@ -19,14 +19,13 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise import system as files
 from groupwise.comparison.compare import differences
 from groupwise.config.base import flat
 from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg
-from groupwise.data.rollout import Nested, transition_view
+from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.errors import DivergedError, SamplerMismatchError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import MAX_WIDTH, SCORES, RunFolder, Values, kept_iterations, write_groups

@@ -9,9 +9,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from tensordict import TensorDict
 
 from groupwise.config.run import TensorBoardCfg, TrackedRun, TrackerCfg, TrackioCfg, WandBCfg
+from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, require_extra
 from groupwise.report.folder import RunFolder
 from groupwise.system import printable, show

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.vector import Collector, pool_metrics
 from groupwise.config.run import Budget
-from groupwise.data.rollout import RolloutBuffer
+from groupwise.data.rollout import RolloutBuffer, TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
 from groupwise.seeding import derive_seed

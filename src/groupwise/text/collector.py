@@ -166,13 +166,16 @@ class TextCollector(Collector):
         Args:
             ahead: rollouts between this one and theirs.
         """
-        seed, stream = self._cfg.seed, ("completion", self.rank, self.iteration + ahead)
+        stream = "completion", self.rank, self.iteration + ahead
         place = self.position + ahead * self._cfg.num_prompts
-        groups = []
-        for number in range(first, first + count):
-            prompt = in_order(self.prompts, (place + number) * self.world_size + self.rank, seed)
-            groups.append(open_group(prompt, number, self._cfg.algorithm, seed, *stream))
-        return groups
+        return [
+            open_group(self._prompt(place + number), number, self._cfg.algorithm, self._cfg.seed, *stream)
+            for number in range(first, first + count)
+        ]
+
+    def _prompt(self, place: int) -> EncodedPrompt:
+        """The prompt at a place of this process's part of the data, over all epochs."""
+        return in_order(self.prompts, place * self.world_size + self.rank, self._cfg.seed)
 
     def _write(self, groups: list[list[Transcript]]) -> list[list[Transcript]]:
         """Generate the groups."""

@@ -23,7 +23,7 @@ from groupwise.embodied.metaworld import (  # noqa: E402
     instruction_bytes,
     touches,
 )
-from groupwise.embodied.torch_sim import Renderer  # noqa: E402
+from groupwise.embodied.metaworld import Renderer  # noqa: E402
 from groupwise.embodied.vla import ActionChunk  # noqa: E402
 
 MOVES_THE_MODEL = ["push-v3", "door-open-v3", "door-lock-v3", "basketball-v3"]

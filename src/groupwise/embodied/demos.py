@@ -47,13 +47,13 @@ MAX_STEPS = 10_000  # of an episode in environments without a step limit
 
 
 class Recording(NamedTuple):
-    """What was recorded."""
+    """A folder of demonstrations, and how it came about."""
 
     path: Path
     """The folder."""
     episodes: int
     steps: int
-    """Of these episodes."""
+    """Steps of these episodes."""
     attempts: int
     """Episodes played: the expert's successes are ``episodes`` of them, unless failures were kept."""
 
@@ -75,9 +75,9 @@ def record_demos(
         expert: from an observation to an action. None: the one of ``EXPERTS`` for the id.
         episodes: how many to keep.
         out: a folder that does not exist or is empty. None: ``demos/<environment>``.
-        noise: of Box actions: standard deviation of Gaussian noise, as a share of half the range (of the unit, where
-            there are no bounds). Of other actions: probability of a random one. The stored action is without it.
-        seed: of the starts and the noise.
+        noise: for Box actions the standard deviation of Gaussian noise, as a share of half the range (of the unit, where
+            there are no bounds), for others the probability of a random one. The stored action is without it.
+        seed: decides the starts and the noise.
         keep_failures: keep episodes that end without success, too. Environments that do not say keep all.
 
     Raises:

@@ -92,7 +92,7 @@ class DemoWriter:
     """Writes episodes into a new folder; complete when closed.
 
     Args:
-        steps_per_second: of the environment, for timestamps.
+        steps_per_second: gives the timestamps.
     """
 
     def __init__(self, folder: Path, observation_space: Any, action_space: Any, steps_per_second: int) -> None:

@@ -46,13 +46,13 @@ from groupwise.errors import EnvError, UnknownNameError
 
 VIEWS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 _CORNER2_POSITION = (0.75, 0.075, 0.7)
-"""As in RLinf and LeRobot: the package's is so far away that objects are four pixels wide in an image of 64."""
+"""The position in RLinf and LeRobot: the package's is so far away that objects are four pixels wide in an image of 64."""
 _UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 _PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
 _VIEWS_OF_DATA = ("init_left_pad", "init_right_pad")
 """Views of ``MjData``, so they follow it."""
 _ARM_GROUP = 2
-"""Of geoms; the highest that is drawn by default."""
+"""The highest group of geoms that is drawn by default."""
 _NEVER_SEES_ARM = "gripperPOV"
 """Leaving the arm out changes no pixel there, and halves the time."""
 _ARM = ("base", "controller_box", "head", "pedestal", "screen", "torso")
@@ -201,7 +201,7 @@ def touches(sawyer: SawyerXYZEnv, geom: int) -> bool:
 
 
 def _reset_mocap_welds(sawyer: SawyerMocapBase) -> None:
-    """As the package's, for equality constraints of more than 11 numbers."""
+    """Do what the package's does, also for equality constraints of more than 11 numbers."""
     model = sawyer.model
     for number in range(model.neq):
         if model.eq_type[number] == mujoco.mjtEq.mjEQ_WELD:
@@ -369,7 +369,7 @@ _VIDEO_SIZE = 400
 """Pixels; videos show no more (``report.video.MAX_SIZE``)."""
 
 _simulators: weakref.WeakValueDictionary[str, Simulator] = weakref.WeakValueDictionary()
-"""Those of this process, shared by all rows that use the same ones."""
+"""Simulators of this process, shared by all rows that use the same ones."""
 
 
 class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):

@@ -365,7 +365,7 @@ def stored(obs: Any, num_envs: int, name: str) -> Nested:
     """A copy in the dtypes that rollouts have: float32, uint8, bool or int64.
 
     Args:
-        name: of the simulator.
+        name: name of the simulator, for errors.
 
     Raises:
         EnvError: ``obs`` holds something else than tensors [N, ...].

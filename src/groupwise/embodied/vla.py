@@ -37,7 +37,7 @@ class ObsSizes(NamedTuple):
     views: int
     height: int
     width: int
-    """Of an image, in pixels."""
+    """Height and width of an image are in pixels."""
     proprio: int
 
 

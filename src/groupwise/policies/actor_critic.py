@@ -72,7 +72,7 @@ class MLP(nn.Module):
 
     Args:
         num_outputs: width of a last linear layer; None ends with the last hidden layer's activation.
-        gain: of the last layer's weight.
+        gain: scale of the last layer's weight.
     """
 
     def __init__(self, num_inputs: int, cfg: PolicyCfg, num_outputs: int | None = None, gain: float = 1.0) -> None:
@@ -152,7 +152,7 @@ class ObsEncoder(nn.Module):
     ones, and images go through a CNN. Leaves of a Dict or Tuple follow in the order of the space.
 
     Raises:
-        UnsupportedSpaceError: as ``obs_spec``.
+        UnsupportedSpaceError: a space without a fixed shape.
         ConfigError: an image too small for the CNN.
     """
 

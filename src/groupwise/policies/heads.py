@@ -1,4 +1,4 @@
-"""What every action head can do: sample, tell probabilities, and turn its own actions into the environment's."""
+"""Action heads: the distributions over a Gymnasium action space, made from a policy's flat output."""
 
 import math
 from abc import ABC, abstractmethod
@@ -53,7 +53,7 @@ class ActionHead(nn.Module, ABC):
         return self.log_prob(params, action), self.entropy(params)
 
     def env_action(self, action: Tensor) -> Tensor:
-        """What the environment receives for the policy's own actions."""
+        """The environment's actions for the policy's own."""
         return action
 
     def own_action(self, action: Tensor) -> Tensor:
@@ -243,8 +243,8 @@ class DiagGaussian(ActionHead):
     The density is that of the unclipped sample, which the rollout stores.
 
     Args:
-        low: the box, float32, -inf where it has no bound.
-        high: likewise, inf where it has no bound.
+        low: lower bounds of the box, float32, -inf where it has none.
+        high: its upper bounds, inf where it has none.
     """
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
@@ -429,7 +429,7 @@ class Composite(ActionHead):
         return torch.cat([part.to(dtype) for part in flat], dim=-1)
 
 
-# Action heads: what a policy's flat output means as a distribution over one Gymnasium action space.
+# The head for an action space.
 
 
 def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:

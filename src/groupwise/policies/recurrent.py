@@ -40,7 +40,7 @@ class RecurrentEncoder(ObsEncoder):
         Args:
             obs: in the order of a ``PackedSequence``.
             state: at the beginnings; an LSTM's output and cell, one after the other.
-            batch_sizes: of the ``PackedSequence``, on the CPU.
+            batch_sizes: those of the ``PackedSequence``, on the CPU.
         """
         x = self(obs).to(self.layer.weight_hh_l0.dtype)
         if not len(x):
@@ -110,7 +110,7 @@ class RecurrentActorCritic(ActorCritic):
         """``(actions, state)``, as in Stable-Baselines3: give the state back with the next observations.
 
         Args:
-            state: of the last call, the actor's; None where all episodes begin.
+            state: the actor's, from the last call; None where all episodes begin.
             episode_start: ``[B]`` True where an episode begins.
 
         Raises:
@@ -175,7 +175,7 @@ class RecurrentActorCritic(ActorCritic):
         return [self.encoder] if self.critic_encoder is None else [self.encoder, self.critic_encoder]
 
     def zero_state(self, rows: int) -> Float[Tensor, "row state"]:
-        """What is remembered where episodes begin."""
+        """The state where episodes begin."""
         return torch.zeros(rows, self.state_size, device=self.device)
 
 
@@ -187,14 +187,14 @@ class RecurrentPlayer:
         self._state: Tensor | None = None
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As ``Policy.act``, of the next observations."""
+        """Actions for the next observations; see ``Policy.act``."""
         state = self._policy.zero_state(len(obs)) if self._state is None else self._state
         action = self._policy.act(with_state(obs, state), deterministic, generator)
         self._state = action.state
         return action
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """As ``Policy.predict``, of the next observations."""
+        """Environment actions for the next observations; see ``Policy.predict``."""
         action, state = self._policy.predict(obs, deterministic, state=self._state)
         self._state = torch.from_numpy(state).to(self._policy.device)
         return action
@@ -216,7 +216,7 @@ class Packing(NamedTuple):
         """The sequences of all valid slots.
 
         Args:
-            step: of the episode; one begins where it is 0.
+            step: number within the episode; one begins where it is 0.
         """
         begins = valid.clone()
         begins[:, 1:] &= (step[:, 1:] == 0) | ~valid[:, :-1]

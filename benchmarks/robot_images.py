@@ -41,7 +41,7 @@ from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 from tensordict import TensorDict
 
 import groupwise as gw
-from groupwise.embodied import torch_sim as rendering
+from groupwise.embodied import metaworld as rendering
 from groupwise.embodied.metaworld import INSTRUCTIONS, MetaWorldEnv, instruction_bytes
 from groupwise.embodied.vla import VLAPolicy
 

@@ -19,11 +19,11 @@ from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # noqa: E402
 from groupwise.embodied.metaworld import (  # noqa: E402
     INSTRUCTIONS,
     MetaWorldEnv,
+    Renderer,
     expert,
     instruction_bytes,
     touches,
 )
-from groupwise.embodied.torch_sim import Renderer  # noqa: E402
 from groupwise.envs.gymnasium import ActionChunk  # noqa: E402
 
 MOVES_THE_MODEL = ["push-v3", "door-open-v3", "door-lock-v3", "basketball-v3"]

@@ -208,7 +208,7 @@ def test_images_must_be_made_of_whole_patches(kind):
 
 def test_settings_of_a_new_model_are_not_those_of_a_folder(kind):
     with pytest.raises(ConfigError, match="hidden_size are of a new model, and path='my_model' is one"):
-        KINDS[kind].settings(path="my_model", hidden_size=64)
+        gw.config.VLACfg(path="my_model", hidden_size=64)
 
 
 def test_a_folder_without_a_model_is_refused(kind, tmp_path):

@@ -18,7 +18,7 @@ from groupwise.envs.gymnasium import ActionChunk
 from groupwise.errors import ConfigError, DataError
 
 pytest.importorskip("transformers")
-from groupwise.embodied.vla import VLAPolicy, instructions
+from groupwise.embodied.vla import VLAPolicy
 
 robots.register()
 make_policy = partial(robot_policies.make_policy, "vla")
@@ -107,12 +107,6 @@ def test_adapters_need_a_model():
         VLACfg(lora=LoRACfg())
 
 
-def test_instructions_are_utf8():
-    assert instructions(torch.from_numpy(encoded("schiebe nach rechts: →", 30))[None]) == ["schiebe nach rechts: →"]
-    with pytest.raises(DataError, match="instruction is not UTF-8"):
-        instructions(torch.tensor([[200, 65, 0]], dtype=torch.uint8))
-
-
 def from_folder(folder, **settings):
     torch.manual_seed(0)
     return VLAPolicy.from_pretrained(folder, ENV.observation_space, ENV.action_space, bins=BINS, **settings)
@@ -122,7 +116,11 @@ def test_a_model_without_a_chat_template_reads_plain_text(tmp_path):
     from tiny_vlm import save_tiny_vlm
 
     policy = from_folder(save_tiny_vlm(tmp_path, chat=False))
-    assert policy.act(observations()).action.shape == (4, C, A)
+    obs = observations()
+    assert policy.act(obs).action.shape == (4, C, A)
+    obs["instruction"][0, 0] = 200
+    with pytest.raises(DataError, match="instruction is not UTF-8"):
+        policy.act(obs)
 
 
 def test_adapters_alone_are_trained_and_saved(tmp_path):

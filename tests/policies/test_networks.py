@@ -10,7 +10,7 @@ from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.errors import UnsupportedSpaceError
-from groupwise.policies.actor_critic import MLP, ImageLayout, NatureCNN, ObsEncoder, SmallCNN, image_layout, orthogonal
+from groupwise.policies.actor_critic import MLP, NatureCNN, ObsEncoder, SmallCNN, image_layout, orthogonal
 
 CFG = PolicyCfg()
 
@@ -56,11 +56,11 @@ def test_mlp_without_head_or_hidden_layers():
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
-        ((84, 84, 3), ImageLayout(3, 84, 84, False)),
-        ((4, 84, 84), ImageLayout(4, 84, 84, True)),
-        ((210, 160, 3), ImageLayout(3, 210, 160, False)),
-        ((1, 40, 36), ImageLayout(1, 40, 36, True)),
-        ((7, 7, 7), ImageLayout(7, 7, 7, False)),
+        ((84, 84, 3), (3, 84, 84, False)),
+        ((4, 84, 84), (4, 84, 84, True)),
+        ((210, 160, 3), (3, 210, 160, False)),
+        ((1, 40, 36), (1, 40, 36, True)),
+        ((7, 7, 7), (7, 7, 7, False)),
     ],
 )
 def test_image_layout(shape, layout):

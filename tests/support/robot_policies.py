@@ -23,7 +23,7 @@ observations = partial(robots.observations, ENV)
 def make_policy(kind, actor_only=True, seed=0, **cfg):
     """A new policy whose answers differ: new heads give 0, or nearly so."""
     torch.manual_seed(seed)
-    cfg = KINDS[kind].settings(**TINY[kind] | cfg)
+    cfg = gw.config.VLACfg(**TINY[kind] | cfg)
     return stirred(KINDS[kind](ENV.observation_space, ENV.action_space, cfg, actor_only=actor_only))
 
 

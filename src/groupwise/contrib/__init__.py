@@ -1,1 +1,1 @@
-"""What needs an extra. It imports the core; the core reaches it by name only."""
+"""Integrations that need an extra. They import the core; the core reaches them by name only."""

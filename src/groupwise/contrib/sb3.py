@@ -373,7 +373,7 @@ class Tick(NamedTuple):
     """One step of all E environments; every array is [E, ...]."""
 
     obs: Array | dict[str, Array]
-    """What the policy saw, normalised as it was then."""
+    """Observations as the policy saw them, normalised as they were then."""
     action: Array
     """The policy's own action, before it was clipped."""
     log_prob: Array

@@ -18,7 +18,7 @@ from groupwise.collectors.vector import EnvCollector
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
 from groupwise.data.rollout import TensorDict, transition_view
-from groupwise.embodied.lerobot import Demonstrations, read_demos
+from groupwise.embodied.lerobot import read_demos
 from groupwise.engines import Engine
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import ConfigError, DataError
@@ -87,7 +87,33 @@ class DemoCollector(EnvCollector):
         Raises:
             DataError: the data is missing, or of other observations or actions.
         """
-        return _labels(read_demos(self.folder, self.env.observation_space), self.env, self.policy, str(self.folder))
+        demos, space = read_demos(self.folder, self.env.observation_space), self.env.action_space
+        steps, episode = len(demos.episode), torch.from_numpy(demos.episode)
+        found, single = demos.action.shape[1:], tuple(space.shape) or (1,)
+        chunked = len(single) > 1 and found == single[1:]
+        same_kind = (demos.action.dtype.kind == "f") == (space.dtype.kind == "f")
+        if not same_kind or (not chunked and found != single):
+            raise DataError(
+                f"{self.folder} has actions {demos.action.dtype} of shape {list(found)}, but those of {self.env.env_id} "
+                f"are in {space}; fix: the environment that they were recorded with"
+            )
+        now = torch.arange(steps)[:, None] + torch.arange(single[0] if chunked else 1)
+        last = torch.searchsorted(episode, episode, right=True)[:, None] - 1
+        action = torch.from_numpy(demos.action)[torch.minimum(now, last)]
+        action = action.reshape(steps, *space.shape).to(self.policy.device)
+        demonstrated, counts = now <= last, torch.ones(steps, dtype=torch.bool)
+        labels = {
+            "obs": demos.obs,
+            "action": self.policy.own_action(action).cpu(),
+            "executed": demonstrated.sum(dim=1),
+            "demonstrated": demonstrated,
+            "episode_id": episode,
+            "group_id": episode,
+            "reward": torch.from_numpy(demos.reward),
+            "valid": counts,
+            "loss_mask": counts,
+        }
+        return TensorDict(labels, batch_size=[steps])
 
     @cached_property
     def held_out(self) -> Bool[Tensor, " step"]:
@@ -111,7 +137,12 @@ class DemoCollector(EnvCollector):
         """The next ``num_envs * num_steps`` steps of the sequence; with several processes, each takes its share of it."""
         rows = self.env.num_envs
         count = rows * num_steps
-        index = self._in_sequence((self.iteration * self.engine.world_size + self.rank) * count, count)
+        first = (self.iteration * self.engine.world_size + self.rank) * count
+        trained = (~self.held_out).nonzero()[:, 0]
+        size = len(trained)
+        passes = range(first // size, (first + count - 1) // size + 1)  # each over all data, in an order of its own
+        orders = [torch.randperm(size, generator=self._generator("pass", number)) for number in passes]
+        index = trained[torch.cat(orders)[first % size :][:count]]
         steps = self._steps(index, self.label_noise, self._generator("label", self.rank, self.iteration))
         batch = transition_view(rollout)
         batch.update_(steps.reshape(rows, num_steps).select(*batch.keys(), strict=False))
@@ -126,14 +157,6 @@ class DemoCollector(EnvCollector):
     def _steps(self, index: Tensor, noise: float, generator: torch.Generator) -> TensorDict:
         steps: TensorDict = self.labels.exclude("reward")[index]
         return steps.set("action", self.policy.label(steps["action"], noise, generator))
-
-    def _in_sequence(self, first: int, count: int) -> Int[Tensor, " count"]:
-        """Steps number ``first`` and on of the sequence: each pass over the data has its own random order."""
-        steps = (~self.held_out).nonzero()[:, 0]
-        size = len(steps)
-        passes = range(first // size, (first + count - 1) // size + 1)
-        orders = [torch.randperm(size, generator=self._generator("pass", number)) for number in passes]
-        return steps[torch.cat(orders)[first % size :][:count]]
 
     def _generator(self, *path: int | str) -> torch.Generator:
         return torch.Generator().manual_seed(derive_seed(self.seed, *path))
@@ -178,58 +201,21 @@ class DemoScores(Callback):
     @torch.no_grad()
     def scores(self, steps: Int[Tensor, " step"]) -> dict[str, float]:
         """Loss, and where actions are discrete the share of right ones, else the absolute error, over these steps."""
-        parts = [self._scores(steps[i : i + _SCORED_AT_ONCE]) for i in range(0, len(steps), _SCORED_AT_ONCE)]
-        losses, errors, masks = (torch.cat(part) for part in zip(*parts, strict=True))
-        found = {"eval/demo_loss": float(losses.mean())}
+        policy, losses, errors, masks = self.algorithm.policy, [], [], []
+        for index in steps.split(_SCORED_AT_ONCE):  # type: ignore[no-untyped-call]
+            batch = self.collector.held_out_steps(index).to(policy.device)
+            inputs = self.algorithm.policy_inputs(batch.unsqueeze(0))
+            losses.append(-self.algorithm.score(policy, inputs).log_prob[inputs["loss_mask"]])  # of each unit
+            own = policy.act(batch["obs"], deterministic=True).action
+            action, wanted = (policy.env_action(part).double() for part in (own, batch["action"]))
+            masks.append(batch["demonstrated"])
+            errors.append((action - wanted).abs().reshape(*masks[-1].shape, -1))
+        error = torch.cat(errors)[torch.cat(masks)]
+        found = {"eval/demo_loss": float(torch.cat(losses).mean())}
         if self.collector.labels["action"].is_floating_point():
-            return found | {"eval/demo_error": float(errors[masks].mean())}
-        accuracy = (errors[masks] == 0).double().mean(dim=0)
+            return found | {"eval/demo_error": float(error.mean())}
+        accuracy = (error == 0).double().mean(dim=0)
         found["eval/demo_accuracy"] = float(accuracy.mean())
         if len(accuracy) > 1:
             found |= {f"eval/demo_accuracy_{i}": float(share) for i, share in enumerate(accuracy)}
         return found
-
-    def _scores(self, index: Int[Tensor, " step"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of units ``[U]``; errors ``[B, C, A]`` of the environment's actions, and which of them ``[B, C]`` count."""
-        policy = self.algorithm.policy
-        batch = self.collector.held_out_steps(index).to(policy.device)
-        inputs = self.algorithm.policy_inputs(batch.unsqueeze(0))
-        log_prob = self.algorithm.score(policy, inputs).log_prob
-        action = policy.act(batch["obs"], deterministic=True).action
-        taken, wanted = (policy.env_action(part).double() for part in (action, batch["action"]))
-        counts = batch["demonstrated"]
-        errors = (taken - wanted).abs().reshape(*counts.shape, -1)
-        return -log_prob[inputs["loss_mask"]], errors, counts
-
-
-def _labels(demos: Demonstrations, env: VectorEnv, policy: Policy, source: str) -> TensorDict:
-    """The steps as the policy stores them.
-
-    Raises:
-        DataError: actions of another shape or kind.
-    """
-    space, steps, episode = env.action_space, len(demos.episode), torch.from_numpy(demos.episode)
-    found, single = demos.action.shape[1:], tuple(space.shape) or (1,)
-    chunked = len(single) > 1 and found == single[1:]
-    same_kind = (demos.action.dtype.kind == "f") == (space.dtype.kind == "f")
-    if not same_kind or (not chunked and found != single):
-        raise DataError(
-            f"{source} has actions {demos.action.dtype} of shape {list(found)}, but those of {env.env_id} are in {space}; "
-            "fix: the environment that they were recorded with"
-        )
-    now = torch.arange(steps)[:, None] + torch.arange(single[0] if chunked else 1)
-    last = torch.searchsorted(episode, episode, right=True)[:, None] - 1
-    action = torch.from_numpy(demos.action)[torch.minimum(now, last)]
-    demonstrated, counts = now <= last, torch.ones(steps, dtype=torch.bool)
-    labels = {
-        "obs": demos.obs,
-        "action": policy.own_action(action.reshape(steps, *space.shape).to(policy.device)).cpu(),
-        "executed": demonstrated.sum(dim=1),
-        "demonstrated": demonstrated,
-        "episode_id": episode,
-        "group_id": episode,
-        "reward": torch.from_numpy(demos.reward),
-        "valid": counts,
-        "loss_mask": counts,
-    }
-    return TensorDict(labels, batch_size=[steps])

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import gymnasium
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from groupwise.config.base import GIVEN
@@ -28,8 +27,6 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.report.folder import is_free
 from groupwise.seeding import derive_seed
 
-Vector: TypeAlias = npt.NDArray[Any]
-
 Expert: TypeAlias = Callable[[Any], Any]
 """From an observation to an action of the environment."""
 
@@ -37,10 +34,10 @@ ExpertMaker: TypeAlias = Callable[[Any, dict[str, Any]], Expert]
 """The expert for an episode, which may keep a state: called after each reset with the environment and the reset's info."""
 
 EXPERTS = {
-    "FetchPickAndPlace": "groupwise.embodied.demos:pick_and_place",
-    "FetchPush": "groupwise.embodied.demos:push",
-    "FetchReach": "groupwise.embodied.demos:reach",
-    "MetaWorld/": "groupwise.embodied.demos:metaworld_expert",
+    "FetchPickAndPlace": "groupwise.embodied.fetch:pick_and_place",
+    "FetchPush": "groupwise.embodied.fetch:push",
+    "FetchReach": "groupwise.embodied.fetch:reach",
+    "MetaWorld/": "groupwise.embodied.metaworld:episode_expert",
 }
 """Makers of experts, by the start of the environments' ids."""
 
@@ -50,13 +47,13 @@ MAX_STEPS = 10_000  # of an episode in environments without a step limit
 
 
 class Recording(NamedTuple):
-    """What was recorded."""
+    """A folder of demonstrations, and how it came about."""
 
     path: Path
     """The folder."""
     episodes: int
     steps: int
-    """Of these episodes."""
+    """Steps of these episodes."""
     attempts: int
     """Episodes played: the expert's successes are ``episodes`` of them, unless failures were kept."""
 
@@ -78,9 +75,9 @@ def record_demos(
         expert: from an observation to an action. None: the one of ``EXPERTS`` for the id.
         episodes: how many to keep.
         out: a folder that does not exist or is empty. None: ``demos/<environment>``.
-        noise: of Box actions: standard deviation of Gaussian noise, as a share of half the range (of the unit, where
-            there are no bounds). Of other actions: probability of a random one. The stored action is without it.
-        seed: of the starts and the noise.
+        noise: for Box actions the standard deviation of Gaussian noise, as a share of half the range (of the unit, where
+            there are no bounds), for others the probability of a random one. The stored action is without it.
+        seed: decides the starts and the noise.
         keep_failures: keep episodes that end without success, too. Environments that do not say keep all.
 
     Raises:
@@ -102,8 +99,8 @@ def record_demos(
             f"no expert is known for {cfg.id!r}, only for {', '.join(EXPERTS)}; fix: from Python, "
             f"record_demos({cfg.id!r}, expert=...), a function from an observation to an action"
         )
-    make_expert: ExpertMaker = pkgutil.resolve_name(str(place)) if expert is None else lambda env, info: expert
     with closing(make_one(cfg, make)) as made:
+        make_expert: ExpertMaker = pkgutil.resolve_name(str(place)) if expert is None else lambda env, info: expert
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
         if not is_free(folder):
@@ -162,65 +159,3 @@ def _with_noise(space: Any, action: Any, noise: float, generator: np.random.Gene
     half = (space.high.astype(np.float64) - space.low) / 2
     noisy = action + noise * np.where(np.isfinite(half), half, 1.0) * generator.standard_normal(space.shape)
     return np.clip(noisy, space.low, space.high).astype(space.dtype)
-
-
-def metaworld_expert(env: Any, info: dict[str, Any]) -> Expert:
-    """Meta-World's scripted policy of the episode's task, which sees the whole state."""
-    from groupwise.embodied.metaworld import expert
-
-    policy = expert(info["task"])
-    return lambda obs: policy(env.unwrapped.state)
-
-
-def reach(env: Any, info: dict[str, Any]) -> Expert:
-    """Moves the gripper of a Fetch task to the goal."""
-    return lambda obs: _towards(obs["observation"][:3], obs["desired_goal"], 0.0)
-
-
-def push(env: Any, info: dict[str, Any]) -> Expert:
-    """Goes behind the object, as the goal sees it, from above, and pushes it there."""
-
-    def act(obs: dict[str, Any]) -> Vector:
-        hand, cube, goal = obs["observation"][:3], obs["achieved_goal"], obs["desired_goal"]
-        to_goal = goal[:2] - cube[:2]
-        distance = float(np.linalg.norm(to_goal))
-        direction = to_goal / max(distance, 1e-6)
-        behind = cube[:2] - 0.075 * direction
-        off, offset = float(np.linalg.norm(hand[:2] - behind)), hand[:2] - cube[:2]
-        along = float(offset @ direction)
-        aside = float(np.linalg.norm(offset - along * direction))
-        if distance < 0.02:
-            return _towards(hand, hand, -1.0)
-        if hand[2] < cube[2] + 0.02 and along < -0.03 and aside < 0.025:  # in place: push along the line to the goal
-            ahead = cube[:2] + (min(distance, 0.03) - 0.05) * direction
-            return _towards(hand, np.array([*ahead, cube[2]]), -1.0)
-        return _towards(hand, np.array([*behind, cube[2] + (0.0 if off < 0.015 else 0.08)]), -1.0)
-
-    return act
-
-
-def pick_and_place(env: Any, info: dict[str, Any]) -> Expert:
-    """Grasps the object from above, and carries it to the goal."""
-    held = 0
-
-    def act(obs: dict[str, Any]) -> Vector:
-        nonlocal held
-        hand, cube, goal = obs["observation"][:3], obs["achieved_goal"], obs["desired_goal"]
-        offset = hand - cube
-        if np.linalg.norm(offset[:2]) > 0.01 and held == 0:  # above it first, with the fingers open
-            return _towards(hand, cube + np.array([0.0, 0.0, 0.06]), 1.0)
-        if np.linalg.norm(offset) > 0.012 and held == 0:
-            return _towards(hand, cube, 1.0)
-        held += 1
-        if held <= 3:  # the fingers take some steps to close
-            return _towards(hand, hand, -1.0)
-        if np.linalg.norm(offset) > 0.04:  # lost it
-            held = 0
-        return _towards(hand, goal + offset, -1.0)
-
-    return act
-
-
-def _towards(hand: Vector, target: Vector, gripper: float) -> Vector:
-    """The action that goes 0.6 of the way, which is 5 cm for each 1, with a gripper of 1 (opens) or -1 (closes)."""
-    return np.array([*(0.6 * (target - hand) / 0.05), gripper], np.float32).clip(-1.0, 1.0)

@@ -20,7 +20,6 @@ Images are PNG files inside the rows, as LeRobot stores them without a video cod
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,7 +50,7 @@ class Column(NamedTuple):
     """How a part of each step is stored."""
 
     dtype: str
-    """Of NumPy, or ``image``."""
+    """NumPy's name, or ``image``."""
     shape: tuple[int, ...]
 
     def feature(self) -> dict[str, Any]:
@@ -92,15 +91,16 @@ class DemoWriter:
     """Writes episodes into a new folder; complete when closed.
 
     Args:
-        steps_per_second: of the environment, for timestamps.
+        steps_per_second: gives the timestamps.
     """
 
     def __init__(self, folder: Path, observation_space: Any, action_space: Any, steps_per_second: int) -> None:
         self.folder = folder
         self.lengths: list[int] = []
-        self._observation_space = observation_space
         self._fps = steps_per_second
-        self._columns = obs_columns(observation_space) | {"action": number(action_space)}
+        self._parts = _stored_parts(observation_space)
+        self._columns = {name: column for _, names, column in self._parts for name in names}
+        self._columns["action"] = number(action_space)
         self._tasks: dict[str, int] = {}
         self._task_of_episode: list[str] = []
         self._moments: dict[str, list[Array]] = {}
@@ -120,8 +120,12 @@ class DemoWriter:
         steps, episode = len(demo.reward), len(self.lengths)
         frame = np.arange(steps)
         done = frame == steps - 1
-        values = split(self._observation_space, demo.obs) | {"action": demo.action}
-        values |= {"next.reward": demo.reward, "next.done": done}
+        values: dict[str, Array] = {}
+        for path, names, column in self._parts:
+            part = (demo.obs if isinstance(demo.obs, Tensor) else demo.obs[path]).numpy()
+            views = part.reshape(steps, len(names), *column.shape)
+            values |= {name: views[:, i] for i, name in enumerate(names)}
+        values |= {"action": demo.action, "next.reward": demo.reward, "next.done": done}
         if "next.success" in self._columns if self.lengths else demo.success is not None:
             values["next.success"] = done & bool(demo.success)
         values |= {"timestamp": (frame / self._fps).astype(np.float32), "frame_index": frame}
@@ -131,12 +135,20 @@ class DemoWriter:
         self._columns = {name: own.get(name, Column(value.dtype.name, (1,))) for name, value in values.items()}
         table = pa.table({name: to_arrow(values[name], column) for name, column in self._columns.items()})
         if self._data is None:
-            path = self.folder / DATA.format(chunk_index=0, file_index=0)
-            path.parent.mkdir(parents=True)
-            self._data = pq.ParquetWriter(path, table.schema, compression="snappy")
+            file = self.folder / DATA.format(chunk_index=0, file_index=0)
+            file.parent.mkdir(parents=True)
+            self._data = pq.ParquetWriter(file, table.schema, compression="snappy")
         self._data.write_table(table)  # a row group of its own
         for name, column in self._columns.items():
-            self._moments.setdefault(name, []).append(_moments(values[name], column))
+            # sums, sums of squares, least and greatest; of an image those of each channel, with pixels in [0, 1]
+            x = values[name]
+            x = (
+                x.reshape(-1, column.shape[-1]) / 255.0
+                if column.dtype == "image"
+                else x.reshape(steps, -1).astype(float)
+            )
+            moments = np.stack([x.sum(axis=0), np.square(x).sum(axis=0), x.min(axis=0), x.max(axis=0)])
+            self._moments.setdefault(name, []).append(moments)
         self.lengths.append(len(demo.reward))
         self._task_of_episode.append(demo.task)
 
@@ -168,7 +180,7 @@ class DemoWriter:
             (self.folder / name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
 
     def _stats(self, name: str) -> dict[str, Any]:
-        """Over all episodes, as lists."""
+        """Statistics of a column over all episodes, as lists."""
         sums, squares, least, greatest = np.stack(self._moments[name], axis=1)
         column, steps = self._columns[name], sum(self.lengths)
         is_image = column.dtype == "image"
@@ -202,7 +214,8 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     needed = ("action", "next.reward", "episode_index", "task_index")  # recordings of LeRobot's may lack rewards
     if absent := [name for name in needed if name not in features]:
         raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
-    wanted = obs_columns(observation_space)
+    parts = _stored_parts(observation_space)
+    wanted = {name: column for _, names, column in parts for name in names}
     for name, column in wanted.items():
         there, own = (
             "nothing" if kind is None else f"{kind['dtype']} of shape {list(kind['shape'])}"
@@ -221,59 +234,30 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     reward, episode = (table[name].to_numpy().copy() for name in ("next.reward", "episode_index"))
     tasks = _read_table(folder, folder / TASKS).to_pydict()
     texts = dict(zip(tasks["task_index"], tasks["task"], strict=True))
+    leaves = leaf_spaces(observation_space)
+    stored: dict[tuple[str, ...], Array] = {}
+    if INSTRUCTION in leaves:
+        size = leaves[INSTRUCTION].shape[0]
+        encoded = [texts[index].encode().ljust(size, b"\0")[:size] for index in table["task_index"].to_pylist()]
+        stored[INSTRUCTION] = np.frombuffer(b"".join(encoded), np.uint8).reshape(-1, size)
+    for place, names, _ in parts:
+        views = np.stack([columns[name] for name in names], axis=1)
+        stored[place] = views.reshape(-1, *leaves[place].shape)
+    obs = {place: obs_to_tensor(leaves[place], part, batched=True) for place, part in stored.items()}
     return Demonstrations(
-        join(observation_space, columns, [texts[index] for index in table["task_index"].to_pylist()]),
+        obs[()] if () in obs else TensorDict(obs, batch_size=[len(table)]),
         from_arrow(table["action"], Column(action["dtype"], tuple(action["shape"]))),
         reward,
         np.unique(episode, return_inverse=True)[1].astype(np.int64),
     )
 
 
-def _moments(values: Array, column: Column) -> Array:
-    """[4, F] sums, sums of squares, least and greatest of an episode; of an image those of each channel, with pixels in [0, 1]."""
-    if column.dtype == "image":
-        flat = values.reshape(-1, column.shape[-1]) / 255.0
-    else:
-        flat = values.reshape(len(values), -1).astype(np.float64)
-    return np.stack([flat.sum(axis=0), np.square(flat).sum(axis=0), flat.min(axis=0), flat.max(axis=0)])
-
-
 def _read_table(folder: Path, files: Path | list[Path]) -> Any:
-    """What Parquet files of the folder hold."""
+    """The content of Parquet files of the folder."""
     try:
         return pq.read_table(files)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} is damaged ({error}); fix: record again") from error
-
-
-def obs_columns(space: Any) -> dict[str, Column]:
-    """The columns of a space's observations."""
-    return {name: column for _, names, column in _stored_parts(space) for name in names}
-
-
-def split(space: Any, obs: Nested) -> dict[str, Array]:
-    """The columns of observations ``[T, ...]``."""
-    found: dict[str, Array] = {}
-    for path, names, column in _stored_parts(space):
-        part = (obs if isinstance(obs, Tensor) else obs[path]).numpy()
-        views = part.reshape(len(part), len(names), *column.shape)
-        found |= {name: views[:, i] for i, name in enumerate(names)}
-    return found
-
-
-def join(space: Any, columns: Mapping[str, Array], tasks: Sequence[str]) -> Nested:
-    """The observations in columns, with the instruction of each step."""
-    leaves = leaf_spaces(space)
-    found: dict[tuple[str, ...], Array] = {}
-    if INSTRUCTION in leaves:
-        size = leaves[INSTRUCTION].shape[0]
-        text = b"".join(task.encode().ljust(size, b"\0")[:size] for task in tasks)
-        found[INSTRUCTION] = np.frombuffer(text, np.uint8).reshape(-1, size)
-    for path, names, _ in _stored_parts(space):
-        views = np.stack([columns[name] for name in names], axis=1)
-        found[path] = views.reshape(-1, *leaves[path].shape)
-    parts = {path: obs_to_tensor(leaves[path], part, batched=True) for path, part in found.items()}
-    return parts[()] if () in parts else TensorDict(parts, batch_size=[len(tasks)])
 
 
 def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]:

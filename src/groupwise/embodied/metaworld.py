@@ -19,11 +19,15 @@ from groupwise.envs.names import require_package
 
 require_package("MetaWorld/")
 
+import atexit
+import os
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import gymnasium
 import mujoco
@@ -35,26 +39,26 @@ from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 from metaworld.sawyer_xyz_env import SawyerMocapBase, SawyerXYZEnv
 from packaging.version import Version
 
-from groupwise.embodied.torch_sim import Image, Renderer
-from groupwise.envs.names import require_package
 from groupwise.errors import EnvError, UnknownNameError
 
 # A simulator of one Meta-World task that plays any number of episodes, one of them at a time.
 
 VIEWS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 _CORNER2_POSITION = (0.75, 0.075, 0.7)
-"""As in RLinf and LeRobot: the package's is so far away that objects are four pixels wide in an image of 64."""
+"""The position in RLinf and LeRobot: the package's is so far away that objects are four pixels wide in an image of 64."""
 _UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 _PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
 _VIEWS_OF_DATA = ("init_left_pad", "init_right_pad")
 """Views of ``MjData``, so they follow it."""
 _ARM_GROUP = 2
-"""Of geoms; the highest that is drawn by default."""
+"""The highest group of geoms that is drawn by default."""
 _NEVER_SEES_ARM = "gripperPOV"
 """Leaving the arm out changes no pixel there, and halves the time."""
 _ARM = ("base", "controller_box", "head", "pedestal", "screen", "torso")
 _STATE_KINDS = (np.ndarray, np.generic, bool, int, float, list, type(None))
 
+Image: TypeAlias = npt.NDArray[np.uint8]
+"""[height, width, 3]."""
 State: TypeAlias = dict[str, Any]
 """``physics``, the positions of bodies and sites that a start moves in the model, and attributes of the task."""
 
@@ -196,7 +200,7 @@ def touches(sawyer: SawyerXYZEnv, geom: int) -> bool:
 
 
 def _reset_mocap_welds(sawyer: SawyerMocapBase) -> None:
-    """As the package's, for equality constraints of more than 11 numbers."""
+    """Do what the package's does, also for equality constraints of more than 11 numbers."""
     model = sawyer.model
     for number in range(model.neq):
         if model.eq_type[number] == mujoco.mjtEq.mjEQ_WELD:
@@ -205,6 +209,96 @@ def _reset_mocap_welds(sawyer: SawyerMocapBase) -> None:
 
 if Version(mujoco.__version__) >= Version("3.17"):
     SawyerMocapBase.reset_mocap_welds = _reset_mocap_welds
+
+
+# Small images, fast enough in software that a policy can learn from them.
+
+
+class Renderer:
+    """Draws pictures of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
+
+    One renderer serves any number of ``MjData`` of the model.
+    ``close`` it, or drop it.
+
+    Args:
+        size: width and height of the pictures, in pixels.
+
+    Raises:
+        EnvError: OpenGL cannot be used.
+    """
+
+    def __init__(self, model: Any, size: int) -> None:
+        self._model = model
+        model.vis.quality.offsamples = 0
+        model.vis.global_.offwidth = model.vis.global_.offheight = size
+        self._size = size
+        self._scene = mujoco.MjvScene(model, maxgeom=1000)
+        for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
+            self._scene.flags[flag] = False
+        self._option = mujoco.MjvOption()
+        self._groups = self._option.geomgroup.copy()
+        self._perturbation = mujoco.MjvPerturb()
+        self._camera = mujoco.MjvCamera()
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        self._gl = _gl_context(size)
+        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
+        self._free = weakref.finalize(self, _free, self._gl, self._context)
+        self._free.atexit = False
+        atexit.register(self._free)  # after MuJoCo registered the end of OpenGL, so it runs before that
+
+    def render(self, data: Any, camera: str, *, without: int | None = None) -> Image:
+        """The picture [size, size, 3] of a camera of the model.
+
+        Args:
+            without: a group of geoms to leave out.
+        """
+        self._option.geomgroup[:] = self._groups
+        if without is not None:
+            self._option.geomgroup[without] = 0
+        self._camera.fixedcamid = self._model.camera(camera).id
+        mujoco.mjv_updateScene(
+            self._model,
+            data,
+            self._option,
+            self._perturbation,
+            self._camera,
+            mujoco.mjtCatBit.mjCAT_ALL,
+            self._scene,
+        )
+        self._gl.make_current()
+        viewport = mujoco.MjrRect(0, 0, self._size, self._size)
+        mujoco.mjr_render(viewport, self._scene, self._context)
+        image = np.empty((self._size, self._size, 3), np.uint8)
+        mujoco.mjr_readPixels(image, None, viewport, self._context)
+        return image[::-1]  # OpenGL counts rows from below
+
+    def close(self) -> None:
+        """Free the memory of OpenGL."""
+        self._free()
+
+
+def _gl_context(size: int) -> Any:
+    """A current OpenGL context: that of ``MUJOCO_GL``, else EGL on Linux and MuJoCo's own choice elsewhere."""
+    default = "egl" if sys.platform == "linux" else "cgl" if sys.platform == "darwin" else "glfw"
+    backend = os.environ.get("MUJOCO_GL", "").lower() or default
+    try:
+        context = import_module(f"mujoco.{backend}").GLContext(size, size)
+        context.make_current()
+    except Exception as error:  # each backend has its own kinds
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EnvError(
+            f"no images, since OpenGL cannot be used by {backend!r} ({reason}); fix: apt-get install libegl1 "
+            "libegl-mesa0 libgl1-mesa-dri, or MUJOCO_GL=osmesa with libosmesa6, or learn from states "
+            "(env.kwargs.obs='state')"
+        ) from error
+    return context
+
+
+def _free(gl: Any, context: Any) -> None:
+    gl.make_current()
+    context.free()
+    gl.free()
 
 
 # The tasks of Meta-World, and the instructions of the robot.
@@ -273,8 +367,8 @@ _MAX_REWARD = 10.0
 _VIDEO_SIZE = 400
 """Pixels; videos show no more (``report.video.MAX_SIZE``)."""
 
-_simulators: WeakValueDictionary[str, Simulator] = WeakValueDictionary()
-"""Those of this process, shared by all rows that use the same ones."""
+_simulators: weakref.WeakValueDictionary[str, Simulator] = weakref.WeakValueDictionary()
+"""Simulators of this process, shared by all rows that use the same ones."""
 
 
 class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
@@ -315,11 +409,31 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         reward: str = "success",
         render_mode: str | None = None,
     ) -> None:
-        _check(tasks, obs, views, pixels, reward)
+        if isinstance(tasks, str) or not tasks or len(set(tasks)) < len(tasks):
+            raise EnvError(f"tasks is {tasks!r}, expected names, none twice; fix: env.kwargs.tasks=['push-v3', ...]")
+        for task in tasks:
+            _check_task(task)
+        for name, value, known in (("obs", obs, ("state", "image")), ("reward", reward, ("success", "dense"))):
+            if value not in known:
+                raise EnvError(f"{name} is {value!r}, expected one of {known}; fix: env.kwargs.{name}={known[0]!r}")
+        if isinstance(views, str) or not views or not set(views) <= set(VIEWS):
+            raise EnvError(
+                f"views is {views!r}, expected some of {', '.join(VIEWS)}; fix: env.kwargs.views=['corner2']"
+            )
+        if pixels < 1:
+            raise EnvError(f"pixels is {pixels}, expected at least 1; fix: env.kwargs.pixels=64")
         self.tasks = tuple(tasks)
         self.render_mode = render_mode
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
-        self.observation_space = _space(obs, len(self.tasks), len(views), pixels)
+        if obs == "image":
+            self.observation_space = spaces.Dict(
+                image=spaces.Box(0, 255, (len(views), pixels, pixels, 3), np.uint8),
+                proprio=spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),
+                instruction=spaces.Box(0, 255, (INSTRUCTION_BYTES,), np.uint8),
+            )
+        else:
+            size = STATE_SIZE + (len(tasks) if len(tasks) > 1 else 0)
+            self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
         self._sees = self.draws = obs == "image"
         self._views, self._pixels, self._hide_arm = tuple(views), pixels, hide_arm
         self._reward = reward
@@ -410,33 +524,15 @@ def expert(task: str) -> Callable[[npt.NDArray[np.float64]], npt.NDArray[np.floa
     return act
 
 
+def episode_expert(env: Any, info: dict[str, Any]) -> Callable[[Any], Any]:
+    """The ``expert`` of the episode's task, whatever is observed: it sees the whole state."""
+    policy = expert(info["task"])
+    return lambda obs: policy(env.unwrapped.state)
+
+
 def instruction_bytes(text: str) -> npt.NDArray[np.uint8]:
     """[64] the UTF-8 bytes of a text that is not longer, zero-padded."""
     return np.frombuffer(text.encode().ljust(INSTRUCTION_BYTES, b"\0"), np.uint8).copy()
-
-
-def _space(obs: str, num_tasks: int, num_views: int, pixels: int) -> spaces.Space[Any]:
-    if obs == "state":
-        return spaces.Box(-np.inf, np.inf, (STATE_SIZE + (num_tasks if num_tasks > 1 else 0),), np.float32)
-    return spaces.Dict(
-        image=spaces.Box(0, 255, (num_views, pixels, pixels, 3), np.uint8),
-        proprio=spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),
-        instruction=spaces.Box(0, 255, (INSTRUCTION_BYTES,), np.uint8),
-    )
-
-
-def _check(tasks: Sequence[str], obs: str, views: Sequence[str], pixels: int, reward: str) -> None:
-    if isinstance(tasks, str) or not tasks or len(set(tasks)) < len(tasks):
-        raise EnvError(f"tasks is {tasks!r}, expected names, none twice; fix: env.kwargs.tasks=['push-v3', ...]")
-    for task in tasks:
-        _check_task(task)
-    for name, value, known in (("obs", obs, ("state", "image")), ("reward", reward, ("success", "dense"))):
-        if value not in known:
-            raise EnvError(f"{name} is {value!r}, expected one of {known}; fix: env.kwargs.{name}={known[0]!r}")
-    if isinstance(views, str) or not views or not set(views) <= set(VIEWS):
-        raise EnvError(f"views is {views!r}, expected some of {', '.join(VIEWS)}; fix: env.kwargs.views=['corner2']")
-    if pixels < 1:
-        raise EnvError(f"pixels is {pixels}, expected at least 1; fix: env.kwargs.pixels=64")
 
 
 def _check_task(task: str) -> None:
@@ -444,17 +540,12 @@ def _check_task(task: str) -> None:
         raise UnknownNameError("task of Meta-World", task, INSTRUCTIONS)
 
 
-def _register() -> None:
-    entry_point = f"{__name__}:{MetaWorldEnv.__name__}"
-    for task in INSTRUCTIONS:
-        gymnasium.register(
-            f"MetaWorld/{task}",
-            entry_point,
-            max_episode_steps=MAX_EPISODE_STEPS,
-            disable_env_checker=True,
-            kwargs={"tasks": (task,)},
-        )
-    gymnasium.register("MetaWorld/multi", entry_point, max_episode_steps=MAX_EPISODE_STEPS, disable_env_checker=True)
-
-
-_register()
+ids = {f"MetaWorld/{task}": {"tasks": (task,)} for task in INSTRUCTIONS} | {"MetaWorld/multi": {}}
+for env_id, settings in ids.items():
+    gymnasium.register(
+        env_id,
+        f"{__name__}:{MetaWorldEnv.__name__}",
+        max_episode_steps=MAX_EPISODE_STEPS,
+        disable_env_checker=True,
+        kwargs=settings,
+    )

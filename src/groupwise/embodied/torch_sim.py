@@ -6,154 +6,26 @@ and rsl_rl's ``VecEnv``. All of them reset a row in the step in which its episod
 A step copies nothing to the host. What a simulator does not tell is not made up: the adapter's ``notes`` name it.
 """
 
-import atexit
 import copy
 import inspect
-import os
-import sys
-import weakref
-from collections.abc import Sequence
-from ctypes.util import find_library
-from functools import cached_property
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import gymnasium
-import mujoco
 import numpy as np
-import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import obs_spec, subspaces
-from groupwise.embodied import vla as nested
 from groupwise.envs.base import SUCCESS_KEYS, EnvStep, GroupEnv, GroupStartReport, Mask, Seeds, VectorEnv
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError, GroupStartError
 from groupwise.seeding import derive_seed
-
-# The rows of a simulator of others for GRPO: members of a group share their start, by its states or by its seeds.
-
-
-class TorchSimGroups(GroupEnv):
-    """A simulator for GRPO: a row is over at its first end, whatever the simulator does with it afterwards.
-
-    The rows that are over are stepped on by the simulator, unseen. Where it resets no single rows, all rows start together.
-    """
-
-    def __init__(self, sim: "TorchSim", start_mode: StartMode) -> None:
-        self.env_id, self.num_envs, self.device = sim.env_id, sim.num_envs, sim.device
-        self.observation_space, self.action_space, self.obs_spec = sim.observation_space, sim.action_space, sim.obs_spec
-        self.max_episode_steps = sim.max_episode_steps
-        self.notes = sim.notes
-        self.start_mode = start_mode
-        self.block_size = sim.num_envs if sim.row_option is None else 1
-        if start_mode == "none":
-            self.start_report = GroupStartReport(sim.env_id, "none", start_varies=True, noise_varies=True)
-        self._sim = sim
-        self._over = torch.ones(sim.num_envs, dtype=torch.bool, device=sim.device)
-        self._obs = sim.restart()
-        self._reset_seed, self._num_resets = 0, 0
-
-    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
-        """First observations [N, ...]; see ``VectorEnv.reset``."""
-        if seed is not None:
-            self._reset_seed, self._num_resets = seed, 0
-        seeds = [derive_seed(self._reset_seed, "reset", row, self._num_resets) for row in range(self.num_envs)]
-        self._num_resets += 1
-        start_seed = np.array(seeds, dtype=np.int64)
-        return self.start(np.ones(self.num_envs, dtype=np.bool_) if mask is None else mask, start_seed, start_seed)
-
-    @torch.no_grad()
-    def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
-        """Observations [N, ...] after starting the rows of ``mask``. Noise after the start is the simulator's own."""
-        rows, seeds = np.flatnonzero(mask), start_seed[mask]
-        if self.start_mode == "native":
-            obs = self._start_by_state(rows, seeds)
-        elif self.start_mode == "seed":
-            for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
-                obs = self._sim.restart([row], seed)
-        else:
-            if self.block_size > 1 and not mask.all():
-                raise EnvError(f"{self.env_id} resets no single rows; fix: start all of them")
-            obs = self._sim.restart(None if mask.all() else rows.tolist(), int(seeds[0]))
-        begun = torch.from_numpy(mask).to(self.device)
-        self._over = self._over & ~begun
-        self._obs = nested.select(begun, obs, self._obs)
-        return self._obs
-
-    def pause(self, mask: Mask) -> None:
-        """Pause the rows of ``mask`` until they are started again."""
-        self._over = self._over | torch.from_numpy(mask).to(self.device)
-
-    @torch.no_grad()
-    def step(self, action: Tensor) -> EnvStep:
-        """One step of every row that is not over with environment actions [N, ...]."""
-        step, live = self._sim.step(action), ~self._over
-        assert step.final_obs is not None
-        terminated, truncated = step.terminated & live, step.truncated & live
-        ended = terminated | truncated
-        self._obs = nested.select(ended, step.final_obs, nested.select(live, step.obs, self._obs))
-        self._over = self._over | ended
-        reward = torch.where(live, step.reward, 0.0)
-        return EnvStep(self._obs, reward, terminated, truncated, info=step.info)
-
-    def close(self) -> None:
-        """Close the simulator, if it can be closed."""
-        self._sim.close()
-
-    def _start_by_state(self, rows: np.ndarray, seeds: Seeds) -> Nested:
-        """Observations [N, ...] after resetting a row for each seed, and copying its state to the others of that seed."""
-        _, first, number = np.unique(seeds, return_index=True, return_inverse=True)
-        self._sim.restart(rows.tolist())
-        for row, seed in zip(rows[first].tolist(), seeds[first].tolist(), strict=True):
-            self._sim.restart([row], seed)
-        return self._sim.copy_rows(rows[first][number].tolist(), rows.tolist())
-
-
-def verified(sim: "TorchSim", modes: Sequence[StartMode]) -> TorchSimGroups:
-    """The rows with the first of these ways to share a start that works.
-
-    Raises:
-        GroupStartError: none of them does; says where rows differ.
-    """
-    reasons = []
-    for mode in modes:
-        env = TorchSimGroups(sim, mode)
-        try:
-            env.start_report = _report(env)
-        except GroupStartError as error:
-            reasons.append(f"{mode}: {str(error).partition('; fix: ')[0]}")
-        else:
-            return env
-    why = "; ".join(reasons) or "its reset takes no seed, or no rows (options reset_ids, env_ids or env_idx)"
-    raise GroupStartError(
-        f"members of {sim.env_id} cannot share a start: {why}; fix: ppo, or from_torch_sim(env, start_mode='none') "
-        "for groups whose members start apart"
-    )
-
-
-def _report(env: TorchSimGroups) -> GroupStartReport:
-    """The report on the shared start, which a row must also find when it starts alone.
-
-    Raises:
-        GroupStartError: says where rows differ.
-    """
-    report = verify_group_start(env)
-    every, last = np.ones(env.num_envs, dtype=np.bool_), np.arange(env.num_envs) == env.num_envs - 1
-    seeds = np.full(env.num_envs, derive_seed(0, "alone"), dtype=np.int64)
-    together = env.start(every, seeds, seeds)[:1]
-    if not (together == env.start(last, seeds, seeds)[-1:]).all():
-        raise GroupStartError(
-            f"a row of {env.env_id} that starts alone starts apart; fix: reset rows from the seed only"
-        )
-    return report
-
 
 _ROW_OPTIONS = ("reset_ids", "env_ids", "env_idx")
 """Options of ``reset`` that name rows: EmbodiChain (which takes no unknown ones), its learning environments, ManiSkill."""
@@ -196,22 +68,48 @@ class TorchSim(VectorEnv):
     def __init__(self, env: Any, *, start_mode: Literal["auto", "none"], obs_groups: Sequence[str] | None) -> None:
         self._env = env
         self._base = getattr(env, "unwrapped", env)
-        self.env_id = _name(env, self._base)
+        spec = getattr(env, "spec", None)
+        self.env_id = type(self._base).__name__ if spec is None else str(spec.id)
         if not hasattr(env, "num_envs") or not callable(getattr(env, "step", None)):
             raise EnvError(f"{self.env_id} has no num_envs or no step; fix: a simulator of many rows")
-        _refuse_other_resets(env, self.env_id)
+        mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP)
+        if not getattr(env, "auto_reset", True) or AutoresetMode(mode) != AutoresetMode.SAME_STEP:
+            raise EnvError(
+                f"{self.env_id} does not reset rows in the step in which they end; fix: auto_reset=True, SAME_STEP"
+            )
         self.num_envs = int(env.num_envs)
-        self.action_space = _action_space(env, self._base, self.env_id)
-        self.max_episode_steps = _step_limit(env)
+        found = [getattr(holder, "single_action_space", None) for holder in (env, self._base)]
+        if not any(space is not None for space in found) and not hasattr(env, "num_actions"):
+            raise EnvError(f"{self.env_id} has neither single_action_space nor num_actions; fix: give it one of them")
+        unbounded = spaces.Box(-np.inf, np.inf, (int(getattr(env, "num_actions", 0)),), np.float32)
+        self.action_space = next((space for space in found if space is not None), unbounded)
+        limits = [getattr(env, name, None) for name in ("max_episode_steps", "max_episode_length")]
+        limits.append(getattr(spec, "max_episode_steps", None))
+        limit = next((limit for limit in limits if limit is not None), None)
+        self.max_episode_steps = None if limit is None else int(torch.as_tensor(limit).max())
         self._start_mode = start_mode
         self._obs_groups = obs_groups
         self._is_gymnasium = isinstance(env, gymnasium.vector.VectorEnv)
         self._reset_takes = inspect.signature(env.reset).parameters.keys() if hasattr(env, "reset") else None
-        self._obs = self._kept(env.get_observations() if self._reset_takes is None else _first(env.reset()))
-        self.observation_space = nested.space_of(self._obs)
+        self._obs = self._kept(env.get_observations() if self._reset_takes is None else self._first(env.reset()))
+        self.observation_space = space_of(self._obs)
         self.obs_spec = obs_spec(self.observation_space)
         self.device = self._obs.device
-        self.notes = self._missing(env.step(self._any_action()))
+        outcome = env.step(self._any_action())
+        if len(outcome) not in (4, 5):
+            raise EnvError(
+                f"step of {self.env_id} returned {len(outcome)} values, expected 4 or 5; fix: as Gymnasium's"
+            )
+        notes = []
+        if len(outcome) == 4 and outcome[-1].get("time_outs", None) is None:
+            notes.append(f"{self.env_id} flags no time_outs: every end counts as a termination.")
+        elif not self._is_gymnasium and _final(outcome[-1]) is None:
+            notes.append(
+                f"{self.env_id} loses final observations: truncated episodes are valued by the observation before."
+            )
+        if seen := [name for name in _PRIVILEGED if name in (subspaces(self.observation_space) or {})]:
+            notes.append(f"The actor of {self.env_id} sees {seen[0]!r}, too, unless policy.actor_keys leaves it out.")
+        self.notes = tuple(notes)
 
     @torch.no_grad()
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -221,16 +119,26 @@ class TorchSim(VectorEnv):
     @torch.no_grad()
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
-        obs, reward, terminated, truncated, info = self._outcome(self._env.step(action.to(self.device)))
+        obs, reward, *ends, info = self._env.step(action.to(self.device))
+        if len(ends) == 2:
+            terminated, truncated = (self._tensor(end).bool() for end in ends)
+        else:
+            done, time_outs = self._tensor(ends[0]).bool(), info.get("time_outs", None)
+            truncated = torch.zeros_like(done) if time_outs is None else done & self._tensor(time_outs).bool()
+            terminated = done & ~truncated
         final = _final(info)
         before, self._obs = self._obs, self._kept(obs)
+        # where rows were reset, the info of the last step is in final_info
+        told = info if info.get("final_info", None) is None else info["final_info"]
+        flags = (told.get(key, None) for key in SUCCESS_KEYS)
+        success = next((flag for flag in flags if flag is not None), None)
         return EnvStep(
             self._obs,
             self._tensor(reward).reshape(self.num_envs).float(),
             terminated,
             truncated,
             before if final is None else self._kept(final),
-            info=self._reported(info),
+            info={} if success is None else {"success": self._tensor(success).reshape(self.num_envs).bool()},
         )
 
     def restart(self, rows: Sequence[int] | None = None, seed: int | None = None) -> Nested:
@@ -247,7 +155,7 @@ class TorchSim(VectorEnv):
             settings["seed"] = [seed] * self.num_envs if self._is_gymnasium and rows and len(rows) == 1 else seed
         if rows is not None:
             settings["options"] = {self.row_option: self._index(rows)}
-        self._obs = self._kept(_first(self._env.reset(**settings)))
+        self._obs = self._kept(self._first(self._env.reset(**settings)))
         return self._obs
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> Nested:
@@ -259,7 +167,7 @@ class TorchSim(VectorEnv):
         self._obs = self._obs[index]
         return self._obs
 
-    def as_group_env(self, *, verify: bool = True) -> TorchSimGroups:
+    def as_group_env(self, *, verify: bool = True) -> "TorchSimGroups":
         """The simulator as rows that start independently.
 
         Args:
@@ -268,10 +176,33 @@ class TorchSim(VectorEnv):
         Raises:
             GroupStartError: members cannot share their start, and ``start_mode`` is not ``none``.
         """
-        modes = self._start_modes() if self._start_mode == "auto" else []
+        modes: list[StartMode] = []
+        takes_seed = self._reset_takes is not None and "seed" in self._reset_takes
+        if self._start_mode == "auto" and self.row_option is not None and takes_seed:
+            has_states = hasattr(self._base, "get_state_dict") and hasattr(self._base, "set_state_dict")
+            modes = ["native", "seed"] if has_states else ["seed"]
         if self._start_mode == "none" or not verify:
             return TorchSimGroups(self, modes[0] if modes else "none")
-        return verified(self, modes)
+        reasons = []
+        for mode in modes:
+            env = TorchSimGroups(self, mode)
+            try:
+                env.start_report = verify_group_start(env)
+            except GroupStartError as error:
+                reasons.append(f"{mode}: {str(error).partition('; fix: ')[0]}")
+                continue
+            # a row that starts alone must find the same start
+            every, last = np.ones(self.num_envs, dtype=np.bool_), np.arange(self.num_envs) == self.num_envs - 1
+            seeds = np.full(self.num_envs, derive_seed(0, "alone"), dtype=np.int64)
+            together = env.start(every, seeds, seeds)[:1]
+            if (together == env.start(last, seeds, seeds)[-1:]).all():
+                return env
+            reasons.append(f"{mode}: a row of {self.env_id} that starts alone starts apart")
+        why = "; ".join(reasons) or f"its reset takes no seed, or no rows (options {', '.join(_ROW_OPTIONS)})"
+        raise GroupStartError(
+            f"members of {self.env_id} cannot share a start: {why}; fix: ppo, or from_torch_sim(env, start_mode='none') "
+            "for groups whose members start apart"
+        )
 
     @cached_property
     @torch.no_grad()
@@ -286,7 +217,7 @@ class TorchSim(VectorEnv):
                 self.step(self._any_action())
             before = self._obs[:-1]
             try:
-                after = self._kept(_first(self._env.reset(options={name: last})))[:-1]
+                after = self._kept(self._first(self._env.reset(options={name: last})))[:-1]
             except (KeyError, TypeError, ValueError):  # it reads another option, or takes no unknown ones
                 continue
             if (before == after).all():
@@ -297,32 +228,6 @@ class TorchSim(VectorEnv):
         """Close the simulator, if it can be closed."""
         if hasattr(self._env, "close"):
             self._env.close()
-
-    def _start_modes(self) -> list[StartMode]:
-        """The ways that the interface offers to share a start, best first."""
-        if self.row_option is None or self._reset_takes is None or "seed" not in self._reset_takes:
-            return []
-        has_states = hasattr(self._base, "get_state_dict") and hasattr(self._base, "set_state_dict")
-        return ["native", "seed"] if has_states else ["seed"]
-
-    def _outcome(self, outcome: tuple[Any, ...]) -> tuple[Any, Any, Tensor, Tensor, Any]:
-        """Observation, reward, terminated, truncated and info, of either kind of step."""
-        if len(outcome) == 5:
-            obs, reward, terminated, truncated, info = outcome
-            return obs, reward, self._tensor(terminated).bool(), self._tensor(truncated).bool(), info
-        obs, reward, done, info = outcome
-        done, time_outs = self._tensor(done).bool(), info.get("time_outs", None)
-        truncated = torch.zeros_like(done) if time_outs is None else done & self._tensor(time_outs).bool()
-        return obs, reward, done & ~truncated, truncated, info
-
-    def _reported(self, info: Any) -> dict[str, Tensor]:
-        """The success flag in the info of the last step; where rows were reset, that is in ``final_info``."""
-        final = info.get("final_info", None)
-        info = info if final is None else final
-        for key in SUCCESS_KEYS:
-            if (flag := info.get(key, None)) is not None:
-                return {"success": self._tensor(flag).reshape(self.num_envs).bool()}
-        return {}
 
     def _time_out(self) -> Nested:
         """First observations after every episode was ended by its time limit: the only reset of rsl_rl's ``VecEnv``."""
@@ -338,22 +243,10 @@ class TorchSim(VectorEnv):
             )
         return step.obs
 
-    def _missing(self, outcome: tuple[Any, ...]) -> tuple[str, ...]:
-        """What the simulator does not tell, as the outcome of a step shows, and what follows from it."""
-        if len(outcome) not in (4, 5):
-            raise EnvError(
-                f"step of {self.env_id} returned {len(outcome)} values, expected 4 or 5; fix: as Gymnasium's"
-            )
-        notes = []
-        if len(outcome) == 4 and outcome[-1].get("time_outs", None) is None:
-            notes.append(f"{self.env_id} flags no time_outs: every end counts as a termination.")
-        elif not self._is_gymnasium and _final(outcome[-1]) is None:
-            notes.append(
-                f"{self.env_id} loses final observations: truncated episodes are valued by the observation before."
-            )
-        if seen := [name for name in _PRIVILEGED if name in (subspaces(self.observation_space) or {})]:
-            notes.append(f"The actor of {self.env_id} sees {seen[0]!r}, too, unless policy.actor_keys leaves it out.")
-        return tuple(notes)
+    @staticmethod
+    def _first(result: Any) -> Any:
+        """The observation of ``reset``, which comes with an info or alone."""
+        return result[0] if isinstance(result, tuple) else result
 
     def _kept(self, obs: Any) -> Nested:
         """A copy of an observation, as simulators overwrite theirs."""
@@ -365,7 +258,7 @@ class TorchSim(VectorEnv):
                     f"{', '.join(known) or 'no groups'}; fix: these"
                 )
             obs = {name: obs[name] for name in self._obs_groups}
-        return nested.stored(obs, self.num_envs, self.env_id)
+        return stored(obs, self.num_envs, self.env_id)
 
     def _tensor(self, value: Any) -> Tensor:
         return torch.as_tensor(value, device=self.device)
@@ -380,14 +273,83 @@ class TorchSim(VectorEnv):
         return torch.as_tensor(np.stack([space.sample()] * self.num_envs), device=self.device)
 
 
-def _name(env: Any, base: Any) -> str:
-    spec = getattr(env, "spec", None)
-    return type(base).__name__ if spec is None else str(spec.id)
+# The rows of a simulator of others for GRPO: members of a group share their start, by its states or by its seeds.
 
 
-def _first(result: Any) -> Any:
-    """The observation of ``reset``, which comes with an info or alone."""
-    return result[0] if isinstance(result, tuple) else result
+class TorchSimGroups(GroupEnv):
+    """A simulator for GRPO: a row is over at its first end, whatever the simulator does with it afterwards.
+
+    The rows that are over are stepped on by the simulator, unseen. Where it resets no single rows, all rows start together.
+    """
+
+    def __init__(self, sim: TorchSim, start_mode: StartMode) -> None:
+        self.env_id, self.num_envs, self.device = sim.env_id, sim.num_envs, sim.device
+        self.observation_space, self.action_space, self.obs_spec = sim.observation_space, sim.action_space, sim.obs_spec
+        self.max_episode_steps = sim.max_episode_steps
+        self.notes = sim.notes
+        self.start_mode = start_mode
+        self.block_size = sim.num_envs if sim.row_option is None else 1
+        if start_mode == "none":
+            self.start_report = GroupStartReport(sim.env_id, "none", start_varies=True, noise_varies=True)
+        self._sim = sim
+        self._over = torch.ones(sim.num_envs, dtype=torch.bool, device=sim.device)
+        self._obs = sim.restart()
+        self._reset_seed, self._num_resets = 0, 0
+
+    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
+        """First observations [N, ...]; see ``VectorEnv.reset``."""
+        if seed is not None:
+            self._reset_seed, self._num_resets = seed, 0
+        seeds = [derive_seed(self._reset_seed, "reset", row, self._num_resets) for row in range(self.num_envs)]
+        self._num_resets += 1
+        start_seed = np.array(seeds, dtype=np.int64)
+        return self.start(np.ones(self.num_envs, dtype=np.bool_) if mask is None else mask, start_seed, start_seed)
+
+    @torch.no_grad()
+    def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
+        """Observations [N, ...] after starting the rows of ``mask``. Noise after the start is the simulator's own."""
+        rows, seeds = np.flatnonzero(mask), start_seed[mask]
+        if self.start_mode == "native":
+            obs = self._start_by_state(rows, seeds)
+        elif self.start_mode == "seed":
+            for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
+                obs = self._sim.restart([row], seed)
+        else:
+            if self.block_size > 1 and not mask.all():
+                raise EnvError(f"{self.env_id} resets no single rows; fix: start all of them")
+            obs = self._sim.restart(None if mask.all() else rows.tolist(), int(seeds[0]))
+        begun = torch.from_numpy(mask).to(self.device)
+        self._over = self._over & ~begun
+        self._obs = select(begun, obs, self._obs)
+        return self._obs
+
+    def pause(self, mask: Mask) -> None:
+        """Pause the rows of ``mask`` until they are started again."""
+        self._over = self._over | torch.from_numpy(mask).to(self.device)
+
+    @torch.no_grad()
+    def step(self, action: Tensor) -> EnvStep:
+        """One step of every row that is not over with environment actions [N, ...]."""
+        step, live = self._sim.step(action), ~self._over
+        assert step.final_obs is not None
+        terminated, truncated = step.terminated & live, step.truncated & live
+        ended = terminated | truncated
+        self._obs = select(ended, step.final_obs, select(live, step.obs, self._obs))
+        self._over = self._over | ended
+        reward = torch.where(live, step.reward, 0.0)
+        return EnvStep(self._obs, reward, terminated, truncated, info=step.info)
+
+    def close(self) -> None:
+        """Close the simulator, if it can be closed."""
+        self._sim.close()
+
+    def _start_by_state(self, rows: np.ndarray, seeds: Seeds) -> Nested:
+        """Observations [N, ...] after resetting a row for each seed, and copying its state to the others of that seed."""
+        _, first, number = np.unique(seeds, return_index=True, return_inverse=True)
+        self._sim.restart(rows.tolist())
+        for row, seed in zip(rows[first].tolist(), seeds[first].tolist(), strict=True):
+            self._sim.restart([row], seed)
+        return self._sim.copy_rows(rows[first][number].tolist(), rows.tolist())
 
 
 def _final(info: Any) -> Any:
@@ -395,161 +357,44 @@ def _final(info: Any) -> Any:
     return info.get("final_observation", info.get("final_obs", None))
 
 
-def _refuse_other_resets(env: Any, name: str) -> None:
-    """Refuse a vector environment that does not reset a row in the step in which it ends."""
-    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP)
-    if not getattr(env, "auto_reset", True) or AutoresetMode(mode) != AutoresetMode.SAME_STEP:
-        raise EnvError(f"{name} does not reset rows in the step in which they end; fix: auto_reset=True, SAME_STEP")
+# Nested observations of simulators: tensors [N, ...], or dictionaries of them.
 
 
-def _action_space(env: Any, base: Any, name: str) -> Any:
-    """The space of a row; without one, ``num_actions`` unbounded numbers."""
-    for holder in (env, base):
-        if (space := getattr(holder, "single_action_space", None)) is not None:
-            return space
-    if not hasattr(env, "num_actions"):
-        raise EnvError(f"{name} has neither single_action_space nor num_actions; fix: give it one of them")
-    return spaces.Box(-np.inf, np.inf, (int(env.num_actions),), np.float32)
-
-
-def _step_limit(env: Any) -> int | None:
-    """Steps of the longest episode, under the name that the simulator has for it."""
-    for holder, name in (
-        (env, "max_episode_steps"),
-        (env, "max_episode_length"),
-        (getattr(env, "spec", None), "max_episode_steps"),
-    ):
-        if (limit := getattr(holder, name, None)) is not None:
-            return int(torch.as_tensor(limit).max())
-    return None
-
-
-# Small images of MuJoCo scenes, fast enough in software that a policy can learn from them.
-
-Image = npt.NDArray[np.uint8]
-"""[height, width, 3]."""
-
-
-def use_egl_without_display() -> None:
-    """Let MuJoCo environments of others draw without a display, unless the user chose how (``MUJOCO_GL``)."""
-    has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if sys.platform == "linux" and not has_display and find_library("EGL"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
-
-
-class Renderer:
-    """Draws pictures of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
-
-    What a picture would not show of the meshes is left out, too. One renderer serves any number of ``MjData`` of the model.
-    ``close`` it, or drop it.
+def stored(obs: Any, num_envs: int, name: str) -> Nested:
+    """A copy in the dtypes that rollouts have: float32, uint8, bool or int64.
 
     Args:
-        size: width and height of the pictures, in pixels.
+        name: name of the simulator, for errors.
 
     Raises:
-        EnvError: OpenGL cannot be used.
+        EnvError: ``obs`` holds something else than tensors [N, ...].
     """
-
-    def __init__(self, model: Any, size: int) -> None:
-        self._model = model
-        model.vis.quality.offsamples = 0
-        model.vis.global_.offwidth = model.vis.global_.offheight = size
-        self._size = size
-        self._scene = mujoco.MjvScene(model, maxgeom=1000)
-        for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
-            self._scene.flags[flag] = False
-        self._option = mujoco.MjvOption()
-        self._groups = self._option.geomgroup.copy()
-        self._perturbation = mujoco.MjvPerturb()
-        self._camera = mujoco.MjvCamera()
-        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
-        self._gl = _gl_context(size)
-        self._context = mujoco.MjrContext(_simplified(model, size), mujoco.mjtFontScale.mjFONTSCALE_100)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-        self._free = weakref.finalize(self, _free, self._gl, self._context)
-        self._free.atexit = False
-        atexit.register(self._free)  # after MuJoCo registered the end of OpenGL, so it runs before that
-
-    def render(self, data: Any, camera: str, *, without: int | None = None) -> Image:
-        """The picture [size, size, 3] of a camera of the model.
-
-        Args:
-            without: a group of geoms to leave out.
-        """
-        self._option.geomgroup[:] = self._groups
-        if without is not None:
-            self._option.geomgroup[without] = 0
-        self._camera.fixedcamid = self._model.camera(camera).id
-        mujoco.mjv_updateScene(
-            self._model,
-            data,
-            self._option,
-            self._perturbation,
-            self._camera,
-            mujoco.mjtCatBit.mjCAT_ALL,
-            self._scene,
-        )
-        self._gl.make_current()
-        viewport = mujoco.MjrRect(0, 0, self._size, self._size)
-        mujoco.mjr_render(viewport, self._scene, self._context)
-        image = np.empty((self._size, self._size, 3), np.uint8)
-        mujoco.mjr_readPixels(image, None, viewport, self._context)
-        return image[::-1]  # OpenGL counts rows from below
-
-    def close(self) -> None:
-        """Free the memory of OpenGL."""
-        self._free()
+    if isinstance(obs, Mapping | TensorDict):
+        leaves = {key: stored(leaf, num_envs, name) for key, leaf in obs.items()}
+        return TensorDict(leaves, batch_size=[num_envs]).auto_device_()
+    if not isinstance(obs, Tensor):
+        raise EnvError(f"an observation of {name} holds a {type(obs).__name__}, expected tensors; fix: obs_groups")
+    if obs.dim() == 0 or len(obs) != num_envs:
+        raise EnvError(f"{name} has {num_envs} rows, but an observation of shape {list(obs.shape)}; fix: [N, ...]")
+    dtype = obs.dtype if obs.dtype in (torch.uint8, torch.bool) else torch.int64
+    return obs.detach().to(torch.float32 if obs.is_floating_point() else dtype, copy=True)
 
 
-def _simplified(model: Any, size: int) -> Any:
-    """A copy of the model for pictures [size, size], with fewer faces: vertices in one cell of a grid are drawn as one.
-
-    A cell is about a tenth of a pixel at the distance ``model.stat.extent``, and at most a 32nd of the mesh: cameras may be
-    close to what is small.
-    """
-    simplified = copy.copy(model)
-    for mesh in np.flatnonzero(model.mesh_facenum):
-        first, vertex = model.mesh_faceadr[mesh], model.mesh_vertadr[mesh]
-        faces = slice(first, first + model.mesh_facenum[mesh])
-        vertices = model.mesh_vert[vertex : vertex + model.mesh_vertnum[mesh]]
-        cell = min(model.stat.extent / (8 * size), float(np.ptp(vertices, axis=0).max()) / 32)
-        corners, kept = _merged(vertices, model.mesh_face[faces], cell)
-        fewer = slice(first, first + len(kept))
-        simplified.mesh_facenum[mesh] = len(kept)
-        simplified.mesh_face[fewer] = corners
-        simplified.mesh_facenormal[fewer] = model.mesh_facenormal[faces][kept]
-        simplified.mesh_facetexcoord[fewer] = model.mesh_facetexcoord[faces][kept]
-    return simplified
+def space_of(obs: Nested) -> spaces.Space:
+    """The space of one row of stored observations, without bounds."""
+    if not isinstance(obs, Tensor):
+        return spaces.Dict({key: space_of(leaf) for key, leaf in obs.items()})
+    shape = tuple(obs.shape[1:])
+    if obs.dtype == torch.float32:
+        return spaces.Box(-np.inf, np.inf, shape, np.float32)
+    if obs.dtype == torch.bool:
+        return spaces.Box(0, 1, shape, np.bool_)
+    limits = torch.iinfo(obs.dtype)
+    return spaces.Box(limits.min, limits.max, shape, np.uint8 if obs.dtype == torch.uint8 else np.int64)
 
 
-def _merged(
-    vertices: Float[np.ndarray, "vertex 3"], faces: Int[np.ndarray, "face 3"], cell: float
-) -> tuple[Int[np.ndarray, "kept 3"], Int[np.ndarray, " kept"]]:
-    """The faces with corners in three cells, each corner moved to the first vertex of its cell; and their numbers."""
-    _, first, group = np.unique(np.floor(vertices / cell), axis=0, return_index=True, return_inverse=True)
-    corners = first[group.reshape(-1)][faces]
-    kept = np.flatnonzero((corners != np.roll(corners, 1, axis=1)).all(axis=1))
-    return corners[kept], kept
-
-
-def _gl_context(size: int) -> Any:
-    """A current OpenGL context: that of ``MUJOCO_GL``, else EGL on Linux and MuJoCo's own choice elsewhere."""
-    default = "egl" if sys.platform == "linux" else "cgl" if sys.platform == "darwin" else "glfw"
-    backend = os.environ.get("MUJOCO_GL", "").lower() or default
-    try:
-        context = import_module(f"mujoco.{backend}").GLContext(size, size)
-        context.make_current()
-    except Exception as error:  # each backend has its own kinds
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EnvError(
-            f"no images, since OpenGL cannot be used by {backend!r} ({reason}); fix: apt-get install libegl1 "
-            "libegl-mesa0 libgl1-mesa-dri, or MUJOCO_GL=osmesa with libosmesa6, or learn from states "
-            "(env.kwargs.obs='state')"
-        ) from error
-    return context
-
-
-def _free(gl: Any, context: Any) -> None:
-    gl.make_current()
-    context.free()
-    gl.free()
+def select(mask: Tensor, yes: Nested, no: Nested) -> Nested:
+    """The rows of ``yes`` where ``mask`` [N], else those of ``no``."""
+    if isinstance(yes, Tensor):
+        return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
+    return yes.apply(partial(select, mask), no)

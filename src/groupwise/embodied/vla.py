@@ -5,29 +5,25 @@ one forward pass, by a learned query each, and are drawn independently given the
 https://arxiv.org/abs/2502.19645). Nothing here is pretrained unless the model is the user's.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium import spaces
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.data.rollout import Nested, TensorDict, TensorSpec
 from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
-from groupwise.errors import ConfigError, DataError, EnvError, UnsupportedSpaceError, require_extra
+from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError, require_extra
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import Categorical, make_head
 
-# What a VLA policy thinks with: a vision encoder and a language model, new or of the user's.
+# The model: a vision encoder and a language model, new or the user's
 
 HEAD_WIDTH = 32
 _BYTES = 256
@@ -39,7 +35,7 @@ class ObsSizes(NamedTuple):
     views: int
     height: int
     width: int
-    """Of an image, in pixels."""
+    """Height and width of an image are in pixels."""
     proprio: int
 
 
@@ -57,16 +53,30 @@ class NewModel(nn.Module):
         from transformers import LlamaConfig, LlamaModel, SiglipVisionConfig, SiglipVisionModel
 
         super().__init__()
+        if sizes.height != sizes.width or sizes.height % (2 * cfg.patch_size):
+            raise ConfigError(
+                f"images of {sizes.height} x {sizes.width} pixels are not squares made of 2 x 2 patches of "
+                f"policy.patch_size={cfg.patch_size}; fix: square images, or another patch_size"
+            )
         self.width = width = cfg.hidden_size
+        layers = {
+            "hidden_size": width,
+            "num_hidden_layers": cfg.num_layers,
+            "num_attention_heads": width // HEAD_WIDTH,
+        }
         self.vision = SiglipVisionModel(
             SiglipVisionConfig(
-                **vision_sizes(sizes, cfg, patches=2),
+                **layers,
+                intermediate_size=4 * width,
+                image_size=sizes.height,
+                patch_size=cfg.patch_size,
+                vision_use_head=False,
                 hidden_act="gelu",  # SigLIP's own approximates it by tanh, which takes five times as long on a CPU
             )
         )
         self.language = LlamaModel(
             LlamaConfig(
-                **layer_sizes(cfg),
+                **layers,
                 vocab_size=_BYTES,
                 intermediate_size=2 * width,
                 pad_token_id=None,
@@ -81,25 +91,25 @@ class NewModel(nn.Module):
 
     def forward(self, obs: TensorDict, queries: Float[Tensor, "query feature"]) -> Float[Tensor, "batch query feature"]:
         """Last hidden states of the queries."""
-        images = self._images(obs["image"])
+        image = obs["image"]
+        pixels = image.movedim(-1, 2).float() / 127.5 - 1  # as SigLIP reads them
+        patches: Tensor = self.vision(pixels.flatten(0, 1)).last_hidden_state
+        side = round(patches.shape[1] ** 0.5) // 2
+        # four neighbouring patches make a token
+        blocks = patches.reshape(*image.shape[:2], side, 2, side, 2, self.width).movedim(3, 4)
+        tokens = self.connector(blocks.reshape(*image.shape[:2], side * side, 4 * self.width))
+        images = (tokens + self.view).flatten(1, 2)
         proprio = self.proprio(obs["proprio"]).unsqueeze(1)
         seen = [images, proprio, queries.expand(len(images), -1, -1)]
         end = sum(part.shape[1] for part in seen)
-        text, written = byte_tokens(obs["instruction"])
+        written = obs["instruction"] != 0
+        longest = int(written.sum(dim=1).max())
+        text, written = obs["instruction"][:, :longest].long(), written[:, :longest]
         tokens = torch.cat([*seen, self.language.embed_tokens(text)], dim=1)
         visible = torch.cat([written.new_ones(len(images), end), written], dim=1)
         mask = visible[:, None, None, :].expand(-1, -1, tokens.shape[1], -1)
         hidden: Tensor = self.language(inputs_embeds=tokens, attention_mask=mask).last_hidden_state
         return hidden[:, end - len(queries) : end]
-
-    def _images(self, image: UInt8[Tensor, "batch view height width 3"]) -> Float[Tensor, "batch token feature"]:
-        """Four neighbouring patches make a token."""
-        patches: Tensor = self.vision(pixels(image).flatten(0, 1)).last_hidden_state
-        side = round(patches.shape[1] ** 0.5) // 2
-        blocks = patches.reshape(*image.shape[:2], side, 2, side, 2, self.width).movedim(3, 4)
-        tokens = self.connector(blocks.reshape(*image.shape[:2], side * side, 4 * self.width))
-        out: Tensor = (tokens + self.view).flatten(1, 2)
-        return out
 
 
 class PretrainedModel(nn.Module):
@@ -120,12 +130,17 @@ class PretrainedModel(nn.Module):
 
         super().__init__()
         where = find_model(path)
-        wanted = "a folder with config.json, weights and the processor of an AutoModelForImageTextToText"
-        with loading(f"{where} is no model for images and text", wanted):
+        try:
             self.processor: Any = AutoProcessor.from_pretrained(where, trust_remote_code=False)
             model: Any = AutoModelForImageTextToText.from_pretrained(
                 where, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
             )
+        except (OSError, ValueError, KeyError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"{where} is no model for images and text that transformers can load ({first}); fix: a folder with "
+                "config.json, weights and the processor of an AutoModelForImageTextToText"
+            ) from None
         silence_dropout(model)
         self.model: Any = model if lora is None else with_adapters(model, lora)
         self.has_adapters = lora is not None
@@ -133,9 +148,20 @@ class PretrainedModel(nn.Module):
         self.proprio = nn.Linear(sizes.proprio, self.width)
 
     def forward(self, obs: TensorDict, queries: Float[Tensor, "query feature"]) -> Float[Tensor, "batch query feature"]:
-        """Last hidden states of the queries."""
+        """Last hidden states of the queries.
+
+        Raises:
+            DataError: an instruction that is not UTF-8.
+        """
         network = self.model.get_base_model() if self.has_adapters else self.model
-        inputs = self._inputs(obs).to(self.proprio.weight.device)
+        images = [list(views) for views in obs["image"].cpu().numpy()]
+        try:
+            texts = [bytes(row).rstrip(b"\0").decode() for row in obs["instruction"].cpu().numpy()]
+        except UnicodeDecodeError as error:
+            raise DataError(f"instruction is not UTF-8 ({error}); fix: text.encode(), padded with zeros") from error
+        prompts = [self._prompt(text, len(images[0])) for text in texts]
+        inputs = self.processor(text=prompts, images=images, return_tensors="pt", padding=True, padding_side="left")
+        inputs = inputs.to(self.proprio.weight.device)
         embedded = network.get_input_embeddings()(inputs.pop("input_ids"))
         more = [self.proprio(obs["proprio"]).unsqueeze(1), queries.expand(len(embedded), -1, -1)]
         tokens = torch.cat([embedded, *more], dim=1)
@@ -147,12 +173,6 @@ class PretrainedModel(nn.Module):
         hidden: Tensor = out.last_hidden_state
         return hidden[:, -len(queries) :].float()
 
-    def _inputs(self, obs: TensorDict) -> Any:
-        """What the processor makes of views and instructions."""
-        images = [list(views) for views in obs["image"].cpu().numpy()]
-        texts = [self._prompt(text, len(images[0])) for text in instructions(obs["instruction"])]
-        return self.processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
-
     def _prompt(self, instruction: str, views: int) -> str:
         if getattr(self.processor, "chat_template", None) is None:
             return self.processor.image_token * views + instruction  # type: ignore[no-any-return]
@@ -162,211 +182,7 @@ class PretrainedModel(nn.Module):
         return prompt
 
 
-@contextmanager
-def loading(problem: str, fix: str) -> Iterator[None]:
-    """Turns what transformers raises about a folder into a ``ConfigError``."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{problem} that transformers can load ({first}); fix: {fix}") from None
-
-
-def layer_sizes(cfg: VLACfg) -> dict[str, int]:
-    """Of a new model."""
-    heads = cfg.hidden_size // HEAD_WIDTH
-    return {"hidden_size": cfg.hidden_size, "num_hidden_layers": cfg.num_layers, "num_attention_heads": heads}
-
-
-def vision_sizes(sizes: ObsSizes, cfg: VLACfg, patches: int = 1) -> dict[str, int]:
-    """Of the vision encoder of a new model.
-
-    Args:
-        patches: along each side of what becomes a token.
-
-    Raises:
-        ConfigError: images are not square, or not made of whole tokens.
-    """
-    if sizes.height != sizes.width or sizes.height % (patches * cfg.patch_size):
-        raise ConfigError(
-            f"images of {sizes.height} x {sizes.width} pixels are not squares made of {patches} x {patches} patches of "
-            f"policy.patch_size={cfg.patch_size}; fix: square images, or another patch_size"
-        )
-    own = {"intermediate_size": 4 * cfg.hidden_size, "image_size": sizes.height, "patch_size": cfg.patch_size}
-    return layer_sizes(cfg) | own | {"vision_use_head": False}
-
-
-def byte_tokens(
-    encoded: UInt8[Tensor, "batch byte"],
-) -> tuple[Int[Tensor, "batch token"], Bool[Tensor, "batch token"]]:
-    """The bytes of instructions up to the end of the longest one, and which of them are no padding."""
-    written = encoded != 0
-    longest = int(written.sum(dim=1).max())
-    return encoded[:, :longest].long(), written[:, :longest]
-
-
-def pixels(image: UInt8[Tensor, "batch view height width 3"]) -> Float[Tensor, "batch view 3 height width"]:
-    """Images in [-1, 1], as SigLIP reads them."""
-    return image.movedim(-1, 2).float() / 127.5 - 1
-
-
-def instructions(encoded: UInt8[Tensor, "batch byte"]) -> list[str]:
-    """The instructions as text.
-
-    Raises:
-        DataError: bytes that are not UTF-8.
-    """
-    try:
-        return [bytes(row).rstrip(b"\0").decode() for row in encoded.cpu().numpy()]
-    except UnicodeDecodeError as error:
-        raise DataError(f"instruction is not UTF-8 ({error}); fix: text.encode(), padded with zeros") from error
-
-
-# What policies that see, read and act share: the spaces of robots, and the user's call.
-
-SelfPolicy = TypeVar("SelfPolicy", bound="RobotPolicy")
-
-
-class RobotPolicy(Policy):
-    """A policy on images, proprioception and an instruction, for chunks of C actions of A numbers.
-
-    Args:
-        observation_space: a Dict of ``image`` uint8 [views, H, W, 3], ``proprio`` float [P], ``instruction`` uint8 [L].
-        action_space: a bounded Box of floats, ``[A]`` or a chunk of them ``[C, A]``.
-        actor_only: False adds a value head: a linear layer on a summary of the observation, 0 at first.
-        gamma: not used: rewards are not scaled.
-
-    Raises:
-        UnsupportedSpaceError: other spaces.
-        ConfigError: the model does not fit images, proprioception or actions, or there is no such model.
-        MissingExtraError: transformers or peft are not installed.
-    """
-
-    settings: ClassVar[type[VLACfg]]
-    """The class of ``cfg``."""
-    gives_distribution = False
-    value_modules = ("value_head",)
-    value_head: nn.Linear | None
-
-    def __init__(
-        self,
-        observation_space: Any,
-        action_space: Any,
-        cfg: VLACfg,
-        *,
-        actor_only: bool = False,
-        gamma: float = 0.99,
-    ) -> None:
-        super().__init__()
-        require_extra("transformers", "text")
-        self.cfg = cfg
-        self.sizes = _obs_sizes(observation_space)
-        low, high = _bounds(action_space)
-        self.observation_space, self.action_space = observation_space, action_space
-        self.actor_only = actor_only
-        self.num_actions, self.num_dims = low.shape
-        self.register_buffer("low", low, persistent=False)
-        self.register_buffer("high", high, persistent=False)
-        self.low: Tensor
-        self.high: Tensor
-
-    @classmethod
-    def from_pretrained(
-        cls: type[SelfPolicy],
-        path: str | Path,
-        observation_space: Any,
-        action_space: Any,
-        *,
-        actor_only: bool = False,
-        **settings: Any,
-    ) -> SelfPolicy:
-        """A policy on a model of yours: a folder, or an id of the hub.
-
-        Args:
-            settings: further fields of ``cfg``, such as ``lora``.
-        """
-        cfg = cls.settings(path=str(path), **settings)
-        return cls(observation_space, action_space, cfg, actor_only=actor_only)
-
-    @torch.no_grad()
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Environment actions for one observation or a batch of them: numpy in, numpy out.
-
-        Raises:
-            DataError: an observation that does not fit the space.
-        """
-        batched = is_batched(self.observation_space, obs)
-        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
-        own = self.act(tensor if batched else tensor.unsqueeze(0), deterministic).action
-        array = self.env_action(own).cpu().numpy().astype(self.action_space.dtype, copy=False)
-        return array if batched else array[0]
-
-    @torch.no_grad()
-    def value(self, obs: Nested) -> Tensor:
-        """V(obs) of shape [B], without gradient."""
-        if self.value_head is None:
-            return super().value(obs)
-        value: Tensor = self.value_head(self._summary(obs))
-        return value.squeeze(-1).float()
-
-    @abstractmethod
-    def _summary(self, obs: Nested) -> Float[Tensor, "batch feature"]:
-        """What the value head reads."""
-
-    def _make_value_head(self, width: int) -> nn.Linear | None:
-        """A linear critic whose values are 0 at first, unless there is none."""
-        if self.actor_only:
-            return None
-        head = nn.Linear(width, 1)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        return head
-
-    def _value(self, summary: Float[Tensor, "batch feature"]) -> Float[Tensor, " batch"] | None:
-        return None if self.value_head is None else self.value_head(summary).squeeze(-1).float()
-
-    def _from_share(self, share: Float[Tensor, "*batch action dim"]) -> Float[Tensor, "..."]:
-        """The environment's actions ``[*batch, *action_space.shape]`` at these shares of the way from ``low`` to ``high``."""
-        return torch.lerp(self.low, self.high, share).reshape(*share.shape[:-2], *self.action_space.shape)
-
-    def _to_share(self, action: Float[Tensor, "..."]) -> Float[Tensor, "*batch action dim"]:
-        """The inverse of ``_from_share``."""
-        batch = action.shape[: action.dim() - len(self.action_space.shape)]
-        return (action.reshape(*batch, *self.low.shape) - self.low) / (self.high - self.low)
-
-
-def _obs_sizes(space: Any) -> ObsSizes:
-    parts = subspaces(space) or {}
-    forms = {
-        name: (part.dtype.name if part.dtype.kind == "u" else part.dtype.kind, len(part.shape))
-        for name, part in parts.items()
-        if space_kind(part) == "box"
-    }
-    fits = forms == {"image": ("uint8", 4), "proprio": ("f", 1), "instruction": ("uint8", 1)} and len(parts) == 3
-    if not fits or parts["image"].shape[-1] != 3:
-        raise UnsupportedSpaceError(
-            f"a VLA policy cannot read {space}; fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] and "
-            "instruction uint8 [L] (UTF-8, zero-padded)"
-        )
-    views, height, width, _ = parts["image"].shape
-    return ObsSizes(views, height, width, parts["proprio"].shape[0])
-
-
-def _bounds(space: Any) -> tuple[Float[Tensor, "action dim"], Float[Tensor, "action dim"]]:
-    """Bounds of each dimension of each action of a chunk."""
-    is_box = space_kind(space) == "box" and space.dtype.kind == "f" and len(space.shape) in (1, 2)
-    if not is_box or not (np.isfinite([space.low, space.high]).all() and (space.low < space.high).all()):
-        raise UnsupportedSpaceError(
-            f"a VLA policy needs a Box of floats [A], or a chunk of them [C, A], with low < high and both finite, got {space}; "
-            "fix: gymnasium.wrappers.RescaleAction or TransformAction"
-        )
-    low, high = (
-        torch.from_numpy(bound.astype(np.float32)).reshape(-1, space.shape[-1]) for bound in (space.low, space.high)
-    )
-    return low, high
-
-
-# Action chunks: the policy decides on several actions at once, and the environment executes them, or the
+# Action chunks: the policy decides on several actions at once
 
 
 class ChunkActorCritic(ActorCritic):
@@ -404,41 +220,121 @@ def executed_actions(batch: Batch, size: int) -> Bool[Tensor, "*batch action"]:
     return torch.arange(size, device=executed.device) < executed.unsqueeze(-1)
 
 
+# The policy
+
 _HEAD_STD = 0.01
 _DEFAULT = VLACfg()
 
 
-class VLAPolicy(RobotPolicy):
-    """Acts by tokens; each has a probability ratio, or each action, or the chunk (``cfg.unit``).
+SelfPolicy = TypeVar("SelfPolicy", bound="VLAPolicy")
 
-    The policy's own action, which the rollout stores, is the tokens ``[C, A]``. Log-probabilities are in float32, of the
-    distribution at ``cfg.temperature``. Images stay uint8 until the model reads them.
 
-    The value head reads the mean of the queries. Arguments and errors are those of ``RobotPolicy``.
+class VLAPolicy(Policy):
+    """A policy on images, proprioception and an instruction, for chunks of C actions of A numbers.
+
+    It acts by tokens; each has a probability ratio, or each action, or the chunk (``cfg.unit``). The policy's own action, which the
+    rollout stores, is the tokens ``[C, A]``. Log-probabilities are in float32, of the distribution at ``cfg.temperature``. Images
+    stay uint8 until the model reads them.
+
+    Args:
+        observation_space: a Dict of ``image`` uint8 [views, H, W, 3], ``proprio`` float [P], ``instruction`` uint8 [L].
+        action_space: a bounded Box of floats, ``[A]`` or a chunk of them ``[C, A]``.
+        actor_only: False adds a value head: a linear layer on the mean of the queries, 0 at first.
+        gamma: not used: rewards are not scaled.
+
+    Raises:
+        UnsupportedSpaceError: other spaces.
+        ConfigError: the model does not fit images, proprioception or actions, or there is no such model.
+        MissingExtraError: transformers or peft are not installed.
     """
 
-    settings = VLACfg
     scored_by = "token"
-    cfg: VLACfg
+    gives_distribution = False
+    value_modules = ("value_head",)
 
-    def __init__(self, observation_space: Any, action_space: Any, cfg: VLACfg = _DEFAULT, **arguments: Any) -> None:
-        super().__init__(observation_space, action_space, cfg, **arguments)
+    def __init__(
+        self,
+        observation_space: Any,
+        action_space: Any,
+        cfg: VLACfg = _DEFAULT,
+        *,
+        actor_only: bool = False,
+        gamma: float = 0.99,
+    ) -> None:
+        super().__init__()
+        require_extra("transformers", "text")
+        parts = subspaces(observation_space) or {}
+        forms = {
+            name: (part.dtype.name if part.dtype.kind == "u" else part.dtype.kind, len(part.shape))
+            for name, part in parts.items()
+            if space_kind(part) == "box"
+        }
+        fits = forms == {"image": ("uint8", 4), "proprio": ("f", 1), "instruction": ("uint8", 1)} and len(parts) == 3
+        if not fits or parts["image"].shape[-1] != 3:
+            raise UnsupportedSpaceError(
+                f"a VLA policy cannot read {observation_space}; fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] "
+                "and instruction uint8 [L] (UTF-8, zero-padded)"
+            )
+        is_box = space_kind(action_space) == "box" and action_space.dtype.kind == "f"
+        if (
+            not is_box
+            or len(action_space.shape) not in (1, 2)
+            or not (
+                np.isfinite([action_space.low, action_space.high]).all()
+                and (action_space.low < action_space.high).all()
+            )
+        ):
+            raise UnsupportedSpaceError(
+                "a VLA policy needs a Box of floats [A], or a chunk of them [C, A], with low < high and both finite, got "
+                f"{action_space}; fix: gymnasium.wrappers.RescaleAction or TransformAction"
+            )
+        self.cfg = cfg
+        self.observation_space, self.action_space = observation_space, action_space
+        self.actor_only = actor_only
+        for name in ("low", "high"):
+            bound = torch.from_numpy(getattr(action_space, name).astype(np.float32))
+            self.register_buffer(name, bound.reshape(-1, action_space.shape[-1]), persistent=False)
+        self.low: Tensor
+        self.high: Tensor
+        self.num_actions, self.num_dims = self.low.shape
         num_tokens = self.low.numel()
         self.num_units = {"token": num_tokens, "action": self.num_actions, "chunk": 1}[cfg.unit]
         self.action_spec = TensorSpec((self.num_actions, self.num_dims), torch.int64)
         self.distribution = Categorical(cfg.bins)
-        self.model = PretrainedModel(cfg.path, cfg.lora, self.sizes) if cfg.path else NewModel(self.sizes, cfg)
+        views, height, width = parts["image"].shape[:3]
+        sizes = ObsSizes(views, height, width, parts["proprio"].shape[0])
+        self.model = PretrainedModel(cfg.path, cfg.lora, sizes) if cfg.path else NewModel(sizes, cfg)
         width = self.model.width
         self.queries = nn.Parameter(0.02 * torch.randn(num_tokens, width))
         self.token_head = nn.Linear(width, cfg.bins)
         nn.init.normal_(self.token_head.weight, std=_HEAD_STD)
         nn.init.zeros_(self.token_head.bias)
-        self.value_head = self._make_value_head(width)
+        self.value_head = None if actor_only else nn.Linear(width, 1)
+        if self.value_head is not None:
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
         if cfg.lora is not None:  # the frozen weights are those of ``cfg.path``
             self._saved = {name for name, p in self.named_parameters() if p.requires_grad}
             self.register_state_dict_post_hook(_keep_trained)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_expect_trained)  # type: ignore[no-untyped-call]
         self.eval()
+
+    @classmethod
+    def from_pretrained(
+        cls: type[SelfPolicy],
+        path: str | Path,
+        observation_space: Any,
+        action_space: Any,
+        *,
+        actor_only: bool = False,
+        **settings: Any,
+    ) -> SelfPolicy:
+        """A policy on a model of yours: a folder, or an id of the hub.
+
+        Args:
+            settings: further fields of ``VLACfg``, such as ``lora``.
+        """
+        return cls(observation_space, action_space, VLACfg(path=str(path), **settings), actor_only=actor_only)
 
     @torch.no_grad()
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
@@ -467,20 +363,39 @@ class VLAPolicy(RobotPolicy):
 
     def env_action(self, action: Int[Tensor, "*batch action dim"]) -> Float[Tensor, "..."]:
         """The numbers that the tokens stand for, ``[*batch, *action_space.shape]``."""
-        return self._from_share(action.to(self.low.dtype) / (self.cfg.bins - 1))
+        share = action.to(self.low.dtype) / (self.cfg.bins - 1)
+        return torch.lerp(self.low, self.high, share).reshape(*share.shape[:-2], *self.action_space.shape)
 
     def own_action(self, action: Float[Tensor, "..."]) -> Int[Tensor, "*batch action dim"]:
         """The nearest tokens of environment actions ``[*batch, *action_space.shape]``: for cloning demonstrations."""
-        return (self._to_share(action) * (self.cfg.bins - 1)).round().long().clamp(0, self.cfg.bins - 1)
+        batch = action.shape[: action.dim() - len(self.action_space.shape)]
+        share = (action.reshape(*batch, *self.low.shape) - self.low) / (self.high - self.low)
+        return (share * (self.cfg.bins - 1)).round().long().clamp(0, self.cfg.bins - 1)
+
+    @torch.no_grad()
+    def value(self, obs: Nested) -> Tensor:
+        """V(obs) of shape [B], without gradient."""
+        value = self._forward(obs)[1]
+        return super().value(obs) if value is None else value
+
+    @torch.no_grad()
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """Environment actions for one observation or a batch of them: numpy in, numpy out.
+
+        Raises:
+            DataError: an observation that does not fit the space.
+        """
+        batched = is_batched(self.observation_space, obs)
+        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
+        own = self.act(tensor if batched else tensor.unsqueeze(0), deterministic).action
+        array = self.env_action(own).cpu().numpy().astype(self.action_space.dtype, copy=False)
+        return array if batched else array[0]
 
     def _forward(self, obs: Nested) -> tuple[Float[Tensor, "batch token bin"], Float[Tensor, " batch"] | None]:
         """Logits of every token at the temperature, and the value if there is a critic."""
         hidden = self.model(obs, self.queries)
-        return self.token_head(hidden).float() / self.cfg.temperature, self._value(hidden.mean(dim=1))
-
-    def _summary(self, obs: Nested) -> Float[Tensor, "batch feature"]:
-        summary: Tensor = self.model(obs, self.queries).mean(dim=1)
-        return summary
+        value = None if self.value_head is None else self.value_head(hidden.mean(dim=1)).squeeze(-1).float()
+        return self.token_head(hidden).float() / self.cfg.temperature, value
 
     def _of_units(self, score: Float[Tensor, "batch token"]) -> Float[Tensor, "batch unit"]:
         """Sums over the tokens of each unit."""
@@ -498,46 +413,3 @@ def _keep_trained(
 def _expect_trained(policy: VLAPolicy, keys: Any) -> None:
     """Do not report as missing what ``_keep_trained`` removes."""
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
-
-
-# Nested observations of simulators: tensors [N, ...], or dictionaries of them.
-
-
-def stored(obs: Any, num_envs: int, name: str) -> Nested:
-    """A copy in the dtypes that rollouts have: float32, uint8, bool or int64.
-
-    Args:
-        name: of the simulator.
-
-    Raises:
-        EnvError: ``obs`` holds something else than tensors [N, ...].
-    """
-    if isinstance(obs, Mapping | TensorDict):
-        leaves = {key: stored(leaf, num_envs, name) for key, leaf in obs.items()}
-        return TensorDict(leaves, batch_size=[num_envs]).auto_device_()
-    if not isinstance(obs, Tensor):
-        raise EnvError(f"an observation of {name} holds a {type(obs).__name__}, expected tensors; fix: obs_groups")
-    if obs.dim() == 0 or len(obs) != num_envs:
-        raise EnvError(f"{name} has {num_envs} rows, but an observation of shape {list(obs.shape)}; fix: [N, ...]")
-    dtype = obs.dtype if obs.dtype in (torch.uint8, torch.bool) else torch.int64
-    return obs.detach().to(torch.float32 if obs.is_floating_point() else dtype, copy=True)
-
-
-def space_of(obs: Nested) -> spaces.Space:
-    """The space of one row of stored observations, without bounds."""
-    if not isinstance(obs, Tensor):
-        return spaces.Dict({key: space_of(leaf) for key, leaf in obs.items()})
-    shape = tuple(obs.shape[1:])
-    if obs.dtype == torch.float32:
-        return spaces.Box(-np.inf, np.inf, shape, np.float32)
-    if obs.dtype == torch.bool:
-        return spaces.Box(0, 1, shape, np.bool_)
-    limits = torch.iinfo(obs.dtype)
-    return spaces.Box(limits.min, limits.max, shape, np.uint8 if obs.dtype == torch.uint8 else np.int64)
-
-
-def select(mask: Tensor, yes: Nested, no: Nested) -> Nested:
-    """The rows of ``yes`` where ``mask`` [N], else those of ``no``."""
-    if isinstance(yes, Tensor):
-        return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
-    return yes.apply(partial(select, mask), no)

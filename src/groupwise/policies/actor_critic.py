@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import elu, linear, silu
 
 from groupwise.config.policy import PolicyCfg
-from groupwise.data import spaces as action_masks
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import (
     KEY,
+    allowed_logits,
     chosen_entries,
     has_mask,
     is_batched,
@@ -26,6 +26,7 @@ from groupwise.data.spaces import (
     obs_to_tensor,
     space_kind,
 )
+from groupwise.data.spaces import check as check_masks
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.advantages import return_to_go
 from groupwise.functional.reduce import AllSum, local
@@ -70,7 +71,7 @@ class MLP(nn.Module):
 
     Args:
         num_outputs: width of a last linear layer; None ends with the last hidden layer's activation.
-        gain: of the last layer's weight.
+        gain: scale of the last layer's weight.
     """
 
     def __init__(self, num_inputs: int, cfg: PolicyCfg, num_outputs: int | None = None, gain: float = 1.0) -> None:
@@ -131,17 +132,8 @@ class SmallCNN(nn.Sequential):
         )
 
 
-class ImageLayout(NamedTuple):
-    """Size of an image space, and where its channels are."""
-
-    channels: int
-    height: int
-    width: int
-    channels_first: bool
-
-
-def image_layout(space: Any) -> ImageLayout | None:
-    """How the space lays out an image; None if it is none.
+def image_layout(space: Any) -> tuple[int, int, int, bool] | None:
+    """Channels, height, width, and whether channels come first; None if the space is no image.
 
     An image is a uint8 Box of three dimensions. Its channels are the smaller one of the first and the last dimension
     (a stack of 4 grey frames is [4, 84, 84], a colour image [210, 160, 3]), the last one on a tie.
@@ -149,7 +141,7 @@ def image_layout(space: Any) -> ImageLayout | None:
     if space_kind(space) != "box" or space.dtype != np.uint8 or len(space.shape) != 3:
         return None
     first, middle, last = space.shape
-    return ImageLayout(first, middle, last, True) if first < last else ImageLayout(last, first, middle, False)
+    return (first, middle, last, True) if first < last else (last, first, middle, False)
 
 
 class ObsEncoder(nn.Module):
@@ -159,7 +151,7 @@ class ObsEncoder(nn.Module):
     ones, and images go through a CNN. Leaves of a Dict or Tuple follow in the order of the space.
 
     Raises:
-        UnsupportedSpaceError: as ``obs_spec``.
+        UnsupportedSpaceError: a space without a fixed shape.
         ConfigError: an image too small for the CNN.
     """
 
@@ -168,7 +160,15 @@ class ObsEncoder(nn.Module):
         obs_spec(space)  # refuses what has no fixed shape
         leaves = leaf_spaces(space)
         self.paths = list(leaves)
-        self.encoders = nn.ModuleList(_leaf_encoder(leaf, cfg) for leaf in leaves.values())
+        self.encoders = nn.ModuleList()
+        for leaf in leaves.values():
+            kind, layout = space_kind(leaf), image_layout(leaf)
+            if kind in ("discrete", "multi_discrete"):
+                self.encoders.append(
+                    _OneHot(np.array(leaf.n if kind == "discrete" else leaf.nvec), np.array(leaf.start))
+                )
+            else:
+                self.encoders.append(_Flat(tuple(leaf.shape)) if layout is None else _Image(layout, cfg))
         self.num_features = sum(encoder.num_features for encoder in self.encoders)  # type: ignore[misc]
 
     def forward(self, obs: Nested) -> Float[Tensor, "*batch feature"]:
@@ -178,16 +178,6 @@ class ObsEncoder(nn.Module):
             return features
         leaves = zip(self.paths, self.encoders, strict=True)
         return torch.cat([encoder(obs[path]) for path, encoder in leaves], dim=-1)
-
-
-def _leaf_encoder(space: Any, cfg: PolicyCfg) -> "_Flat | _OneHot | _Image":
-    kind = space_kind(space)
-    if kind == "discrete":
-        return _OneHot(np.array(space.n), np.array(space.start))
-    if kind == "multi_discrete":
-        return _OneHot(space.nvec, space.start)
-    layout = image_layout(space)
-    return _Flat(tuple(space.shape)) if layout is None else _Image(layout, cfg)
 
 
 class _Flat(nn.Module):
@@ -224,7 +214,7 @@ class _OneHot(nn.Module):
 
 
 class _Image(nn.Module):
-    def __init__(self, layout: ImageLayout, cfg: PolicyCfg) -> None:
+    def __init__(self, layout: tuple[int, int, int, bool], cfg: PolicyCfg) -> None:
         super().__init__()
         channels, height, width, self.channels_first = layout
         network = NatureCNN if min(height, width) >= NatureCNN.min_size else SmallCNN
@@ -312,13 +302,11 @@ class ObsNormalizer(nn.Module):
         self.paths = list(leaves)
         self.statistics = nn.ModuleList(RunningMeanStd(tuple(leaf.shape)) for leaf in leaves.values())
 
-    def _leaves(self) -> list[tuple[tuple[str, ...], Any]]:
-        return list(zip(self.paths, self.statistics, strict=True))
-
     def forward(self, obs: Nested) -> Nested:
         """The normalised observation; the given one stays as it is."""
         out = obs if isinstance(obs, Tensor) else obs.copy()
-        for path, statistics in self._leaves():
+        statistics: Any
+        for path, statistics in zip(self.paths, self.statistics, strict=True):
             if isinstance(out, Tensor):
                 return statistics.normalize(out)
             if (leaf := out.get(path, None)) is not None:  # an actor alone is not given the critic's entries
@@ -327,7 +315,8 @@ class ObsNormalizer(nn.Module):
 
     def update(self, obs: Nested, valid: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:
         """Take the valid observations ``[*batch, ...]`` of all ranks into the statistics."""
-        for path, statistics in self._leaves():
+        statistics: Any
+        for path, statistics in zip(self.paths, self.statistics, strict=True):
             statistics.update(obs if isinstance(obs, Tensor) else obs[path], valid, all_sum)
 
 
@@ -361,39 +350,6 @@ def _is_float_box(space: Any) -> bool:
     return space_kind(space) == "box" and space.dtype.kind == "f"
 
 
-# Which entries of an observation actor and critic read.
-
-
-class Entries(NamedTuple):
-    """Spaces with some entries of the observation each; without keys and masks all are the observation's own space."""
-
-    actor: Any
-    """Features of the actor."""
-    critic: Any
-    """Features of the critic."""
-    to_act: Any
-    """What acting needs: the actor's, and the mask of allowed actions."""
-    masked: bool
-    """Whether there are masks, which are no features."""
-
-    @classmethod
-    def of(cls, observation_space: Any, action_space: Any, cfg: PolicyCfg) -> "Entries":
-        """The entries that the settings choose.
-
-        Raises:
-            ConfigError: an unknown key, or a mask of the wrong size.
-        """
-        masked = has_mask(observation_space, action_space)
-        features = observation_space
-        if masked:
-            kind = type(observation_space)
-            features = kind({key: space for key, space in observation_space.spaces.items() if key != KEY})
-        actor = to_act = chosen_entries(features, cfg.actor_keys, "policy.actor_keys")
-        if masked:
-            to_act = kind({**actor.spaces, KEY: observation_space[KEY]})
-        return cls(actor, chosen_entries(features, cfg.critic_keys, "policy.critic_keys"), to_act, masked)
-
-
 _DEFAULT = PolicyCfg()
 
 
@@ -402,7 +358,7 @@ class ActorCritic(Policy):
 
     Args:
         observation_space: the single environment's Gymnasium space.
-        action_space: likewise.
+        action_space: its action space.
         actor_only: builds no critic at all.
         gamma: discount of the return that scales rewards (``cfg.normalize_reward``).
         actor: replaces the actor's network. It maps the encoder's features ``[B, F]`` (normalised, flat, one-hot, or
@@ -415,6 +371,8 @@ class ActorCritic(Policy):
         UnsupportedSpaceError: an observation or action space without a fixed shape.
         ConfigError: a custom network with wrong outputs, or settings that do not fit the spaces.
     """
+
+    encoder_class: type[ObsEncoder] = ObsEncoder
 
     def __init__(
         self,
@@ -436,44 +394,44 @@ class ActorCritic(Policy):
         self.actor_only = actor_only
         self.head = make_head(action_space, cfg)
         self.action_spec = self.head.action_spec
-        self.entries = Entries.of(observation_space, action_space, cfg)
+        # which entries of the observation actor and critic read; a mask of allowed actions is no feature
+        self.masked = has_mask(observation_space, action_space)
+        features = observation_space
+        if self.masked:
+            kind = type(observation_space)
+            features = kind({key: space for key, space in observation_space.spaces.items() if key != KEY})
+        actor_space = self._acts_on = chosen_entries(features, cfg.actor_keys, "policy.actor_keys")
+        critic_space = chosen_entries(features, cfg.critic_keys, "policy.critic_keys")
+        if self.masked:
+            self._acts_on = kind({**actor_space.spaces, KEY: observation_space[KEY]})
         self.obs_normalizer = ObsNormalizer(observation_space) if cfg.normalize_obs else None
         self.reward_normalizer = RewardNormalizer(gamma) if cfg.normalize_reward else None
-        self.encoder = self._make_encoder(self.entries.actor)
-        self.critic_encoder = self._make_critic_encoder()
-        self._build_networks(actor, critic)
-        # Act and evaluate must be the same function: dropout in a custom network would move the ratio off 1.
-        self.eval()
-
-    def _make_encoder(self, space: Any) -> ObsEncoder:
-        return ObsEncoder(space, self.cfg)
-
-    def _make_critic_encoder(self) -> ObsEncoder | None:
-        """The critic's own encoder, None where features can be shared: no critic, a shared trunk, nothing to learn."""
-        learns = any(True for _ in self.encoder.parameters()) or self.entries.critic is not self.entries.actor
-        own = learns and self.cfg.trunk == "separate" and not self.actor_only
-        return self._make_encoder(self.entries.critic) if own else None
-
-    def _build_networks(self, actor: nn.Module | None, critic: nn.Module | None) -> None:
+        self.encoder = self.encoder_class(actor_space, cfg)
+        # the critic has an encoder of its own, unless there is no critic, the trunk is shared, or there is nothing to learn
+        learns = any(True for _ in self.encoder.parameters()) or critic_space is not actor_space
+        own = learns and cfg.trunk == "separate" and not actor_only
+        self.critic_encoder = self.encoder_class(critic_space, cfg) if own else None
         num_features, num_outputs = self.encoder.num_features, self.head.num_outputs
         num_critic_features = (self.critic_encoder or self.encoder).num_features
         self.trunk: MLP | None = None
         self.actor: nn.Module
         self.critic: nn.Module | None
-        if self.cfg.trunk == "shared" and actor is None and critic is None:
-            self.trunk = MLP(num_features, self.cfg)
+        if cfg.trunk == "shared" and actor is None and critic is None:
+            self.trunk = MLP(num_features, cfg)
             width = self.trunk.num_outputs
             self.actor = orthogonal(nn.Linear(width, num_outputs), ACTOR_GAIN)
-            self.critic = None if self.actor_only else orthogonal(nn.Linear(width, 1), CRITIC_GAIN)
+            self.critic = None if actor_only else orthogonal(nn.Linear(width, 1), CRITIC_GAIN)
         else:
-            self.actor = actor or MLP(num_features, self.cfg, num_outputs, ACTOR_GAIN)
-            self.critic = None if self.actor_only else critic or MLP(num_critic_features, self.cfg, 1, CRITIC_GAIN)
+            self.actor = actor or MLP(num_features, cfg, num_outputs, ACTOR_GAIN)
+            self.critic = None if actor_only else critic or MLP(num_critic_features, cfg, 1, CRITIC_GAIN)
         if critic is not None:
             _count_outputs(critic, "critic", num_critic_features, (1,))
         if actor is not None:
             num_outputs = _count_outputs(actor, "actor", num_features, (num_outputs, self.head.num_params))
-        held = self.head.num_params - num_outputs
-        self.log_std = nn.Parameter(torch.full((held,), self.cfg.log_std_init)) if held else None
+        free = self.head.num_params - num_outputs
+        self.log_std = nn.Parameter(torch.full((free,), cfg.log_std_init)) if free else None
+        # Act and evaluate must be the same function: dropout in a custom network would move the ratio off 1.
+        self.eval()
 
     @torch.no_grad()
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
@@ -504,7 +462,8 @@ class ActorCritic(Policy):
             DataError: an observation of the wrong shape or structure, or one that is not finite.
         """
         tensor, batched = self._read(obs)
-        params = self._actor_params(self.encoder(self._normalized(tensor)), tensor)
+        normalized = tensor if self.obs_normalizer is None else self.obs_normalizer(tensor)
+        params, _ = self._heads(self.encoder(normalized), None, tensor)
         return self._written(self.head.mode(params) if deterministic else self.head.sample(params), batched)
 
     def env_action(self, action: Tensor) -> Tensor:
@@ -537,18 +496,18 @@ class ActorCritic(Policy):
     def without_critic(self) -> "ActorCritic":
         """A copy that only acts, on what the actor reads."""
         actor = copy.deepcopy(self)
-        actor.actor_only, actor.observation_space = True, self.entries.to_act
+        actor.actor_only, actor.observation_space = True, self._acts_on
         actor.critic = actor.critic_encoder = None
         return actor
 
     def _read(self, obs: Any) -> tuple[Nested, bool]:
         """A user's observations ``[B, ...]`` as tensors, and whether they came as a batch."""
-        space = self.entries.to_act
+        space = self._acts_on
         batched = is_batched(space, obs)
         tensor: Any = obs_to_tensor(space, obs, self.device, batched=batched)
         _check_finite(tensor, "obs")
-        if self.entries.masked:
-            action_masks.check(tensor[action_masks.KEY], self.action_space)
+        if self.masked:
+            check_masks(tensor[KEY], self.action_space)
         return tensor if batched else tensor.unsqueeze(0), batched
 
     def _written(self, action: Tensor, batched: bool) -> Any:
@@ -559,29 +518,20 @@ class ActorCritic(Policy):
 
     def _forward(self, obs: Nested) -> tuple[Tensor, Tensor | None]:
         """Flat parameters of the action distribution, and the value if there is a critic."""
-        normalized = self._normalized(obs)
+        normalized = obs if self.obs_normalizer is None else self.obs_normalizer(obs)
         features = self.encoder(normalized)
-        for_critic = features if self.critic_encoder is None else self.critic_encoder(normalized)
-        params, value = self._heads(features, for_critic)
-        return self._allowed(params, obs), value
+        return self._heads(features, features if self.critic_encoder is None else self.critic_encoder(normalized), obs)
 
-    def _heads(self, features: Tensor, for_critic: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``_forward`` from what the encoders of actor and critic give."""
+    def _heads(self, features: Tensor, for_critic: Tensor | None, obs: Any) -> tuple[Tensor, Tensor | None]:
+        """Parameters and value from the features that the encoders of actor and critic give; without the latter no value."""
         if self.trunk is not None:
             features = for_critic = self.trunk(features)
         params = self._params(features)
-        return params, None if self.critic is None else self.critic(for_critic).squeeze(-1)
-
-    def _allowed(self, params: Tensor, obs: Any) -> Tensor:
-        """The parameters, with probability 0 for actions that the observation's mask forbids."""
-        return action_masks.allowed_logits(params, obs[action_masks.KEY]) if self.entries.masked else params
-
-    def _normalized(self, obs: Nested) -> Nested:
-        return obs if self.obs_normalizer is None else self.obs_normalizer(obs)
-
-    def _actor_params(self, features: Tensor, obs: Any) -> Tensor:
-        """Parameters of the action distribution alone, from the encoder's features."""
-        return self._allowed(self._params(features if self.trunk is None else self.trunk(features)), obs)
+        if self.masked:  # probability 0 for what the observation's mask forbids
+            params = allowed_logits(params, obs[KEY])
+        if self.critic is None or for_critic is None:
+            return params, None
+        return params, self.critic(for_critic).squeeze(-1)
 
     def _params(self, features: Tensor) -> Tensor:
         outputs: Tensor = self.actor(features)

@@ -1,4 +1,4 @@
-"""What a policy is to the rest of the library: it acts, and it scores what was done.
+"""The contract of a policy: it acts, and it scores what was done.
 
 Algorithms and collectors know this module only; no class here knows an environment.
 """
@@ -21,7 +21,7 @@ Batch = Mapping[str, Nested]
 
 
 class Action(NamedTuple):
-    """What a policy did in B environments."""
+    """A decision of a policy in each of B environments."""
 
     action: Tensor
     """[B, ...] the policy's own action, before ``env_action`` maps it into the space."""
@@ -63,13 +63,13 @@ class Evaluation(NamedTuple):
 
 @runtime_checkable
 class Player(Protocol):
-    """What plays whole episodes, one in each row, from their first observations on."""
+    """Plays whole episodes, one in each row, from their first observations on."""
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As ``Policy.act``."""
+        """Actions for the next observations; see ``Policy.act``."""
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """As ``Policy.predict``."""
+        """Environment actions for the next observations; see ``Policy.predict``."""
 
 
 class Policy(nn.Module, ABC):

@@ -3,8 +3,6 @@
 import copy
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -92,10 +90,20 @@ def _onnx(policy: Policy) -> bytes:
             f"{type(policy).__name__} has no observation_space; fix: set this attribute to the environment's"
         )
     actor = DeterministicActor(policy, space).eval()
-    leaves = _random_leaves(space)
+    found = []
+    for leaf in leaf_spaces(copy.deepcopy(space)).values():
+        leaf.seed(0)
+        batch = torch.from_numpy(np.stack([np.asarray(leaf.sample()) for _ in range(_CHECKED)]))
+        spec = obs_spec(leaf)
+        assert isinstance(spec, TensorSpec)
+        found.append((batch.clamp(-_FARTHEST, _FARTHEST) if batch.is_floating_point() else batch).to(spec.dtype))
+    leaves = tuple(found)
     any_size = tuple({0: torch.export.Dim("batch")} for _ in leaves)
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)  # torch's notes about its own exporter
     try:
-        with _quiet(), torch.no_grad():
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
             program = torch.onnx.export(
                 actor,
                 leaves,
@@ -106,22 +114,12 @@ def _onnx(policy: Policy) -> bytes:
             )
     except (torch.onnx.OnnxExporterError, RuntimeError) as error:
         raise ConfigError(f"{type(policy).__name__} cannot be exported to ONNX: {error}; fix: safetensors") from error
+    finally:
+        log.setLevel(level)
     assert program is not None
     model: bytes = program.model_proto.SerializeToString()
     _check(model, actor, leaves)
     return model
-
-
-def _random_leaves(space: Any) -> tuple[Tensor, ...]:
-    """Observations ``[64, ...]`` of each leaf of the space, the same each time."""
-    found = []
-    for leaf in leaf_spaces(copy.deepcopy(space)).values():
-        leaf.seed(0)
-        batch = torch.from_numpy(np.stack([np.asarray(leaf.sample()) for _ in range(_CHECKED)]))
-        spec = obs_spec(leaf)
-        assert isinstance(spec, TensorSpec)
-        found.append((batch.clamp(-_FARTHEST, _FARTHEST) if batch.is_floating_point() else batch).to(spec.dtype))
-    return tuple(found)
 
 
 def _check(model: bytes, actor: DeterministicActor, leaves: tuple[Tensor, ...]) -> None:
@@ -139,17 +137,3 @@ def _check(model: bytes, actor: DeterministicActor, leaves: tuple[Tensor, ...]) 
                 f"ONNX Runtime takes other actions than the policy: {found.ravel()[:4]} in place of {expected.ravel()[:4]}; "
                 "fix: safetensors, and please report this"
             )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warnings and notes about its own exporter."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)

@@ -1,4 +1,4 @@
-"""What every action head can do: sample, tell probabilities, and turn its own actions into the environment's."""
+"""Action heads: the distributions over a Gymnasium action space, made from a policy's flat output."""
 
 import math
 from abc import ABC, abstractmethod
@@ -48,14 +48,12 @@ class ActionHead(nn.Module, ABC):
     def kl(self, params: Float[Tensor, "*batch P"], other: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
         """Exact KL(params || other) in nats, summed over the action's dimensions."""
 
-    def score(
-        self, params: Float[Tensor, "*batch P"], action: Tensor
-    ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    def score(self, params: Float[Tensor, "*batch P"], action: Tensor) -> tuple[Tensor, Tensor]:
         """``log_prob`` and ``entropy``, at one price where they share work."""
         return self.log_prob(params, action), self.entropy(params)
 
     def env_action(self, action: Tensor) -> Tensor:
-        """What the environment receives for the policy's own actions."""
+        """The environment's actions for the policy's own."""
         return action
 
     def own_action(self, action: Tensor) -> Tensor:
@@ -98,9 +96,7 @@ class Categorical(ActionHead):
         """Entropy of the softmax, ``-sum p log p``."""
         return _categorical_entropy(torch.log_softmax(params, dim=-1))
 
-    def score(
-        self, params: Float[Tensor, "*batch P"], action: Tensor
-    ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    def score(self, params: Float[Tensor, "*batch P"], action: Tensor) -> tuple[Tensor, Tensor]:
         """``log_prob`` and ``entropy`` from one softmax."""
         log_probs = torch.log_softmax(params, dim=-1)
         return _pick(log_probs, action), _categorical_entropy(log_probs)
@@ -164,9 +160,7 @@ class MultiCategorical(ActionHead):
         """Entropy of the softmaxes, summed over choices."""
         return _categorical_entropy(torch.log_softmax(self._logits(params), dim=-1)).sum(dim=-1)
 
-    def score(
-        self, params: Float[Tensor, "*batch P"], action: Tensor
-    ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    def score(self, params: Float[Tensor, "*batch P"], action: Tensor) -> tuple[Tensor, Tensor]:
         """``log_prob`` and ``entropy`` from one softmax."""
         log_probs = torch.log_softmax(self._logits(params), dim=-1)
         return _pick(log_probs, self._flat(action)).sum(dim=-1), _categorical_entropy(log_probs).sum(dim=-1)
@@ -249,8 +243,8 @@ class DiagGaussian(ActionHead):
     The density is that of the unclipped sample, which the rollout stores.
 
     Args:
-        low: the box, float32, -inf where it has no bound.
-        high: likewise, inf where it has no bound.
+        low: lower bounds of the box, float32, -inf where it has none.
+        high: its upper bounds, inf where it has none.
     """
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
@@ -373,7 +367,7 @@ class Composite(ActionHead):
         self.heads: Any = nn.ModuleList(heads)
         self.num_outputs = sum(head.num_outputs for head in heads)
         self.num_params = sum(head.num_params for head in heads)
-        self._held = [head.num_params - head.num_outputs for head in heads]
+        self._free = [head.num_params - head.num_outputs for head in heads]
         self._sizes = [math.prod(head.action_spec.shape) for head in heads]
         self.action_spec = TensorSpec((sum(self._sizes),), torch.float32)
 
@@ -413,11 +407,11 @@ class Composite(ActionHead):
         return self._joined((head.own_action(part) for head, part in parts), torch.float32)
 
     def _params(self, params: Tensor) -> list[Tensor]:
-        """Those of each part."""
-        outputs, held = torch.split(params, [self.num_outputs, self.num_params - self.num_outputs], dim=-1)
+        """Parameters of each part."""
+        outputs, free = torch.split(params, [self.num_outputs, self.num_params - self.num_outputs], dim=-1)
         outputs_of = torch.split(outputs, [head.num_outputs for head in self.heads], dim=-1)
-        held_of = torch.split(held, self._held, dim=-1)
-        return [torch.cat(both, dim=-1) for both in zip(outputs_of, held_of, strict=True)]
+        free_of = torch.split(free, self._free, dim=-1)
+        return [torch.cat(both, dim=-1) for both in zip(outputs_of, free_of, strict=True)]
 
     def _parts(self, action: Tensor, *, own: bool = True) -> list[Tensor]:
         """The action of each part ``[*batch, ...]``, with the types of the policy's own."""
@@ -435,7 +429,7 @@ class Composite(ActionHead):
         return torch.cat([part.to(dtype) for part in flat], dim=-1)
 
 
-# Action heads: what a policy's flat output means as a distribution over one Gymnasium action space.
+# The head for an action space.
 
 
 def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:

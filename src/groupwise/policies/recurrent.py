@@ -40,7 +40,7 @@ class RecurrentEncoder(ObsEncoder):
         Args:
             obs: in the order of a ``PackedSequence``.
             state: at the beginnings; an LSTM's output and cell, one after the other.
-            batch_sizes: of the ``PackedSequence``, on the CPU.
+            batch_sizes: those of the ``PackedSequence``, on the CPU.
         """
         x = self(obs).to(self.layer.weight_hh_l0.dtype)
         if not len(x):
@@ -60,6 +60,7 @@ class RecurrentActorCritic(ActorCritic):
 
     scored_by = "row"
     batch_keys = ("obs", "action", "state", "step")
+    encoder_class = RecurrentEncoder
     cfg: RecurrentCfg
     encoder: RecurrentEncoder
     critic_encoder: RecurrentEncoder | None
@@ -109,16 +110,25 @@ class RecurrentActorCritic(ActorCritic):
         """``(actions, state)``, as in Stable-Baselines3: give the state back with the next observations.
 
         Args:
-            state: of the last call, the actor's; None where all episodes begin.
+            state: the actor's, from the last call; None where all episodes begin.
             episode_start: ``[B]`` True where an episode begins.
 
         Raises:
             DataError: as ``ActorCritic.predict``; or a state, or beginnings, of another number of observations.
         """
         tensor, batched = self._read(obs)
-        given = self._given_state(len(tensor), state, episode_start)
-        features, end = self.encoder.follow(self._normalized(tensor), given, torch.tensor([len(tensor)]))
-        params = self._actor_params(features, tensor)
+        rows, shape = len(tensor), (len(tensor), self.encoder.state_size)
+        given = torch.zeros(shape) if state is None else torch.as_tensor(state)
+        begins = torch.zeros(rows) if episode_start is None else torch.as_tensor(episode_start).reshape(-1)
+        if given.shape != shape or len(begins) != rows:
+            raise DataError(
+                f"state has shape {list(given.shape)} and episode_start {list(begins.shape)}, expected {list(shape)} and "
+                f"[{rows}]; fix: the state of the last call, for as many observations"
+            )
+        given = given.to(self.device).masked_fill(begins.bool().unsqueeze(-1).to(self.device), 0.0)
+        normalized = tensor if self.obs_normalizer is None else self.obs_normalizer(tensor)
+        features, end = self.encoder.follow(normalized, given, torch.tensor([rows]))
+        params, _ = self._heads(features, None, tensor)
         action = self.head.mode(params) if deterministic else self.head.sample(params)
         return self._written(action, batched), end.cpu().numpy()
 
@@ -151,37 +161,21 @@ class RecurrentActorCritic(ActorCritic):
         self, obs: Nested, state: Float[Tensor, "sequence state"], batch_sizes: Int[Tensor, " step"]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Parameters of the action distributions, values if there is a critic, and the states at the ends of the sequences."""
-        normalized, encoders = self._normalized(obs), self._encoders()
+        encoders = self._encoders()
+        normalized = obs if self.obs_normalizer is None else self.obs_normalizer(obs)
         states = torch.split(state, [encoder.state_size for encoder in encoders], dim=-1)
         followed = [
             encoder.follow(normalized, part, batch_sizes) for encoder, part in zip(encoders, states, strict=True)
         ]
-        params, value = self._heads(followed[0][0], followed[-1][0])
-        return self._allowed(params, obs), value, torch.cat([end for _, end in followed], dim=-1)
-
-    def _make_encoder(self, space: Any) -> RecurrentEncoder:
-        return RecurrentEncoder(space, self.cfg)
+        params, value = self._heads(followed[0][0], followed[-1][0], obs)
+        return params, value, torch.cat([end for _, end in followed], dim=-1)
 
     def _encoders(self) -> list[RecurrentEncoder]:
-        """That of the actor, and that of the critic if it has its own."""
+        """The actor's, and the critic's if it has its own."""
         return [self.encoder] if self.critic_encoder is None else [self.encoder, self.critic_encoder]
 
-    def _given_state(
-        self, rows: int, state: npt.ArrayLike | None, episode_start: npt.ArrayLike | None
-    ) -> Float[Tensor, "row state"]:
-        """The actor's state from ``predict``'s arguments."""
-        shape = (rows, self.encoder.state_size)
-        given = torch.zeros(shape) if state is None else torch.as_tensor(state)
-        begins = torch.zeros(rows) if episode_start is None else torch.as_tensor(episode_start).reshape(-1)
-        if given.shape != shape or len(begins) != rows:
-            raise DataError(
-                f"state has shape {list(given.shape)} and episode_start {list(begins.shape)}, expected {list(shape)} and "
-                f"[{rows}]; fix: the state of the last call, for as many observations"
-            )
-        return given.to(self.device).masked_fill(begins.bool().unsqueeze(-1).to(self.device), 0.0)
-
     def zero_state(self, rows: int) -> Float[Tensor, "row state"]:
-        """What is remembered where episodes begin."""
+        """The state where episodes begin."""
         return torch.zeros(rows, self.state_size, device=self.device)
 
 
@@ -193,14 +187,14 @@ class RecurrentPlayer:
         self._state: Tensor | None = None
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As ``Policy.act``, of the next observations."""
+        """Actions for the next observations; see ``Policy.act``."""
         state = self._policy.zero_state(len(obs)) if self._state is None else self._state
         action = self._policy.act(with_state(obs, state), deterministic, generator)
         self._state = action.state
         return action
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """As ``Policy.predict``, of the next observations."""
+        """Environment actions for the next observations; see ``Policy.predict``."""
         action, state = self._policy.predict(obs, deterministic, state=self._state)
         self._state = torch.from_numpy(state).to(self._policy.device)
         return action
@@ -222,7 +216,7 @@ class Packing(NamedTuple):
         """The sequences of all valid slots.
 
         Args:
-            step: of the episode; one begins where it is 0.
+            step: number within the episode; one begins where it is 0.
         """
         begins = valid.clone()
         begins[:, 1:] &= (step[:, 1:] == 0) | ~valid[:, :-1]

@@ -11,7 +11,7 @@ from stable_baselines3.common.envs import BitFlippingEnv, FakeImageEnv, Identity
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecMonitor, VecNormalize
 
-from groupwise.contrib.sb3 import SharedStart, Start, insert_shared_start, verify_shared_start
+from groupwise.contrib.sb3_starts import SharedStart, Start, insert_shared_start, verify_shared_start
 from groupwise.errors import EnvError, GroupStartError
 from groupwise.seeding import derive_seed
 

@@ -132,16 +132,14 @@ class GroupTracker:
             group.members.append(member)
             if len(group.members) == self._num_members:
                 group.status = "complete"
-                if self._cfg.dynamic_sampling is not None:  # as rollout/zero_variance_groups counts groups
-                    sampled = [one for one in group.members if not one.greedy]
-                    rewards = [rollout["reward"][one.row, one.start : one.end] for one in sampled]
-                    returns = torch.stack([reward.sum(dtype=torch.float64).float() for reward in rewards])
-                    if len(sampled) > 1 and bool((returns == returns[0]).all()):
-                        group.status = "filtered"
-                        self.filtered_steps += sum(one.length for one in group.members)
-        if step.failed is None:
-            return
-        rows = [row for row in step.failed.nonzero()[:, 0].tolist() if row in self._in_row]
+                if self._cfg.dynamic_sampling is not None and has_equal_returns(group, rollout):
+                    group.status = "filtered"
+                    self.filtered_steps += sum(one.length for one in group.members)
+        if step.failed is not None:
+            self._fail([row for row in step.failed.nonzero()[:, 0].tolist() if row in self._in_row])
+
+    def _fail(self, rows: list[int]) -> None:
+        """Raise an error for rows whose environments failed, retry their episodes, or drop their groups."""
         if rows and self._cfg.on_env_error == "raise":
             raise EnvError(
                 f"environment {rows[0]} of {self._env.env_id} failed; fix: the environment, or "
@@ -168,6 +166,14 @@ class GroupTracker:
             member.end = self.step
         self.running[rows] = self.greedy[rows] = False
         return members
+
+
+def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
+    """Whether all sampled members have the same return, as ``rollout/zero_variance_groups`` counts groups."""
+    sampled = [member for member in group.members if not member.greedy]
+    rewards = [rollout["reward"][member.row, member.start : member.end] for member in sampled]
+    returns = torch.stack([reward.sum(dtype=torch.float64).float() for reward in rewards])
+    return len(sampled) > 1 and bool((returns == returns[0]).all())
 
 
 def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:

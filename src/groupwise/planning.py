@@ -104,7 +104,7 @@ class Plan(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """What is kept, and what the fullest phase needs."""
+        """Memory of everything that is kept and of the fullest phase."""
         return sum(self.kept.values()) + sum(self.passing[self.fullest].values())
 
     @property
@@ -225,7 +225,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "--engine fsdp", "", {"engine": "fsdp"}
     if cfg.generation.name == "native" and not cfg.sampling.has_filters:
         yield "--generation server", "", {"generation": ServerGenerationCfg()}
-    if plan.ranks > 1 and not cfg.cpu_offload:  # beside the engine above
+    if plan.ranks > 1 and not cfg.cpu_offload:  # in addition to the engine above
         yield "--cpu-offload", "", {"cpu_offload": True}
     if cfg.model.lora is None:
         yield _ADAPTERS, "model", {"lora": LoRACfg()}

@@ -219,7 +219,7 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     with files.warning_if_unwritable(folder.summary):
         folder.write_summary(summary)
     if ended == PAUSED:
-        return  # it goes on, and may do so many times
+        return  # it will be continued, perhaps many times
     with files.warning_if_unwritable(folder.curve):
         title = f"{summary[parts.kind]}, {summary['algorithm']}, seed {summary['seed']}"
         plot_curve(metrics, folder.curve, title, *parts.axes)

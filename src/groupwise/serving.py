@@ -31,7 +31,7 @@ HEALTH = "/health"
 MAX_ANSWER = 2**30
 """Most bytes of an answer."""
 SECONDS_TO_CONNECT = 10.0
-"""A server that is busy accepts connections; one that is cut off or stopped does not, and nobody says so."""
+"""A server that is busy accepts connections; one that is cut off or stopped does not, and no error reports it."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
 """Seconds between two tries; they double each time."""
 _HEALTH_INTERVAL = 5.0
@@ -273,7 +273,7 @@ class VLLMServer:
 
     Args:
         adapters: whether weights are adapters; the server needs ``--enable-lora`` then.
-        in_flight_updates: whether requests that run go on under new weights, or are finished before.
+        in_flight_updates: whether running requests continue under new weights; otherwise they finish first.
     """
 
     def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
@@ -300,7 +300,7 @@ class VLLMServer:
                 raise ServerError(f"{self.url} serves no adapters; fix: --enable-lora --max-lora-rank <rank>")
 
     def generate(self, request: GroupRequest) -> list[Answer]:
-        """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
+        """Generates the requested completions; raises ``LostWeightsError`` if other weights wrote them."""
         body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": sampling_params(request)}
         body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
         with self._reading():
@@ -496,7 +496,7 @@ class LocalServer:
         return HttpClient(self.url, timeout=_HEALTH_SECONDS, retries=0).is_healthy()
 
     def start_again(self) -> None:
-        """Start it anew, with a new log."""
+        """Start the server again, with a new log."""
         self.close()
         self._process = self._start()
 

@@ -423,7 +423,7 @@ def leave_one_out(scores: Scores) -> Tensor:
 def second_best(scores: Scores) -> Tensor:
     """The second best, for the best only (Pass@k).
 
-    What the best is above the second best, 0 for all others.
+    The best gets its distance to the second best, all others get 0.
 
     Source: https://arxiv.org/abs/2503.19595.
     """
@@ -541,8 +541,8 @@ def ema(scores: Scores, decay: Fraction = 0.95) -> Tensor:
 def gigpo(credit: CreditInput, weight: NonNegative = 1.0) -> Tensor:
     """The mean, and a second comparison of steps with the same observation (GiGPO).
 
-    The group's comparison, plus ``weight`` times that of discounted returns at the same observation. As in the paper (eq. 5 to
-    7), that includes the episode's own visits. A unique observation adds 0.
+    The group's comparison, plus ``weight`` times that of discounted returns at the same observation. Following the paper (eq.
+    5 to 7), that includes the episode's own visits. A unique observation adds 0.
 
     Args:
         weight: Weight of the second advantage, the paper's omega.

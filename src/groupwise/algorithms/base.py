@@ -382,7 +382,7 @@ class BaseAlgorithm(ABC):
     # --- progress and state ---
 
     def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
-        """Tell the schedules which share of training is done, in [0, 1]; ``budget`` and ``step`` as in ``schedule_factor``."""
+        """Set the schedules to the share of training that is done, in [0, 1]; ``budget`` and ``step`` as in ``schedule_factor``."""
         if not self.schedule.adaptive:
             self.schedule.set_factor(schedule_factor(self.cfg.schedule, progress, budget, step))
         if self.range_schedules is not None:
@@ -569,7 +569,7 @@ class UpdateStats:
         self._sampler = torch.zeros(2, len(DEPTHS), dtype=torch.float64, device=device) if recomputed else None
 
     def compare_sampler(self, micro_batches: Sequence[Batch]) -> None:
-        """Add what the first optimiser step tells of the sampler, before anything has changed."""
+        """Add the KL between sampler and policy at the first optimiser step, before any weight changes."""
         assert self._sampler is not None
         self._sampler = sum(map(sampler_kl_sums, micro_batches), self._sampler)
 

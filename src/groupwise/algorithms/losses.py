@@ -6,7 +6,7 @@ A trust region is one function: it takes ``LossInputs`` and its own settings, an
 ``{"name": "cispo", "high": 5.0}`` in a configuration calls ``cispo(x, high=5.0)``: the signature is the settings, with their
 types, bounds and defaults, and their texts stand under ``Args:``. Nothing is averaged here; ``loss_weights`` does that.
 
-What depends on the whole rollout (corrections, covariances, quantiles of the entropy) is computed once, at the update's
+Data that depend on the whole rollout (corrections, covariances, quantiles of the entropy) are computed once, at the update's
 start, by ``objective_data``; the rest looks at single elements or at whole episodes. So no split changes the gradient.
 Wherever it is not said otherwise, a loss has the gradient ``-A`` with respect to ``log_prob`` at ratio 1.
 """

@@ -128,7 +128,7 @@ COUNTS = frozenset(
 class Collector(ABC):
     """Collects rollouts; counts steps and episodes.
 
-    All its randomness follows from ``seed`` and ``iteration``. A resumed run needs these, ``state_dict``, and nothing else.
+    All its randomness follows from ``seed`` and ``iteration``. A resumed run needs only these and ``state_dict``.
     """
 
     repeatable: ClassVar[bool] = False
@@ -464,7 +464,7 @@ class VectorCollector(EnvCollector):
         if self.env.autoreset == "next_step" and num_steps < 2:
             raise EnvError(f"num_steps is {num_steps}, but {self.env.env_id} resets in an extra step; fix: at least 2")
         obs = self._begin() if self._obs is None else self._obs
-        self._obs = None  # after an error, the next rollout begins anew
+        self._obs = None  # after an error, the next rollout starts new episodes
         writer = RolloutWriter(rollout, self.policy)
         obs = self._fill(num_steps, writer, obs)
         rollout = writer.finish(num_steps, obs)

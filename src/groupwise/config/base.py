@@ -232,7 +232,7 @@ def register_choice(choice: C) -> C:
     if not name:
         raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = choice.known.get(name)
-    again = repr(taken) == repr(choice)  # defined anew, as when a notebook's cell runs twice
+    again = repr(taken) == repr(choice)  # defined again, as when a notebook's cell runs twice
     if taken not in (None, choice.__module__) and not again:
         raise ConfigError(f"{choice.family} {name!r} is registered already; fix: another name")
     choice.known[name] = choice

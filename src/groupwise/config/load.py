@@ -156,7 +156,7 @@ def _parse_yaml(data: bytes) -> Any:
 ADAPTER_CONFIG = "adapter_config.json"
 """In a folder of peft's adapters."""
 _NOT_OF_WEIGHTS = ("init_from", "normalize_reward")
-"""Settings of a policy that those who begin with its weights choose anew."""
+"""Settings of a policy that a run which begins with its weights does not take over."""
 
 
 def resolve(
@@ -165,7 +165,7 @@ def resolve(
     """The full config of a run on an environment.
 
     Args:
-        algorithm: a name, a config, or some of its fields. Of a config, only fields that were set count.
+        algorithm: a name, a config, or some of its fields. Only fields of a config that were set count.
         preset: name in ``presets/objectives.json``; replaces credit and objective of the environment's preset, which
             ``auto`` and None keep.
         fields: of ``RunCfg``, as values, configs or partial dicts. None means not given.

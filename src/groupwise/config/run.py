@@ -88,7 +88,7 @@ class EnvCfg(Cfg):
     action_chunk: Annotated[int, Ge(1)] = 1
     """Actions that the policy decides on at once; the environment executes them open loop. Steps of the policy, such as ``algorithm.num_steps``, are then decisions, and the discount is per decision; ``max_episode_steps`` and ``total_steps`` count environment steps. Box actions only."""
     num_action_steps: Annotated[int, Ge(1)] | None = None
-    """Number of actions of each chunk that are executed before the policy decides anew (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
+    """Number of actions of each chunk that are executed before the policy decides again (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
     log_info: tuple[str, ...] = ()
     """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
 
@@ -115,7 +115,7 @@ class EnvCfg(Cfg):
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker knows of its run."""
+    """Facts about a run that its tracker needs."""
 
     folder: Path
     """The run folder."""
@@ -292,7 +292,7 @@ class ServerGenerationCfg(GenerationCfg):
     max_staleness: Annotated[int, Ge(0)] = 0
     """Updates that may lie between the weights that wrote a rollout and the weights that it trains. 0: servers wait for each update; 1 or more: they write the next rollouts meanwhile."""
     in_flight_updates: bool = False
-    """With ``max_staleness``: servers load new weights while they generate, and completions that run go on under them. False: they finish a rollout before."""
+    """With ``max_staleness``: servers load new weights while they generate, and running completions continue under these. False: they finish a rollout first."""
 
     @model_validator(mode="after")
     def _check(self) -> "ServerGenerationCfg":

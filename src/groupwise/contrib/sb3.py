@@ -373,7 +373,7 @@ class Tick(NamedTuple):
     """One step of all E environments; every array is [E, ...]."""
 
     obs: Array | dict[str, Array]
-    """What the policy saw, normalised as it was then."""
+    """Observation that the policy saw, normalised with the statistics of that time."""
     action: Array
     """The policy's own action, before it was clipped."""
     log_prob: Array
@@ -855,12 +855,12 @@ class GRPO(OnPolicyAlgorithm):
         tb_log_name: str = "run",
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
-        """Go on with the episodes under way, or start the first ones by the reset that SB3 does here."""
+        """Continue the running episodes, or start the first ones by the reset that SB3 does here."""
         env, groups = self.env, self.rollout_buffer
         if env is None:
             raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
         insert_shared_start(env)
-        # episodes go on if every environment is where training left it
+        # episodes continue if every environment is where training left it
         goes_on = not reset_num_timesteps and groups is not None and self._last_obs is not None
         if goes_on and groups is not None:
             goes_on = all(running == groups.running(i) for i, running in enumerate(self._queue(env, groups)))
@@ -889,7 +889,7 @@ class GRPO(OnPolicyAlgorithm):
         return total_timesteps, callback
 
     def _queue(self, env: VecEnv, groups: GroupBuffer) -> list[Running]:
-        """Tell each environment what it starts next; returns what each is doing now."""
+        """Queue the next start of each environment; returns the episode that each is running now."""
         return [env.env_method("queue_start", groups.queued(i), indices=i)[0] for i in range(env.num_envs)]
 
     def collect_rollouts(

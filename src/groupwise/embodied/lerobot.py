@@ -51,7 +51,7 @@ class Column(NamedTuple):
     """How a part of each step is stored."""
 
     dtype: str
-    """Of NumPy, or ``image``."""
+    """Name of a NumPy type, or ``image``."""
     shape: tuple[int, ...]
 
     def feature(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _moments(values: Array, column: Column) -> Array:
 
 
 def _read_table(folder: Path, files: Path | list[Path]) -> Any:
-    """What Parquet files of the folder hold."""
+    """Reads Parquet files of the folder as one table."""
     try:
         return pq.read_table(files)
     except (OSError, ValueError) as error:

@@ -3,7 +3,7 @@
 One adapter for EmbodiChain, Isaac Lab's rsl_rl wrapper, ManiSkill's vector environment, mujoco_playground's rsl_rl wrapper,
 and rsl_rl's ``VecEnv``. All of them reset a row in the step in which its episode ends.
 
-A step copies nothing to the host. What a simulator does not tell is not made up: the adapter's ``notes`` name it.
+A step copies nothing to the host. The adapter makes up nothing that a simulator does not report: its ``notes`` name what is missing.
 """
 
 import atexit
@@ -339,7 +339,7 @@ class TorchSim(VectorEnv):
         return step.obs
 
     def _missing(self, outcome: tuple[Any, ...]) -> tuple[str, ...]:
-        """What the simulator does not tell, as the outcome of a step shows, and what follows from it."""
+        """Notes on what is missing in the outcome of a step, and what follows from it."""
         if len(outcome) not in (4, 5):
             raise EnvError(
                 f"step of {self.env_id} returned {len(outcome)} values, expected 4 or 5; fix: as Gymnasium's"
@@ -391,7 +391,7 @@ def _first(result: Any) -> Any:
 
 
 def _final(info: Any) -> Any:
-    """The final observation of rows that ended, if the simulator tells it; the second is Gymnasium's newer name."""
+    """The final observation of rows that ended, if the simulator reports it; the second is Gymnasium's newer name."""
     return info.get("final_observation", info.get("final_obs", None))
 
 
@@ -440,7 +440,7 @@ def use_egl_without_display() -> None:
 class Renderer:
     """Draws pictures of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
 
-    What a picture would not show of the meshes is left out, too. One renderer serves any number of ``MjData`` of the model.
+    Parts of meshes that a picture would not show are left out, too. One renderer serves any number of ``MjData`` of the model.
     ``close`` it, or drop it.
 
     Args:

@@ -39,7 +39,7 @@ class ObsSizes(NamedTuple):
     views: int
     height: int
     width: int
-    """Of an image, in pixels."""
+    """Width of an image; both sizes are in pixels."""
     proprio: int
 
 
@@ -148,7 +148,7 @@ class PretrainedModel(nn.Module):
         return hidden[:, -len(queries) :].float()
 
     def _inputs(self, obs: TensorDict) -> Any:
-        """What the processor makes of views and instructions."""
+        """Views and instructions, as the processor encodes them."""
         images = [list(views) for views in obs["image"].cpu().numpy()]
         texts = [self._prompt(text, len(images[0])) for text in instructions(obs["instruction"])]
         return self.processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
@@ -173,16 +173,16 @@ def loading(problem: str, fix: str) -> Iterator[None]:
 
 
 def layer_sizes(cfg: VLACfg) -> dict[str, int]:
-    """Of a new model."""
+    """Sizes of the language model of a new model."""
     heads = cfg.hidden_size // HEAD_WIDTH
     return {"hidden_size": cfg.hidden_size, "num_hidden_layers": cfg.num_layers, "num_attention_heads": heads}
 
 
 def vision_sizes(sizes: ObsSizes, cfg: VLACfg, patches: int = 1) -> dict[str, int]:
-    """Of the vision encoder of a new model.
+    """Sizes of the vision encoder of a new model.
 
     Args:
-        patches: along each side of what becomes a token.
+        patches: number of patches along each side of a token.
 
     Raises:
         ConfigError: images are not square, or not made of whole tokens.
@@ -311,7 +311,7 @@ class RobotPolicy(Policy):
 
     @abstractmethod
     def _summary(self, obs: Nested) -> Float[Tensor, "batch feature"]:
-        """What the value head reads."""
+        """Features that the value head reads."""
 
     def _make_value_head(self, width: int) -> nn.Linear | None:
         """A linear critic whose values are 0 at first, unless there is none."""
@@ -396,7 +396,7 @@ class ChunkActorCritic(ActorCritic):
 
 
 def executed_actions(batch: Batch, size: int) -> Bool[Tensor, "*batch action"]:
-    """Which of a chunk's ``size`` actions were executed: the first ``executed``, or all where the rollout does not tell."""
+    """Which of a chunk's ``size`` actions were executed: the first ``executed``, or all if the rollout does not say."""
     executed: Int[Tensor, "*batch"] | None = batch.get("executed")
     if executed is None:
         episode: Any = batch["episode_id"]

@@ -59,7 +59,7 @@ def kept_space(space: Any, keys: tuple[str, ...] | None) -> tuple[Any, tuple[str
 
 
 def _storable(space: Any) -> Any | None:
-    """The space without leaves of unsupported kinds; itself if it has none, and None if it has nothing else."""
+    """The space without leaves of unsupported kinds; the space itself if it has none, None if nothing is left."""
     children = subspaces(space)
     if children is None:
         return None if space_kind(space) == "unsupported" else space

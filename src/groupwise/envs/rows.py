@@ -412,7 +412,7 @@ def _local_rows(payload: bytes, columns: dict[str, _Column], rows: slice) -> Ite
 class RowsGroupEnv(GroupEnv):
     """Copies of one Gymnasium environment, stepped one after another in this process or in several.
 
-    What a step returns is overwritten by the next one.
+    Each step overwrites the arrays that the last one returned.
 
     Args:
         num_workers: processes that share the rows among them; 0: this process steps them all.
@@ -470,7 +470,7 @@ class RowsGroupEnv(GroupEnv):
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``.
 
-        With ``cfg.on_error="report"``, the next step tells which rows failed here.
+        With ``cfg.on_error="report"``, the next step reports which rows failed here.
         """
         failed = self._failed.numpy()
         failed.fill(False)

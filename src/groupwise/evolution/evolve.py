@@ -1,6 +1,6 @@
 """Evolution: rounds of training, evaluation on common starts, selection and mutation.
 
-Every member is a run folder. What a round decides follows from the seed and the members' scores alone, so neither the number
+Every member is a run folder. The decisions of a round follow from the seed and the members' scores alone, so neither the number
 of processes nor a kill changes it. ``population.json`` is written when a round has ended, and each member writes down the
 rounds that it finished.
 """
@@ -330,7 +330,7 @@ def _run(population: Population, given: UserObjects, launch: LaunchCfg, on_mutat
 
 
 def start_pool(launch: LaunchCfg, count: int, given: UserObjects, output: Path) -> Pool:
-    """Workers for so many members."""
+    """Workers for ``count`` members."""
     if launch.launcher == "processes":
         return Processes(min(launch.workers or num_cpus(), count), given, output)
     from groupwise.integrations.ray import RayMembers

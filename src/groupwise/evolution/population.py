@@ -74,7 +74,7 @@ class Population:
 
     @classmethod
     def resume(cls, path: Path | str, *, on_mutation: "OnMutation | None" = None, **fields: Any) -> "Population":
-        """Go on with a population, as if it had never stopped; returns it.
+        """Continue a population, as if it had never stopped; returns it.
 
         Args:
             on_mutation: as of ``gw.evolve``.

@@ -1,7 +1,7 @@
 """Sums over segments, masks and ranks: means, variances, weights that turn terms into one loss, which elements stand out.
 
 Axes: batch = any shape, [B] or [B, T]; segment = dense ids 0..n-1, such as episodes or groups. An id of -1 marks an
-absent element. What is masked out may hold anything, NaN included. Nothing here waits for the device, and no shape depends
+absent element. Masked-out elements may hold anything, NaN included. Nothing here waits for the device, and no shape depends
 on the data.
 """
 

@@ -200,7 +200,7 @@ def _work(job: dict[str, Any]) -> bytes | None:
         return bytes(errors[0])
     try:
         os.chdir(job["folder"])  # for relative paths of data, models and plugins
-        os.environ[NUM_CPUS] = job["cpus"]  # so many processes has the run for environments
+        os.environ[NUM_CPUS] = job["cpus"]  # the number of processes for environments
         if job["servers"] is not None:
             os.environ[placed.FOLDER] = str(job["servers"])
         plugins.load([*map(Path, job["plugins"])])

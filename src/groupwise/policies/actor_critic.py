@@ -271,7 +271,7 @@ class RunningMeanStd(nn.Module):
     def update(self, x: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:
         """Take in the elements of ``x`` ``[*batch, *shape]`` where the mask is True, those of all ranks together.
 
-        What is masked out may hold anything, NaN included.
+        Masked-out elements may hold anything, NaN included.
         """
         outside = ~mask.reshape(-1, *[1] * self.mean.dim())
         flat = x.reshape(-1, *self.mean.shape).double().masked_fill(outside, 0)
@@ -372,7 +372,7 @@ class Entries(NamedTuple):
     critic: Any
     """Features of the critic."""
     to_act: Any
-    """What acting needs: the actor's, and the mask of allowed actions."""
+    """Entries that acting needs: the actor's, and the mask of allowed actions."""
     masked: bool
     """Whether there are masks, which are no features."""
 
@@ -402,7 +402,7 @@ class ActorCritic(Policy):
 
     Args:
         observation_space: the single environment's Gymnasium space.
-        action_space: likewise.
+        action_space: the single environment's Gymnasium space.
         actor_only: builds no critic at all.
         gamma: discount of the return that scales rewards (``cfg.normalize_reward``).
         actor: replaces the actor's network. It maps the encoder's features ``[B, F]`` (normalised, flat, one-hot, or
@@ -498,7 +498,7 @@ class ActorCritic(Policy):
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out.
 
-        One observation in a Discrete action space gives an int. What only the critic reads may be missing.
+        One observation in a Discrete action space gives an int. Entries that only the critic reads may be missing.
 
         Raises:
             DataError: an observation of the wrong shape or structure, or one that is not finite.
@@ -527,7 +527,7 @@ class ActorCritic(Policy):
     def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
         """Update the normalisers' statistics by the rollout's valid steps of all ranks.
 
-        Those of observations that came with the weights stay: the weights were trained on them.
+        Statistics of observations that came with the weights stay: the weights were trained on them.
         """
         if self.obs_normalizer is not None and self.cfg.init_from is None:
             self.obs_normalizer.update(rollout["obs"], rollout["valid"], engine.sum)

@@ -1,4 +1,4 @@
-"""What a policy is to the rest of the library: it acts, and it scores what was done.
+"""The interface of policies: a policy acts, and it scores actions that were taken.
 
 Algorithms and collectors know this module only; no class here knows an environment.
 """
@@ -21,22 +21,22 @@ Batch = Mapping[str, Nested]
 
 
 class Action(NamedTuple):
-    """What a policy did in B environments."""
+    """Actions of a policy in B environments."""
 
     action: Tensor
     """[B, ...] the policy's own action, before ``env_action`` maps it into the space."""
     log_prob: Tensor
-    """[B] log-probability under the distribution that was sampled; [B, K] of policies scored by ``token``."""
+    """[B] log-probability under the distribution that was sampled; [B, K] for policies scored by ``token``."""
     value: Tensor | None = None
     """[B] V(obs), None without a critic."""
     state: Tensor | None = None
-    """[B, S] what a recurrent policy remembers from here on; None of other policies."""
+    """[B, S] state of a recurrent policy after this step; None for other policies."""
 
 
 class Evaluation(NamedTuple):
     """Scores of a batch under the policy as it is now, shaped like the batch, with gradient.
 
-    Of policies scored by ``token``: log_prob and entropy [B, K], value [B], dist [B, K, P].
+    For policies scored by ``token``: log_prob and entropy [B, K], value [B], dist [B, K, P].
     """
 
     log_prob: Tensor
@@ -63,13 +63,13 @@ class Evaluation(NamedTuple):
 
 @runtime_checkable
 class Player(Protocol):
-    """What plays whole episodes, one in each row, from their first observations on."""
+    """Plays whole episodes, one in each row, from their first observations on."""
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As ``Policy.act``."""
+        """Acts as ``Policy.act`` does."""
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """As ``Policy.predict``."""
+        """Predicts as ``Policy.predict`` does."""
 
 
 class Policy(nn.Module, ABC):

@@ -1,4 +1,4 @@
-"""What every action head can do: sample, tell probabilities, and turn its own actions into the environment's."""
+"""Action heads: sampling, probabilities, and conversion between the policy's own actions and the environment's."""
 
 import math
 from abc import ABC, abstractmethod
@@ -55,7 +55,7 @@ class ActionHead(nn.Module, ABC):
         return self.log_prob(params, action), self.entropy(params)
 
     def env_action(self, action: Tensor) -> Tensor:
-        """What the environment receives for the policy's own actions."""
+        """The environment's action for the policy's own."""
         return action
 
     def own_action(self, action: Tensor) -> Tensor:
@@ -249,8 +249,8 @@ class DiagGaussian(ActionHead):
     The density is that of the unclipped sample, which the rollout stores.
 
     Args:
-        low: the box, float32, -inf where it has no bound.
-        high: likewise, inf where it has no bound.
+        low: the box's lower bounds, float32, -inf where it has none.
+        high: the box's upper bounds, float32, inf where it has none.
     """
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
@@ -413,7 +413,7 @@ class Composite(ActionHead):
         return self._joined((head.own_action(part) for head, part in parts), torch.float32)
 
     def _params(self, params: Tensor) -> list[Tensor]:
-        """Those of each part."""
+        """Parameters of each part."""
         outputs, held = torch.split(params, [self.num_outputs, self.num_params - self.num_outputs], dim=-1)
         outputs_of = torch.split(outputs, [head.num_outputs for head in self.heads], dim=-1)
         held_of = torch.split(held, self._held, dim=-1)

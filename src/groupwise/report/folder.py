@@ -77,7 +77,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
-    """Lock an open file; False if another process holds it. A system or a disk without ``flock`` keeps nobody out."""
+    """Lock an open file; False if another process holds it. On a system or disk without ``flock`` nothing is locked."""
     if sys.platform == "win32":
         return True
     import fcntl
@@ -526,7 +526,7 @@ def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return"
 
 
 def interval_of(entry: Mapping[str, Any], score: str = "return_mean") -> tuple[float, float] | None:
-    """95 % confidence interval of an evaluation's score; None for a return of one episode, and where an entry does not tell."""
+    """95 % confidence interval of an evaluation's score; None for a return of one episode, or if the entry lacks it."""
     value, episodes = float(entry[f"eval/{score}"]), int(entry.get("eval/episodes", 0))
     if score == "success_rate":
         return wilson_95(value, episodes) if episodes else None

@@ -160,7 +160,7 @@ class Live(NamedTuple):
     home: str
     """Address of all runs."""
     events: str
-    """Address that tells of changes."""
+    """Address that reports changes."""
     script: str
     """Takes the changes in."""
 

@@ -239,7 +239,7 @@ def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, ou
         return
     iteration, path = list(kept.items())[-1]
     group, members = _widest_group(read_groups(path))
-    if not members[0]["start"][0]:  # without groups, nobody shares a start
+    if not members[0]["start"][0]:  # without groups, no start is shared
         return
     found = Frames(iteration=iteration, group=group)
     try:

@@ -158,7 +158,7 @@ class Viewer:
         self._script = resources(__package__).joinpath("live.js").read_text(encoding="utf-8")
 
     def app(self) -> Starlette:
-        """The application; it answers GET under the token, and 404 to all else."""
+        """The application; it answers GET under the token, and 404 to everything else."""
         pages = {"/": self.index, "/runs/{name:path}": self.run, "/events": self.events}
         return Starlette(
             routes=[Route("/{token}" + path, self._guarded(page), methods=["GET"]) for path, page in pages.items()],

@@ -95,7 +95,7 @@ class FlatAdam:
             parameter.grad = view
 
     def clip(self, limit: float | None) -> Float[Tensor, ""]:
-        """Clip the gradient's norm; returns the norm before. As ``torch.nn.utils.clip_grad_norm_``, in a quarter of its time."""
+        """Clip the gradient's norm; returns the norm before. Same as ``torch.nn.utils.clip_grad_norm_``, in a quarter of its time."""
         norm: Tensor = torch.linalg.vector_norm(self.gradient)
         if limit is not None:
             self.gradient.mul_((limit / (norm + 1e-6)).clamp_(max=1.0))
@@ -452,7 +452,7 @@ class _Loss(nn.Module):
 
 
 def _resized(batch: Batch, rows: int) -> Batch:
-    """So many elements, the same ones again where there are fewer."""
+    """The batch cut to ``rows`` elements, or filled up with its own elements again."""
     return {key: value[torch.arange(rows) % len(value)] for key, value in batch.items()}
 
 

@@ -382,7 +382,7 @@ class LanguageAgent:
         return mean
 
     def set_progress(self, step: int, num_steps: int) -> None:
-        """Tell a schedule of the learning rate that ``step`` of ``num_steps`` calls of ``learn`` are done."""
+        """Set a schedule of the learning rate to ``step`` of ``num_steps`` calls of ``learn``."""
         self.algorithm.set_progress(step / num_steps, num_steps, 1 / num_steps)
 
     def clone(self, index: int | None = None) -> "LanguageAgent":

@@ -144,7 +144,7 @@ class TextComponents(Components):
     def evaluator(self) -> TextEvaluator | None:
         """The evaluator on held-out prompts; None if there are none."""
         if self.cfg.task.eval_data is None:
-            log.warning("no evaluation: no prompts are held out; fix: task.eval_data")
+            log.warning("No evaluation during training: pass eval_data=... to hold out prompts.")
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
         return TextEvaluator(self.task, self.held_out, self.cfg, self.policy, seed=seed)

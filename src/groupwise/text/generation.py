@@ -48,7 +48,7 @@ def penalized(
 def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) -> Int[Tensor, "row kept"]:
     """Ids that ``top_k``, then ``top_p``, then ``min_p`` keep, by rising id; of equally likely tokens some.
 
-    Of tokens equally likely at the border, as many are kept as have room. The most likely one is always kept.
+    If tokens at the border are equally likely, as many as fit are kept. The most likely one is always kept.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1; Nguyen et al., "Turning Up
     the Heat: Min-p Sampling", 2024, section 3.

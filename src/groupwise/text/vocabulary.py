@@ -136,7 +136,7 @@ def _widened(weight: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _back_product(grad: Tensor, wide: Tensor) -> Tensor:
-    """``grad @ wide`` in float32. Beside weights in bfloat16, the gradient is the sum of two numbers in bfloat16."""
+    """``grad @ wide`` in float32. With weights in bfloat16, the gradient is the sum of two numbers in bfloat16."""
     if wide.dtype == torch.float32:
         return grad @ wide
     high = grad.to(wide.dtype)

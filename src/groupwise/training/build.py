@@ -162,7 +162,7 @@ class Components(ABC):
     def render(self, path: Path, seed: int) -> None:  # noqa: B027 (not every run has pictures)
         """Write a video of the policy, where possible."""
 
-    def render_groups(self, folder: RunFolder) -> None:  # noqa: B027  likewise
+    def render_groups(self, folder: RunFolder) -> None:  # noqa: B027 (not every run has pictures)
         """Draw members of a group that the run kept, where possible."""
 
     def close(self) -> None:
@@ -239,8 +239,8 @@ class EnvEvaluator(Evaluator):
 
     Args:
         seed: of the episodes. Each call plays the same ones, so two evaluations differ by the policy alone.
-        fresh: start each episode in a new environment, for environments that start elsewhere when used. Else a
-            resumed run would get other scores.
+        fresh: start each episode in a new environment, for environments whose starts depend on earlier episodes.
+            Otherwise a resumed run would get other scores.
 
     Raises:
         ConfigError: the environment cannot be made a second time.

@@ -198,7 +198,7 @@ class JoinCheckpoints(Callback):
 
 
 class MetricsLog(Callback):
-    """Appends one JSON object per iteration to a file, a line at a time. What a full disk refuses is written later.
+    """Appends one JSON object per iteration to a file, a line at a time. Lines that a full disk refuses are written later.
 
     A metric that is NaN or infinite has no value in that iteration and is left out.
 
@@ -217,7 +217,7 @@ class MetricsLog(Callback):
         """Lines that the disk refused."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Go on after the iterations of a resumed run."""
+        """Continue after the iterations of a resumed run."""
         self._logged = trainer.iteration
         missing = trainer.iteration - len(RunFolder(self.path.parent).read_metrics())
         if missing > 0:
@@ -289,8 +289,8 @@ class KeepGroups(Callback):
 
     Args:
         interval: environment steps in between. None: a tenth of the budget.
-        num_groups: half of them with the largest spread of returns, a quarter with the smallest, others at random. Of
-            algorithms without groups, the episodes of a row are its members.
+        num_groups: half of them with the largest spread of returns, a quarter with the smallest, others at random. For
+            algorithms without groups, the episodes of a row count as one group.
     """
 
     def __init__(self, folder: Path, interval: int | None, num_groups: int) -> None:

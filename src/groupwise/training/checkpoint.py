@@ -471,8 +471,8 @@ _NOT_SCORING = ("evaluation.interval", "evaluation.episodes", "evaluation.video_
 def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = "latest", **fields: Any) -> Path:
     """A new run folder that begins at a checkpoint of the run in ``path``; ``resume`` trains on in it.
 
-    Its metrics up to there are copied. ``best`` holds weights only, so optimiser and running episodes start anew. A run that
-    is finished needs a larger budget.
+    Its metrics up to there are copied. ``best`` holds weights only, so the optimiser and episodes start afresh. A run that is
+    finished needs a larger budget.
 
     Args:
         run_dir: does not exist, or is empty.

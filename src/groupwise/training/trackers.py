@@ -157,7 +157,7 @@ class WandB(_RunTracker):
     cfg: WandBCfg
 
     def open(self, step: int) -> None:
-        """Open the run, or go on with it."""
+        """Open the run, or continue it."""
         require_extra("wandb", "track")
         import wandb
 
@@ -191,7 +191,7 @@ class Trackio(_RunTracker):
     cfg: TrackioCfg
 
     def open(self, step: int) -> None:
-        """Open the run, or go on with it: Trackio finds it by its name, which is unique."""
+        """Open the run, or continue it: Trackio finds it by its name, which is unique."""
         require_extra("trackio", "trackio")
         import trackio
 

@@ -145,7 +145,7 @@ class Trainer:
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
-        """How the run ends: a reason of ``stop``, ``interrupted``, ``failed``, or in the end the name of the budget. None: it goes on."""
+        """How the run ends: a reason of ``stop``, ``interrupted``, ``failed``, or in the end the name of the budget. None: it continues."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last finished iteration."""
         self.doing: Literal["collecting", "updating", "callbacks", "stopping"] = "callbacks"
@@ -211,7 +211,7 @@ class Trainer:
         self.ending = True
 
     def _iterate(self) -> None:
-        """One iteration: collect, update, count, tell the callbacks."""
+        """One iteration: collect, update, count, call the callbacks."""
         start = time.perf_counter()
         seed = derive_seed(self.seed, "global", self.engine.rank, self.iteration)
         random.seed(seed)

@@ -86,7 +86,7 @@ class Engine:
         """Leave the process group."""
 
 
-# --- data-parallel training under torchrun: one process per rank, each with its own environments ---
+# Data-parallel training under torchrun: one process per rank, each with its own environments
 
 
 class DistributedEngine(Engine):

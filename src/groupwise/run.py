@@ -72,7 +72,7 @@ from groupwise.training.trainer import (
     handling,
 )
 
-# Settings and Python objects, from the arguments of ``train``.
+# Settings and Python objects from the arguments of ``train``
 
 
 def read_settings(
@@ -110,7 +110,7 @@ def read_settings(
     return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
 
 
-# A run from its first or next iteration to its end, with its run folder.
+# A run, from its first or next iteration to its end
 
 log = logging.getLogger(__name__)
 
@@ -324,7 +324,7 @@ def _print(line: str) -> None:
     show(line, to="stderr")
 
 
-# Settings and Python objects, from a run folder.
+# Settings and Python objects from a run folder
 
 
 def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:

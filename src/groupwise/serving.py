@@ -259,7 +259,7 @@ class Answer(NamedTuple):
     """Version of the weights that wrote each token."""
 
 
-# vLLM's server (0.32): token ids in, token ids and log-probabilities out.
+# vLLM's server (0.32): token ids in, token ids and log-probabilities out
 
 ADAPTER = "groupwise"
 """Name under which adapters are served."""
@@ -432,7 +432,7 @@ def sampling_params(request: GroupRequest) -> dict[str, Any]:
     }
 
 
-# A vLLM server of one's own: a process of another virtual environment, which ends with this one.
+# A vLLM server as a child process, with a Python of another virtual environment
 
 HOST = "127.0.0.1"
 _PORTS = range(20_000, 32_768)
@@ -562,7 +562,7 @@ def free_port(port: int = 0, host: str = HOST) -> int:
     raise ConfigError(f"port {candidate} cannot be used ({last}); fix: another one, or end what listens there")
 
 
-# Servers of a run that are placed on machines by something else, which starts them again where they end.
+# Servers of a run that a launcher starts on other machines, and restarts when they end
 
 FOLDER = "GROUPWISE_SERVERS"
 """Environment variable with the folder, in the processes of the run."""

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 log = logging.getLogger(__name__)
 
-# Files in folders that a stranger may have made: written to fresh names, read within limits, and no link followed.
+# Files in untrusted folders: written to fresh names, read within limits, no link followed
 
 MIB = 2**20
 MAX_SETTINGS = MIB
@@ -229,7 +229,7 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-# Processes for the user's code: none outlives this process, and one that hangs is killed with its children.
+# Processes for the user's code: none outlives this process; a hanging one is killed with its children
 
 SECONDS_TO_IMPORT = 60.0
 """At least so long may a new process take to import packages."""

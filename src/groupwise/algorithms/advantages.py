@@ -322,7 +322,7 @@ def next_state(credit: CreditInput) -> Tensor | None:
     return BASELINES[cfg.name].next_state(credit, **cfg.parameters())
 
 
-# --- baselines: what is subtracted ---
+# --- baselines ---
 
 
 class BaselineRule(NamedTuple):

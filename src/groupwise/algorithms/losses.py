@@ -680,7 +680,7 @@ def clip_range(region: TrustRegionCfg) -> tuple[float, float]:
     return range_at(settings.get("clip_low", 0.2)), range_at(settings.get("clip_high", 0.2))
 
 
-# --- once for each update ---
+# --- data computed once per update ---
 
 
 def objective_data(

@@ -109,7 +109,7 @@ def _of_run(path: Path) -> list[Finding]:
     return sick
 
 
-# The installation
+# Installation
 
 
 def check_installation() -> Iterator[Finding]:

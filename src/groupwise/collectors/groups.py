@@ -19,7 +19,7 @@ from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 
-# Groups during collection: which row runs which episode, and the status of each group.
+# Groups during collection: the episode of each row, and the status of each group
 
 MAX_RETRIES = 5
 """Most new starts of an episode; more errors are unlikely to be bad luck."""

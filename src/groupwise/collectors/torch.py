@@ -121,7 +121,7 @@ class TorchVectorCollector(TorchCollector, VectorCollector):
         return obs
 
 
-# Groups of episodes from torch environments, all rows in step: GRPO on a GPU.
+# Groups of episodes from torch environments, all rows in step: GRPO on a GPU
 
 Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
 """Seeds of starts and of noise."""

@@ -18,7 +18,7 @@ from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
 
-# Environments for a recurrent policy, which acts on what it remembers, too.
+# Environments for a recurrent policy: observations with the policy's state
 
 
 class RecurrentEnv(GroupEnv):
@@ -99,7 +99,7 @@ def _zeroed(state: Tensor, rows: Bool[Tensor, " row"]) -> Tensor:
     return state.masked_fill(rows.unsqueeze(-1), 0.0)
 
 
-# The interface of collectors, which fill rollouts with a policy's experience.
+# Interface of collectors, which fill rollouts with a policy's experience
 
 
 class Episode(NamedTuple):
@@ -312,7 +312,7 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
     return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}
 
 
-# Writes a rollout step by step.
+# Writer of rollouts, step by step
 
 Outcome: TypeAlias = tuple[bool | None, str | None, dict[str, float] | None]
 """Success, task and ``env.log_info`` of an episode; None where the environment does not report it."""

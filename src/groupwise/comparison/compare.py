@@ -13,7 +13,7 @@ from groupwise.config.run import BUDGETS, Budget, EvaluationMetric
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import SCORES, RunFolder
 
-# Methods: which runs are one, their names, and settings in which they differ. Settings are plain data.
+# Methods: grouping of runs by their settings (plain data), names, and differing settings
 
 Tree = dict[str, Any]
 Flat = dict[str, Any]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Statistics over several runs: interquartile mean, probability of improvement, bootstrap intervals, curves.
+# Statistics over several runs: interquartile mean, probability of improvement, bootstrap intervals, curves
 
 Array = NDArray[np.float64]
 Number = int | float
@@ -133,7 +133,7 @@ def mean_height(grid: Array, returns: Array) -> Array:
     return np.asarray(trapezoids.sum(axis=0) / (grid[-1] - grid[0]))
 
 
-# Methods compared by their runs: per environment, and over all environments on a common scale.
+# Comparison of methods: per environment, and over all environments on a common scale
 
 Measure = Literal["evaluation", "training"]
 """Returns of evaluations, or of training episodes."""
@@ -504,7 +504,7 @@ def _intervals(
     axes.tick_params(axis="y", length=0)
 
 
-# A comparison as tables of texts, for the terminal and the page.
+# Tables of a comparison, for the terminal and the page
 
 
 class Table(NamedTuple):
@@ -562,7 +562,7 @@ def _pairs(pairs: Sequence[Improvement]) -> Iterator[Table]:
         yield Table("", ("probability that a run is better", "P"), rows)
 
 
-# A comparison as one file of HTML that needs no network and no scripts.
+# A comparison as one HTML file, without network and scripts
 
 
 def write_page(found: Comparison, out: Path) -> None:

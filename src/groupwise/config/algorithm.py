@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationE
 from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
 from groupwise.errors import ConfigError
 
-# Objective: the loss of a step, and how steps become one loss
+# Objective: the loss of a step, and the average over steps
 
 
 class LinearRangeCfg(Cfg):
@@ -173,7 +173,7 @@ class ObjectiveCfg(Cfg):
         return self
 
 
-# Credit: how rewards of a group become advantages
+# Credit: advantages from the rewards of a group
 
 
 class BaselineCfg(Choice, family="baseline", default="mean"):

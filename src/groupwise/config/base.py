@@ -138,7 +138,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-# Choices: settings with a name and parameters, as {"name": "cispo", "high": 5.0} or "cispo".
+# Choices: settings with a name and parameters, such as {"name": "cispo", "high": 5.0} or "cispo"
 
 
 class Choice(Cfg):

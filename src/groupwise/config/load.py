@@ -21,7 +21,7 @@ from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError, require_extra
 
-# Presets, read from the JSON files in presets/.
+# Presets: the JSON files in presets/
 
 Tree = dict[str, Any]
 """A partial config as plain data: nested dicts keyed by field."""
@@ -96,7 +96,7 @@ def read(name: str) -> Tree:
     return tree
 
 
-# Files of settings. YAML is read as YAML 1.2 reads it: 1e-4 is a number, on and off are text.
+# Files of settings; YAML follows version 1.2: 1e-4 is a number, on and off are text
 
 SUFFIXES = (".yaml", ".yml")
 

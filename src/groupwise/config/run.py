@@ -12,7 +12,7 @@ from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveIn
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
 
-# How long training lasts
+# Budgets
 
 BUDGETS = {"total_steps": "env_steps", "total_iterations": "iteration", "total_epochs": "rollout/epoch"}
 """The settings, of which one is given, and the metrics that count what is done of them."""
@@ -258,7 +258,7 @@ class TextTaskCfg(Cfg):
         return self
 
 
-# Where completions are generated
+# Generation of completions
 
 
 class GenerationCfg(Choice, family="generation", default="native"):

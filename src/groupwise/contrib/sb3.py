@@ -67,7 +67,7 @@ Array = npt.NDArray[Any]
 
 __all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]
 
-# Settings: from SB3's arguments to those of the update, and back again in what errors say
+# Settings: SB3's arguments as fields of the update's config, and SB3's names in error messages
 
 CFG_NAMES = {
     "n_steps": "num_steps",
@@ -226,8 +226,10 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
     return cfg
 
 
-# Shared starts. A ``VecEnv`` resets a sub-environment inside the very step that ended its episode, and without a seed. So the
-# start of the next episode is queued beforehand in a wrapper inside each sub-environment.
+# Shared starts
+#
+# A ``VecEnv`` resets a sub-environment inside the step that ended its episode, and without a seed. So the start
+# of the next episode is queued beforehand in a wrapper inside each sub-environment.
 
 _TRIAL_STEPS = 16
 Moment = tuple[Any, float, bool, bool]
@@ -366,7 +368,7 @@ def _same(right: Any, left: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-# The episode that each environment works on, and the steps that are not trained on yet
+# Buffer: running episodes, and steps to train on
 
 
 class Tick(NamedTuple):
@@ -511,7 +513,7 @@ class GroupBuffer:
         return len(members) == self.group_size and all(member.finished for member in members)
 
 
-# Policies without a critic, and how the update sees them
+# Policies without a critic
 
 
 class NormalizedExtractor(BaseFeaturesExtractor):

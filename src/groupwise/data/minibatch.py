@@ -281,9 +281,9 @@ def shuffle_items(
     return Epoch(order, minibatches)
 
 
-# --- packing of whole rows: members side by side, the longest first ---
+# --- packing of whole rows: members together, the longest first ---
 #
-# Members in one micro-batch can share their common prefix, and rows of like length waste little on padding. The first
+# Members in one micro-batch can share their common prefix, and rows of similar length waste little on padding. The first
 # micro-batch is the largest, so that a lack of memory shows at once.
 
 

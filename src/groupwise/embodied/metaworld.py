@@ -39,7 +39,7 @@ from groupwise.embodied.torch_sim import Image, Renderer
 from groupwise.envs.names import require_package
 from groupwise.errors import EnvError, UnknownNameError
 
-# A simulator of one Meta-World task that plays any number of episodes, one of them at a time.
+# Simulator of one Meta-World task, which plays any number of episodes, one at a time
 
 VIEWS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 _CORNER2_POSITION = (0.75, 0.075, 0.7)
@@ -207,7 +207,7 @@ if Version(mujoco.__version__) >= Version("3.17"):
     SawyerMocapBase.reset_mocap_welds = _reset_mocap_welds
 
 
-# The tasks of Meta-World, and the instructions of the robot.
+# Tasks of Meta-World, and the robot's instructions
 
 INSTRUCTIONS = {
     "assembly-v3": "put the ring over the peg",

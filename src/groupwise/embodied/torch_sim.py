@@ -37,7 +37,7 @@ from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError, GroupStartError
 from groupwise.seeding import derive_seed
 
-# The rows of a simulator of others for GRPO: members of a group share their start, by its states or by its seeds.
+# Rows of a third-party simulator for GRPO: members of a group share their start by state or seed
 
 
 class TorchSimGroups(GroupEnv):
@@ -424,7 +424,7 @@ def _step_limit(env: Any) -> int | None:
     return None
 
 
-# Small images of MuJoCo scenes, fast enough in software that a policy can learn from them.
+# Small images of MuJoCo scenes, rendered fast without a GPU
 
 Image = npt.NDArray[np.uint8]
 """[height, width, 3]."""

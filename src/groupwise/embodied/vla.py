@@ -27,7 +27,7 @@ from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import Categorical, make_head
 
-# What a VLA policy thinks with: a vision encoder and a language model, new or of the user's.
+# Models of a VLA policy: a vision encoder and a language model, new or given by the user
 
 HEAD_WIDTH = 32
 _BYTES = 256
@@ -222,7 +222,7 @@ def instructions(encoded: UInt8[Tensor, "batch byte"]) -> list[str]:
         raise DataError(f"instruction is not UTF-8 ({error}); fix: text.encode(), padded with zeros") from error
 
 
-# What policies that see, read and act share: the spaces of robots, and the user's call.
+# Spaces of robots, and the interface of policies with images and instructions
 
 SelfPolicy = TypeVar("SelfPolicy", bound="RobotPolicy")
 
@@ -366,7 +366,7 @@ def _bounds(space: Any) -> tuple[Float[Tensor, "action dim"], Float[Tensor, "act
     return low, high
 
 
-# Action chunks: the policy decides on several actions at once, and the environment executes them, or the
+# Action chunks: the policy decides on several actions at once
 
 
 class ChunkActorCritic(ActorCritic):
@@ -500,7 +500,7 @@ def _expect_trained(policy: VLAPolicy, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
 
 
-# Nested observations of simulators: tensors [N, ...], or dictionaries of them.
+# Nested observations of simulators: tensors [N, ...], or dictionaries of them
 
 
 def stored(obs: Any, num_envs: int, name: str) -> Nested:

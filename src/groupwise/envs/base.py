@@ -153,7 +153,7 @@ class GroupEnv(VectorEnv):
         """Pause the rows of ``mask`` until they are started again."""
 
 
-# Success flags and names of tasks in Gymnasium's infos.
+# Success flags and names of tasks in Gymnasium's infos
 
 SUCCESS_KEYS = ("is_success", "success")
 """Keys of gymnasium-robotics and Stable-Baselines3, and of Meta-World and ManiSkill."""

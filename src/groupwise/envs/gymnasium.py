@@ -35,7 +35,7 @@ from groupwise.envs.snapshots import DrawsOnDemand
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
 
-# Which entries of an observation the policy gets.
+# Entries of an observation for the policy
 
 
 def kept_space(space: Any, keys: tuple[str, ...] | None) -> tuple[Any, tuple[str, ...]]:
@@ -218,7 +218,7 @@ class LeanSyncVectorEnv(SyncVectorEnv):
         return super()._add_info(vector_infos, kept, env_num) if kept else vector_infos
 
 
-# Wrappers of single environments.
+# Wrappers of single environments
 
 
 class ActionChunk(gymnasium.Wrapper):

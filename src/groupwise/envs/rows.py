@@ -258,7 +258,7 @@ def obs_name(path: tuple[str, ...]) -> str:
     return "/".join(("obs", *path))
 
 
-# Rows in worker processes, which write observations and rewards into shared memory.
+# Rows in worker processes, which write observations and rewards into shared memory
 
 _Column: TypeAlias = tuple[Any, tuple[int, ...], str]
 """Shared memory, which can be passed to a new process only among its arguments; shape of a row; dtype."""

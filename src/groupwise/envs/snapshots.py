@@ -301,7 +301,7 @@ def _culprit(layers: list[gymnasium.Env], names: Mapping[int, _Key]) -> str:
     return "the environment"
 
 
-# The whole state of Gymnasium environments as plain data, for running episodes in checkpoints.
+# State of Gymnasium environments as plain data, for running episodes in checkpoints
 
 _ENVS = (gymnasium.Env, VectorEnv)
 _MOST_VALUES = 100_000

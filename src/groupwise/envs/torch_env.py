@@ -259,7 +259,7 @@ def _select(mask: Bool[Tensor, " row"], yes: Mapping[str, Tensor], no: Mapping[s
     return {name: torch.where(mask.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, no[name]) for name, leaf in yes.items()}
 
 
-# Gymnasium's vectorised CartPole with rows that start independently.
+# Gymnasium's vectorised CartPole, with rows that start independently
 
 
 @lru_cache(maxsize=1024)
@@ -348,7 +348,7 @@ class CartPoleGroupEnv(GroupEnv):
         return torch.from_numpy(self._env.state.T.astype(np.float32)).to(self.device)
 
 
-# CartPole in torch: thousands of rows a step, on the CPU or a GPU.
+# CartPole in torch: thousands of rows per step, on the CPU or a GPU
 
 
 class TorchCartPole(TorchGroupEnv):

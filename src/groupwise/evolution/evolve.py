@@ -196,7 +196,7 @@ def _work(requests: Any, payload: bytes, plugin_files: tuple[str, ...], output: 
             requests.send(answered(requests.recv(), payload, plugin_files))
 
 
-# The search.
+# The search
 
 OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[str, Value] | None]
 """Called with a clone's name, its parent's settings and its own; may return others."""

@@ -184,7 +184,7 @@ class Population:
         unfinished.rename(copied)
 
 
-# The settings of members: what may be searched, first values, and where they stand in a run's config.
+# Settings of members: search ranges, first values, paths in a run's config
 
 Search = Mapping[str, RangeCfg | Choices]
 
@@ -266,7 +266,7 @@ def setting_at(base: CommonCfg, path: str) -> Any:
     return found
 
 
-# One round of one member: train to the end of the round, evaluate, write down the result.
+# One round of one member: train, evaluate, write the result
 
 RESULTS = "evolution.jsonl"
 """In a member's folder: a line for each of its rounds."""

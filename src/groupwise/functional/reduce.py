@@ -206,7 +206,7 @@ def _centre(
     return (rough - rest).masked_fill(~mask, 0), count
 
 
-# --- which elements stand out, over all ranks: the same ones however the batch is cut and spread ---
+# --- the largest elements over all ranks, independent of how the batch is split ---
 
 _DIGIT_BITS = 8
 
@@ -323,7 +323,7 @@ def _number(fraction: float, mask: Bool[Tensor, "*batch"], all_sum: AllSum) -> F
     return (fraction * all_sum(mask.sum()).double() + 1e-9).floor().clamp(min=1)
 
 
-# --- how an update went: 0-dim, over all ranks, never NaN for an empty mask ---
+# --- metrics of an update: 0-dim, over all ranks, never NaN for an empty mask ---
 
 
 @torch.no_grad()

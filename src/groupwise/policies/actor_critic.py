@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from groupwise.engines import Engine
 
 
-# Networks of control policies: encoders that turn any observation into features, and MLPs on top of them.
+# Networks: encoders of observations, and MLPs on top of them
 
 HIDDEN_GAIN = math.sqrt(2)
 ACTOR_GAIN = 0.01
@@ -242,7 +242,7 @@ def _batch(obs: Tensor, num_dims: int) -> torch.Size:
     return obs.shape[: obs.dim() - num_dims]
 
 
-# Normalisers of observations and rewards. Their statistics change in update only, never while acting or training.
+# Normalisers of observations and rewards; only update changes their statistics, acting and training do not
 
 _EPS = 1e-8
 CLIP = 10.0
@@ -361,7 +361,7 @@ def _is_float_box(space: Any) -> bool:
     return space_kind(space) == "box" and space.dtype.kind == "f"
 
 
-# Which entries of an observation actor and critic read.
+# Entries of an observation for actor and critic
 
 
 class Entries(NamedTuple):

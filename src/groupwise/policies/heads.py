@@ -63,7 +63,7 @@ class ActionHead(nn.Module, ABC):
         return action.to(self.action_spec.dtype)
 
 
-# Action heads of choices and coins.
+# Discrete actions
 
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
@@ -234,7 +234,7 @@ def _categorical_entropy(log_probs: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(dim=-1)
 
 
-# Action heads of numbers, bounded or not.
+# Continuous actions
 
 _LOG_2PI = math.log(2 * math.pi)
 _QUADRATURE_NODES = 32
@@ -358,7 +358,7 @@ def _log_tanh_slope(latent: Tensor) -> Tensor:
     return 2 * (math.log(2) - latent - softplus(-2 * latent))
 
 
-# The action head of Dict and Tuple spaces.
+# Dict and Tuple spaces
 
 
 class Composite(ActionHead):
@@ -435,7 +435,7 @@ class Composite(ActionHead):
         return torch.cat([part.to(dtype) for part in flat], dim=-1)
 
 
-# Action heads: what a policy's flat output means as a distribution over one Gymnasium action space.
+# The head for a Gymnasium action space
 
 
 def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:

@@ -32,7 +32,7 @@ from groupwise.config.run import EvaluationMetric
 from groupwise.errors import RunFolderError
 from groupwise.system import printable
 
-# The lock of a run folder, so that one process trains in it: flock, which ends with its process, also a killed one.
+# Lock of a run folder, so that one process trains in it; flock is released when its process ends, even if it is killed
 
 _TRIES = 25
 _SECONDS_BETWEEN = 0.02
@@ -91,7 +91,7 @@ def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
     return True
 
 
-# Provenance: facts that repeating a run needs in addition to its settings.
+# Provenance: facts needed to repeat a run, in addition to its settings
 
 FORMAT = 2
 """Version of the run folder's files."""
@@ -490,7 +490,7 @@ def _checked(kind: type[Model], data: object, path: Path) -> Model:
         raise _damaged(path, explain(error.errors()[0])) from error
 
 
-# Scores of a run, read from its metrics, and confidence intervals.
+# Scores of a run, and confidence intervals
 
 SCORES: dict[EvaluationMetric, str] = {"return": "return_mean", "success_rate": "success_rate"}
 """Names of scores in metrics and summaries."""
@@ -566,7 +566,7 @@ def wilson_95(share: float, count: int) -> tuple[float, float]:
     return max(0.0, min(share, low)), min(1.0, max(share, high))  # rounding may leave out shares of 0 and 1
 
 
-# Groups that a run kept, step by step, as Parquet. docs/report.md has the schema.
+# Kept groups as Parquet; docs/report.md has the schema
 
 MAX_MIB = 64
 """All files of a run together. Beyond it the oldest go, but for the first."""
@@ -682,7 +682,7 @@ def _make_room(folder: Path) -> None:
         files.remove(paths.pop(1))
 
 
-# Frames of a group's members, as a run keeps them. replay draws them.
+# Kept frames of a group's members; replay draws them
 
 MAX_FRAME_SIZE = 160
 """Pixels; larger frames are scaled down."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-# The groups of a run, as the page's explorer reads them: a few numbers for each step, in JSON.
+# Groups of a run for the page's explorer: a few numbers for each step, in JSON
 
 MAX_BYTES = 1_200_000
 """JSON of all groups together."""
@@ -448,7 +448,7 @@ def _shown(value: float | int) -> str:
     return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-# Views of a run in a notebook.
+# Views of a run in a notebook
 
 
 class Curve(Figure):

@@ -208,7 +208,7 @@ def explained(name: str) -> Iterator[None]:
         ) from error
 
 
-# Frames of a group's members: the actions that a run kept, played again in an environment that draws.
+# Frames of a group's members: kept actions, replayed in an environment that renders
 
 MAX_MEMBERS = 8
 MAX_REPLAY_FRAMES = 96

@@ -28,7 +28,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.page import Live, render, style, subject, templates
 from groupwise.system import num_cpus
 
-# The runs below a folder, as the list of the viewer shows them.
+# Runs below a folder, for the viewer's list
 
 MAX_DEPTH = 3
 """Folders between the one that is shown and a run."""

@@ -35,7 +35,7 @@ from groupwise.text.tools import Dialogue, TextBuffer, Transcript, open_group, t
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
 
-# Groups of completions on their way from an agent to an environment and back.
+# Groups of completions, passed between agent and environment
 
 
 class Completions(list[Tensor]):
@@ -70,7 +70,7 @@ class Completions(list[Tensor]):
         return masks
 
 
-# Prompts and rewards as an environment of one step, for training loops by hand.
+# Prompts and rewards as an environment of one step
 
 MakePrompt = str | Callable[[Mapping[str, Any]], Any]
 _SETTINGS = ("data_kwargs", "data_size", "eval_size", "eval_overlap", "prompt_column", "reward_timeout")

@@ -51,7 +51,7 @@ from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.trainer import Callback
 
-# From the settings to a collector whose completions come from servers.
+# Collectors whose completions come from servers
 
 
 def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **options: Any) -> ServedCollector:

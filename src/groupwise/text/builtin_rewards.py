@@ -22,7 +22,7 @@ from groupwise.text.data import Completion
 from groupwise.text.rewards import RewardObject, Score, register_reward
 from groupwise.text.sandbox import MathVerifier
 
-# Which answers to tasks of reasoning-gym are right, and which tasks cannot be scored.
+# Tasks of reasoning-gym: right answers, and tasks that cannot be scored
 
 _ANY = r"[\s\S]*"
 _DECIMAL = r"-?\d+(\.\d+)?"

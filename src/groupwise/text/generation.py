@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
 
 
-# Processed logits: penalties for tokens of the text so far, and filters that keep the likeliest tokens.
+# Logits: penalties for repeated tokens, and filters that keep the likeliest tokens
 
 _NEVER = -1e30
 """The logit of a token that is not kept: finite, so that 0 times it is 0."""
@@ -100,7 +100,7 @@ def _among(ids: Int[Tensor, "row place"], vocabulary: int) -> Bool[Tensor, "row 
     return found.scatter_(1, ids.masked_fill(ids < 0, vocabulary), True)[:, :vocabulary]
 
 
-# Sampling: the next token of each completion, and what ends a completion.
+# Sampling of tokens, and the ends of completions
 
 BLOCK = 256
 """Probabilities in one running sum: one over a whole vocabulary is slow."""

@@ -31,7 +31,7 @@ from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameErr
 from groupwise.plugins import register
 from groupwise.text.data import Completion, Prompt
 
-# What rewards and tools have in common: functions and classes that settings name.
+# Functions and classes that settings name, for rewards and tools
 
 
 def check_settings(
@@ -67,7 +67,7 @@ def check_settings(
             ) from error
 
 
-# A function in a process of its own, which is killed with its children where a call takes too long.
+# Functions in a separate process, which is killed with its children when a call takes too long
 
 
 class RemoteError(Exception):
@@ -170,7 +170,7 @@ def _serve(connection: Connection, payload: bytes) -> None:
     processes.serve(connection, calls())
 
 
-# One reward function: its arguments, the columns that it needs, and the process that it may run in.
+# Reward functions: arguments, columns of the data, process
 
 Reward = Callable[..., Any]
 """Maps keywords to a sequence of numbers or None, sync or async."""

@@ -235,7 +235,7 @@ def _ask(asked: tuple[VLLMServer, GroupRequest]) -> list[Answer] | LostWeightsEr
         return error
 
 
-# Asynchronous collection: servers write the next rollouts while the learner updates.
+# Asynchronous collection: servers generate the next rollouts while the learner updates
 
 
 class Written(NamedTuple):

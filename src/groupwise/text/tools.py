@@ -200,7 +200,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-# Texts as a rollout: tokens are observations, the next tokens actions.
+# Texts as a rollout: tokens are the observations, next tokens the actions
 
 
 class TextRow(NamedTuple):
@@ -326,7 +326,7 @@ def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Te
     return row, torch.arange(len(row)) + (first - lengths.cumsum(0) + lengths)[row]
 
 
-# Transcripts: the turns of the model and the tool's answers at a prompt, and their rewards.
+# Transcripts: the model's turns, the tool's answers, and their rewards
 
 
 @dataclass

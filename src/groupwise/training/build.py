@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# The parts of a run, shared by environments and texts.
+# Parts of a run, shared by environments and texts
 
 
 class UserObjects(NamedTuple):
@@ -227,7 +227,7 @@ def build_callbacks(
     return [*built, saves]
 
 
-# Evaluation and video of a run's policy in environments of its own.
+# Evaluation and video in separate environments
 
 MAX_EVALUATION_ENVS = 128
 _MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
@@ -354,7 +354,7 @@ def no_second_env(env: object) -> ConfigError:
     )
 
 
-# Videos during training.
+# Videos during training
 
 
 class Videos(Callback):
@@ -389,7 +389,7 @@ class Videos(Callback):
         self.evaluations = int(state["evaluations"])
 
 
-# Refuses rollouts that cannot fit in memory, before anything is allocated.
+# Check that rollouts fit in memory, before anything is allocated
 
 SLOT_BYTES = 40
 """The least that a step takes in a rollout: reward, masks, ids, log-probability, and small observations and actions."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 
-# Saving: checkpoints and metrics. A disk that is full or read-only ends no training.
+# Checkpoints and metrics; a full or read-only disk does not end training
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ def check_weights(trainer: "Trainer") -> None:
             raise DivergedError.because(f"{name} is not finite after iteration {trainer.iteration}")
 
 
-# Groups of training, kept so that people can look at them.
+# Groups of training that are kept for the report
 
 Array: TypeAlias = np.ndarray
 
@@ -580,7 +580,7 @@ class TimeLimit(Callback):
             trainer.stop(f"time: the limit of {self.seconds:g} s is over")
 
 
-# What a run shows while it trains.
+# Progress in the terminal
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_ENTRIES = 1000

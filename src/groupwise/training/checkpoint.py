@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 
-# Nested data of a state as JSON and tensors.
+# Nested states as JSON and tensors
 
 
 def encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
@@ -417,7 +417,7 @@ def _make_room(folder: Path) -> None:
         os.replace(name(number - 1), name(number))
 
 
-# First weights of a policy, from the checkpoint of another one.
+# Initial weights from another policy's checkpoint
 
 
 def initialize(policy: Policy, source: Path) -> str:
@@ -447,7 +447,7 @@ def initialize(policy: Policy, source: Path) -> str:
     return f"{'; '.join(parts)}."
 
 
-# A new run that begins at a checkpoint of another one, with other settings.
+# Forks: new runs that begin at a checkpoint of another run
 
 CheckpointName: TypeAlias = Literal["latest", "best"] | int
 """A checkpoint of a run; a number is that of its environment steps."""

@@ -218,7 +218,7 @@ def make_tracker(cfg: TrackerCfg, run: TrackedRun) -> Tracker:
     return TensorBoard(cfg, run) if isinstance(cfg, TensorBoardCfg) else cfg.build(run)
 
 
-# A trace of some iterations, by torch.profiler.
+# Traces of some iterations by torch.profiler
 
 
 class Profiler(Callback):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from groupwise.training.evaluation import EvaluationResult
 
 
-# The events of a run.
+# Events of a run
 
 
 def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
@@ -353,7 +353,7 @@ class Trainer:
         return named
 
 
-# Signals.
+# Signals
 
 STOP = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
 """Signals that end a run: Ctrl-C, a request of the system, and the end of the terminal."""

@@ -60,7 +60,7 @@ class Training:
     """``own``: the callable makes all rows; else as ``env.vectorization``."""
     num_envs: int
     rejected: tuple[str, ...]
-    """Why better start modes were not chosen."""
+    """Reasons why better start modes were not chosen."""
 
     def __str__(self) -> str:
         words = f"{self.num_envs} environments by {self.vectorization}, shared starts: {self.start_mode}"

@@ -61,7 +61,7 @@ class ModelSizes(NamedTuple):
     kv_width: int
     """Numbers that a token adds to the cache of keys and values: ``2 * layers * kv_heads * head_width`` (https://arxiv.org/abs/2211.05102, section 3.3)."""
     activations: tuple[float, float]
-    """Bytes that the layers keep for the backward pass: whatever the batch, and for each token."""
+    """Bytes that the layers keep for the backward pass: a constant part, and a part per token."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -75,7 +75,7 @@ class ModelSizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Bytes that a run needs of each GPU, by what takes them."""
+    """Bytes that a run needs on each GPU, by purpose."""
 
     cfg: TextRunCfg
     ranks: int
@@ -91,9 +91,9 @@ class Plan(NamedTuple):
     row: int
     """Tokens of the longest prompt with the longest completion."""
     kept: dict[str, float]
-    """All the time."""
+    """Bytes that are needed all the time."""
     passing: dict[str, dict[str, float]]
-    """In one phase of a step alone, by the name of the phase."""
+    """Bytes that only one phase of a step needs, by the name of the phase."""
     host: dict[str, float]
     """All the time, in the host's memory (``cpu_offload``)."""
 

@@ -1,4 +1,4 @@
-"""Train, evaluate, resume and sample: what a user calls."""
+"""The functions that users call: train, evaluate, resume and sample."""
 
 import logging
 import re
@@ -229,7 +229,8 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
 def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
     """Let the first signal of ``STOP`` end training after the running iteration, and the second at once.
 
-    A rollout that can be collected again is left at the first. The second may be an alarm after ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for what saves.
+    At the first signal, a rollout that can be collected again is abandoned. The second may be an alarm after
+    ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for saving.
     """
     signals = 0
 

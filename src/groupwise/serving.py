@@ -1,4 +1,4 @@
-"""Inference servers: calls over HTTP, vLLM's API, servers of one's own, and servers that something else places."""
+"""Inference servers: calls over HTTP, vLLM's API, servers as child processes, and servers placed by a launcher."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from groupwise.errors import ConfigError, GroupwiseError, ServerError
 log = logging.getLogger(__name__)
 
 HEALTH = "/health"
-"""Where a server says at once that it lives, also when it is busy."""
+"""Path that a running server answers at once, even when it is busy."""
 MAX_ANSWER = 2**30
 """Most bytes of an answer."""
 SECONDS_TO_CONNECT = 10.0
@@ -45,7 +45,7 @@ class NoAnswerError(Exception):
 
 
 class RestartedError(ServerError):
-    """The server was started again at another address, so it has nothing of what it was given."""
+    """The server was started again at another address, and has lost its weights."""
 
 
 class RefusedError(ServerError):
@@ -230,7 +230,7 @@ class LostWeightsError(ServerError):
 
 
 class GroupRequest(NamedTuple):
-    """Completions of one prompt. A repeated request is the same request: it has its seed."""
+    """Request for completions of one prompt. A repeated request has the same seed."""
 
     prompt: Sequence[int]
     size: int
@@ -282,7 +282,7 @@ class VLLMServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Address of the server."""
         return self._client.url
 
     def check(self) -> None:
@@ -436,7 +436,7 @@ def sampling_params(request: GroupRequest) -> dict[str, Any]:
 
 HOST = "127.0.0.1"
 _PORTS = range(20_000, 32_768)
-"""Below those that a system gives to programs that ask for any, so none of these takes one before the server does."""
+"""Ports below the range from which systems assign free ports, so no other program gets one before the server."""
 _LAST_LINES, _ERRORS = 10, 5
 _SECONDS_TO_END = 10.0
 _HEALTH_SECONDS = 4.0
@@ -511,7 +511,7 @@ class LocalServer:
             time.sleep(0.2)
 
     def join(self) -> NoReturn:
-        """Wait until it ends by itself; then a ``ServerError`` with its last lines."""
+        """Wait until the server ends by itself; then raise a ``ServerError`` with its last lines."""
         code = self._process.wait()
         raise ServerError(f"the server ended with exit code {code}{last_lines(self.log)}")
 
@@ -549,7 +549,7 @@ def _is_open(address: tuple[str, int]) -> bool:
 
 
 def free_port(port: int = 0, host: str = HOST) -> int:
-    """A port of this machine that nothing listens at; a ``ConfigError`` if something listens at the one asked for."""
+    """A free port of this machine; raises ``ConfigError`` if the given one is in use."""
     for candidate in [port] if port else SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
@@ -595,7 +595,7 @@ class PlacedServer:
         files.write(self._state, json.dumps({"error": error}).encode())
 
     def url(self) -> str | None:
-        """Where it was last ready; None if it never was.
+        """Address at which the server was last ready; None if it never was.
 
         Raises:
             ServerError: it cannot start.
@@ -608,7 +608,7 @@ class PlacedServer:
         return str(state["url"])
 
     def wait(self, timeout: float) -> str:
-        """Where it is, when it is ready for the first time."""
+        """Wait until the server is ready for the first time; returns its address."""
         until = time.monotonic() + timeout
         while (url := self.url()) is None:
             if time.monotonic() > until:

@@ -201,7 +201,7 @@ def fresh_name(path: Path) -> Path:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the files in a folder, without what links lead to. Files that vanish meanwhile do not count."""
+    """Bytes of the files in a folder, without the targets of links. Files that vanish meanwhile do not count."""
     found = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -211,7 +211,7 @@ def size(folder: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder, or a link but not what it leads to. Whatever cannot be removed stays."""
+    """Remove a file, a folder, or a link but not its target. Anything that cannot be removed stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -232,7 +232,7 @@ def sync_folder(folder: Path) -> None:
 # Processes for the user's code: none outlives this process; a hanging one is killed with its children
 
 SECONDS_TO_IMPORT = 60.0
-"""At least so long may a new process take to import packages."""
+"""Least time that a new process gets to import packages."""
 SECONDS_TO_CLOSE = 5.0
 
 
@@ -254,7 +254,7 @@ class Child:
 
     def send(self, message: Any) -> None:
         """Ask for an answer; None ends the process."""
-        with suppress(OSError):  # it is dead, as its answer will show
+        with suppress(OSError):  # the process has ended, as reading its answer will show
             self._connection.send(message)
 
     def answer(self, seconds: float, since: float) -> Any:
@@ -369,7 +369,7 @@ def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
 
 
 class SafeStream(io.TextIOBase):
-    """A stream that may fail, such as stderr on a full disk or of a closed terminal: what cannot be written is lost."""
+    """A stream that may fail, such as stderr on a full disk or of a closed terminal: text that cannot be written is lost."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream or io.StringIO()
@@ -409,14 +409,14 @@ def prepare() -> None:
 
 
 def show_errors_only() -> None:
-    """No warnings, and no bars of libraries that are not yet imported."""
+    """Hide warnings, and the progress bars of libraries that are not yet imported."""
     logging.getLogger("groupwise").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
 
 
 def show_everything() -> None:
-    """Also what this library logs for its developers."""
+    """Show this library's log for developers, too."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("groupwise").setLevel(logging.DEBUG)
 

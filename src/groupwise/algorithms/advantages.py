@@ -120,7 +120,7 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
 
     Raises:
         UnknownNameError: no such rule is registered.
-        DataError: the rollout lacks what the rule needs, or the rule returned anything else than advantages.
+        DataError: the rollout lacks data that the rule needs, or the rule did not return advantages.
     """
     mask, rule = credit.batch["loss_mask"], credit.cfg.rule
     if rule not in CREDIT_RULES:
@@ -303,7 +303,7 @@ def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
 
 
 def check_credit(cfg: CreditCfg, policy: Policy) -> None:
-    """Refuse what cannot work, before the first rollout.
+    """Refuse settings that cannot work, before the first rollout.
 
     Raises:
         UnknownNameError: no such rule is registered.
@@ -634,7 +634,7 @@ class Neighbours(NamedTuple):
     """The nearest states of a pool, for each element."""
 
     place: Int[Tensor, "element k"]
-    """In the pool."""
+    """Indices of the neighbours in the pool."""
     counts: Bool[Tensor, "element k"]
     """False for padding, where there are fewer than k."""
 

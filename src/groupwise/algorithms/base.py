@@ -53,7 +53,7 @@ class LossOutput(NamedTuple):
     loss: Tensor
     """Minimised; everything that has a gradient."""
     metrics: tuple[Tensor, ...]
-    """In the order of ``metric_names``."""
+    """Metrics, in the order of ``metric_names``."""
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ class FastOptimizer(Protocol):
         """One step along the gradient."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Laid out as that of torch's optimisers."""
+        """State in the layout of torch's optimisers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``."""
@@ -120,7 +120,7 @@ class BaseAlgorithm(ABC):
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None
         self.cfg = at_progress(cfg, 0.0) if has_range_schedule(cfg) else cfg
-        """With the clip ranges of now, where these have schedules."""
+        """Settings with the current clip ranges, if these have schedules."""
         self.policy = policy
         self.engine = engine or Engine()
         self.seed = seed
@@ -236,7 +236,7 @@ class BaseAlgorithm(ABC):
         return metrics
 
     def loss_and_metrics(self, batch: dict[str, Nested]) -> tuple[Float[Tensor, ""], Float[Tensor, " metric"]]:
-        """The loss of a micro-batch, and what it adds to the metrics of the optimiser step."""
+        """The loss of a micro-batch, and its part of the metrics of the optimiser step."""
         evaluation = self.layout.finish(self.evaluate(self.learner, batch), batch["loss_mask"])
         batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
         loss, metrics = self.loss(batch, evaluation)
@@ -307,7 +307,7 @@ class BaseAlgorithm(ABC):
         total, size = int(self.engine.sum(self.layout.num_steps(mask))), self.cfg.minibatch_size
         return min(total, 1) if size is None or not total else max(1, round(total / size))
 
-    # --- what the loss reads ---
+    # --- inputs of the loss ---
 
     def policy_inputs(self, batch: TensorDict) -> dict[str, Nested]:
         """Inputs of the scores of the transitions ``[N, T]``, and which of them count."""

@@ -58,13 +58,13 @@ class LossInputs(NamedTuple):
     """Inputs of a trust region, of each step, [B] or [B, T]. Only ``log_prob`` and ``ratio`` carry a gradient."""
 
     log_prob: Float[Tensor, "*batch"]
-    """Under the policy that is trained."""
+    """Log-probability under the policy that is trained."""
     old_log_prob: Float[Tensor, "*batch"]
-    """Under the policy at the update's start."""
+    """Log-probability under the policy at the update's start."""
     sample_log_prob: Float[Tensor, "*batch"]
-    """The sampler's own report, for losses with ``reads_sampler``; else ``old_log_prob``."""
+    """Log-probability that the sampler reported, for losses with ``reads_sampler``; otherwise ``old_log_prob``."""
     ratio: Float[Tensor, "*batch"]
-    """At the level that ``objective.ratio`` names."""
+    """Probability ratio at the level of ``objective.ratio``."""
     advantage: Float[Tensor, "*batch"]
     mask: Bool[Tensor, "*batch"]
     """Steps that count."""
@@ -750,7 +750,7 @@ def finest_unit(cfg: ObjectiveCfg) -> Unit:
 
 
 def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
-    """Refuse what cannot work with this policy.
+    """Refuse settings that cannot work with this policy.
 
     Raises:
         ConfigError: a divisor is missing, or probabilities are asked of a policy that has densities.

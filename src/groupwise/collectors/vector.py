@@ -24,7 +24,7 @@ from groupwise.seeding import derive_seed
 class RecurrentEnv(GroupEnv):
     """Environments with the policy's state in each row's observation: ``{"obs": [N, ...], "state": [N, S]}``.
 
-    The state is 0 where an episode begins, else what the policy's last action left. Final observations have the state that
+    The state is 0 where an episode begins, otherwise the one after the policy's last action. Final observations have the state that
     follows the last action, so that their values can be computed.
     """
 
@@ -220,7 +220,7 @@ class EnvCollector(Collector):
     Args:
         env: gives observations on the policy's device.
         rank: of this process; each draws its own streams.
-        actor: gives what acts in place of ``policy.act``, for many steps in which no parameter changes. None: the policy.
+        actor: returns a function to act with in place of ``policy.act``, for many steps in which no parameter changes. None: the policy.
     """
 
     def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int, actor: MakeActor | None = None) -> None:
@@ -267,7 +267,7 @@ class EnvCollector(Collector):
 
 
 def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:
-    """``act`` with 0 for what is not finite, in observations and in actions."""
+    """``act`` with 0 for numbers that are not finite, in observations and in actions."""
 
     def acted(obs: Nested, *args: Any, **kwargs: Any) -> Action:
         action = act(_finite(obs), *args, **kwargs)
@@ -360,7 +360,7 @@ class RolloutWriter:
             raise find_nonfinite(self.rollout, slots)[0].error()
 
     def outcome(self, step: int, outcome: EnvStep) -> None:
-        """Write what a step returned."""
+        """Write the outcome of a step."""
         columns, info = self._columns, outcome.info
         _write(columns["reward"], step, outcome.reward)
         _write(columns["terminated"], step, outcome.terminated)

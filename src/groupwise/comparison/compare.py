@@ -81,7 +81,7 @@ def _num_kinds(methods: Sequence[Flat], names: Sequence[str]) -> int:
 Paths = Path | str | Sequence[Path | str]
 
 _PREFIXES: dict[Measure, str] = {"evaluation": "eval", "training": "rollout"}
-"""Where ``metrics.jsonl`` has the scores."""
+"""Prefixes of the scores in ``metrics.jsonl``."""
 
 
 class _Run(NamedTuple):

@@ -43,7 +43,7 @@ class ChoiceNote(NamedTuple):
 
     note: str
     source: str
-    """URL, or ``groupwise`` where it began here."""
+    """URL of the source, or ``groupwise`` for values of this library."""
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def _parse_yaml(data: bytes) -> Any:
 
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""In a folder of peft's adapters."""
+"""File of settings in a folder of peft's adapters."""
 _NOT_OF_WEIGHTS = ("init_from", "normalize_reward")
 """Settings of a policy that a run which begins with its weights does not take over."""
 

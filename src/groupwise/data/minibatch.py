@@ -1,6 +1,6 @@
 """How a rollout is cut into optimiser steps and micro-batches.
 
-An *item* is what must not be cut: a transition, an episode (sequence ratios and per-episode means need it whole) or a
+An *item* must not be cut: it is a transition, an episode (sequence ratios and per-episode means need it whole) or a
 row (sequence models score it whole). An epoch is one order of all items; minibatches and micro-batches are slices of
 it, so data is gathered once an epoch.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from groupwise.data.rollout import Nested, TensorDict
 
 Unit = Literal["transition", "episode", "row"]
-"""From finest to coarsest."""
+"""Units from finest to coarsest."""
 
 
 class Epoch(NamedTuple):
@@ -43,7 +43,7 @@ class Scored(Protocol):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether members of a group in one micro-batch share what they have in common."""
+        """Whether members of a group in one micro-batch share their common prefix."""
 
     def unit_mask(self, batch: Mapping[str, Nested]) -> Tensor:
         """Units of each decision that were acted with."""
@@ -54,7 +54,7 @@ class Maskable(Protocol):
     """A policy's scores."""
 
     def masked(self, padding: Tensor) -> Any:
-        """With 0 at the padding."""
+        """Scores with 0 at the padding."""
 
 
 Scores = TypeVar("Scores", bound=Maskable)
@@ -64,7 +64,7 @@ class Steps:
     """Every step ``[N, T]`` is scored by itself: elements are steps.
 
     Args:
-        finest: what the objective needs whole.
+        finest: unit that the objective needs whole.
     """
 
     keys: ClassVar[tuple[str, ...]] = ()
@@ -123,7 +123,7 @@ class Steps:
 
 
 class Rows(Steps):
-    """Rows are scored whole, as texts are: elements are rows, packed by length and by what they have in common."""
+    """Rows are scored whole, as texts are: elements are rows, packed by length and by common prefix."""
 
     keys = ("valid", "group_id")
     own_unit = "row"
@@ -203,7 +203,7 @@ class Units(Steps):
 
 
 LAYOUTS: dict[str, type[Steps]] = {"transition": Steps, "row": Rows, "token": Units}
-"""By a policy's ``scored_by``."""
+"""Layouts by a policy's ``scored_by``."""
 
 
 def take(batch: Mapping[str, Nested], index: Tensor | slice) -> dict[str, Nested]:
@@ -292,9 +292,9 @@ class RowSizes(NamedTuple):
 
     group: Int[Tensor, " row"]
     head: Int[Tensor, " row"]
-    """Before the first token that counts: what members have in common."""
+    """Tokens before the first one that counts: the prefix that members share."""
     tail: Int[Tensor, " row"]
-    """From there on."""
+    """Tokens from there on."""
     counted: Int[Tensor, " row"]
     """Tokens that count."""
 

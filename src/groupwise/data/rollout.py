@@ -98,7 +98,7 @@ class RolloutBuffer:
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         chunked: whether a decision takes several environment steps (adds ``executed``, their number).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
-        on_nonfinite: what ``add`` does about numbers that are not finite, as ``AlgorithmCfg.on_nonfinite``.
+        on_nonfinite: handling of numbers that are not finite in ``add``, as ``AlgorithmCfg.on_nonfinite``.
     """
 
     row_name: ClassVar[str] = "environment"
@@ -186,7 +186,7 @@ class RolloutBuffer:
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
     def _replace_nonfinite(self, rollout: TensorDict, found: list["NonFinite"]) -> None:
-        """Put 0 for what is not finite; with ``drop``, take the groups that have such numbers out of the loss."""
+        """Replace numbers that are not finite by 0; with ``drop``, take the groups that have such numbers out of the loss."""
         if self.on_nonfinite == "stop":
             raise found[0].error(self.row_name)
         where, done = found[0].where(self.row_name), "0 takes its place"

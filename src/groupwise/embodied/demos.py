@@ -31,7 +31,7 @@ from groupwise.seeding import derive_seed
 Vector: TypeAlias = npt.NDArray[Any]
 
 Expert: TypeAlias = Callable[[Any], Any]
-"""From an observation to an action of the environment."""
+"""Function from an observation to an action of the environment."""
 
 ExpertMaker: TypeAlias = Callable[[Any, dict[str, Any]], Expert]
 """The expert for an episode, which may keep a state: called after each reset with the environment and the reset's info."""
@@ -45,7 +45,7 @@ EXPERTS = {
 """Makers of experts, by the start of the environments' ids."""
 
 MAX_ATTEMPTS = 20
-"""Episodes played for each one asked for."""
+"""Most episodes played for each requested one."""
 MAX_STEPS = 10_000  # of an episode in environments without a step limit
 
 

@@ -79,7 +79,7 @@ class Simulator:
         self._sawyer.touching_object = partial(touches, self._sawyer)
         vars(self._sawyer).pop("sawyer_observation_space", None)  # it was computed without the goal
         self._renderers: dict[int, Renderer] = {}
-        """By the size of their pictures."""
+        """Renderers by the size of their pictures."""
         self._sawyer.model.camera("corner2").pos = _CORNER2_POSITION
         _group_arm(self._sawyer.model)
         self._now: Episode | None = None

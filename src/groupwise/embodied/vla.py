@@ -164,7 +164,7 @@ class PretrainedModel(nn.Module):
 
 @contextmanager
 def loading(problem: str, fix: str) -> Iterator[None]:
-    """Turns what transformers raises about a folder into a ``ConfigError``."""
+    """Turns transformers' errors about a folder into a ``ConfigError``."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:

@@ -47,9 +47,9 @@ class VectorEnv(ABC):
     """N environments stepped together."""
 
     env_id: str
-    """Its name in errors, logs and checkpoints."""
+    """Name of the environment in errors, logs and checkpoints."""
     device: torch.device = torch.device("cpu")
-    """Where its observations are."""
+    """Device of the observations."""
     num_envs: int
     observation_space: Any
     """The single environment's Gymnasium space."""
@@ -117,7 +117,7 @@ class GroupStartReport(NamedTuple):
     noise_varies: bool
     """Whether members with their own noise seeds drifted apart under equal actions."""
     rejected: tuple[str, ...] = ()
-    """Why better modes were not chosen."""
+    """Reasons why better modes were not chosen."""
 
 
 class GroupEnv(VectorEnv):

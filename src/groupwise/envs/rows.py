@@ -309,7 +309,7 @@ class WorkerRows:
         self._ask("start", rows, start_seeds, noise_seeds)
 
     def close(self, seconds: float = processes.SECONDS_TO_CLOSE) -> None:
-        """End the processes; those that do not end by themselves in that time are killed."""
+        """End the processes; those that are still running after that time are killed."""
         since = time.monotonic()
         for worker in self._workers:
             worker.child.send(None)

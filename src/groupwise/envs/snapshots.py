@@ -60,7 +60,7 @@ class HasState(Protocol):
     """An environment, or a wrapper, that captures and restores itself and all that it wraps."""
 
     def clone_state(self) -> Any:
-        """Its complete state, picklable; ``np_random`` need not be in it."""
+        """Complete state of the environment, picklable; ``np_random`` need not be in it."""
 
     def restore_state(self, state: Any) -> None:
         """Go back to a state from ``clone_state``, here or in another environment made the same way."""

@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
     result: dict[str, Any] | None
     failure: str = ""
-    """Why there is no result."""
+    """Reason why there is no result."""
     peak_mib: float = 0.0
     """Peak memory of the process."""
 
@@ -70,7 +70,7 @@ class Pool(Protocol):
     """Workers that play rounds and may die."""
 
     busy: dict[Any, Round]
-    """Workers and what they play."""
+    """Busy workers and their rounds."""
 
     def has_room(self) -> bool:
         """Whether another round can begin."""
@@ -179,7 +179,7 @@ def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Answ
             plugins.load([*map(Path, plugin_files)])
         result = play(task, cloudpickle.loads(payload))
         return Answer(result, peak_mib=peak_memory(torch.device("cpu")).get("peak_memory_mib", 0.0))
-    except Exception as error:  # whatever it is, the parent decides
+    except Exception as error:  # the parent decides about every kind of error
         traceback.print_exc()
         return Answer(None, f"{type(error).__name__}: {error}")
     finally:
@@ -264,7 +264,7 @@ def evolve_from_config(
 
     Args:
         base: settings of the runs; budget and progress are the search's.
-        given: Python objects that replace what ``base`` names.
+        given: Python objects that replace names in ``base``.
     """
     if base.stop.changed("threshold", "time_limit"):
         raise ConfigError("stop: a population ends after its rounds; fix: leave it out")

@@ -40,9 +40,9 @@ class Member:
     parent: str | None
     """The member that it was cloned from."""
     born: int
-    """Its first round, from 0."""
+    """First round of the member, from 0."""
     settings: dict[str, Value]
-    """Its values of what is searched, by path."""
+    """Values of the searched settings, by path."""
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Results by round: ``mean`` and ``ci95`` of the evaluation, ``env_steps``, and ``status`` (``ok`` or ``diverged``)."""
 
@@ -196,7 +196,7 @@ _OF_ALL = (
 
 
 def check_search(search: Search, base: CommonCfg) -> None:
-    """Refuse what cannot be searched, before anything starts.
+    """Refuse settings that cannot be searched, before anything starts.
 
     Raises:
         ConfigError: a path is no setting or cannot change in mid-run, or a bound or value is not allowed.
@@ -269,7 +269,7 @@ def setting_at(base: CommonCfg, path: str) -> Any:
 # One round of one member: train, evaluate, write the result
 
 RESULTS = "evolution.jsonl"
-"""In a member's folder: a line for each of its rounds."""
+"""File in a member's folder with a line for each of its rounds."""
 NOISY_SHARE = 0.1
 """Share of a clone's weights that get noise."""
 

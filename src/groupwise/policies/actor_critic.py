@@ -165,7 +165,7 @@ class ObsEncoder(nn.Module):
 
     def __init__(self, space: Any, cfg: PolicyCfg) -> None:
         super().__init__()
-        obs_spec(space)  # refuses what has no fixed shape
+        obs_spec(space)  # refuses spaces without a fixed shape
         leaves = leaf_spaces(space)
         self.paths = list(leaves)
         self.encoders = nn.ModuleList(_leaf_encoder(leaf, cfg) for leaf in leaves.values())
@@ -566,7 +566,7 @@ class ActorCritic(Policy):
         return self._allowed(params, obs), value
 
     def _heads(self, features: Tensor, for_critic: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``_forward`` from what the encoders of actor and critic give."""
+        """``_forward`` from the features of actor and critic."""
         if self.trunk is not None:
             features = for_critic = self.trunk(features)
         params = self._params(features)

@@ -109,7 +109,7 @@ class Policy(nn.Module, ABC):
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""
 
     def player(self) -> Player:
-        """Plays episodes that begin now; that of a recurrent policy remembers what it saw."""
+        """A player of episodes that begin now; a recurrent policy's player keeps the hidden state."""
         return self
 
     def value(self, obs: Nested) -> Tensor:
@@ -192,7 +192,7 @@ class Policy(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """Device of the parameters."""
         return next(self.parameters()).device
 
 

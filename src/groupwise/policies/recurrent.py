@@ -1,4 +1,4 @@
-"""The control policy with a memory: what it saw earlier in the episode decides, too."""
+"""The control policy with a memory: its actions depend on earlier observations of the episode, too."""
 
 from typing import Any, NamedTuple
 
@@ -123,14 +123,14 @@ class RecurrentActorCritic(ActorCritic):
         return self._written(action, batched), end.cpu().numpy()
 
     def without_critic(self) -> "RecurrentActorCritic":
-        """A copy that only acts; it remembers what the actor does."""
+        """A copy that only acts; its state is the actor's."""
         actor = super().without_critic()
         assert isinstance(actor, RecurrentActorCritic)
         actor.state_size = self.encoder.state_size
         return actor
 
     def player(self) -> "RecurrentPlayer":
-        """Plays episodes that begin now, and remembers what it saw."""
+        """A player of episodes that begin now, which keeps the hidden state."""
         return RecurrentPlayer(self)
 
     def _step(self, obs: Nested) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -156,7 +156,7 @@ def _git_state() -> dict[str, Any] | None:
 MAX_METRICS = 2**30
 """Bytes of ``metrics.jsonl``."""
 MAX_LINE = files.MIB
-"""Bytes of a line in it."""
+"""Most bytes of a line of it."""
 WANDB = "wandb"
 """Folder in which W&B keeps its files and links."""
 LOCK = ".groupwise.lock"
@@ -165,7 +165,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Provenance(BaseModel, strict=True, extra="allow"):
-    """In ``config.json``."""
+    """Provenance in ``config.json``."""
 
     format: int = 1
     run_id: str
@@ -255,7 +255,7 @@ class RunFolder:
 
     @property
     def is_training(self) -> bool:
-        """Whether a process trains in it."""
+        """Whether a process trains in the folder."""
         return is_held(self.path / LOCK)
 
     @contextmanager
@@ -382,7 +382,7 @@ class RunFolder:
         return [_parse_entry(self.metrics, number, line) for number, line in enumerate(self._lines(), start=1)]
 
     def truncate_metrics(self, iteration: int) -> None:
-        """Drop what was logged after ``iteration``; a resumed run writes it again."""
+        """Drop the log after ``iteration``; a resumed run writes it again."""
         kept = [entry for entry in self.read_metrics() if entry["iteration"] <= iteration]
         with _writing(self.metrics):
             files.write(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
@@ -410,7 +410,7 @@ class RunFolder:
             )
 
     def remove_leftovers(self) -> None:
-        """Remove what a kill left half written, and the summary, which is of a former end."""
+        """Remove half-written files of a killed process, and the summary of an earlier end."""
         files.remove(self.summary)
         for folder in (self.path, self.checkpoints, self.groups):
             for path in folder.glob(".*.partial"):
@@ -702,7 +702,7 @@ class Frames(BaseModel, strict=True):
     picture: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
     """WebP in base64."""
     problem: str = ""
-    """Why there are none."""
+    """Reason why there are none."""
 
 
 def read_frames(path: Path) -> Frames | None:

@@ -88,7 +88,7 @@ class Metrics:
 
 
 Condition = Callable[[Metrics, Series], bool]
-"""On all metrics, and on the first one that the rule needs."""
+"""Test of all metrics, and of the first one that the rule needs."""
 
 
 class Rule(NamedTuple):
@@ -103,7 +103,7 @@ class Rule(NamedTuple):
     bad: Condition | bool = False
     """Whether that is trouble, not only something to look at."""
     excuses: tuple[tuple[Condition, str], ...] = ()
-    """Conditions under which all is well, with what to say then."""
+    """Conditions under which nothing is wrong, with the sentence to print."""
     draws: int = 1
     """How many of the metrics that it needs are drawn: the first ones."""
 
@@ -136,7 +136,7 @@ def _got_worse(m: Metrics, v: Series) -> bool:
 
 
 # fmt: off
-RULES = (  # causes go before what follows from them
+RULES = (  # causes go before their consequences
     Rule("Return", (RETURN,), "Between {v.min:.4g} and {v.max:.4g} in training.", bad=True, sick=(
         (lambda m, v: m.is_constant, "It never changes. If a goal was never reached, reward progress towards it, or start nearer "
          "to it. If the return cannot be higher, the task is solved. Else the reward does not depend on the policy."),

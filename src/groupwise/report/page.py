@@ -135,13 +135,13 @@ def _mean(values: Sequence[Number]) -> Number:
 
 
 def _short(values: Iterator[Any] | Sequence[Any]) -> list[Any]:
-    """A list; of one element if all are the same."""
+    """Values as a list, with one element if all are the same."""
     found = list(values)
     return found[:1] if len(set(found)) == 1 else found
 
 
 def _number(value: float | int, digits: int = 4) -> Number:
-    """Rounded; None for what is not finite."""
+    """Rounds a number; None if it is not finite."""
     shown = float(f"{value:.{digits}g}")
     if not math.isfinite(shown):
         return None

@@ -195,7 +195,7 @@ def no_display() -> Iterator[None]:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn what a renderer raises into an ``EnvError``: each library has its own exceptions."""
+    """Turn the errors of renderers into an ``EnvError``: each library has its own exceptions."""
     try:
         yield
     except EnvError:

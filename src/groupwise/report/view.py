@@ -47,7 +47,7 @@ class Row(NamedTuple):
     training: Points = []
     evaluations: Points = []
     problem: str = ""
-    """Why it cannot be read; empty where it can."""
+    """Reason why the run cannot be read; empty if it can."""
 
 
 def find_runs(root: Path) -> dict[str, Path]:

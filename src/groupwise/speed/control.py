@@ -127,7 +127,7 @@ class FlatAdam:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Laid out as that of ``torch.optim.Adam``."""
+        """State in the layout of ``torch.optim.Adam``."""
         return {"state": {0: dict(self.state)}, "param_groups": [self.param_groups[0] | {"params": [0]}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -413,7 +413,7 @@ class _Gradient:
         return [batch[key].contiguous() for key in self.keys]
 
     def example(self, batch: Batch) -> Batch:
-        """About as many elements; not as many as another dimension has, for equal sizes would be taken as equal for ever."""
+        """A batch of about the same size, but of no other dimension's size: the compiler would take equal sizes as always equal."""
         others = {width for value in batch.values() for width in value.shape[1:]}
         others |= {width for shape in self._shapes.values() for width in shape} | {sum(self._sizes)}
         rows = max(len(batch["loss_mask"]), 2)
@@ -521,7 +521,7 @@ class CompiledStepper:
         reference = partial(self._step, partial(self._policy.act, generator=generator))
         with _Draws() as draws:
             expected = reference(*args)
-        # tensors of their own: the compiler takes one that comes twice as the same for ever
+        # separate tensors: if one came twice, the compiler would assume that these arguments are always the same tensor
         example, given = pytree.tree_map(_own, (args, draws.drawn))
         step, act = self._step, self._policy.act
 
@@ -546,7 +546,7 @@ class CompiledStepper:
 
 
 class _Draws(TorchFunctionMode):
-    """Records random draws, or gives what was drawn before in their place.
+    """Records random draws, or returns recorded ones in their place.
 
     Args:
         given: of each draw, in order; None: they are drawn.

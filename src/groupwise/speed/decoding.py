@@ -192,7 +192,7 @@ class LlamaStep(Step):
 
 
 def autocast_off(device: str) -> AbstractContextManager:
-    """No autocast on devices of this type. Nothing is entered if it is off already, which saves an operation's time."""
+    """Turns autocast off on devices of this type. If it is off already, nothing is entered, which saves time."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 

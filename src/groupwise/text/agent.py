@@ -60,7 +60,7 @@ class Completions(list[Tensor]):
         return [[member.tokens for member in group] for group in self.groups]
 
     def masks(self) -> list[Tensor]:
-        """For each prompt ``[G, L - 1]``: True where the next token is one of the completion."""
+        """Masks ``[G, L - 1]`` of each prompt: True where the next token belongs to the completion."""
         masks = []
         for ids, group in zip(self, self.groups, strict=True):
             place = torch.arange(1, ids.shape[1])
@@ -122,7 +122,7 @@ class PromptEnv:
             if examples:
                 self.rewards.check_columns(examples[0].columns, name)
         self.logged: dict[str, float] = {}
-        """Means of what functions logged by ``log_metric`` at the last step."""
+        """Means of metrics that functions logged by ``log_metric`` at the last step."""
         self._evaluating = False
         self._batch: list[Example] = []
         self._trained = self._evaluated = 0
@@ -203,7 +203,7 @@ class PromptEnv:
             self._evaluating, self._batch = kept
 
     def close(self) -> None:
-        """Free what the reward functions hold."""
+        """Free the resources of the reward functions."""
         self.rewards.close()
 
     def _next(self) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""From a ``TextRunCfg`` to the components of a run on texts."""
+"""Builds the components of a run on texts from a ``TextRunCfg``."""
 
 from groupwise.errors import require_extra
 
@@ -58,7 +58,7 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
     """The collector of a run on servers: those that the settings name, or one that is started here.
 
     Args:
-        parts, options: what ``TextCollector`` takes besides the policy and the generator.
+        parts, options: arguments of ``TextCollector`` besides the policy and the generator.
     """
     how = cfg.generation
     assert isinstance(how, ServerGenerationCfg)

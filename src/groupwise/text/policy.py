@@ -33,7 +33,7 @@ class Prefixes(NamedTuple):
     """Rows ``[N, T]`` cut into U common prefixes and N suffixes."""
 
     number: Int[Tensor, " row"]
-    """Which prefix each row has."""
+    """Index of each row's prefix."""
     head: Int[Tensor, "prefix head"]
     """Tokens of the prefixes, padded on the left."""
     head_valid: Bool[Tensor, "prefix head"]

@@ -111,7 +111,7 @@ class Isolated:
         """Call the function; returns its result.
 
         Raises:
-            RemoteError: what it raises.
+            RemoteError: the function raised an error.
             LostCallError: it took longer than ``seconds``, or its process died.
             ConfigError: its process does not start.
         """
@@ -175,7 +175,7 @@ def _serve(connection: Connection, payload: bytes) -> None:
 Reward = Callable[..., Any]
 """Maps keywords to a sequence of numbers or None, sync or async."""
 Score: TypeAlias = float | RewardError | None
-"""None: the reward does not apply. An error: it failed, and the completion gets no reward."""
+"""Score of a completion. None: the reward does not apply. An error: it failed, and the completion gets no reward."""
 LogMetric = Callable[[str, float], None]
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of every function; no column may have such a name."""
@@ -281,7 +281,7 @@ async def _awaited(scores: Sequence[Any]) -> list[Any]:
 
 
 class RemoteReward:
-    """A reward function in the process of its own: returns its scores and what it logged."""
+    """Runs a reward function in its own process: returns its scores and logged metrics."""
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function

@@ -213,7 +213,7 @@ class TextRow(NamedTuple):
     prompt: Sequence[int]
     completion: Sequence[int]
     log_probs: Sequence[float]
-    """Under the distribution that the tokens were drawn from."""
+    """Log-probabilities under the distribution that the tokens were drawn from."""
     reward: float | Sequence[float] | None
     """Reward of the completion, or of each of its tokens. None: unscorable, so that the row neither has a loss nor is a baseline."""
     terminated: bool
@@ -356,7 +356,7 @@ class Transcript:
     messages: list[Message] = field(default_factory=list)
     """The text as messages."""
     reward: float | None = None
-    """None: unscorable."""
+    """Reward of the transcript; None if it cannot be scored."""
     parts: Sequence[float | None] = ()
     """Score of each reward function."""
 

@@ -1,4 +1,4 @@
-"""From settings to the parts of a run: algorithm, collector, buffer, callbacks, evaluation."""
+"""Builds the parts of a run from its settings: algorithm, collector, buffer, callbacks, evaluation."""
 
 import logging
 import os
@@ -82,7 +82,7 @@ class UserObjects(NamedTuple):
     data: object | None = None
     """Training prompts, as ``TextTask`` takes them."""
     eval_data: object | None = None
-    """Held-out prompts, given in the same way."""
+    """Held-out prompts, in the same form."""
     reward: Any = None
     """Functions that score completions, one or several."""
     tool: Any = None
@@ -121,7 +121,7 @@ class Components(ABC):
     """The parts of a run."""
 
     kind: ClassVar[str] = "env"
-    """Key of what was trained on in the summary."""
+    """Key in the summary for the environment or task."""
     axes: ClassVar[tuple[str, str]] = ("environment steps", "episode return")
     """Labels of the learning curve."""
 
@@ -197,7 +197,7 @@ def pick_device(name: str) -> torch.device:
 def build_callbacks(
     parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
 ) -> list[Callback]:
-    """The user's callbacks and those of the settings; on ranks above 0 the user's, and what helps to save.
+    """The user's callbacks and those of the settings; on ranks above 0 the user's, and those that help to save.
 
     Their order: logs have what others add to the metrics, the last iteration is evaluated, and a checkpoint covers what
     the logs hold.
@@ -618,7 +618,7 @@ def build_components(
 
 
 def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the algorithm and the collector that speed up a run: flat parameters, acting in NumPy, what pays to compile."""
+    """Arguments of the algorithm and the collector for speed: flat parameters, acting in NumPy, compiled code."""
     fast, stops = cfg.speed == "auto", cfg.algorithm.on_nonfinite == "stop"
     act: MakeActor = numpy_actor if fast else lambda policy: policy.act
     actor = act if stops else lambda policy: acting_on_finite(act(policy))

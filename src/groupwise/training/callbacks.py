@@ -231,7 +231,7 @@ class MetricsLog(Callback):
         self._log(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:
-        """Write the last complete iteration, if an error of another callback came first, and what waits."""
+        """Write the last complete iteration, if an error of another callback came first, and all waiting lines."""
         if trainer.iteration != self._logged:
             self._log(trainer)
         elif self.waiting:
@@ -300,7 +300,7 @@ class KeepGroups(Callback):
         self._buffers: dict[str, Tensor] = {}
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Remove what a resumed run writes again."""
+        """Remove groups that a resumed run writes again."""
         import pyarrow.parquet  # noqa: F401  # takes 0.1 s and memory, better here than in the midst of training
 
         for iteration, path in kept_iterations(self.folder).items():
@@ -588,7 +588,7 @@ MAX_ENTRIES = 1000
 
 
 class Panel(Bar):
-    """A bar; below it the returns of training as a sparkline, the best evaluation, and what goes wrong."""
+    """A bar; below it the returns of training as a sparkline, the best evaluation, and warnings."""
 
     def __init__(self, console: "Console") -> None:
         self._metrics: list[dict[str, float]] = []

@@ -465,7 +465,7 @@ _FIXED = (
 """Settings that the content of a checkpoint depends on."""
 _SCORING = ("env.", "evaluation.", "task.")
 _NOT_SCORING = ("evaluation.interval", "evaluation.episodes", "evaluation.video_interval")
-"""Settings that do not change what an evaluation scores; others do, and the score of ``best`` is then of another kind."""
+"""Settings that do not change the scores of an evaluation; after a change of others, the score of ``best`` cannot be compared."""
 
 
 def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = "latest", **fields: Any) -> Path:

@@ -91,7 +91,7 @@ class Report(Callback):
                     self.tracker.log(*item)
             finally:
                 self.tracker.close()
-        except BaseException as error:  # whatever it is, it must not end training
+        except BaseException as error:  # no error of a tracker may end training
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, why: str) -> None:

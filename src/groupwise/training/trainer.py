@@ -53,33 +53,33 @@ class Callback:
     """Receives training events; override what you need. Values added to ``metrics`` are logged."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Before the first iteration, also of a resumed run."""
+        """Called before the first iteration, also of a resumed run."""
 
     def on_step(self, trainer: "Trainer", action: Tensor, step: "EnvStep") -> None:
-        """After each step of all environments, if you override it; else it costs nothing. Language models have no steps: an error.
+        """Called after each step of all environments, if you override it. Language models have no steps: an error.
 
         Args:
-            action: [N, ...] as the environments got it, or of environments in torch as the policy gave it.
-            step: what they returned; copy what you keep. Rows that wait for the others of their group have reward 0.
+            action: [N, ...] as the environments got it; for environments in torch, as the policy gave it.
+            step: the environments' outcome; copy what you keep. Rows that wait for the others of their group have reward 0.
         """
 
     def on_rollout_end(self, trainer: "Trainer", rollout: TensorDict) -> None:
-        """After collection, before the update. The rollout must not be changed."""
+        """Called after collection, before the update. Do not change the rollout."""
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """After the update."""
+        """Called after the update."""
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: "EvaluationResult") -> None:
-        """After an evaluation, before its iteration ends."""
+        """Called after an evaluation, before its iteration ends."""
 
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
-        """After a checkpoint was written to ``path``. Training went on meanwhile, so ``trainer`` may be further."""
+        """Called after a checkpoint was written to ``path``. Training continued meanwhile, so ``trainer`` may be further."""
 
     def on_training_end(self, trainer: "Trainer") -> None:
-        """After the last iteration, unless an error or the user's interrupt ended the run."""
+        """Called after the last iteration, unless an error or the user's interrupt ended the run."""
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """After an interrupt or an error, unless it came during the update, or is a ``DataError`` or ``DivergedError``.
+        """Called after an interrupt or an error, unless it came during the update, or is a ``DataError`` or ``DivergedError``.
 
         The trainer is as its last complete iteration left it. ``on_iteration_end`` may not have been called for it.
         """
@@ -378,6 +378,6 @@ def handling(handle: Callable[[int, FrameType | None], None], *numbers: int) -> 
 
 
 def alarm(seconds: int, handle: Callable[[int, FrameType | None], None]) -> None:
-    """Send ``ALARM`` to this process in that time (0: no more), if ``handle`` takes it."""
+    """Send ``ALARM`` to this process after ``seconds`` (0: cancel it), if ``handle`` is its handler."""
     if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is handle:
         signal.alarm(seconds)

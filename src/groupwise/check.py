@@ -57,7 +57,7 @@ class Training:
     start_mode: StartMode
     """How members share a start."""
     vectorization: str
-    """``own``: the callable makes all rows; else as ``env.vectorization``."""
+    """``own``: the callable makes all rows; otherwise as ``env.vectorization``."""
     num_envs: int
     rejected: tuple[str, ...]
     """Reasons why better start modes were not chosen."""

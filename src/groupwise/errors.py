@@ -80,7 +80,7 @@ class SamplerMismatchError(DivergedError):
 
 
 class ServerError(GroupwiseError, RuntimeError):
-    """An inference server does not answer, fails, or gives a wrong answer."""
+    """An inference server that does not answer, fails, or gives a wrong answer."""
 
 
 class MemberError(GroupwiseError, RuntimeError):

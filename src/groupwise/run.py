@@ -689,7 +689,7 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool 
 
         return build_text_components(cfg, given, engine)
     assert isinstance(cfg, RunCfg)
-    kinds: dict[str, Any] = {}  # what the core does not know
+    kinds: dict[str, Any] = {}  # components that the core does not know
     if isinstance(cfg.algorithm, BCCfg):
         from groupwise.embodied.cloning import BehaviorCloning, demo_collector
 

@@ -67,7 +67,7 @@ class HttpClient:
         url: scheme, host and port.
         timeout: seconds of one try of a call, of which a connection gets ``SECONDS_TO_CONNECT``.
         retries: how often a call is repeated that got no answer or an error of the server (5xx).
-        last_lines: what the server printed, to explain why it gives no answer.
+        last_lines: returns the last output of the server, to explain why it gives no answer.
         locate: where the server was last ready, if something restarts it. Calls wait for that.
     """
 
@@ -201,7 +201,7 @@ class HttpClient:
             while not selector.select(min(_HEALTH_INTERVAL, max(0.0, until - time.monotonic()))):
                 if time.monotonic() >= until:
                     raise TimeoutError
-                # a shorter time limit is that of such a question itself
+                # with a shorter time limit, this call is such a check itself
                 if self.timeout > _HEALTH_INTERVAL and not self._probe(self.url).is_healthy():
                     raise NoAnswerError("it gives no answer, and is not healthy")
 
@@ -409,7 +409,7 @@ def _is_log_prob(value: object) -> bool:
 
 
 def sampling_params(request: GroupRequest) -> dict[str, Any]:
-    """Every field that changes what is sampled. Completions of the group have the seeds from ``seed`` on."""
+    """Sampling parameters for vLLM: every field that changes the samples. The group's seeds count from ``seed`` on."""
     sampling = request.sampling
     return {
         "n": request.size,
@@ -475,7 +475,7 @@ class LocalServer:
 
     Args:
         words: the command line, without the address.
-        log: file for what it prints.
+        log: file for the server's output.
         timeout: seconds that its start may take.
         host: address of this machine at which it listens.
         port: 0 for a free one.
@@ -537,7 +537,7 @@ class LocalServer:
 
 
 def last_lines(log: Path) -> str:
-    """The errors that a server printed, the cause first, and the end of what it printed."""
+    """The errors in a server's output, the cause first, and the end of the output."""
     text = log.read_text(errors="replace")
     errors = list(dict.fromkeys(re.findall(r"\w+Error: .+", text)))[:_ERRORS]
     return "\n".join(["; its errors:", *errors, "its last lines:", *text.splitlines()[-_LAST_LINES:]])

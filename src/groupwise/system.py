@@ -369,7 +369,7 @@ def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
 
 
 class SafeStream(io.TextIOBase):
-    """A stream that may fail, such as stderr on a full disk or of a closed terminal: text that cannot be written is lost."""
+    """A stream that may fail, such as stderr on a full disk or a closed terminal; its lost text is ignored."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream or io.StringIO()

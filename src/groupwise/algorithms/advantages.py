@@ -77,7 +77,7 @@ class CreditInput(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of episodes or of steps, and what each is compared with: the members of its key."""
+    """Scores of episodes or of steps; each is compared with the members of its key."""
 
     credit: CreditInput
     score: Float[Tensor, "*batch"]
@@ -326,7 +326,7 @@ def next_state(credit: CreditInput) -> Tensor | None:
 
 
 class BaselineRule(NamedTuple):
-    """A registered baseline: its function, and what belongs to it. ``register_baseline`` has the meanings."""
+    """A registered baseline: its function and properties; ``register_baseline`` explains the fields."""
 
     function: Callable[..., Tensor]
     whole: bool
@@ -541,8 +541,8 @@ def ema(scores: Scores, decay: Fraction = 0.95) -> Tensor:
 def gigpo(credit: CreditInput, weight: NonNegative = 1.0) -> Tensor:
     """The mean, and a second comparison of steps with the same observation (GiGPO).
 
-    The group's comparison, plus ``weight`` times that of discounted returns at the same observation. Following the paper (eq.
-    5 to 7), that includes the episode's own visits. A unique observation adds 0.
+    The group's comparison, plus ``weight`` times that of discounted returns at the same observation. Following the
+    paper (eq. 5 to 7), that includes the episode's own visits. A unique observation adds 0.
 
     Args:
         weight: Weight of the second advantage, the paper's omega.
@@ -651,14 +651,14 @@ def nearest(
     k: int,
     asked: slice = slice(None),
 ) -> Neighbours:
-    """The ``k`` states of the pool nearest to each one asked about, those of other episodes; all where there are fewer.
+    """The ``k`` states of the pool of other episodes nearest to each given state; all if there are fewer.
 
     Distances are Euclidean, of features divided by their standard deviation. An episode's own states are left out: what
     was earned there holds the very noise that a baseline is to take off.
 
     Args:
         pool: indices of elements.
-        asked: the elements to look up; None: all.
+        asked: elements to look up; None: all.
 
     Source: values from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a baseline that
         episodes give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which asks for equal states.

@@ -4,8 +4,8 @@ An algorithm turns a rollout into advantages and calls ``optimize``, which minim
 computed once for each optimiser step, over all micro-batches and ranks, so the gradient depends neither on the micro-batch size
 nor on the number of processes.
 
-    optimize      the loop                          loss_inputs, score      what the loss reads
-    _minibatches  how a rollout is cut              Schedule, EntropyBonus  what changes while training
+    optimize      the loop                          loss_inputs, score      inputs of the loss
+    _minibatches  cutting of a rollout              Schedule, EntropyBonus  changes while training
     UpdateStats   means of the loss's metrics
 """
 
@@ -327,7 +327,7 @@ class BaseAlgorithm(ABC):
         num_episodes: int,
         start: Evaluation | None = None,
     ) -> dict[str, Nested]:
-        """``policy_inputs`` with the advantages, and with what the configured objective reads besides them.
+        """``policy_inputs`` with the advantages, and with further inputs of the configured objective.
 
         Args:
             start: the policy's scores of every step at the update's start, if they are known already.
@@ -382,7 +382,7 @@ class BaseAlgorithm(ABC):
     # --- progress and state ---
 
     def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
-        """Set the schedules to the share of training that is done, in [0, 1]; ``budget`` and ``step`` as in ``schedule_factor``."""
+        """Set the schedules to the finished share of training, in [0, 1]; see ``schedule_factor`` for the others."""
         if not self.schedule.adaptive:
             self.schedule.set_factor(schedule_factor(self.cfg.schedule, progress, budget, step))
         if self.range_schedules is not None:
@@ -594,7 +594,7 @@ class UpdateStats:
         out["train/optimizer_steps"] = total.new_tensor(float(self.steps))
         if self._sampler is not None:
             out |= sampler_kl(self._all_sum(self._sampler))
-        elif "approx_kl" in self._names:  # nothing has changed yet in the first step
+        elif "approx_kl" in self._names:  # no weight has changed yet in the first step
             out["rollout/sampler_kl"] = first[self._names.index("approx_kl")]
         return out | ({"train/skipped_steps": torch.tensor(float(self.skipped))} if self.skipped else {})
 

@@ -40,7 +40,7 @@ class TorchCollector(EnvCollector):
     """Acts and steps all rows of a ``TorchGroupEnv`` by one function.
 
     Args:
-        stepper: makes the function that acts and steps in place of ``reference_stepper``. None, and where it returns None: the method.
+        stepper: makes a function that replaces ``reference_stepper``. None, or if it returns None: the method.
 
     Raises:
         EnvError: the policy is on another device than the environment, or recurrent.

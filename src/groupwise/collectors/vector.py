@@ -24,8 +24,8 @@ from groupwise.seeding import derive_seed
 class RecurrentEnv(GroupEnv):
     """Environments with the policy's state in each row's observation: ``{"obs": [N, ...], "state": [N, S]}``.
 
-    The state is 0 where an episode begins, otherwise the one after the policy's last action. Final observations have the state that
-    follows the last action, so that their values can be computed.
+    The state is 0 where an episode begins, otherwise the one after the policy's last action. Final
+    observations have the state that follows the last action, so that their values can be computed.
     """
 
     outcome: EnvStep
@@ -220,7 +220,7 @@ class EnvCollector(Collector):
     Args:
         env: gives observations on the policy's device.
         rank: of this process; each draws its own streams.
-        actor: returns a function to act with in place of ``policy.act``, for many steps in which no parameter changes. None: the policy.
+        actor: makes a function that replaces ``policy.act`` for many steps with constant parameters. None: the policy.
     """
 
     def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int, actor: MakeActor | None = None) -> None:
@@ -283,7 +283,7 @@ def _finite(values: Nested) -> Any:
 
 
 def env_steps(rollout: TensorDict, decisions: int) -> int:
-    """Environment steps of a rollout with that many decisions: those that chunks executed, else one each."""
+    """Environment steps of a rollout with that many decisions: those that chunks executed, otherwise one each."""
     executed = rollout.get("executed", None)
     return decisions if executed is None else int(executed[:, :-1].sum())
 

@@ -110,7 +110,7 @@ def _of_another_type(given: object, taken: object) -> bool:
 
 
 def explain(item: Mapping[str, Any]) -> str:
-    """One line on one of pydantic's errors: path, value, what was expected, the nearest name."""
+    """One line on one of pydantic's errors: path, value, expectation, the nearest name."""
     path = ".".join(map(str, item["loc"]))
     match item["type"]:
         case "literal_error":

@@ -1,4 +1,4 @@
-"""Settings of evolution: what is searched, who is selected, how settings mutate. Imports no torch."""
+"""Settings of evolution: search ranges, selection, mutation. Imports no torch."""
 
 import math
 from random import Random
@@ -113,7 +113,7 @@ class Place(NamedTuple):
     member: int
     """Index of the member that fills it, or that a new one is cloned from."""
     clone: bool
-    """Whether a new member begins with the parent's weights and mutated settings; else the member continues as it is."""
+    """Whether a new member begins with the parent's weights and mutated settings; otherwise the member continues as it is."""
 
 
 class SelectionCfg(Choice):

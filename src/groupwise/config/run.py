@@ -15,7 +15,7 @@ from groupwise.errors import ConfigError
 # Budgets
 
 BUDGETS = {"total_steps": "env_steps", "total_iterations": "iteration", "total_epochs": "rollout/epoch"}
-"""The settings, of which one is given, and the metrics that count what is done of them."""
+"""Settings of budgets, of which one is given, and the metrics that count their progress."""
 
 
 class Budget(NamedTuple):
@@ -47,7 +47,7 @@ class Budget(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """The metric that counts what is done."""
+        """The metric that counts the progress."""
         return BUDGETS[self.name]
 
     @property
@@ -508,7 +508,7 @@ class TextRunCfg(CommonCfg):
     generation: SerializeAsAny[GenerationCfg] = NativeGenerationCfg()
     """Where completions are generated in training, by name or with its parameters: ``{"name": "server", "urls": ["http://127.0.0.1:8000"]}``."""
     engine: Literal["ddp", "fsdp"] = "ddp"
-    """How several processes train together. ``ddp``: each holds all of what is trained; ``fsdp``: a part of its parameters, gradients and optimiser state. The policy itself is whole in both."""
+    """How several processes train together. ``ddp``: each holds everything that is trained; ``fsdp``: each holds a part of its parameters, gradients and optimiser state. The policy itself is whole in both."""
     cpu_offload: bool = False
     """Keep the parts of ``engine="fsdp"`` in the host's memory: parameters, gradients and optimiser state. The optimiser steps on the CPU, so updates are slower. It changes nothing where one process trains."""
     total_epochs: Positive | None = None

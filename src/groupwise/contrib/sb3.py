@@ -112,9 +112,9 @@ ELSEWHERE = {
     "group_rollout_buffer_kwargs": "the credit compares members; fix: credit=CreditCfg(...)",
     "kl_beta": "it has another name here; fix: kl_coef=...",
 }
-"""Arguments of SB3's own on-policy algorithms, and of the GRPO proposed for sb3-contrib: why they are not here, and what is instead."""
+"""Arguments of SB3's on-policy algorithms and of sb3-contrib's proposed GRPO: why they are missing."""
 _ABSENT = {"credit.reward": "parts", "credit.baseline": "greedy", "objective.ratio": "turn"}
-"""Choices that read what the rollouts of SB3's environments do not hold."""
+"""Choices that need data which the rollouts of SB3's environments lack."""
 DEFAULTS: dict[str, Any] = {
     "learning_rate": LinearSchedule(1e-3, 0.0, 1.0),
     "n_steps": 1024,
@@ -430,7 +430,7 @@ class GroupBuffer:
         return -(-self._next // self.group_size)
 
     def begin(self) -> None:
-        """Note that all environments have just been reset to what they had queued."""
+        """Note that all environments have just been reset to their queued starts."""
         self._current = [self._begin(env) for env in range(len(self._queued))]
 
     def queued(self, env: int) -> Start:
@@ -808,7 +808,7 @@ class GRPO(OnPolicyAlgorithm):
         cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
         for name in ("credit", "objective", *OF_OBJECTIVE):
             setattr(self, name, vars(cfg)[name])
-        # trains the policy in evaluation mode: what acted and what is scored are the same function
+        # trains the policy in evaluation mode, so that acting and scoring use the same function
         self.core = grpo.GRPO(cfg, ScoredActor(self.policy), seed=self._start_seed)
         self.core.optimizer = self.policy.optimizer
         self.core.load_state_dict(self.core.state_dict() | self._core_state)
@@ -1014,7 +1014,7 @@ class GRPO(OnPolicyAlgorithm):
         return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
 
     def _excluded_save_params(self) -> list[str]:
-        """Names that are not saved: SB3's, what follows from the rest, and the environments."""
+        """Names that are not saved: SB3's, attributes that follow from others, and the environments."""
         return [*super()._excluded_save_params(), "core", "_verified"]
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:

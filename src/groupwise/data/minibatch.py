@@ -81,7 +81,7 @@ class Steps:
         return inputs
 
     def per_unit(self, data: Mapping[str, Nested], units: Bool[Tensor, "row step *unit"]) -> dict[str, Nested]:
-        """Numbers of steps ``[N, T]`` for each of their units; what the policy reads stays."""
+        """Numbers of steps ``[N, T]`` repeated for each of their units; inputs of the policy stay."""
         return dict(data)
 
     def elements(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
@@ -249,11 +249,11 @@ def shuffle_items(
     """A random order of the elements that keeps items together, cut into minibatches of nearly equal size.
 
     Args:
-        item: what each element belongs to, any non-negative numbers; elements of one item are never parted.
+        item: number of the item of each element, any non-negative ones; elements of one item are never parted.
         size: steps of each element: 1 for a transition, the tokens of a row.
         micro_batch_size: most steps in a slice, unless a single item has more. None: one slice a minibatch.
     """
-    count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of what the others train on
+    count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of the data that the others train on
     chance = torch.randperm(count, generator=generator, device=generator.device).to(item.device)
     rank, order = chance[item].sort(stable=True)
     last = torch.ones_like(rank, dtype=torch.bool)
@@ -283,8 +283,8 @@ def shuffle_items(
 
 # --- packing of whole rows: members together, the longest first ---
 #
-# Members in one micro-batch can share their common prefix, and rows of similar length waste little on padding. The first
-# micro-batch is the largest, so that a lack of memory shows at once.
+# Members in one micro-batch can share their common prefix, and rows of similar length waste little on padding. The
+# first micro-batch is the largest, so that a lack of memory shows at once.
 
 
 class RowSizes(NamedTuple):
@@ -304,10 +304,10 @@ class RowSizes(NamedTuple):
     ) -> "RowSizes":
         """Sizes of rows; a row without a group is a group of its own."""
         group = group_id.amax(dim=1)
-        # a rank may have no rows of what the others train on
+        # a rank may have no rows of the data that the others train on
         alone = max(group.tolist(), default=-1) + 1 + torch.arange(len(group), device=group.device)
         length = valid.sum(dim=1)
-        # where nothing counts, what members have in common is unknown: none of it is the safe guess
+        # if no token counts, the common prefix is unknown: an empty one is safe
         start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), 0)
         return cls(torch.where(group >= 0, group, alone), start, length - start, loss_mask.sum(dim=1))
 

@@ -93,7 +93,7 @@ class RolloutBuffer:
     Args:
         num_rows: N, the environments.
         num_steps: T, transitions per row; after a longer rollout, new ones are as long.
-        state_size: S of a recurrent policy (adds ``state``, what it remembers before each observation).
+        state_size: S of a recurrent policy (adds ``state``, its state before each observation).
         num_units: K of a policy scored by ``token``, whose ``sample_log_prob`` is ``[N, T+1, K]``; None for other policies.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         chunked: whether a decision takes several environment steps (adds ``executed``, their number).
@@ -186,7 +186,7 @@ class RolloutBuffer:
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
     def _replace_nonfinite(self, rollout: TensorDict, found: list["NonFinite"]) -> None:
-        """Replace numbers that are not finite by 0; with ``drop``, take the groups that have such numbers out of the loss."""
+        """Replace non-finite numbers by 0; with ``drop``, take the groups that have any out of the loss."""
         if self.on_nonfinite == "stop":
             raise found[0].error(self.row_name)
         where, done = found[0].where(self.row_name), "0 takes its place"

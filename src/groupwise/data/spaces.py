@@ -57,7 +57,7 @@ def obs_spec(space: Any) -> Spec:
     """Shape and dtype of the space's observations in a rollout; nested for Dict and Tuple spaces.
 
     Raises:
-        UnsupportedSpaceError: Text, Graph, Sequence, OneOf and whatever else has no fixed shape.
+        UnsupportedSpaceError: Text, Graph, Sequence, OneOf and others without a fixed shape.
     """
     children = subspaces(space)
     if children is not None:

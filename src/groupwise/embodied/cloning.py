@@ -177,7 +177,7 @@ class DemoScores(Callback):
 
     @torch.no_grad()
     def scores(self, steps: Int[Tensor, " step"]) -> dict[str, float]:
-        """Loss, and where actions are discrete the share of right ones, else the absolute error, over these steps."""
+        """Loss over these steps, and the share of right actions if these are discrete, otherwise the absolute error."""
         parts = [self._scores(steps[i : i + _SCORED_AT_ONCE]) for i in range(0, len(steps), _SCORED_AT_ONCE)]
         losses, errors, masks = (torch.cat(part) for part in zip(*parts, strict=True))
         found = {"eval/demo_loss": float(losses.mean())}

@@ -3,7 +3,7 @@
 One adapter for EmbodiChain, Isaac Lab's rsl_rl wrapper, ManiSkill's vector environment, mujoco_playground's rsl_rl wrapper,
 and rsl_rl's ``VecEnv``. All of them reset a row in the step in which its episode ends.
 
-A step copies nothing to the host. The adapter makes up nothing that a simulator does not report: its ``notes`` name what is missing.
+A step copies nothing to the host. The adapter makes nothing up: its ``notes`` name what a simulator does not report.
 """
 
 import atexit
@@ -41,7 +41,7 @@ from groupwise.seeding import derive_seed
 
 
 class TorchSimGroups(GroupEnv):
-    """A simulator for GRPO: a row is over at its first end, whatever the simulator does with it afterwards.
+    """A simulator for GRPO: a row is over at the first end of its episode, even if the simulator plays on.
 
     The rows that are over are stepped on by the simulator, unseen. Where it resets no single rows, all rows start together.
     """
@@ -263,7 +263,7 @@ class TorchSim(VectorEnv):
         """The simulator as rows that start independently.
 
         Args:
-            verify: check by trying, and take the best way that works; else the best that the interface offers.
+            verify: check by trying, and take the best way that works; otherwise the best that the interface offers.
 
         Raises:
             GroupStartError: members cannot share their start, and ``start_mode`` is not ``none``.
@@ -440,8 +440,8 @@ def use_egl_without_display() -> None:
 class Renderer:
     """Draws pictures of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
 
-    Parts of meshes that a picture would not show are left out, too. One renderer serves any number of ``MjData`` of the model.
-    ``close`` it, or drop it.
+    Parts of meshes that a picture would not show are left out, too. One renderer serves any number of ``MjData`` of the
+    model. ``close`` it, or drop it.
 
     Args:
         size: width and height of the pictures, in pixels.

@@ -173,7 +173,7 @@ def loading(problem: str, fix: str) -> Iterator[None]:
 
 
 def layer_sizes(cfg: VLACfg) -> dict[str, int]:
-    """Sizes of the language model of a new model."""
+    """Sizes that language model and vision encoder of a new model have in common."""
     heads = cfg.hidden_size // HEAD_WIDTH
     return {"hidden_size": cfg.hidden_size, "num_hidden_layers": cfg.num_layers, "num_attention_heads": heads}
 
@@ -510,7 +510,7 @@ def stored(obs: Any, num_envs: int, name: str) -> Nested:
         name: of the simulator.
 
     Raises:
-        EnvError: ``obs`` holds something else than tensors [N, ...].
+        EnvError: ``obs`` holds something other than tensors [N, ...].
     """
     if isinstance(obs, Mapping | TensorDict):
         leaves = {key: stored(leaf, num_envs, name) for key, leaf in obs.items()}
@@ -537,7 +537,7 @@ def space_of(obs: Nested) -> spaces.Space:
 
 
 def select(mask: Tensor, yes: Nested, no: Nested) -> Nested:
-    """The rows of ``yes`` where ``mask`` [N], else those of ``no``."""
+    """Rows of ``yes`` where ``mask`` [N] is True, otherwise rows of ``no``."""
     if isinstance(yes, Tensor):
         return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
     return yes.apply(partial(select, mask), no)

@@ -298,7 +298,7 @@ def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
     """The environment with its masks in the observation, if it has any.
 
     Raises:
-        EnvError: ``cfg.action_masks`` asks for masks of actions that are no choices.
+        EnvError: ``cfg.action_masks`` requires masks of actions that are not discrete.
     """
     if cfg.action_masks and not options(env.action_space):
         raise EnvError(
@@ -310,7 +310,7 @@ def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
 
 
 def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
-    """Notes of a run on masks that it did not ask for: that they are used, or how to use them.
+    """Notes of a run on masks that its settings do not name: that they are used, or how to use them.
 
     Args:
         env: is reset.

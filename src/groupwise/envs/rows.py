@@ -215,7 +215,7 @@ def by_name(numbers: npt.NDArray[Any], keys: Sequence[str]) -> dict[str, Tensor]
 
 
 def refuse_misfit(obs: Any, space: Any, source: str) -> None:
-    """Raise a ``DataError`` that says what came from ``source`` and what was declared, if the space does not allow it."""
+    """Raise a ``DataError`` with given and declared values, if the space does not allow those of ``source``."""
     try:
         obs_to_tensor(space, obs, batched=False)
     except DataError as error:

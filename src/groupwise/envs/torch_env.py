@@ -42,7 +42,7 @@ class TorchRows(NamedTuple):
 class TorchGroupEnv(GroupEnv):
     """A simulator in torch, on any device. Write three functions; starts, noise and limits are done here.
 
-    ``initial`` gives the states in which episodes begin, ``transition`` their next ones, ``observe`` what the policy sees.
+    ``initial`` gives the first states of episodes, ``transition`` the next ones, ``observe`` the observations.
     They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
     keep nothing. They are called with all N rows, and cause no host sync. They may read tensors of the environment that
     change, but no Python numbers that change: compiled code keeps the first ones.
@@ -255,7 +255,7 @@ def _versions(state: Mapping[str, Tensor]) -> list[int]:
 
 
 def _select(mask: Bool[Tensor, " row"], yes: Mapping[str, Tensor], no: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of ``yes`` where ``mask``, else those of ``no``."""
+    """Rows of ``yes`` where ``mask`` is True, otherwise rows of ``no``."""
     return {name: torch.where(mask.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, no[name]) for name, leaf in yes.items()}
 
 

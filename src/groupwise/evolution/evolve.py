@@ -1,7 +1,7 @@
 """Evolution: rounds of training, evaluation on common starts, selection and mutation.
 
-Every member is a run folder. The decisions of a round follow from the seed and the members' scores alone, so neither the number
-of processes nor a kill changes it. ``population.json`` is written when a round has ended, and each member writes down the
+Every member is a run folder. The decisions of a round follow from the seed and the members' scores alone, so
+neither the number of processes nor a kill changes them. ``population.json`` is written when a round has ended, and each member writes down the
 rounds that it finished.
 """
 
@@ -304,7 +304,7 @@ def go_on(population: Population, on_mutation: OnMutation | None, fields: dict[s
 
 
 def _run(population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None) -> Population:
-    """All rounds that are left; what a kill interrupted is done again or continues."""
+    """All remaining rounds; work that a kill interrupted is repeated or continued."""
     cfg, base, output = population.cfg, population.base, population.path / "members.log"
     with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
         while population.round < cfg.rounds:

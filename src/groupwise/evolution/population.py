@@ -353,7 +353,7 @@ def play(task: Round, given: UserObjects) -> dict[str, Any]:
         if result["round"] == task.number:
             return dict(result)
     callbacks: list[Callback] = []
-    if task.until < (task.cfg.total_steps or 0):  # else the budget ends it
+    if task.until < (task.cfg.total_steps or 0):  # otherwise the budget ends it
         callbacks.append(PauseAt(task.until))
     if task.noise is not None:
         callbacks.append(AddNoise(*task.noise))

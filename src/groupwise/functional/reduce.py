@@ -1,4 +1,4 @@
-"""Sums over segments, masks and ranks: means, variances, weights that turn terms into one loss, which elements stand out.
+"""Sums over segments, masks and ranks: means, variances, weights that turn terms into one loss, largest elements.
 
 Axes: batch = any shape, [B] or [B, T]; segment = dense ids 0..n-1, such as episodes or groups. An id of -1 marks an
 absent element. Masked-out elements may hold anything, NaN included. Nothing here waits for the device, and no shape depends
@@ -197,7 +197,7 @@ def _centre(
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, ""]]:
     """Elements less their mean, 0 outside the mask, and their count.
 
-    The mean of what is left after the first subtraction is subtracted too: it is the rounding error of the first
+    The mean of the remainder after the first subtraction is subtracted too: it is the rounding error of the first
     mean, which a division by a tiny standard deviation would blow up when all elements are equal.
     """
     mean, count = _mean_and_count(x, mask, all_sum)
@@ -305,7 +305,7 @@ def random_fraction(
 
 @torch.no_grad()
 def element_noise(seed: int, *content: Float[Tensor, "*batch"] | Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """A number of each element, uniform in [0, 1), that follows from the seed and what the element holds.
+    """A number of each element, uniform in [0, 1), that follows from the seed and the contents of the element.
 
     Unlike numbers drawn in order it depends neither on the place of the element nor on how the batch is spread over
     ranks. Elements of the same content have the same number.
@@ -347,7 +347,7 @@ def zero_variance_groups(
     member: Bool[Tensor, " episode"],
     all_sum: AllSum = local,
 ) -> Float[Tensor, ""]:
-    """Share of the groups of two or more whose members all have the same score, and so teach nothing.
+    """Share of the groups of two or more whose members all have the same score, so that they teach nothing.
 
     Where the score has parts, all of them must be the same.
     """

@@ -535,7 +535,7 @@ class ActorCritic(Policy):
             self.reward_normalizer.update(rollout, engine.sum)
 
     def without_critic(self) -> "ActorCritic":
-        """A copy that only acts, on what the actor reads."""
+        """A copy that only acts, on the actor's entries."""
         actor = copy.deepcopy(self)
         actor.actor_only, actor.observation_space = True, self.entries.to_act
         actor.critic = actor.critic_encoder = None

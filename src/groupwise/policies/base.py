@@ -102,7 +102,7 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Scores of ``batch["action"]`` given ``batch["obs"]`` (and what else the policy stored), with gradient."""
+        """Scores of ``batch["action"]`` given ``batch["obs"]`` (and other stored data), with gradient."""
 
     @abstractmethod
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
@@ -133,7 +133,7 @@ class Policy(nn.Module, ABC):
         return action
 
     def label(self, action: Tensor, noise: float, generator: torch.Generator) -> Tensor:
-        """Own actions of demonstrations as cloning learns them this time, with whatever ``imitate`` needs of chance.
+        """Own actions of demonstrations as cloning learns them this time, with random numbers for ``imitate``.
 
         Args:
             noise: standard deviation of Gaussian noise that is added to floats.
@@ -145,7 +145,7 @@ class Policy(nn.Module, ABC):
     def imitate(self, batch: Batch) -> Evaluation:
         """Scores of demonstrated steps, with gradient; cloning maximises ``log_prob``.
 
-        A policy whose density is not what it is best cloned by puts minus the loss of each step there.
+        A policy that is cloned by another loss than its density returns minus the loss of each step there.
         """
         return self.evaluate(batch)
 

@@ -464,7 +464,7 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
 
 
 def _inner_float32(low: np.ndarray, high: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The bounds in float32, rounded inwards, so that what is clipped to them is inside the space's own."""
+    """The bounds in float32, rounded inwards, so that numbers clipped to them are inside the space's own."""
     with np.errstate(over="ignore"):
         low32, high32 = low.astype(np.float32), high.astype(np.float32)
     low32 = np.where(low32 < low, np.nextafter(low32, np.float32(np.inf)), low32)

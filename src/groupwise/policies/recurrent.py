@@ -186,7 +186,7 @@ class RecurrentActorCritic(ActorCritic):
 
 
 class RecurrentPlayer:
-    """Plays one episode in each row with a policy's state, which begins at 0 and is shared by ``act`` and ``predict``."""
+    """Plays one episode in each row. The policy's state begins at 0; ``act`` and ``predict`` share it."""
 
     def __init__(self, policy: RecurrentActorCritic) -> None:
         self._policy = policy.without_critic()  # whose state is the same for both

@@ -65,7 +65,9 @@ def held(path: Path) -> Iterator[None]:
             holder = printable(files.read(path, _MAX_BYTES).decode(errors="replace")) or "another process"
             raise RunFolderError(f"{path.parent} is in use: {holder} trains in it; fix: wait until it ends, or stop it")
         if sys.platform != "win32":
-            os.register_at_fork(after_in_child=file.close)  # else a child that outlives this process keeps the lock
+            os.register_at_fork(
+                after_in_child=file.close
+            )  # otherwise a child that outlives this process keeps the lock
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()!r}".encode())
         file.flush()
@@ -391,7 +393,7 @@ class RunFolder:
         """Refuse a run that has no checkpoint left: to begin again would delete what it learned.
 
         Args:
-            metric: what the interval between checkpoints counts, such as ``env_steps``.
+            metric: unit of the interval between checkpoints, such as ``env_steps``.
             interval: between checkpoints.
 
         Raises:

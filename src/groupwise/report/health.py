@@ -60,9 +60,9 @@ class Metrics:
         """Difference between the highest and the lowest return of training."""
         gain = returns.late - returns.early
         self.improved = gain > 0 and gain >= 0.5 * (returns.max - returns.early)
-        """Whether the return of training rose, and kept at least half of what it had gained."""
+        """Whether the return of training rose, and kept at least half of its gain."""
         self.on_top = self.improved and returns.late >= returns.max - 0.1 * self.span
-        """Whether it rose, and ended as high as it ever was."""
+        """Whether the return rose, and ended at its highest."""
         succeeds = self["rollout/success_rate"].late == 1
         self.is_constant = len(returns.values) >= 3 and self.span <= 1e-6 * abs(returns.max) and not succeeds
         """Whether the return is always the same, in a task that does not always succeed."""

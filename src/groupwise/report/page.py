@@ -406,7 +406,7 @@ def _setting(value: object) -> str:
 
 
 def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
-    """Where and when the run was made, and what it used."""
+    """Machine, time and resources of the run."""
     git, machine = provenance.get("git") or {}, provenance.get("machine") or {}
     facts = {
         "started": provenance.get("started"),

@@ -66,7 +66,7 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 
 def version_of(*paths: Path) -> str:
-    """Changes whenever what is shown of these runs does."""
+    """Changes whenever the display of these runs does."""
     folders = [*map(RunFolder, paths)]
     files = [
         file for one in folders for file in (one.config, one.metrics, one.summary, one.groups, one.video, one.frames)
@@ -199,7 +199,7 @@ class Viewer:
             return HTMLResponse(self._latest[2], headers=HEADERS)
 
     def events(self, request: Request) -> Response:
-        """Server-sent events: one whenever the run, or any run, is no longer what the page has seen."""
+        """Server-sent events: one whenever the run, or any run, has changed since the page was drawn."""
         changes = self.changes(request.query_params.get("run", ""), request.query_params.get("seen", ""))
         return StreamingResponse(changes, media_type="text/event-stream", headers=HEADERS)
 

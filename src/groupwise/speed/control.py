@@ -95,7 +95,7 @@ class FlatAdam:
             parameter.grad = view
 
     def clip(self, limit: float | None) -> Float[Tensor, ""]:
-        """Clip the gradient's norm; returns the norm before. Same as ``torch.nn.utils.clip_grad_norm_``, in a quarter of its time."""
+        """Clip the gradient's norm; returns the old one. Same as ``clip_grad_norm_``, in a quarter of its time."""
         norm: Tensor = torch.linalg.vector_norm(self.gradient)
         if limit is not None:
             self.gradient.mul_((limit / (norm + 1e-6)).clamp_(max=1.0))
@@ -199,7 +199,7 @@ class NumPyActor:
 
 
 def numpy_actor(policy: Policy) -> Callable[..., Action]:
-    """The policy's ``act`` in NumPy, else as it is: NumPy is for a plain ``ActorCritic`` on vectors of floats on a CPU."""
+    """The policy's ``act``, in NumPy for a plain ``ActorCritic`` on vectors of floats on a CPU."""
     if type(policy) is not ActorCritic or has_hooks(policy):
         return policy.act
     space, head = policy.observation_space, type(policy.head)
@@ -413,7 +413,7 @@ class _Gradient:
         return [batch[key].contiguous() for key in self.keys]
 
     def example(self, batch: Batch) -> Batch:
-        """A batch of about the same size, but of no other dimension's size: the compiler would take equal sizes as always equal."""
+        """A batch of similar size, but no other dimension's: the compiler would take equal sizes as always equal."""
         others = {width for value in batch.values() for width in value.shape[1:]}
         others |= {width for shape in self._shapes.values() for width in shape} | {sum(self._sizes)}
         rows = max(len(batch["loss_mask"]), 2)

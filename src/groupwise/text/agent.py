@@ -41,7 +41,7 @@ from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_poli
 class Completions(list[Tensor]):
     """Groups of completions: for each of B prompts, token ids ``[G, L]`` of prompt and completion, padded with 0.
 
-    Besides the ids it holds the texts, and what was sampled with each token.
+    Besides the ids it holds the texts, and the sampling data of each token.
     """
 
     def __init__(self, groups: Sequence[Sequence[Transcript]]) -> None:

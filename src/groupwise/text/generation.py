@@ -326,7 +326,7 @@ def complete(
     *,
     deterministic: bool = False,
 ) -> list[list[Completion]]:
-    """Completions of each prompt, one for each of its seeds; none depends on what else the call generates.
+    """Completions of each prompt, one for each of its seeds; none depends on the others that the call generates.
 
     Args:
         sampling: by default the policy's.

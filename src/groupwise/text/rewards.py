@@ -319,7 +319,7 @@ def numbers(name: str, result: Any, count: int) -> list[Score]:
 
 
 def written_text(completion: Completion) -> str:
-    """A completion as a text; of several messages, what the model wrote."""
+    """A completion as a text; for several messages, the model's turns."""
     if isinstance(completion, str):
         return completion
     return "".join(message["content"] for message in completion if message["role"] == "assistant")
@@ -396,7 +396,7 @@ class RewardSet:
     """Functions whose weighted scores add up.
 
     Args:
-        on_nonfinite: what a score that is NaN, infinite or beyond float32 does. ``stop``: an error; ``drop``: the function has
+        on_nonfinite: handling of scores that are NaN, infinite or beyond float32. ``stop``: an error; ``drop``: the function has
             no score; ``zero``: it is 0.
         timeout: seconds that a call of a function may take, which then runs in a process of its own. None: no limit.
 

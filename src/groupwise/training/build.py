@@ -126,7 +126,7 @@ class Components(ABC):
     """Labels of the learning curve."""
 
     cfg: RunCfg | TextRunCfg
-    """The settings, completed by what the environment or the data determines."""
+    """The settings, completed by values that the environment or the data determines."""
     given: UserObjects
     algorithm: BaseAlgorithm
     collector: Collector
@@ -632,7 +632,9 @@ def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[s
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
     if steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
         of_algorithm["gradient"] = compile.compiled_gradient
-    if stops and steps // rows >= rollouts.WORTH_STEPS:  # else actions are replaced on their way to the environment
+    if (
+        stops and steps // rows >= rollouts.WORTH_STEPS
+    ):  # otherwise actions are replaced on their way to the environment
         of_collector["stepper"] = rollouts.compiled_stepper
     return of_algorithm, of_collector
 

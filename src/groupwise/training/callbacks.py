@@ -198,7 +198,7 @@ class JoinCheckpoints(Callback):
 
 
 class MetricsLog(Callback):
-    """Appends one JSON object per iteration to a file, a line at a time. Lines that a full disk refuses are written later.
+    """Appends one JSON object per iteration to a file, a line at a time. A full disk delays lines.
 
     A metric that is NaN or infinite has no value in that iteration and is left out.
 
@@ -206,7 +206,7 @@ class MetricsLog(Callback):
         saves: the checkpoints, which follow the log: it has the seconds that training waited for them since the last entry.
 
     Raises:
-        TypeError: a callback set a metric to something else than a number.
+        TypeError: a callback set a metric to something other than a number.
     """
 
     def __init__(self, path: Path, saves: SaveCheckpoints | None = None) -> None:

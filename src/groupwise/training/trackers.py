@@ -116,7 +116,7 @@ class TensorBoard:
         require_extra("tensorboard", "track")
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what a killed run wrote after its last checkpoint
+        # purge_step hides entries that a killed run wrote after its last checkpoint
         self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -256,7 +256,7 @@ class Profiler(Callback):
             self._profile.step()
 
     def close(self) -> None:
-        """Write what was recorded, if training ended before."""
+        """Write the recorded part, if training ended earlier."""
         if self._profile is not None:
             self._profile.stop()
 

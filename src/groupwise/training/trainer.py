@@ -60,7 +60,7 @@ class Callback:
 
         Args:
             action: [N, ...] as the environments got it; for environments in torch, as the policy gave it.
-            step: the environments' outcome; copy what you keep. Rows that wait for the others of their group have reward 0.
+            step: the environments' outcome; copy what you keep. Rows that wait for others of their group have reward 0.
         """
 
     def on_rollout_end(self, trainer: "Trainer", rollout: TensorDict) -> None:
@@ -73,13 +73,13 @@ class Callback:
         """Called after an evaluation, before its iteration ends."""
 
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
-        """Called after a checkpoint was written to ``path``. Training continued meanwhile, so ``trainer`` may be further."""
+        """Called after a checkpoint was written to ``path``. Meanwhile ``trainer`` may have gone further."""
 
     def on_training_end(self, trainer: "Trainer") -> None:
         """Called after the last iteration, unless an error or the user's interrupt ended the run."""
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """Called after an interrupt or an error, unless it came during the update, or is a ``DataError`` or ``DivergedError``.
+        """Called after an interrupt or an error, except during the update, or for ``DataError`` and ``DivergedError``.
 
         The trainer is as its last complete iteration left it. ``on_iteration_end`` may not have been called for it.
         """
@@ -145,7 +145,7 @@ class Trainer:
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
-        """How the run ends: a reason of ``stop``, ``interrupted``, ``failed``, or in the end the name of the budget. None: it continues."""
+        """Reason of the end: the one given to ``stop``, ``interrupted``, ``failed``, or the budget's name. None: not ended."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last finished iteration."""
         self.doing: Literal["collecting", "updating", "callbacks", "stopping"] = "callbacks"
@@ -185,7 +185,7 @@ class Trainer:
         except BaseException as error:
             self._end_with(error)
             suspect = isinstance(error, DataError | DivergedError) or self.doing == "updating"
-            for callback in () if suspect else self.callbacks:  # else the last iteration is complete and sound
+            for callback in () if suspect else self.callbacks:  # otherwise the last iteration is complete and sound
                 callback.on_interrupt(self)
             raise
 
@@ -334,7 +334,7 @@ class Trainer:
             callback.load_state_dict(state["callbacks"].get(name, callback.state_dict()))
 
     def go_on_from(self, counters: Mapping[str, Any]) -> None:
-        """Take over what was done, from the entries of a ``state_dict``."""
+        """Restore the progress from the entries of a ``state_dict``."""
         self.collector.iteration = counters["iteration"]
         self.counts = {
             "iterations": counters["iteration"],

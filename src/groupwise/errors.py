@@ -11,7 +11,7 @@ class GroupwiseError(Exception):
     """Base of all errors below."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes get the message, whatever ``__init__`` takes."""
+        """Other processes get the message, for any signature of ``__init__``."""
         return _again, (type(self), self.args), self.__dict__
 
 

@@ -171,7 +171,7 @@ class HttpClient:
                 raise NoAnswerError(f"no connection in {connection.timeout:g} s") from None
             connection.sock.settimeout(self.timeout)
             self._running[connection] = connection.sock
-            if self._closed.is_set():  # asked for last: ``close`` may not have seen this call
+            if self._closed.is_set():  # checked last: ``close`` may not have seen this call
                 raise NoAnswerError("the client was closed")
             connection.request(method, path, data, {"Content-Type": "application/json"})
             self._wait(connection.sock, until)
@@ -195,7 +195,7 @@ class HttpClient:
         return self._read(path, response.status, response.getheader("Content-Type") or "", bytes(text))
 
     def _wait(self, connection: socket.socket, until: float) -> None:
-        """Return when an answer begins. A server that dies may hold a call open: meanwhile its health is asked for."""
+        """Return when an answer begins. A dead server may hold a call open, so its health is checked while waiting."""
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             while not selector.select(min(_HEALTH_INTERVAL, max(0.0, until - time.monotonic()))):
@@ -339,7 +339,7 @@ class VLLMServer:
         return Answer(tokens, [value for _, value in scored], stop, versions)
 
     def allows(self, version: str, request: GroupRequest) -> bool:
-        """Whether weights of this version may have written a token: those asked for, or in flight later ones of the run."""
+        """Whether weights of this version may have written a token: the requested one, or in flight a later one."""
         (run, _, asked), (of_run, _, iteration) = request.version.rpartition("-"), version.rpartition("-")
         is_later = self._in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
         return version == request.version or is_later

@@ -201,7 +201,7 @@ def fresh_name(path: Path) -> Path:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the files in a folder, without the targets of links. Files that vanish meanwhile do not count."""
+    """Bytes of the files in a folder, without the targets of links. Files that vanish while counting are left out."""
     found = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -237,7 +237,7 @@ SECONDS_TO_CLOSE = 5.0
 
 
 class LostChildError(Exception):
-    """A process died, or gave no answer in time; says which."""
+    """A process ended, or gave no answer in time; the message says which."""
 
 
 class Child:
@@ -275,7 +275,7 @@ class Child:
         raise LostChildError(f"took longer than {seconds:g} s")
 
     def close(self, seconds: float = SECONDS_TO_CLOSE) -> None:
-        """End the process and its children; it is killed if it does not end by itself in that time."""
+        """End the process and its children; it is killed if it is still running after that time."""
         self.send(None)
         self._connection.close()
         self.process.join(max(0.0, seconds))

@@ -661,7 +661,7 @@ def nearest(
         asked: elements to look up; None: all.
 
     Source: values from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a baseline that
-        episodes give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which asks for equal states.
+        episodes give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which compares equal states.
     """
     mean, scale = state.mean(dim=0), state.std(dim=0, correction=0)
     state = (state - mean) / torch.where(scale > _FLAT * mean.abs(), scale, torch.inf)

@@ -153,7 +153,7 @@ class BaseAlgorithm(ABC):
             )
         self.layout = LAYOUTS[policy.scored_by](policy, finest_unit(cfg.objective))
         self.own_micro_batches = MicroBatches(self.layout.unit)
-        """For what a rank computes alone; ``micro_batches`` for what all ranks compute together."""
+        """Micro-batches of computations by this rank alone; ``micro_batches`` is for those of all ranks together."""
         self.micro_batches = self.own_micro_batches
         if self.engine.sharded:
             self.micro_batches = EqualMicroBatches(self.layout.unit, self.engine, policy.device)
@@ -250,7 +250,7 @@ class BaseAlgorithm(ABC):
         gradients = {name: p.grad for name, p in self.learner.named_parameters() if p.grad is not None}
         bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
         what = f"the gradient of step {stats.steps + 1} of update {self.iteration + 1} is {'not finite' if bad else 'too large'}"
-        if 0 < len(bad) < len(gradients):  # else clipping made all of it NaN
+        if 0 < len(bad) < len(gradients):  # otherwise clipping made all of it NaN
             what += f" (first {bad[0]})"
         if self.cfg.on_nonfinite == "stop":
             raise DivergedError.because(what)
@@ -491,7 +491,7 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             return 1 - progress * (1 - cfg.final)
         case ExponentialCfg():
             return float(cfg.decay ** (progress / cfg.interval))
-        case StepCfg():  # the tolerance keeps 0.75 / 0.25 at 3 whatever the rounding
+        case StepCfg():  # the tolerance keeps 0.75 / 0.25 at 3 despite rounding
             return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
         case _:
             return 1.0

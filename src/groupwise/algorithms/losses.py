@@ -467,7 +467,7 @@ def register_correction(
     """Decorator: make a function available as ``objective.importance_sampling_correction=name``.
 
     It maps ``UpdateStart`` and its settings to the weight of each step's policy loss, without gradient; None: no weight. A
-    setting ``off_policy_mask_threshold`` drops steps by ``off_policy_keeps``, whatever the function does.
+    setting ``off_policy_mask_threshold`` drops steps by ``off_policy_keeps``, with every function.
 
     Args:
         reweights: the weight compares ``old_log_prob`` with the sampler's, so ``old_log_prob="recomputed"`` is required.

@@ -30,7 +30,7 @@ class Epoch(NamedTuple):
     order: Int[Tensor, " item"]
     """Transitions (or rows) in the order in which they are used."""
     minibatches: list[list[slice]]
-    """For each optimiser step, the slices of ``order`` that are its micro-batches; none where this rank has no share."""
+    """Slices of ``order`` for the micro-batches of each optimiser step; none if this rank has no share."""
 
 
 @runtime_checkable

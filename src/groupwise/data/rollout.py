@@ -1,6 +1,6 @@
 """The rollout: one iteration's experience as a TensorDict of batch ``[N, T+1]``, and its buffer.
 
-N rows are environments (or prompts x group size), T steps or tokens. The last slot holds what follows the last
+N rows are environments (or prompts x group size), T steps or tokens. The last slot holds the state after the last
 transition (an observation, its value); keys of transitions are padding there. ``docs/concepts.md`` has the schema.
 """
 

@@ -6,14 +6,14 @@ The simulation, rewards and criteria of success are those of the package ``metaw
   and its starts depend on the episode before.
 - Success ends the episode. The package plays on, and success may be lost again.
 - States can be captured and restored bit for bit (``clone_state``, ``restore_state``).
-- Images are small, fast and drawn only where they are asked for.
+- Images are small, fast and drawn only on demand.
 
 **Images on demand** (``DrawsOnDemand``). Code that takes several steps for one decision sets
 ``env.unwrapped.draws = False`` before them: ``step`` then leaves ``obs["image"]`` as the last drawn one. After the
 last step that code puts ``env.unwrapped.image()``, which draws the present state, into the observation, unless ``draws``
 was False before.
 
-**Expert.** ``expert(task)`` acts on ``env.unwrapped.state``, which exists whatever the observation is.
+**Expert.** ``expert(task)`` acts on ``env.unwrapped.state``, which exists with every kind of observation.
 """
 
 from groupwise.envs.names import require_package

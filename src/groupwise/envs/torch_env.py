@@ -54,7 +54,7 @@ class TorchGroupEnv(GroupEnv):
         observation_space, action_space: Gymnasium's spaces of a single row.
         max_episode_steps: episodes are truncated after that many steps; None: never.
         env_id: its name in errors and logs; None: the name of the class.
-        device: where states live.
+        device: of the states.
     """
 
     start_mode = "native"

@@ -1,8 +1,8 @@
 """Evolution: rounds of training, evaluation on common starts, selection and mutation.
 
 Every member is a run folder. The decisions of a round follow from the seed and the members' scores alone, so
-neither the number of processes nor a kill changes them. ``population.json`` is written when a round has ended, and each member writes down the
-rounds that it finished.
+neither the number of processes nor a kill changes them. ``population.json`` is written
+when a round has ended, and each member records the rounds that it finished.
 """
 
 import gc
@@ -89,7 +89,7 @@ def play_all(pool: Pool, rounds: Sequence[Round], output: Path) -> Iterator[tupl
     """Results as they come. A member whose worker was lost continues from its last checkpoint.
 
     Raises:
-        MemberError: a member failed, or its worker died, ``MAX_CRASHES`` times; others are waited for first.
+        MemberError: a member failed, or its worker died, ``MAX_CRASHES`` times; the others finish their rounds first.
     """
     waiting, lost = list(rounds), ""
     failures = dict.fromkeys((task.folder for task in rounds), 0)

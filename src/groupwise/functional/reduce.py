@@ -1,8 +1,8 @@
 """Sums over segments, masks and ranks: means, variances, weights that turn terms into one loss, largest elements.
 
 Axes: batch = any shape, [B] or [B, T]; segment = dense ids 0..n-1, such as episodes or groups. An id of -1 marks an
-absent element. Masked-out elements may hold anything, NaN included. Nothing here waits for the device, and no shape depends
-on the data.
+absent element. Masked-out elements may hold anything, NaN included. Nothing here waits for the device, and no
+shape depends on the data.
 """
 
 from collections.abc import Callable
@@ -252,7 +252,7 @@ def highest(
     Source: the entropy filter of https://arxiv.org/abs/2506.01939 as in TRL, https://github.com/huggingface/trl.
     """
     count = all_sum(mask.sum()).double()
-    # the tolerance keeps 0.2 * 10 at 2 whatever the rounding
+    # the tolerance keeps 0.2 * 10 at 2 despite rounding
     k = (count - ((1 - share) * (count - 1) - 1e-9).ceil()).clamp(min=1)
     return (x.float() >= kth_largest(x, k, mask, all_sum)) & mask
 

@@ -390,7 +390,7 @@ class RunFolder:
             files.write(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     def check_never_saved(self, metric: str, interval: int | float) -> None:
-        """Refuse a run that has no checkpoint left: to begin again would delete what it learned.
+        """Refuse a run that has no checkpoint left: starting again would delete its trained weights.
 
         Args:
             metric: unit of the interval between checkpoints, such as ``env_steps``.

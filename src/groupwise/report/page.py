@@ -1,4 +1,4 @@
-"""From a run folder to one file of HTML that needs no network and, but for the explorer, no scripts."""
+"""Writes a run folder as one HTML file, which needs no network and, except for the explorer, no scripts."""
 
 import json
 import math

@@ -309,7 +309,7 @@ def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
 def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """``function`` compiled ahead of time for arguments like ``example``.
 
-    Sizes are constants unless marked as dynamic, whatever was compiled in this process before, so results are the same.
+    Sizes are constants unless marked as dynamic, also after other compilations in this process, so results are the same.
 
     Each call of ``torch.compile`` looks for a compiled version first: 124 us in place of 105 for a minibatch of HalfCheetah.
     """

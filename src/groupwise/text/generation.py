@@ -118,9 +118,9 @@ class Completion(NamedTuple):
     stop: Literal["eos", "stop", "length"]
     """Reason why it ended: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[Int[Tensor, " kept"]] | None = None
-    """With ``top_k``, ``top_p`` or ``min_p``: the tokens that could be drawn at each step, by rising id; -1 fills up."""
+    """Tokens that could be drawn at each step with ``top_k``, ``top_p`` or ``min_p``, by rising id; -1 fills up."""
     policy_version: list[int] | None = None
-    """From servers: the iteration whose policy generated each token."""
+    """Iteration whose policy generated each token, for completions from servers."""
 
 
 class DecodingState:

@@ -396,8 +396,8 @@ class RewardSet:
     """Functions whose weighted scores add up.
 
     Args:
-        on_nonfinite: handling of scores that are NaN, infinite or beyond float32. ``stop``: an error; ``drop``: the function has
-            no score; ``zero``: it is 0.
+        on_nonfinite: handling of scores that are NaN, infinite or beyond float32. ``stop``: an error; ``drop``: no
+            score; ``zero``: it is 0.
         timeout: seconds that a call of a function may take, which then runs in a process of its own. None: no limit.
 
     Raises:

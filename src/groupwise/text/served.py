@@ -289,7 +289,7 @@ class AsyncCollector(ServedCollector):
             self._queue.append(self._threads.submit(self._write_ahead, groups, self.iteration))
 
     def _write_ahead(self, groups: list[list[Transcript]], weights: int) -> Written:
-        """The groups, begun by these weights or later ones."""
+        """The groups, started with these weights or later ones."""
         begun = time.perf_counter()
         self.generator.load(weights)
         loaded = time.perf_counter()

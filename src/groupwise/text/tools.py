@@ -225,7 +225,7 @@ class TextRow(NamedTuple):
     support: Sequence[Tensor] | None = None
     """The tokens that could be drawn at each step, ``[kept]``; -1 fills up. None: all of them."""
     policy_version: Sequence[int] | None = None
-    """From servers: the iteration whose policy generated each token; -1: the tool's."""
+    """Iteration whose policy generated each token, for texts from servers; -1 for the tool's tokens."""
     trained: bool = True
     """False: the row counts in its group, but has no loss."""
     greedy: bool = False
@@ -346,7 +346,7 @@ class Transcript:
     support: list[Tensor] = field(default_factory=list)
     """The tokens that could be drawn, if not all could."""
     policy_version: list[int] = field(default_factory=list)
-    """From servers: the iteration whose policy generated each token; -1: the tool's."""
+    """Iteration whose policy generated each token, for texts from servers; -1 for the tool's tokens."""
     stop: Literal["eos", "stop", "length"] = "length"
     """How the model's last turn ended."""
     turns: int = 0

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 CHUNK_ELEMENTS = 2**22
 """Logits held at once: 16 MiB, of which two or three copies exist for a moment."""
 LogitProcessor = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""From the logits ``[token, vocabulary]`` of these tokens to processed ones, all finite, and their derivative, if it is not 1."""
+"""Function from logits ``[token, vocabulary]`` to processed, finite ones, and their derivative unless it is 1."""
 
 
 def unprocessed(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor | None]:

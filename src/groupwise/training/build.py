@@ -185,7 +185,7 @@ def pick_device(name: str) -> torch.device:
     """The device that a config names.
 
     Raises:
-        ConfigError: a GPU is asked for and there is none.
+        ConfigError: the settings require a GPU and there is none.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

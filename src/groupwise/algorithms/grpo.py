@@ -120,7 +120,7 @@ class GRPO(BaseAlgorithm):
             data = multiplied(data, chosen.to(start.entropy))
         metrics = self.optimize(data, num_episodes)
 
-        if self._is_first and mask.any():  # otherwise nothing was left of the rollout, which has its own warning
+        if self._is_first and mask.any():  # else nothing was left of the rollout, which has its own warning
             self._is_first = False
             if (
                 not self.entropy.enabled and not advantage.any()

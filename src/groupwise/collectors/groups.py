@@ -19,7 +19,7 @@ from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 
-# Groups during collection: which row runs which episode, and the status of each group.
+# Groups during collection: the episode of each row, and the status of each group
 
 MAX_RETRIES = 5
 """Most new starts of an episode; more errors are unlikely to be bad luck."""
@@ -32,7 +32,7 @@ class Group:
     """Episodes that begin in the same state."""
 
     number: int
-    """Its place among the groups of the iteration."""
+    """Index of the group in the iteration."""
     members: list["Member"] = field(default_factory=list)
     """Episodes that reached their end."""
     status: Literal["open", "complete", "filtered", "dropped"] = "open"
@@ -44,7 +44,7 @@ class Member:
 
     group: Group
     index: int
-    """Its place among the members of its group."""
+    """Index of the member in its group."""
     greedy: bool
     """Takes the policy's most likely actions."""
     retries: int = 0
@@ -82,7 +82,7 @@ class GroupTracker:
         self.filtered_steps = self.env_errors = 0
         self.running, self.greedy = np.zeros((2, env.num_envs), dtype=np.bool_)
         self.members: list[Member] = []
-        """In the order in which they began."""
+        """Members in the order in which they began."""
         self._env, self._cfg, self._num_steps = env, cfg, num_steps
         self._group_size, self.greedy_members, self._num_members = (
             group_size,

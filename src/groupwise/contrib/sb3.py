@@ -67,7 +67,7 @@ Array = npt.NDArray[Any]
 
 __all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]
 
-# Settings: from SB3's arguments to those of the update, and back again in what errors say
+# Settings: SB3's arguments as fields of the update's config, and SB3's names in error messages
 
 CFG_NAMES = {
     "n_steps": "num_steps",
@@ -112,9 +112,9 @@ ELSEWHERE = {
     "group_rollout_buffer_kwargs": "the credit compares members; fix: credit=CreditCfg(...)",
     "kl_beta": "it has another name here; fix: kl_coef=...",
 }
-"""Arguments of SB3's own on-policy algorithms, and of the GRPO proposed for sb3-contrib: why they are not here, and what is instead."""
+"""Arguments of SB3's on-policy algorithms and of sb3-contrib's proposed GRPO: why they are missing."""
 _ABSENT = {"credit.reward": "parts", "credit.baseline": "greedy", "objective.ratio": "turn"}
-"""Choices that read what the rollouts of SB3's environments do not hold."""
+"""Choices that need data which the rollouts of SB3's environments lack."""
 DEFAULTS: dict[str, Any] = {
     "learning_rate": LinearSchedule(1e-3, 0.0, 1.0),
     "n_steps": 1024,
@@ -226,8 +226,10 @@ def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
     return cfg
 
 
-# Shared starts. A ``VecEnv`` resets a sub-environment inside the very step that ended its episode, and without a seed. So the
-# start of the next episode is queued beforehand in a wrapper inside each sub-environment.
+# Shared starts
+#
+# A ``VecEnv`` resets a sub-environment inside the step that ended its episode, and without a seed. So the start
+# of the next episode is queued beforehand in a wrapper inside each sub-environment.
 
 _TRIAL_STEPS = 16
 Moment = tuple[Any, float, bool, bool]
@@ -240,7 +242,7 @@ class Start(NamedTuple):
     """How an episode begins."""
 
     episode: int
-    """Its number."""
+    """Number of the episode."""
     start_seed: int
     """Equal seeds, equal starts."""
     noise_seed: int
@@ -248,7 +250,7 @@ class Start(NamedTuple):
 
 
 class SharedStart(gymnasium.Wrapper):
-    """One sub-environment whose next reset takes the start that was queued; without one it resets as ever.
+    """A sub-environment whose next reset takes the queued start; without one it resets as usual.
 
     The start seed also seeds the environment's spaces, since some environments draw from these; after the reset the
     noise seed takes over there, in ``np_random`` and in generators that the environment or a wrapper keeps. A queued
@@ -276,7 +278,7 @@ class SharedStart(gymnasium.Wrapper):
         return self.env.step(action)
 
     def queue_start(self, start: Start | None) -> Running:
-        """Set what the next reset takes (None: it resets as ever); returns what is running now."""
+        """Set the start of the next reset (None: the usual reset); returns the running episode."""
         self._queued = start
         return self._episode, self._steps
 
@@ -314,7 +316,7 @@ def insert_shared_start(env: VecEnv) -> None:
     """Make sure that every sub-environment is a ``SharedStart``, however the vector environment is wrapped.
 
     Raises:
-        EnvError: they are not, and live where they cannot be wrapped any more.
+        EnvError: they are not, and can no longer be wrapped.
     """
     wrapped = env.env_is_wrapped(SharedStart)
     if all(wrapped):
@@ -366,14 +368,14 @@ def _same(right: Any, left: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-# The episode that each environment works on, and the steps that are not trained on yet
+# Buffer: running episodes, and steps to train on
 
 
 class Tick(NamedTuple):
     """One step of all E environments; every array is [E, ...]."""
 
     obs: Array | dict[str, Array]
-    """What the policy saw, normalised as it was then."""
+    """Observation that the policy saw, normalised with the statistics of that time."""
     action: Array
     """The policy's own action, before it was clipped."""
     log_prob: Array
@@ -428,7 +430,7 @@ class GroupBuffer:
         return -(-self._next // self.group_size)
 
     def begin(self) -> None:
-        """Note that all environments have just been reset to what they had queued."""
+        """Note that all environments have just been reset to their queued starts."""
         self._current = [self._begin(env) for env in range(len(self._queued))]
 
     def queued(self, env: int) -> Start:
@@ -511,7 +513,7 @@ class GroupBuffer:
         return len(members) == self.group_size and all(member.finished for member in members)
 
 
-# Policies without a critic, and how the update sees them
+# Policies without a critic
 
 
 class NormalizedExtractor(BaseFeaturesExtractor):
@@ -806,7 +808,7 @@ class GRPO(OnPolicyAlgorithm):
         cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
         for name in ("credit", "objective", *OF_OBJECTIVE):
             setattr(self, name, vars(cfg)[name])
-        # trains the policy in evaluation mode: what acted and what is scored are the same function
+        # trains the policy in evaluation mode, so that acting and scoring use the same function
         self.core = grpo.GRPO(cfg, ScoredActor(self.policy), seed=self._start_seed)
         self.core.optimizer = self.policy.optimizer
         self.core.load_state_dict(self.core.state_dict() | self._core_state)
@@ -855,12 +857,12 @@ class GRPO(OnPolicyAlgorithm):
         tb_log_name: str = "run",
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
-        """Go on with the episodes under way, or start the first ones by the reset that SB3 does here."""
+        """Continue the running episodes, or start the first ones by the reset that SB3 does here."""
         env, groups = self.env, self.rollout_buffer
         if env is None:
             raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
         insert_shared_start(env)
-        # episodes go on if every environment is where training left it
+        # episodes continue if every environment is where training left it
         goes_on = not reset_num_timesteps and groups is not None and self._last_obs is not None
         if goes_on and groups is not None:
             goes_on = all(running == groups.running(i) for i, running in enumerate(self._queue(env, groups)))
@@ -889,7 +891,7 @@ class GRPO(OnPolicyAlgorithm):
         return total_timesteps, callback
 
     def _queue(self, env: VecEnv, groups: GroupBuffer) -> list[Running]:
-        """Tell each environment what it starts next; returns what each is doing now."""
+        """Queue the next start of each environment; returns the episode that each is running now."""
         return [env.env_method("queue_start", groups.queued(i), indices=i)[0] for i in range(env.num_envs)]
 
     def collect_rollouts(
@@ -1012,7 +1014,7 @@ class GRPO(OnPolicyAlgorithm):
         return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
 
     def _excluded_save_params(self) -> list[str]:
-        """Names that are not saved: SB3's, what follows from the rest, and the environments."""
+        """Names that are not saved: SB3's, attributes that follow from others, and the environments."""
         return [*super()._excluded_save_params(), "core", "_verified"]
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:

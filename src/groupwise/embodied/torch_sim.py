@@ -3,7 +3,7 @@
 One adapter for EmbodiChain, Isaac Lab's rsl_rl wrapper, ManiSkill's vector environment, mujoco_playground's rsl_rl wrapper,
 and rsl_rl's ``VecEnv``. All of them reset a row in the step in which its episode ends.
 
-A step copies nothing to the host. What a simulator does not tell is not made up: the adapter's ``notes`` name it.
+A step copies nothing to the host. The adapter makes nothing up: its ``notes`` name what a simulator does not report.
 """
 
 import atexit
@@ -37,11 +37,11 @@ from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError, GroupStartError
 from groupwise.seeding import derive_seed
 
-# The rows of a simulator of others for GRPO: members of a group share their start, by its states or by its seeds.
+# Rows of a third-party simulator for GRPO: members of a group share their start by state or seed
 
 
 class TorchSimGroups(GroupEnv):
-    """A simulator for GRPO: a row is over at its first end, whatever the simulator does with it afterwards.
+    """A simulator for GRPO: a row is over at the first end of its episode, even if the simulator plays on.
 
     The rows that are over are stepped on by the simulator, unseen. Where it resets no single rows, all rows start together.
     """
@@ -263,7 +263,7 @@ class TorchSim(VectorEnv):
         """The simulator as rows that start independently.
 
         Args:
-            verify: check by trying, and take the best way that works; else the best that the interface offers.
+            verify: check by trying, and take the best way that works; otherwise the best that the interface offers.
 
         Raises:
             GroupStartError: members cannot share their start, and ``start_mode`` is not ``none``.
@@ -339,7 +339,7 @@ class TorchSim(VectorEnv):
         return step.obs
 
     def _missing(self, outcome: tuple[Any, ...]) -> tuple[str, ...]:
-        """What the simulator does not tell, as the outcome of a step shows, and what follows from it."""
+        """Notes on what is missing in the outcome of a step, and what follows from it."""
         if len(outcome) not in (4, 5):
             raise EnvError(
                 f"step of {self.env_id} returned {len(outcome)} values, expected 4 or 5; fix: as Gymnasium's"
@@ -391,7 +391,7 @@ def _first(result: Any) -> Any:
 
 
 def _final(info: Any) -> Any:
-    """The final observation of rows that ended, if the simulator tells it; the second is Gymnasium's newer name."""
+    """The final observation of rows that ended, if the simulator reports it; the second is Gymnasium's newer name."""
     return info.get("final_observation", info.get("final_obs", None))
 
 
@@ -424,7 +424,7 @@ def _step_limit(env: Any) -> int | None:
     return None
 
 
-# Small images of MuJoCo scenes, fast enough in software that a policy can learn from them.
+# Small images of MuJoCo scenes, rendered fast without a GPU
 
 Image = npt.NDArray[np.uint8]
 """[height, width, 3]."""
@@ -440,8 +440,8 @@ def use_egl_without_display() -> None:
 class Renderer:
     """Draws pictures of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
 
-    What a picture would not show of the meshes is left out, too. One renderer serves any number of ``MjData`` of the model.
-    ``close`` it, or drop it.
+    Parts of meshes that a picture would not show are left out, too. One renderer serves any number of ``MjData`` of the
+    model. ``close`` it, or drop it.
 
     Args:
         size: width and height of the pictures, in pixels.

@@ -27,7 +27,7 @@ from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import Categorical, make_head
 
-# What a VLA policy thinks with: a vision encoder and a language model, new or of the user's.
+# Models of a VLA policy: a vision encoder and a language model, new or given by the user
 
 HEAD_WIDTH = 32
 _BYTES = 256
@@ -39,7 +39,7 @@ class ObsSizes(NamedTuple):
     views: int
     height: int
     width: int
-    """Of an image, in pixels."""
+    """Width of an image; both sizes are in pixels."""
     proprio: int
 
 
@@ -148,7 +148,7 @@ class PretrainedModel(nn.Module):
         return hidden[:, -len(queries) :].float()
 
     def _inputs(self, obs: TensorDict) -> Any:
-        """What the processor makes of views and instructions."""
+        """Views and instructions, as the processor encodes them."""
         images = [list(views) for views in obs["image"].cpu().numpy()]
         texts = [self._prompt(text, len(images[0])) for text in instructions(obs["instruction"])]
         return self.processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="left")
@@ -164,7 +164,7 @@ class PretrainedModel(nn.Module):
 
 @contextmanager
 def loading(problem: str, fix: str) -> Iterator[None]:
-    """Turns what transformers raises about a folder into a ``ConfigError``."""
+    """Turns transformers' errors about a folder into a ``ConfigError``."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -173,16 +173,16 @@ def loading(problem: str, fix: str) -> Iterator[None]:
 
 
 def layer_sizes(cfg: VLACfg) -> dict[str, int]:
-    """Of a new model."""
+    """Sizes that language model and vision encoder of a new model have in common."""
     heads = cfg.hidden_size // HEAD_WIDTH
     return {"hidden_size": cfg.hidden_size, "num_hidden_layers": cfg.num_layers, "num_attention_heads": heads}
 
 
 def vision_sizes(sizes: ObsSizes, cfg: VLACfg, patches: int = 1) -> dict[str, int]:
-    """Of the vision encoder of a new model.
+    """Sizes of the vision encoder of a new model.
 
     Args:
-        patches: along each side of what becomes a token.
+        patches: number of patches along each side of a token.
 
     Raises:
         ConfigError: images are not square, or not made of whole tokens.
@@ -222,7 +222,7 @@ def instructions(encoded: UInt8[Tensor, "batch byte"]) -> list[str]:
         raise DataError(f"instruction is not UTF-8 ({error}); fix: text.encode(), padded with zeros") from error
 
 
-# What policies that see, read and act share: the spaces of robots, and the user's call.
+# Spaces of robots, and the interface of policies with images and instructions
 
 SelfPolicy = TypeVar("SelfPolicy", bound="RobotPolicy")
 
@@ -311,7 +311,7 @@ class RobotPolicy(Policy):
 
     @abstractmethod
     def _summary(self, obs: Nested) -> Float[Tensor, "batch feature"]:
-        """What the value head reads."""
+        """Features that the value head reads."""
 
     def _make_value_head(self, width: int) -> nn.Linear | None:
         """A linear critic whose values are 0 at first, unless there is none."""
@@ -366,7 +366,7 @@ def _bounds(space: Any) -> tuple[Float[Tensor, "action dim"], Float[Tensor, "act
     return low, high
 
 
-# Action chunks: the policy decides on several actions at once, and the environment executes them, or the
+# Action chunks: the policy decides on several actions at once
 
 
 class ChunkActorCritic(ActorCritic):
@@ -396,7 +396,7 @@ class ChunkActorCritic(ActorCritic):
 
 
 def executed_actions(batch: Batch, size: int) -> Bool[Tensor, "*batch action"]:
-    """Which of a chunk's ``size`` actions were executed: the first ``executed``, or all where the rollout does not tell."""
+    """Which of a chunk's ``size`` actions were executed: the first ``executed``, or all if the rollout does not say."""
     executed: Int[Tensor, "*batch"] | None = batch.get("executed")
     if executed is None:
         episode: Any = batch["episode_id"]
@@ -500,7 +500,7 @@ def _expect_trained(policy: VLAPolicy, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
 
 
-# Nested observations of simulators: tensors [N, ...], or dictionaries of them.
+# Nested observations of simulators: tensors [N, ...], or dictionaries of them
 
 
 def stored(obs: Any, num_envs: int, name: str) -> Nested:
@@ -510,7 +510,7 @@ def stored(obs: Any, num_envs: int, name: str) -> Nested:
         name: of the simulator.
 
     Raises:
-        EnvError: ``obs`` holds something else than tensors [N, ...].
+        EnvError: ``obs`` holds something other than tensors [N, ...].
     """
     if isinstance(obs, Mapping | TensorDict):
         leaves = {key: stored(leaf, num_envs, name) for key, leaf in obs.items()}
@@ -537,7 +537,7 @@ def space_of(obs: Nested) -> spaces.Space:
 
 
 def select(mask: Tensor, yes: Nested, no: Nested) -> Nested:
-    """The rows of ``yes`` where ``mask`` [N], else those of ``no``."""
+    """Rows of ``yes`` where ``mask`` [N] is True, otherwise rows of ``no``."""
     if isinstance(yes, Tensor):
         return torch.where(mask.view(-1, *[1] * (yes.dim() - 1)), yes, no)
     return yes.apply(partial(select, mask), no)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from groupwise.engines import Engine
 
 
-# Networks of control policies: encoders that turn any observation into features, and MLPs on top of them.
+# Networks: encoders of observations, and MLPs on top of them
 
 HIDDEN_GAIN = math.sqrt(2)
 ACTOR_GAIN = 0.01
@@ -165,7 +165,7 @@ class ObsEncoder(nn.Module):
 
     def __init__(self, space: Any, cfg: PolicyCfg) -> None:
         super().__init__()
-        obs_spec(space)  # refuses what has no fixed shape
+        obs_spec(space)  # refuses spaces without a fixed shape
         leaves = leaf_spaces(space)
         self.paths = list(leaves)
         self.encoders = nn.ModuleList(_leaf_encoder(leaf, cfg) for leaf in leaves.values())
@@ -242,7 +242,7 @@ def _batch(obs: Tensor, num_dims: int) -> torch.Size:
     return obs.shape[: obs.dim() - num_dims]
 
 
-# Normalisers of observations and rewards. Their statistics change in update only, never while acting or training.
+# Normalisers of observations and rewards; only update changes their statistics, acting and training do not
 
 _EPS = 1e-8
 CLIP = 10.0
@@ -271,7 +271,7 @@ class RunningMeanStd(nn.Module):
     def update(self, x: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:
         """Take in the elements of ``x`` ``[*batch, *shape]`` where the mask is True, those of all ranks together.
 
-        What is masked out may hold anything, NaN included.
+        Masked-out elements may hold anything, NaN included.
         """
         outside = ~mask.reshape(-1, *[1] * self.mean.dim())
         flat = x.reshape(-1, *self.mean.shape).double().masked_fill(outside, 0)
@@ -361,7 +361,7 @@ def _is_float_box(space: Any) -> bool:
     return space_kind(space) == "box" and space.dtype.kind == "f"
 
 
-# Which entries of an observation actor and critic read.
+# Entries of an observation for actor and critic
 
 
 class Entries(NamedTuple):
@@ -372,7 +372,7 @@ class Entries(NamedTuple):
     critic: Any
     """Features of the critic."""
     to_act: Any
-    """What acting needs: the actor's, and the mask of allowed actions."""
+    """Entries that acting needs: the actor's, and the mask of allowed actions."""
     masked: bool
     """Whether there are masks, which are no features."""
 
@@ -402,7 +402,7 @@ class ActorCritic(Policy):
 
     Args:
         observation_space: the single environment's Gymnasium space.
-        action_space: likewise.
+        action_space: the single environment's Gymnasium space.
         actor_only: builds no critic at all.
         gamma: discount of the return that scales rewards (``cfg.normalize_reward``).
         actor: replaces the actor's network. It maps the encoder's features ``[B, F]`` (normalised, flat, one-hot, or
@@ -498,7 +498,7 @@ class ActorCritic(Policy):
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out.
 
-        One observation in a Discrete action space gives an int. What only the critic reads may be missing.
+        One observation in a Discrete action space gives an int. Entries that only the critic reads may be missing.
 
         Raises:
             DataError: an observation of the wrong shape or structure, or one that is not finite.
@@ -527,7 +527,7 @@ class ActorCritic(Policy):
     def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
         """Update the normalisers' statistics by the rollout's valid steps of all ranks.
 
-        Those of observations that came with the weights stay: the weights were trained on them.
+        Statistics of observations that came with the weights stay: the weights were trained on them.
         """
         if self.obs_normalizer is not None and self.cfg.init_from is None:
             self.obs_normalizer.update(rollout["obs"], rollout["valid"], engine.sum)
@@ -535,7 +535,7 @@ class ActorCritic(Policy):
             self.reward_normalizer.update(rollout, engine.sum)
 
     def without_critic(self) -> "ActorCritic":
-        """A copy that only acts, on what the actor reads."""
+        """A copy that only acts, on the actor's entries."""
         actor = copy.deepcopy(self)
         actor.actor_only, actor.observation_space = True, self.entries.to_act
         actor.critic = actor.critic_encoder = None
@@ -566,7 +566,7 @@ class ActorCritic(Policy):
         return self._allowed(params, obs), value
 
     def _heads(self, features: Tensor, for_critic: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``_forward`` from what the encoders of actor and critic give."""
+        """``_forward`` from the features of actor and critic."""
         if self.trunk is not None:
             features = for_critic = self.trunk(features)
         params = self._params(features)

@@ -1,4 +1,4 @@
-"""The control policy with a memory: what it saw earlier in the episode decides, too."""
+"""The control policy with a memory: its actions depend on earlier observations of the episode, too."""
 
 from typing import Any, NamedTuple
 
@@ -123,14 +123,14 @@ class RecurrentActorCritic(ActorCritic):
         return self._written(action, batched), end.cpu().numpy()
 
     def without_critic(self) -> "RecurrentActorCritic":
-        """A copy that only acts; it remembers what the actor does."""
+        """A copy that only acts; its state is the actor's."""
         actor = super().without_critic()
         assert isinstance(actor, RecurrentActorCritic)
         actor.state_size = self.encoder.state_size
         return actor
 
     def player(self) -> "RecurrentPlayer":
-        """Plays episodes that begin now, and remembers what it saw."""
+        """A player of episodes that begin now, which keeps the hidden state."""
         return RecurrentPlayer(self)
 
     def _step(self, obs: Nested) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -163,7 +163,7 @@ class RecurrentActorCritic(ActorCritic):
         return RecurrentEncoder(space, self.cfg)
 
     def _encoders(self) -> list[RecurrentEncoder]:
-        """That of the actor, and that of the critic if it has its own."""
+        """The actor's encoder, followed by the critic's if it has one of its own."""
         return [self.encoder] if self.critic_encoder is None else [self.encoder, self.critic_encoder]
 
     def _given_state(
@@ -181,26 +181,26 @@ class RecurrentActorCritic(ActorCritic):
         return given.to(self.device).masked_fill(begins.bool().unsqueeze(-1).to(self.device), 0.0)
 
     def zero_state(self, rows: int) -> Float[Tensor, "row state"]:
-        """What is remembered where episodes begin."""
+        """State at the beginning of episodes."""
         return torch.zeros(rows, self.state_size, device=self.device)
 
 
 class RecurrentPlayer:
-    """Plays one episode in each row with a policy's state, which begins at 0. ``act`` and ``predict`` go on from each other."""
+    """Plays one episode in each row. The policy's state begins at 0; ``act`` and ``predict`` share it."""
 
     def __init__(self, policy: RecurrentActorCritic) -> None:
         self._policy = policy.without_critic()  # whose state is the same for both
         self._state: Tensor | None = None
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """As ``Policy.act``, of the next observations."""
+        """Acts on the next observations, as ``Policy.act`` does."""
         state = self._policy.zero_state(len(obs)) if self._state is None else self._state
         action = self._policy.act(with_state(obs, state), deterministic, generator)
         self._state = action.state
         return action
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """As ``Policy.predict``, of the next observations."""
+        """Predicts from the next observations, as ``Policy.predict`` does."""
         action, state = self._policy.predict(obs, deterministic, state=self._state)
         self._state = torch.from_numpy(state).to(self._policy.device)
         return action

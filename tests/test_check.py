@@ -225,9 +225,9 @@ def test_a_script_without_a_guard_runs_once_and_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        (Touch, "at the end of episodes; no task is named"),
-        (partial(TouchEither, "success"), "at the end of episodes; tasks are named"),
-        (Late, "at the end of episodes; no task is named"),
+        (Touch, "reported at the end of episodes"),
+        (partial(TouchEither, "success"), "reported at the end of episodes, with the names of tasks"),
+        (Late, "reported at the end of episodes"),
     ],
 )
 def test_whether_success_is_reported(env, said):
@@ -235,7 +235,7 @@ def test_whether_success_is_reported(env, said):
 
 
 def test_whether_rows_that_make_themselves_report_success():
-    assert check_env(TorchTouch).success.value == "at the end of episodes; no task is named"
+    assert check_env(TorchTouch).success.value == "reported at the end of episodes"
 
 
 def test_without_success_the_report_says_how(monkeypatch):

@@ -35,12 +35,12 @@ _GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
 
 T = TypeVar("T")
 Maker: TypeAlias = Callable[..., Any] | None
-"""What makes the environment, where there is no id."""
+"""Function that makes the environment, if it has no id."""
 
 
 @dataclass(frozen=True)
 class Finding(Generic[T]):
-    """A result; or None, the reason, and the fix where there is one."""
+    """A result; or None with the reason, and a fix if there is one."""
 
     value: T | None
     reason: str = ""
@@ -57,10 +57,10 @@ class Training:
     start_mode: StartMode
     """How members share a start."""
     vectorization: str
-    """``own``: the callable makes all rows; else as ``env.vectorization``."""
+    """``own``: the callable makes all rows; otherwise as ``env.vectorization``."""
     num_envs: int
     rejected: tuple[str, ...]
-    """Why better start modes were not chosen."""
+    """Reasons why better start modes were not chosen."""
 
     def __str__(self) -> str:
         words = f"{self.num_envs} environments by {self.vectorization}, shared starts: {self.start_mode}"
@@ -118,7 +118,7 @@ class EnvReport:
 
 
 def check_env(env: object) -> EnvReport:
-    """What an environment supports in training, tried out for some seconds.
+    """Tries out for some seconds what an environment supports in training.
 
     Args:
         env: a Gymnasium id, an ``EnvCfg`` (for ``kwargs`` and the step limit), or a callable that returns one
@@ -184,7 +184,7 @@ def _source(env: object) -> tuple[EnvCfg, Maker]:
 
 
 def _success(env: VectorEnv) -> str:
-    """What the first episode that ends tells of success, with random actions.
+    """Plays random actions and says whether the first episode that ends reports success.
 
     Raises:
         EnvError: nothing.
@@ -194,7 +194,7 @@ def _success(env: VectorEnv) -> str:
         over = bool((step.terminated | step.truncated).any())
         if over and "success" in step.info:
             has_names = bool(np.any(step.info.get("task", "") != ""))
-            return f"at the end of episodes; {'tasks are named' if has_names else 'no task is named'}"
+            return f"reported at the end of episodes{', with the names of tasks' if has_names else ''}"
         if over or time.perf_counter() - begun > _EPISODE_S:
             break
     where = "at the end of an episode" if over else f"in {_EPISODE_S:g} s, in which no episode ended"

@@ -23,7 +23,7 @@ class Engine:
     rank: int = 0
     world_size: int = 1
     sharded: bool = False
-    """Whether a rank holds a part of what is trained, so that it can neither score nor save anything alone."""
+    """Whether each rank holds only a part of the trained parameters, so that it can neither score nor save alone."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum of the tensor over all ranks, without gradient."""
@@ -86,7 +86,7 @@ class Engine:
         """Leave the process group."""
 
 
-# --- data-parallel training under torchrun: one process per rank, each with its own environments ---
+# Data-parallel training under torchrun: one process per rank, each with its own environments
 
 
 class DistributedEngine(Engine):

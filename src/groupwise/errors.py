@@ -11,7 +11,7 @@ class GroupwiseError(Exception):
     """Base of all errors below."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes get the message, whatever ``__init__`` takes."""
+        """Other processes get the message, for any signature of ``__init__``."""
         return _again, (type(self), self.args), self.__dict__
 
 
@@ -71,7 +71,7 @@ class DivergedError(GroupwiseError, RuntimeError):
 
     @classmethod
     def because(cls, what: str) -> "DivergedError":
-        """The error, with what to do."""
+        """The error, with its fix."""
         return cls(f"training diverged: {what}; fix: lower learning_rate or max_grad_norm, or look at the rewards")
 
 
@@ -80,7 +80,7 @@ class SamplerMismatchError(DivergedError):
 
 
 class ServerError(GroupwiseError, RuntimeError):
-    """An inference server that is not there, fails, or gives what was not asked for."""
+    """An inference server that does not answer, fails, or gives a wrong answer."""
 
 
 class MemberError(GroupwiseError, RuntimeError):

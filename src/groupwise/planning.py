@@ -61,7 +61,7 @@ class ModelSizes(NamedTuple):
     kv_width: int
     """Numbers that a token adds to the cache of keys and values: ``2 * layers * kv_heads * head_width`` (https://arxiv.org/abs/2211.05102, section 3.3)."""
     activations: tuple[float, float]
-    """Bytes that the layers keep for the backward pass: whatever the batch, and for each token."""
+    """Bytes that the layers keep for the backward pass: a constant part, and a part per token."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -75,7 +75,7 @@ class ModelSizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Bytes that a run needs of each GPU, by what takes them."""
+    """Bytes that a run needs on each GPU, by purpose."""
 
     cfg: TextRunCfg
     ranks: int
@@ -91,9 +91,9 @@ class Plan(NamedTuple):
     row: int
     """Tokens of the longest prompt with the longest completion."""
     kept: dict[str, float]
-    """All the time."""
+    """Bytes that are needed all the time."""
     passing: dict[str, dict[str, float]]
-    """In one phase of a step alone, by the name of the phase."""
+    """Bytes that only one phase of a step needs, by the name of the phase."""
     host: dict[str, float]
     """All the time, in the host's memory (``cpu_offload``)."""
 
@@ -104,7 +104,7 @@ class Plan(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """What is kept, and what the fullest phase needs."""
+        """Memory of everything that is kept and of the fullest phase."""
         return sum(self.kept.values()) + sum(self.passing[self.fullest].values())
 
     @property
@@ -225,7 +225,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "--engine fsdp", "", {"engine": "fsdp"}
     if cfg.generation.name == "native" and not cfg.sampling.has_filters:
         yield "--generation server", "", {"generation": ServerGenerationCfg()}
-    if plan.ranks > 1 and not cfg.cpu_offload:  # beside the engine above
+    if plan.ranks > 1 and not cfg.cpu_offload:  # in addition to the engine above
         yield "--cpu-offload", "", {"cpu_offload": True}
     if cfg.model.lora is None:
         yield _ADAPTERS, "model", {"lora": LoRACfg()}

@@ -1,4 +1,4 @@
-"""Train, evaluate, resume and sample: what a user calls."""
+"""The functions that users call: train, evaluate, resume and sample."""
 
 import logging
 import re
@@ -72,7 +72,7 @@ from groupwise.training.trainer import (
     handling,
 )
 
-# Settings and Python objects, from the arguments of ``train``.
+# Settings and Python objects from the arguments of ``train``
 
 
 def read_settings(
@@ -110,7 +110,7 @@ def read_settings(
     return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
 
 
-# A run from its first or next iteration to its end, with its run folder.
+# A run, from its first or next iteration to its end
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     with files.warning_if_unwritable(folder.summary):
         folder.write_summary(summary)
     if ended == PAUSED:
-        return  # it goes on, and may do so many times
+        return  # it will be continued, perhaps many times
     with files.warning_if_unwritable(folder.curve):
         title = f"{summary[parts.kind]}, {summary['algorithm']}, seed {summary['seed']}"
         plot_curve(metrics, folder.curve, title, *parts.axes)
@@ -229,7 +229,8 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
 def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
     """Let the first signal of ``STOP`` end training after the running iteration, and the second at once.
 
-    A rollout that can be collected again is left at the first. The second may be an alarm after ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for what saves.
+    At the first signal, a rollout that can be collected again is abandoned. The second may be an alarm after
+    ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for saving.
     """
     signals = 0
 
@@ -324,7 +325,7 @@ def _print(line: str) -> None:
     show(line, to="stderr")
 
 
-# Settings and Python objects, from a run folder.
+# Settings and Python objects from a run folder
 
 
 def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
@@ -688,7 +689,7 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool 
 
         return build_text_components(cfg, given, engine)
     assert isinstance(cfg, RunCfg)
-    kinds: dict[str, Any] = {}  # what the core does not know
+    kinds: dict[str, Any] = {}  # components that the core does not know
     if isinstance(cfg.algorithm, BCCfg):
         from groupwise.embodied.cloning import BehaviorCloning, demo_collector
 

@@ -1,4 +1,4 @@
-"""Inference servers: calls over HTTP, vLLM's API, servers of one's own, and servers that something else places."""
+"""Inference servers: calls over HTTP, vLLM's API, servers as child processes, and servers placed by a launcher."""
 
 import json
 import logging
@@ -27,11 +27,11 @@ from groupwise.errors import ConfigError, GroupwiseError, ServerError
 log = logging.getLogger(__name__)
 
 HEALTH = "/health"
-"""Where a server says at once that it lives, also when it is busy."""
+"""Path that a running server answers at once, even when it is busy."""
 MAX_ANSWER = 2**30
 """Most bytes of an answer."""
 SECONDS_TO_CONNECT = 10.0
-"""A server that is busy accepts connections; one that is cut off or stopped does not, and nobody says so."""
+"""A server that is busy accepts connections; one that is cut off or stopped does not, and no error reports it."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
 """Seconds between two tries; they double each time."""
 _HEALTH_INTERVAL = 5.0
@@ -45,7 +45,7 @@ class NoAnswerError(Exception):
 
 
 class RestartedError(ServerError):
-    """The server was started again at another address, so it has nothing of what it was given."""
+    """The server was started again at another address, and has lost its weights."""
 
 
 class RefusedError(ServerError):
@@ -67,7 +67,7 @@ class HttpClient:
         url: scheme, host and port.
         timeout: seconds of one try of a call, of which a connection gets ``SECONDS_TO_CONNECT``.
         retries: how often a call is repeated that got no answer or an error of the server (5xx).
-        last_lines: what the server printed, to explain why it gives no answer.
+        last_lines: returns the last output of the server, to explain why it gives no answer.
         locate: where the server was last ready, if something restarts it. Calls wait for that.
     """
 
@@ -171,7 +171,7 @@ class HttpClient:
                 raise NoAnswerError(f"no connection in {connection.timeout:g} s") from None
             connection.sock.settimeout(self.timeout)
             self._running[connection] = connection.sock
-            if self._closed.is_set():  # asked for last: ``close`` may not have seen this call
+            if self._closed.is_set():  # checked last: ``close`` may not have seen this call
                 raise NoAnswerError("the client was closed")
             connection.request(method, path, data, {"Content-Type": "application/json"})
             self._wait(connection.sock, until)
@@ -195,13 +195,13 @@ class HttpClient:
         return self._read(path, response.status, response.getheader("Content-Type") or "", bytes(text))
 
     def _wait(self, connection: socket.socket, until: float) -> None:
-        """Return when an answer begins. A server that dies may hold a call open: meanwhile its health is asked for."""
+        """Return when an answer begins. A dead server may hold a call open, so its health is checked while waiting."""
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             while not selector.select(min(_HEALTH_INTERVAL, max(0.0, until - time.monotonic()))):
                 if time.monotonic() >= until:
                     raise TimeoutError
-                # a shorter time limit is that of such a question itself
+                # with a shorter time limit, this call is such a check itself
                 if self.timeout > _HEALTH_INTERVAL and not self._probe(self.url).is_healthy():
                     raise NoAnswerError("it gives no answer, and is not healthy")
 
@@ -230,7 +230,7 @@ class LostWeightsError(ServerError):
 
 
 class GroupRequest(NamedTuple):
-    """Completions of one prompt. A repeated request is the same request: it has its seed."""
+    """Request for completions of one prompt. A repeated request has the same seed."""
 
     prompt: Sequence[int]
     size: int
@@ -259,7 +259,7 @@ class Answer(NamedTuple):
     """Version of the weights that wrote each token."""
 
 
-# vLLM's server (0.32): token ids in, token ids and log-probabilities out.
+# vLLM's server (0.32): token ids in, token ids and log-probabilities out
 
 ADAPTER = "groupwise"
 """Name under which adapters are served."""
@@ -273,7 +273,7 @@ class VLLMServer:
 
     Args:
         adapters: whether weights are adapters; the server needs ``--enable-lora`` then.
-        in_flight_updates: whether requests that run go on under new weights, or are finished before.
+        in_flight_updates: whether running requests continue under new weights; otherwise they finish first.
     """
 
     def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
@@ -282,7 +282,7 @@ class VLLMServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Address of the server."""
         return self._client.url
 
     def check(self) -> None:
@@ -300,7 +300,7 @@ class VLLMServer:
                 raise ServerError(f"{self.url} serves no adapters; fix: --enable-lora --max-lora-rank <rank>")
 
     def generate(self, request: GroupRequest) -> list[Answer]:
-        """As many completions as asked for; a ``LostWeightsError`` if other weights wrote them."""
+        """Generates the requested completions; raises ``LostWeightsError`` if other weights wrote them."""
         body: dict[str, Any] = {"token_ids": list(request.prompt), "sampling_params": sampling_params(request)}
         body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
         with self._reading():
@@ -339,7 +339,7 @@ class VLLMServer:
         return Answer(tokens, [value for _, value in scored], stop, versions)
 
     def allows(self, version: str, request: GroupRequest) -> bool:
-        """Whether weights of this version may have written a token: those asked for, or in flight later ones of the run."""
+        """Whether weights of this version may have written a token: the requested one, or in flight a later one."""
         (run, _, asked), (of_run, _, iteration) = request.version.rpartition("-"), version.rpartition("-")
         is_later = self._in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
         return version == request.version or is_later
@@ -409,7 +409,7 @@ def _is_log_prob(value: object) -> bool:
 
 
 def sampling_params(request: GroupRequest) -> dict[str, Any]:
-    """Every field that changes what is sampled. Completions of the group have the seeds from ``seed`` on."""
+    """Sampling parameters for vLLM: every field that changes the samples. The group's seeds count from ``seed`` on."""
     sampling = request.sampling
     return {
         "n": request.size,
@@ -432,11 +432,11 @@ def sampling_params(request: GroupRequest) -> dict[str, Any]:
     }
 
 
-# A vLLM server of one's own: a process of another virtual environment, which ends with this one.
+# A vLLM server as a child process, with a Python of another virtual environment
 
 HOST = "127.0.0.1"
 _PORTS = range(20_000, 32_768)
-"""Below those that a system gives to programs that ask for any, so none of these takes one before the server does."""
+"""Ports below the range from which systems assign free ports, so no other program gets one before the server."""
 _LAST_LINES, _ERRORS = 10, 5
 _SECONDS_TO_END = 10.0
 _HEALTH_SECONDS = 4.0
@@ -475,7 +475,7 @@ class LocalServer:
 
     Args:
         words: the command line, without the address.
-        log: file for what it prints.
+        log: file for the server's output.
         timeout: seconds that its start may take.
         host: address of this machine at which it listens.
         port: 0 for a free one.
@@ -496,7 +496,7 @@ class LocalServer:
         return HttpClient(self.url, timeout=_HEALTH_SECONDS, retries=0).is_healthy()
 
     def start_again(self) -> None:
-        """Start it anew, with a new log."""
+        """Start the server again, with a new log."""
         self.close()
         self._process = self._start()
 
@@ -511,7 +511,7 @@ class LocalServer:
             time.sleep(0.2)
 
     def join(self) -> NoReturn:
-        """Wait until it ends by itself; then a ``ServerError`` with its last lines."""
+        """Wait until the server ends by itself; then raise a ``ServerError`` with its last lines."""
         code = self._process.wait()
         raise ServerError(f"the server ended with exit code {code}{last_lines(self.log)}")
 
@@ -537,7 +537,7 @@ class LocalServer:
 
 
 def last_lines(log: Path) -> str:
-    """The errors that a server printed, the cause first, and the end of what it printed."""
+    """The errors in a server's output, the cause first, and the end of the output."""
     text = log.read_text(errors="replace")
     errors = list(dict.fromkeys(re.findall(r"\w+Error: .+", text)))[:_ERRORS]
     return "\n".join(["; its errors:", *errors, "its last lines:", *text.splitlines()[-_LAST_LINES:]])
@@ -549,7 +549,7 @@ def _is_open(address: tuple[str, int]) -> bool:
 
 
 def free_port(port: int = 0, host: str = HOST) -> int:
-    """A port of this machine that nothing listens at; a ``ConfigError`` if something listens at the one asked for."""
+    """A free port of this machine; raises ``ConfigError`` if the given one is in use."""
     for candidate in [port] if port else SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
@@ -562,7 +562,7 @@ def free_port(port: int = 0, host: str = HOST) -> int:
     raise ConfigError(f"port {candidate} cannot be used ({last}); fix: another one, or end what listens there")
 
 
-# Servers of a run that are placed on machines by something else, which starts them again where they end.
+# Servers of a run that a launcher starts on other machines, and restarts when they end
 
 FOLDER = "GROUPWISE_SERVERS"
 """Environment variable with the folder, in the processes of the run."""
@@ -595,7 +595,7 @@ class PlacedServer:
         files.write(self._state, json.dumps({"error": error}).encode())
 
     def url(self) -> str | None:
-        """Where it was last ready; None if it never was.
+        """Address at which the server was last ready; None if it never was.
 
         Raises:
             ServerError: it cannot start.
@@ -608,7 +608,7 @@ class PlacedServer:
         return str(state["url"])
 
     def wait(self, timeout: float) -> str:
-        """Where it is, when it is ready for the first time."""
+        """Wait until the server is ready for the first time; returns its address."""
         until = time.monotonic() + timeout
         while (url := self.url()) is None:
             if time.monotonic() > until:

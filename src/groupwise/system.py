@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 log = logging.getLogger(__name__)
 
-# Files in folders that a stranger may have made: written to fresh names, read within limits, and no link followed.
+# Files in untrusted folders: written to fresh names, read within limits, no link followed
 
 MIB = 2**20
 MAX_SETTINGS = MIB
@@ -201,7 +201,7 @@ def fresh_name(path: Path) -> Path:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the files in a folder, without what links lead to. Files that vanish meanwhile do not count."""
+    """Bytes of the files in a folder, without the targets of links. Files that vanish while counting are left out."""
     found = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -211,7 +211,7 @@ def size(folder: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder, or a link but not what it leads to. Whatever cannot be removed stays."""
+    """Remove a file, a folder, or a link but not its target. Anything that cannot be removed stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -229,15 +229,15 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-# Processes for the user's code: none outlives this process, and one that hangs is killed with its children.
+# Processes for the user's code: none outlives this process; a hanging one is killed with its children
 
 SECONDS_TO_IMPORT = 60.0
-"""At least so long may a new process take to import packages."""
+"""Least time that a new process gets to import packages."""
 SECONDS_TO_CLOSE = 5.0
 
 
 class LostChildError(Exception):
-    """A process died, or gave no answer in time; says which."""
+    """A process ended, or gave no answer in time; the message says which."""
 
 
 class Child:
@@ -254,7 +254,7 @@ class Child:
 
     def send(self, message: Any) -> None:
         """Ask for an answer; None ends the process."""
-        with suppress(OSError):  # it is dead, as its answer will show
+        with suppress(OSError):  # the process has ended, as reading its answer will show
             self._connection.send(message)
 
     def answer(self, seconds: float, since: float) -> Any:
@@ -275,7 +275,7 @@ class Child:
         raise LostChildError(f"took longer than {seconds:g} s")
 
     def close(self, seconds: float = SECONDS_TO_CLOSE) -> None:
-        """End the process and its children; it is killed if it does not end by itself in that time."""
+        """End the process and its children; it is killed if it is still running after that time."""
         self.send(None)
         self._connection.close()
         self.process.join(max(0.0, seconds))
@@ -369,7 +369,7 @@ def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
 
 
 class SafeStream(io.TextIOBase):
-    """A stream that may fail, such as stderr on a full disk or of a closed terminal: what cannot be written is lost."""
+    """A stream that may fail, such as stderr on a full disk or a closed terminal; its lost text is ignored."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream or io.StringIO()
@@ -409,14 +409,14 @@ def prepare() -> None:
 
 
 def show_errors_only() -> None:
-    """No warnings, and no bars of libraries that are not yet imported."""
+    """Hide warnings, and the progress bars of libraries that are not yet imported."""
     logging.getLogger("groupwise").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     os.environ["TQDM_DISABLE"] = "1"
 
 
 def show_everything() -> None:
-    """Also what this library logs for its developers."""
+    """Show this library's log for developers, too."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("groupwise").setLevel(logging.DEBUG)
 

@@ -14,7 +14,7 @@ pytest.importorskip("yaml")
 SETTINGS = """
 # a comment
 env: {id: CartPole-v1, kwargs: {}}
-compile: off            # text, not false
+speed: off              # text, not false
 algorithm:
   name: ppo
   learning_rate: 1e-4   # a number, without a dot too

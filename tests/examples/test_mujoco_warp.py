@@ -10,7 +10,7 @@ import torch
 from forked import run_script
 
 from groupwise.envs.starts import verify_group_start
-from groupwise.functional.row_random import RowRandom
+from groupwise.functional.random import RowRandom
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "mujoco_warp_push.py"
 pytest.importorskip("mujoco_warp")

@@ -209,7 +209,7 @@ def test_cartpole_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest
     env = gymnasium.make("CartPole-v1")
     film(policy_for(env), EnvCfg(id="CartPole-v1"), None, tmp_path / "policy.gif", seed=0)
     with Image.open(tmp_path / "policy.gif") as image:
-        assert image.n_frames > 5
+        assert image.n_frames > 2  # of about ten steps, at 15 frames a second
     assert "SDL_VIDEODRIVER" not in os.environ
 
 

@@ -107,7 +107,7 @@ def test_frames_show_where_the_members_were(dots):
     frames = read_frames(dots.path / "frames.json")
     columns = read_groups(kept_iterations(dots.path / "groups")[1])
     assert frames.problem == ""
-    assert (frames.width, frames.height) == (160, 20)
+    assert (frames.width, frames.height) == (134, 17)  # a third of 400 x 50
     assert list(frames.members) == ["0", "1", "2"]
     assert set(columns["group"]) == {frames.group}
     picture = picture_of(frames)
@@ -117,8 +117,8 @@ def test_frames_show_where_the_members_were(dots):
     for row, (member, steps) in enumerate(frames.members.items()):
         assert steps == list(range(12))
         for column, step in enumerate(steps[:-1]):
-            tile = picture[row * 20 : row * 20 + 20, column * 160 : column * 160 + 160]
-            assert tile.sum(axis=0).argmax() == pytest.approx((200 + 15 * where[int(member), step]) * 0.4, abs=2)
+            tile = picture[row * 17 : row * 17 + 17, column * 134 : column * 134 + 134]
+            assert tile.sum(axis=0).argmax() == pytest.approx((200 + 15 * where[int(member), step]) / 3, abs=2)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_training_does_not_depend_on_it(dots, tmp_path, monkeypatch):
 
 def test_number_and_size_are_bounded(dots, tmp_path, monkeypatch):
     monkeypatch.setattr(replay, "MAX_MEMBERS", 2)
-    monkeypatch.setattr(replay, "MAX_FRAMES", 10)
+    monkeypatch.setattr(replay, "MAX_REPLAY_FRAMES", 10)
     film_group(dots.policy, gw.EnvCfg(id="given"), Dot, dots.path / "groups", tmp_path / "frames.json")
     frames = read_frames(tmp_path / "frames.json")
     assert len(frames.members) == 2

@@ -4,10 +4,10 @@ import statistics
 
 import pytest
 import torch
-from credit_rollouts import PRESETS
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from two_ranks import in_two_threads
+from variants import SETTINGS
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
@@ -120,10 +120,10 @@ def rows_for(preset, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sorted(PRESETS.keys() - {"optimal_token_baseline", "knn"})
+    "name", sorted(SETTINGS.keys() - {"optimal_token_baseline", "knn"})
 )  # of distributions, and vectors
 def test_every_preset_trains_a_language_model(name):
-    preset = {key: value for key, value in PRESETS[name].items() if key not in ("title", "source", "note")}
+    preset = SETTINGS[name]
     aggregation = preset["objective"].get("aggregation")
     divides = aggregation in ("constant", "seq_mean_token_sum_norm")
     objective = preset["objective"] | {

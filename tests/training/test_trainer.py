@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from groupwise.collectors.vector import Episode
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
-from groupwise.training.trainer import Callback, Trainer, check_callbacks
+from groupwise.training.trainer import INTERRUPTED, Callback, Trainer, check_callbacks
 
 
 class Recorder(Callback):
@@ -235,7 +235,7 @@ class TwoRanks(Engine):
         return [thing, next(self.others)]
 
 
-GOES_ON = (None, False)
+GOES_ON = None
 EPISODE = Episode(5.0, 1, True)
 
 
@@ -254,7 +254,7 @@ def test_numbers_are_pooled_over_ranks(parts: Any):
 def test_a_stop_on_another_rank_ends_training(parts: Any):
     recorder = Recorder()
     trainer = parts.trainer(recorder)
-    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), ("enough", False))
+    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), "enough")
     trainer.train()
     assert (trainer.iteration, trainer.stop_reason) == (1, "enough")
     assert recorder.journal[-2:] == ["end", "close"]
@@ -262,7 +262,7 @@ def test_a_stop_on_another_rank_ends_training(parts: Any):
 
 def test_an_interrupt_on_another_rank_interrupts(parts: Any):
     trainer = parts.trainer()
-    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), (None, True))
+    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), INTERRUPTED)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.iteration == 1

@@ -77,7 +77,7 @@ class CreditInput(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of episodes or of steps, and what each is compared with: the members of its key."""
+    """Scores of episodes or of steps; each is compared with the members of its key."""
 
     credit: CreditInput
     score: Float[Tensor, "*batch"]
@@ -120,7 +120,7 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
 
     Raises:
         UnknownNameError: no such rule is registered.
-        DataError: the rollout lacks what the rule needs, or the rule returned anything else than advantages.
+        DataError: the rollout lacks data that the rule needs, or the rule did not return advantages.
     """
     mask, rule = credit.batch["loss_mask"], credit.cfg.rule
     if rule not in CREDIT_RULES:
@@ -303,7 +303,7 @@ def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
 
 
 def check_credit(cfg: CreditCfg, policy: Policy) -> None:
-    """Refuse what cannot work, before the first rollout.
+    """Refuse settings that cannot work, before the first rollout.
 
     Raises:
         UnknownNameError: no such rule is registered.
@@ -322,11 +322,11 @@ def next_state(credit: CreditInput) -> Tensor | None:
     return BASELINES[cfg.name].next_state(credit, **cfg.parameters())
 
 
-# --- baselines: what is subtracted ---
+# --- baselines ---
 
 
 class BaselineRule(NamedTuple):
-    """A registered baseline: its function, and what belongs to it. ``register_baseline`` has the meanings."""
+    """A registered baseline: its function and properties; ``register_baseline`` explains the fields."""
 
     function: Callable[..., Tensor]
     whole: bool
@@ -423,7 +423,7 @@ def leave_one_out(scores: Scores) -> Tensor:
 def second_best(scores: Scores) -> Tensor:
     """The second best, for the best only (Pass@k).
 
-    What the best is above the second best, 0 for all others.
+    The best gets its distance to the second best, all others get 0.
 
     Source: https://arxiv.org/abs/2503.19595.
     """
@@ -541,8 +541,8 @@ def ema(scores: Scores, decay: Fraction = 0.95) -> Tensor:
 def gigpo(credit: CreditInput, weight: NonNegative = 1.0) -> Tensor:
     """The mean, and a second comparison of steps with the same observation (GiGPO).
 
-    The group's comparison, plus ``weight`` times that of discounted returns at the same observation. As in the paper (eq. 5 to
-    7), that includes the episode's own visits. A unique observation adds 0.
+    The group's comparison, plus ``weight`` times that of discounted returns at the same observation. Following the
+    paper (eq. 5 to 7), that includes the episode's own visits. A unique observation adds 0.
 
     Args:
         weight: Weight of the second advantage, the paper's omega.
@@ -634,7 +634,7 @@ class Neighbours(NamedTuple):
     """The nearest states of a pool, for each element."""
 
     place: Int[Tensor, "element k"]
-    """In the pool."""
+    """Indices of the neighbours in the pool."""
     counts: Bool[Tensor, "element k"]
     """False for padding, where there are fewer than k."""
 
@@ -651,17 +651,17 @@ def nearest(
     k: int,
     asked: slice = slice(None),
 ) -> Neighbours:
-    """The ``k`` states of the pool nearest to each one asked about, those of other episodes; all where there are fewer.
+    """The ``k`` states of the pool of other episodes nearest to each given state; all if there are fewer.
 
     Distances are Euclidean, of features divided by their standard deviation. An episode's own states are left out: what
     was earned there holds the very noise that a baseline is to take off.
 
     Args:
         pool: indices of elements.
-        asked: the elements to look up; None: all.
+        asked: elements to look up; None: all.
 
     Source: values from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a baseline that
-        episodes give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which asks for equal states.
+        episodes give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which compares equal states.
     """
     mean, scale = state.mean(dim=0), state.std(dim=0, correction=0)
     state = (state - mean) / torch.where(scale > _FLAT * mean.abs(), scale, torch.inf)

@@ -4,8 +4,8 @@ An algorithm turns a rollout into advantages and calls ``optimize``, which minim
 computed once for each optimiser step, over all micro-batches and ranks, so the gradient depends neither on the micro-batch size
 nor on the number of processes.
 
-    optimize      the loop                          loss_inputs, score      what the loss reads
-    _minibatches  how a rollout is cut              Schedule, EntropyBonus  what changes while training
+    optimize      the loop                          loss_inputs, score      inputs of the loss
+    _minibatches  cutting of a rollout              Schedule, EntropyBonus  changes while training
     UpdateStats   means of the loss's metrics
 """
 
@@ -53,7 +53,7 @@ class LossOutput(NamedTuple):
     loss: Tensor
     """Minimised; everything that has a gradient."""
     metrics: tuple[Tensor, ...]
-    """In the order of ``metric_names``."""
+    """Metrics, in the order of ``metric_names``."""
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ class FastOptimizer(Protocol):
         """One step along the gradient."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Laid out as that of torch's optimisers."""
+        """State in the layout of torch's optimisers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``."""
@@ -120,7 +120,7 @@ class BaseAlgorithm(ABC):
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None
         self.cfg = at_progress(cfg, 0.0) if has_range_schedule(cfg) else cfg
-        """With the clip ranges of now, where these have schedules."""
+        """Settings with the current clip ranges, if these have schedules."""
         self.policy = policy
         self.engine = engine or Engine()
         self.seed = seed
@@ -153,7 +153,7 @@ class BaseAlgorithm(ABC):
             )
         self.layout = LAYOUTS[policy.scored_by](policy, finest_unit(cfg.objective))
         self.own_micro_batches = MicroBatches(self.layout.unit)
-        """For what a rank computes alone; ``micro_batches`` for what all ranks compute together."""
+        """Micro-batches of computations by this rank alone; ``micro_batches`` is for those of all ranks together."""
         self.micro_batches = self.own_micro_batches
         if self.engine.sharded:
             self.micro_batches = EqualMicroBatches(self.layout.unit, self.engine, policy.device)
@@ -236,7 +236,7 @@ class BaseAlgorithm(ABC):
         return metrics
 
     def loss_and_metrics(self, batch: dict[str, Nested]) -> tuple[Float[Tensor, ""], Float[Tensor, " metric"]]:
-        """The loss of a micro-batch, and what it adds to the metrics of the optimiser step."""
+        """The loss of a micro-batch, and its part of the metrics of the optimiser step."""
         evaluation = self.layout.finish(self.evaluate(self.learner, batch), batch["loss_mask"])
         batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
         loss, metrics = self.loss(batch, evaluation)
@@ -250,7 +250,7 @@ class BaseAlgorithm(ABC):
         gradients = {name: p.grad for name, p in self.learner.named_parameters() if p.grad is not None}
         bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
         what = f"the gradient of step {stats.steps + 1} of update {self.iteration + 1} is {'not finite' if bad else 'too large'}"
-        if 0 < len(bad) < len(gradients):  # else clipping made all of it NaN
+        if 0 < len(bad) < len(gradients):  # otherwise clipping made all of it NaN
             what += f" (first {bad[0]})"
         if self.cfg.on_nonfinite == "stop":
             raise DivergedError.because(what)
@@ -307,7 +307,7 @@ class BaseAlgorithm(ABC):
         total, size = int(self.engine.sum(self.layout.num_steps(mask))), self.cfg.minibatch_size
         return min(total, 1) if size is None or not total else max(1, round(total / size))
 
-    # --- what the loss reads ---
+    # --- inputs of the loss ---
 
     def policy_inputs(self, batch: TensorDict) -> dict[str, Nested]:
         """Inputs of the scores of the transitions ``[N, T]``, and which of them count."""
@@ -327,7 +327,7 @@ class BaseAlgorithm(ABC):
         num_episodes: int,
         start: Evaluation | None = None,
     ) -> dict[str, Nested]:
-        """``policy_inputs`` with the advantages, and with what the configured objective reads besides them.
+        """``policy_inputs`` with the advantages, and with further inputs of the configured objective.
 
         Args:
             start: the policy's scores of every step at the update's start, if they are known already.
@@ -382,7 +382,7 @@ class BaseAlgorithm(ABC):
     # --- progress and state ---
 
     def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
-        """Tell the schedules which share of training is done, in [0, 1]; ``budget`` and ``step`` as in ``schedule_factor``."""
+        """Set the schedules to the finished share of training, in [0, 1]; see ``schedule_factor`` for the others."""
         if not self.schedule.adaptive:
             self.schedule.set_factor(schedule_factor(self.cfg.schedule, progress, budget, step))
         if self.range_schedules is not None:
@@ -491,7 +491,7 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             return 1 - progress * (1 - cfg.final)
         case ExponentialCfg():
             return float(cfg.decay ** (progress / cfg.interval))
-        case StepCfg():  # the tolerance keeps 0.75 / 0.25 at 3 whatever the rounding
+        case StepCfg():  # the tolerance keeps 0.75 / 0.25 at 3 despite rounding
             return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
         case _:
             return 1.0
@@ -569,7 +569,7 @@ class UpdateStats:
         self._sampler = torch.zeros(2, len(DEPTHS), dtype=torch.float64, device=device) if recomputed else None
 
     def compare_sampler(self, micro_batches: Sequence[Batch]) -> None:
-        """Add what the first optimiser step tells of the sampler, before anything has changed."""
+        """Add the KL between sampler and policy at the first optimiser step, before any weight changes."""
         assert self._sampler is not None
         self._sampler = sum(map(sampler_kl_sums, micro_batches), self._sampler)
 
@@ -594,7 +594,7 @@ class UpdateStats:
         out["train/optimizer_steps"] = total.new_tensor(float(self.steps))
         if self._sampler is not None:
             out |= sampler_kl(self._all_sum(self._sampler))
-        elif "approx_kl" in self._names:  # nothing has changed yet in the first step
+        elif "approx_kl" in self._names:  # no weight has changed yet in the first step
             out["rollout/sampler_kl"] = first[self._names.index("approx_kl")]
         return out | ({"train/skipped_steps": torch.tensor(float(self.skipped))} if self.skipped else {})
 

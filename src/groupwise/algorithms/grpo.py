@@ -11,6 +11,7 @@ import logging
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.algorithms.advantages import (
@@ -24,7 +25,7 @@ from groupwise.algorithms.advantages import (
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, LOSSES, multiplied, policy_loss, reference_kl
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.data.rollout import TensorDict, transition_view
+from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.advantages import episode_return, kl_shaping
@@ -73,11 +74,7 @@ class GRPO(BaseAlgorithm):
 
         inputs = self.policy_inputs(batch)
         if self.reference is not None:
-            scores = self.score(self.reference, inputs)
-            inputs["ref_log_prob"] = scores.log_prob
-            if cfg.kl_estimator == "exact":
-                assert scores.dist is not None
-                inputs["ref_dist"] = scores.dist
+            inputs |= self._reference_scores(self.reference, inputs)
         kl_in_credit = self.reference is not None and cfg.credit.kl_placement != "loss"
         start = None
         if kl_in_credit or cfg.credit.baseline.needs_scores or cfg.top_entropy_quantile < 1:
@@ -96,12 +93,9 @@ class GRPO(BaseAlgorithm):
             state=self.baseline_state,
             start=start,
         )
-        distance = torch.zeros_like(credit.reward)
-        if kl_in_credit:
-            assert start is not None
-            at_start = inputs | {"old_log_prob": start.log_prob}  # the ratio is 1
-            kl = self.of_decisions(reference_kl(cfg.kl_estimator, self.policy, start, at_start))
-            distance = cfg.kl_coef * kl
+        distance = (
+            self._distance(inputs, start) if kl_in_credit and start is not None else torch.zeros_like(credit.reward)
+        )
         if cfg.credit.kl_placement == "reward":
             credit = credit._replace(reward=credit.reward - distance.masked_fill(~mask, 0))
         self.baseline_state = next_state(credit)
@@ -121,15 +115,7 @@ class GRPO(BaseAlgorithm):
         metrics = self.optimize(data, num_episodes)
 
         if self._is_first and mask.any():  # else nothing was left of the rollout, which has its own warning
-            self._is_first = False
-            if (
-                not self.entropy.enabled and not advantage.any()
-            ):  # a KL has no gradient yet; later it may be the end of learning
-                log.warning(
-                    "update %d learns nothing: no group has members with different returns; "
-                    "fix: a denser reward, a larger group_size, easier starts (docs/troubleshooting.md)",
-                    self.iteration + 1,
-                )
+            self._warn_of_equal_returns(advantage)
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
         sync = cfg.sync_ref_model
@@ -142,6 +128,29 @@ class GRPO(BaseAlgorithm):
         member_of, scored = episode_groups(batch, num_episodes)
         alike = zero_variance_groups(torch.stack(returns, dim=-1), member_of, num_groups, scored, all_sum=all_sum)
         return metrics | {"rollout/zero_variance_groups": alike}
+
+    def _reference_scores(self, reference: Policy, inputs: dict[str, Nested]) -> dict[str, Nested]:
+        """Log-probabilities of the reference, and its distributions where the KL is exact."""
+        scores = self.score(reference, inputs)
+        if self.cfg.kl_estimator != "exact":
+            return {"ref_log_prob": scores.log_prob}
+        assert scores.dist is not None
+        return {"ref_log_prob": scores.log_prob, "ref_dist": scores.dist}
+
+    def _distance(self, inputs: dict[str, Nested], start: Evaluation) -> Float[Tensor, "row step"]:
+        """``kl_coef`` times the KL to the reference at the update's start, where the ratio is 1."""
+        at_start = inputs | {"old_log_prob": start.log_prob}
+        return self.cfg.kl_coef * self.of_decisions(reference_kl(self.cfg.kl_estimator, self.policy, start, at_start))
+
+    def _warn_of_equal_returns(self, advantage: Tensor) -> None:
+        """Warn after a first update without advantages. A KL has no gradient yet; later this may be the end of learning."""
+        self._is_first = False
+        if not self.entropy.enabled and not advantage.any():
+            log.warning(
+                "update %d learns nothing: no group has members with different returns; "
+                "fix: a denser reward, a larger group_size, easier starts (docs/troubleshooting.md)",
+                self.iteration + 1,
+            )
 
     def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """``policy_loss + kl_coef * KL(policy || reference) - ent_coef * entropy`` of each element."""

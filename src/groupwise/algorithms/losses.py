@@ -2,12 +2,12 @@
 
     r = exp(log_prob - old_log_prob), of the step or its episode      A = advantage      sg = stop gradient
 
-A trust region is one function: it takes ``LossInputs`` and its own settings, and returns what is minimised for each step.
+A trust region is one function: it takes ``LossInputs`` and its own settings, and returns the loss of each step.
 ``{"name": "cispo", "high": 5.0}`` in a configuration calls ``cispo(x, high=5.0)``: the signature is the settings, with their
 types, bounds and defaults, and their texts stand under ``Args:``. Nothing is averaged here; ``loss_weights`` does that.
 
-What depends on the whole rollout (corrections, covariances, quantiles of the entropy) is computed once, at the update's
-start, by ``objective_data``; the rest looks at single elements or at whole episodes. So no split changes the gradient.
+Data that depend on the whole rollout (corrections, covariances, quantiles of the entropy) are computed once, at the
+update's start, by ``objective_data``; the rest looks at single elements or whole episodes. So no split changes the gradient.
 Wherever it is not said otherwise, a loss has the gradient ``-A`` with respect to ``log_prob`` at ratio 1.
 """
 
@@ -58,13 +58,13 @@ class LossInputs(NamedTuple):
     """Inputs of a trust region, of each step, [B] or [B, T]. Only ``log_prob`` and ``ratio`` carry a gradient."""
 
     log_prob: Float[Tensor, "*batch"]
-    """Under the policy that is trained."""
+    """Log-probability under the policy that is trained."""
     old_log_prob: Float[Tensor, "*batch"]
-    """Under the policy at the update's start."""
+    """Log-probability under the policy at the update's start."""
     sample_log_prob: Float[Tensor, "*batch"]
-    """The sampler's own report, for losses with ``reads_sampler``; else ``old_log_prob``."""
+    """Log-probability that the sampler reported, for losses with ``reads_sampler``; otherwise ``old_log_prob``."""
     ratio: Float[Tensor, "*batch"]
-    """At the level that ``objective.ratio`` names."""
+    """Probability ratio at the level of ``objective.ratio``."""
     advantage: Float[Tensor, "*batch"]
     mask: Bool[Tensor, "*batch"]
     """Steps that count."""
@@ -139,7 +139,7 @@ def _over_segments(
 
 
 class Loss(NamedTuple):
-    """A registered trust region: its function, and what the update must do for it. ``register_loss`` has the meanings."""
+    """A registered trust region: its function, and its needs in the update; ``register_loss`` explains the fields."""
 
     function: Callable[..., Tensor]
     select: Callable[..., Tensor] | None
@@ -253,7 +253,7 @@ def two_sided(
 def _random_high_covariance(start: UpdateStart, fraction: float, low: float, high: float, **settings: object) -> Tensor:
     """A random ``fraction`` of the steps whose covariance is between low and high.
 
-    The choice hashes what a step holds. Advantages are not hashed: their last bits depend on the order of rows.
+    The choice hashes the data of a step. Advantages are not hashed: their last bits depend on the order of rows.
     """
     batch, mask = start.batch, start.mask
     together = covariance(start.old_log_prob, start.advantage, mask, start.all_sum)
@@ -467,7 +467,7 @@ def register_correction(
     """Decorator: make a function available as ``objective.importance_sampling_correction=name``.
 
     It maps ``UpdateStart`` and its settings to the weight of each step's policy loss, without gradient; None: no weight. A
-    setting ``off_policy_mask_threshold`` drops steps by ``off_policy_keeps``, whatever the function does.
+    setting ``off_policy_mask_threshold`` drops steps by ``off_policy_keeps``, with every function.
 
     Args:
         reweights: the weight compares ``old_log_prob`` with the sampler's, so ``old_log_prob="recomputed"`` is required.
@@ -656,7 +656,7 @@ DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction
 def policy_loss(
     cfg: ObjectiveCfg, log_prob: Float[Tensor, "*batch"], batch: Batch, counts: Counts
 ) -> tuple[Float[Tensor, "*batch"], tuple[Tensor, ...]]:
-    """Policy loss of each element, and its ``DIAGNOSTICS``: the trust region's, times what correction and selections leave of it."""
+    """Policy loss of each element, and ``DIAGNOSTICS``: the trust region's, times correction and selections."""
     region, old, mask, episode = cfg.trust_region, batch["old_log_prob"], batch["loss_mask"], batch["episode_id"]
     ratio, sampled = policy_ratio(cfg, log_prob, batch, counts), batch.get("sample_log_prob", old)
     x = LossInputs(
@@ -680,7 +680,7 @@ def clip_range(region: TrustRegionCfg) -> tuple[float, float]:
     return range_at(settings.get("clip_low", 0.2)), range_at(settings.get("clip_high", 0.2))
 
 
-# --- once for each update ---
+# --- data computed once per update ---
 
 
 def objective_data(
@@ -750,7 +750,7 @@ def finest_unit(cfg: ObjectiveCfg) -> Unit:
 
 
 def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
-    """Refuse what cannot work with this policy.
+    """Refuse settings that cannot work with this policy.
 
     Raises:
         ConfigError: a divisor is missing, or probabilities are asked of a policy that has densities.

@@ -20,7 +20,7 @@ class MicroBatches:
     """Micro-batches, halved once more each time that memory runs out.
 
     Args:
-        unit: what must not be cut.
+        unit: elements that stay together.
     """
 
     def __init__(self, unit: Unit) -> None:

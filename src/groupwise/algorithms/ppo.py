@@ -2,7 +2,7 @@
 
 The clipped variant, as practised (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/). It
 differs from the paper in: advantages are normalised (``normalize_advantage``), the gradient is clipped, the squared
-value error has no factor one half (Stable-Baselines3's convention, to read ``vf_coef`` alike), truncated episodes
+value error has no factor one half (Stable-Baselines3's convention, so ``vf_coef`` means the same), truncated episodes
 bootstrap from their final observation, and the update can end at a KL limit.
 """
 

@@ -73,7 +73,7 @@ def sample_command(parser: Parser, argv: Sequence[str]) -> None:
       groupwise sample runs/<run> --messages '[{"role": "user", "content": "What is 12 + 7?"}]'
     """
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="what to complete")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="prompts to complete")
     parser.add_argument("--messages", action="store_true", help="prompts are lists of messages, in JSON")
     parser.add_argument("--count", type=count, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")

@@ -149,7 +149,7 @@ class Option(NamedTuple):
 
 
 _FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_from", str, None, ""))
-"""What the defaults of the other options depend on."""
+"""Options on which the defaults of the others depend."""
 
 
 def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
@@ -263,7 +263,7 @@ def _tree(options: Sequence[Option], given: Mapping[str, list[str]]) -> Tree:
 
 
 def _value(option: Option, words: Sequence[str]) -> Any:
-    """What the words after an option mean; the config checks their types."""
+    """Value of an option from the words after it; the config checks their types."""
     types = {kind.get("type") for kind in option.types}
     if types == {"boolean"} and not words:
         return True

@@ -106,7 +106,7 @@ def serve_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--python", type=Path, required=True, help="Python of the environment that has vLLM")
     parser.add_argument("--port", type=count, default=8000, help="(default: 8000)")
     parser.add_argument("--lora-rank", type=count, help="largest rank of adapters, if adapters are trained")
-    parser.add_argument("--log", type=Path, help="file for what the server prints (default: a temporary one)")
+    parser.add_argument("--log", type=Path, help="file for the server's output (default: a temporary one)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the start may take (default: 600)")
     end = [*argv, "--"].index("--")
     options = parser.read(argv[:end])

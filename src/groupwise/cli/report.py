@@ -109,7 +109,7 @@ def _of_run(path: Path) -> list[Finding]:
     return sick
 
 
-# The installation
+# Installation
 
 
 def check_installation() -> Iterator[Finding]:
@@ -186,7 +186,7 @@ def extras() -> Finding:
 
 
 def missing(requirement: Requirement) -> list[str]:
-    """What is not installed, or in another version, of a requirement and its own extras."""
+    """Packages of a requirement and its extras that are not installed, or have another version."""
     try:
         found = version(requirement.name)
     except PackageNotFoundError:
@@ -197,7 +197,7 @@ def missing(requirement: Requirement) -> list[str]:
 
 
 def _missing_of(texts: Sequence[str], extra: str) -> list[str]:
-    """What is missing of an extra of a package with these requirements."""
+    """Missing packages of an extra, given the requirements of its package."""
     asked = [
         requirement
         for requirement in map(Requirement, texts)

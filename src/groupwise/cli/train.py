@@ -120,7 +120,7 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     parser.add_argument("--total-steps", type=count, help=total.format("steps"))
     parser.add_argument("--total-iterations", type=count, help=total.format("iterations"))
     parser.add_argument("--total-epochs", type=float, help=total.format("epochs"))
-    fork = "go on in a new run folder, with settings as train's"
+    fork = "continue in a new run folder; takes train's settings"
     parser.add_argument("--fork", type=Path, metavar="NEW_DIR", help=fork)
     chosen = "with --fork: latest, best, or the environment steps of a checkpoint (default: latest)"
     parser.add_argument("--from", dest="checkpoint", type=_checkpoint, metavar="CHECKPOINT", help=chosen)
@@ -356,7 +356,7 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
       algorithm.num_epochs: [1, 2, 4, 8]
 
     Options, then those of train:
-      --search FILE|JSON           what is searched
+      --search FILE|JSON           settings to search
       --population 8               members
       --rounds 10                  rounds of training, evaluation and selection
       --round-steps 10000          environment steps (tokens for text) of each member in a round
@@ -367,7 +367,7 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
       --weight-noise 0             noise on the weights of clones (AgileRL: 0.1)
       --workers N                  members at once (default: one per core, or what a cluster has room for)
       --launcher processes         or ray: a Ray cluster whose nodes share the folder
-      --cpus 1, --gpus 0           what Ray keeps for each member, also a share of a GPU
+      --cpus 1, --gpus 0           reserved by Ray for each member, also a share of a GPU
       --preset NAME                credit and objective of a paper; see: groupwise list
     """
     parser.add_argument("--search")

@@ -19,7 +19,7 @@ from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 
-# Groups during collection: which row runs which episode, and the status of each group.
+# Groups during collection: the episode of each row, and the status of each group
 
 MAX_RETRIES = 5
 """Most new starts of an episode; more errors are unlikely to be bad luck."""
@@ -32,7 +32,7 @@ class Group:
     """Episodes that begin in the same state."""
 
     number: int
-    """Its place among the groups of the iteration."""
+    """Index of the group in the iteration."""
     members: list["Member"] = field(default_factory=list)
     """Episodes that reached their end."""
     status: Literal["open", "complete", "filtered", "dropped"] = "open"
@@ -44,7 +44,7 @@ class Member:
 
     group: Group
     index: int
-    """Its place among the members of its group."""
+    """Index of the member in its group."""
     greedy: bool
     """Takes the policy's most likely actions."""
     retries: int = 0
@@ -82,7 +82,7 @@ class GroupTracker:
         self.filtered_steps = self.env_errors = 0
         self.running, self.greedy = np.zeros((2, env.num_envs), dtype=np.bool_)
         self.members: list[Member] = []
-        """In the order in which they began."""
+        """Members in the order in which they began."""
         self._env, self._cfg, self._num_steps = env, cfg, num_steps
         self._group_size, self.greedy_members, self._num_members = (
             group_size,
@@ -132,16 +132,14 @@ class GroupTracker:
             group.members.append(member)
             if len(group.members) == self._num_members:
                 group.status = "complete"
-                if self._cfg.dynamic_sampling is not None:  # as rollout/zero_variance_groups counts groups
-                    sampled = [one for one in group.members if not one.greedy]
-                    rewards = [rollout["reward"][one.row, one.start : one.end] for one in sampled]
-                    returns = torch.stack([reward.sum(dtype=torch.float64).float() for reward in rewards])
-                    if len(sampled) > 1 and bool((returns == returns[0]).all()):
-                        group.status = "filtered"
-                        self.filtered_steps += sum(one.length for one in group.members)
-        if step.failed is None:
-            return
-        rows = [row for row in step.failed.nonzero()[:, 0].tolist() if row in self._in_row]
+                if self._cfg.dynamic_sampling is not None and has_equal_returns(group, rollout):
+                    group.status = "filtered"
+                    self.filtered_steps += sum(one.length for one in group.members)
+        if step.failed is not None:
+            self._fail([row for row in step.failed.nonzero()[:, 0].tolist() if row in self._in_row])
+
+    def _fail(self, rows: list[int]) -> None:
+        """Raise an error for rows whose environments failed, retry their episodes, or drop their groups."""
         if rows and self._cfg.on_env_error == "raise":
             raise EnvError(
                 f"environment {rows[0]} of {self._env.env_id} failed; fix: the environment, or "
@@ -168,6 +166,14 @@ class GroupTracker:
             member.end = self.step
         self.running[rows] = self.greedy[rows] = False
         return members
+
+
+def has_equal_returns(group: Group, rollout: TensorDict) -> bool:
+    """Whether all sampled members have the same return, as ``rollout/zero_variance_groups`` counts groups."""
+    sampled = [member for member in group.members if not member.greedy]
+    rewards = [rollout["reward"][member.row, member.start : member.end] for member in sampled]
+    returns = torch.stack([reward.sum(dtype=torch.float64).float() for reward in rewards])
+    return len(sampled) > 1 and bool((returns == returns[0]).all())
 
 
 def write_labels(rollout: TensorDict, tracker: GroupTracker) -> None:

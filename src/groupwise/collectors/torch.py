@@ -40,7 +40,7 @@ class TorchCollector(EnvCollector):
     """Acts and steps all rows of a ``TorchGroupEnv`` by one function.
 
     Args:
-        stepper: makes what acts and steps in place of ``reference_stepper``. None, and where it returns None: the method.
+        stepper: makes a function that replaces ``reference_stepper``. None, or if it returns None: the method.
 
     Raises:
         EnvError: the policy is on another device than the environment, or recurrent.
@@ -121,7 +121,7 @@ class TorchVectorCollector(TorchCollector, VectorCollector):
         return obs
 
 
-# Groups of episodes from torch environments, all rows in step: GRPO on a GPU.
+# Groups of episodes from torch environments, all rows in step: GRPO on a GPU
 
 Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
 """Seeds of starts and of noise."""

@@ -18,14 +18,14 @@ from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
 
-# Environments for a recurrent policy, which acts on what it remembers, too.
+# Environments for a recurrent policy: observations with the policy's state
 
 
 class RecurrentEnv(GroupEnv):
     """Environments with the policy's state in each row's observation: ``{"obs": [N, ...], "state": [N, S]}``.
 
-    The state is 0 where an episode begins, else what the policy's last action left. Final observations have the state that
-    follows the last action, so that their values can be computed.
+    The state is 0 where an episode begins, otherwise the one after the policy's last action. Final
+    observations have the state that follows the last action, so that their values can be computed.
     """
 
     outcome: EnvStep
@@ -99,7 +99,7 @@ def _zeroed(state: Tensor, rows: Bool[Tensor, " row"]) -> Tensor:
     return state.masked_fill(rows.unsqueeze(-1), 0.0)
 
 
-# The interface of collectors, which fill rollouts with a policy's experience.
+# Interface of collectors, which fill rollouts with a policy's experience
 
 
 class Episode(NamedTuple):
@@ -128,7 +128,7 @@ COUNTS = frozenset(
 class Collector(ABC):
     """Collects rollouts; counts steps and episodes.
 
-    All its randomness follows from ``seed`` and ``iteration``. A resumed run needs these, ``state_dict``, and nothing else.
+    All its randomness follows from ``seed`` and ``iteration``. A resumed run needs only these and ``state_dict``.
     """
 
     repeatable: ClassVar[bool] = False
@@ -220,7 +220,7 @@ class EnvCollector(Collector):
     Args:
         env: gives observations on the policy's device.
         rank: of this process; each draws its own streams.
-        actor: gives what acts in place of ``policy.act``, for many steps in which no parameter changes. None: the policy.
+        actor: makes a function that replaces ``policy.act`` for many steps with constant parameters. None: the policy.
     """
 
     def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int, actor: MakeActor | None = None) -> None:
@@ -267,7 +267,7 @@ class EnvCollector(Collector):
 
 
 def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:
-    """``act`` with 0 for what is not finite, in observations and in actions."""
+    """``act`` with 0 for numbers that are not finite, in observations and in actions."""
 
     def acted(obs: Nested, *args: Any, **kwargs: Any) -> Action:
         action = act(_finite(obs), *args, **kwargs)
@@ -283,7 +283,7 @@ def _finite(values: Nested) -> Any:
 
 
 def env_steps(rollout: TensorDict, decisions: int) -> int:
-    """Environment steps of a rollout with that many decisions: those that chunks executed, else one each."""
+    """Environment steps of a rollout with that many decisions: those that chunks executed, otherwise one each."""
     executed = rollout.get("executed", None)
     return decisions if executed is None else int(executed[:, :-1].sum())
 
@@ -312,7 +312,7 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
     return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}
 
 
-# Writes a rollout step by step.
+# Writer of rollouts, step by step
 
 Outcome: TypeAlias = tuple[bool | None, str | None, dict[str, float] | None]
 """Success, task and ``env.log_info`` of an episode; None where the environment does not report it."""
@@ -360,7 +360,7 @@ class RolloutWriter:
             raise find_nonfinite(self.rollout, slots)[0].error()
 
     def outcome(self, step: int, outcome: EnvStep) -> None:
-        """Write what a step returned."""
+        """Write the outcome of a step."""
         columns, info = self._columns, outcome.info
         _write(columns["reward"], step, outcome.reward)
         _write(columns["terminated"], step, outcome.terminated)
@@ -464,7 +464,7 @@ class VectorCollector(EnvCollector):
         if self.env.autoreset == "next_step" and num_steps < 2:
             raise EnvError(f"num_steps is {num_steps}, but {self.env.env_id} resets in an extra step; fix: at least 2")
         obs = self._begin() if self._obs is None else self._obs
-        self._obs = None  # after an error, the next rollout begins anew
+        self._obs = None  # after an error, the next rollout starts new episodes
         writer = RolloutWriter(rollout, self.policy)
         obs = self._fill(num_steps, writer, obs)
         rollout = writer.finish(num_steps, obs)

@@ -13,7 +13,7 @@ from groupwise.config.run import BUDGETS, Budget, EvaluationMetric
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import SCORES, RunFolder
 
-# Methods: which runs are one, their names, and settings in which they differ. Settings are plain data.
+# Methods: grouping of runs by their settings (plain data), names, and differing settings
 
 Tree = dict[str, Any]
 Flat = dict[str, Any]
@@ -81,7 +81,7 @@ def _num_kinds(methods: Sequence[Flat], names: Sequence[str]) -> int:
 Paths = Path | str | Sequence[Path | str]
 
 _PREFIXES: dict[Measure, str] = {"evaluation": "eval", "training": "rollout"}
-"""Where ``metrics.jsonl`` has the scores."""
+"""Prefixes of the scores in ``metrics.jsonl``."""
 
 
 class _Run(NamedTuple):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Statistics over several runs: interquartile mean, probability of improvement, bootstrap intervals, curves.
+# Statistics over several runs: interquartile mean, probability of improvement, bootstrap intervals, curves
 
 Array = NDArray[np.float64]
 Number = int | float
@@ -29,9 +29,9 @@ Statistic = Callable[..., Array]
 """Arrays with the runs on the last axis, one per stratum -> a number for everything before that axis."""
 
 RESAMPLES = 10_000
-"""For the interval of a score: its ends vary by about a hundredth of its width."""
+"""Resamples for the interval of a score: its ends vary by about a hundredth of its width."""
 CURVE_RESAMPLES = 2_000
-"""For the interval at each point of a curve."""
+"""Resamples for the interval at each point of a curve."""
 SEED = 0
 """Seed of the bootstrap: the same runs give the same interval."""
 GRID = 101
@@ -133,7 +133,7 @@ def mean_height(grid: Array, returns: Array) -> Array:
     return np.asarray(trapezoids.sum(axis=0) / (grid[-1] - grid[0]))
 
 
-# Methods compared by their runs: per environment, and over all environments on a common scale.
+# Comparison of methods: per environment, and over all environments on a common scale
 
 Measure = Literal["evaluation", "training"]
 """Returns of evaluations, or of training episodes."""
@@ -142,7 +142,7 @@ Reference = Mapping[str, tuple[Number, Number] | Sequence[Number]]
 """Environment -> the two scores that count as 0 and 1."""
 
 ENOUGH_RUNS = 5
-"""With fewer runs, bootstrap intervals are too narrow."""
+"""Least number of runs for bootstrap intervals; with fewer they are too narrow."""
 
 
 class RunRecord(NamedTuple):
@@ -152,7 +152,7 @@ class RunRecord(NamedTuple):
     method: str
     seed: int
     env_steps: tuple[Number, ...]
-    """When the return was measured, rising."""
+    """Steps at which the return was measured, rising."""
     returns: tuple[Number, ...]
     """Mean return, or success rate, at each of them; the last one is the run's score."""
     measure: Measure = "evaluation"
@@ -163,7 +163,7 @@ class RunRecord(NamedTuple):
     memory_mib: float | None = None
     """Peak memory."""
     source: str = ""
-    """Where the run is, for messages."""
+    """Location of the run, for messages."""
     metric: EvaluationMetric = "return"
     """Kind of the ``returns``."""
 
@@ -247,7 +247,7 @@ class Comparison:
 
     environments: tuple[EnvironmentResult, ...]
     overall: Overall | None
-    """None unless reference scores were given."""
+    """Scores over all environments; None without reference scores."""
     notes: tuple[str, ...]
     """Warnings about weak points of the comparison."""
 
@@ -443,7 +443,7 @@ NAME_WIDTH = 40
 
 
 def comparison_figure(found: Comparison) -> "Figure":
-    """For each environment score against steps, and where each method ended."""
+    """Plot of the score against steps for each environment, and of the final score of each method."""
     from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(result.method for one in found.environments for result in one.methods))
@@ -504,7 +504,7 @@ def _intervals(
     axes.tick_params(axis="y", length=0)
 
 
-# A comparison as tables of texts, for the terminal and the page.
+# Tables of a comparison, for the terminal and the page
 
 
 class Table(NamedTuple):
@@ -562,7 +562,7 @@ def _pairs(pairs: Sequence[Improvement]) -> Iterator[Table]:
         yield Table("", ("probability that a run is better", "P"), rows)
 
 
-# A comparison as one file of HTML that needs no network and no scripts.
+# A comparison as one HTML file, without network and scripts
 
 
 def write_page(found: Comparison, out: Path) -> None:

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationE
 from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
 from groupwise.errors import ConfigError
 
-# Objective: the loss of a step, and how steps become one loss
+# Objective: the loss of a step, and the average over steps
 
 
 class LinearRangeCfg(Cfg):
@@ -173,7 +173,7 @@ class ObjectiveCfg(Cfg):
         return self
 
 
-# Credit: how rewards of a group become advantages
+# Credit: advantages from the rewards of a group
 
 
 class BaselineCfg(Choice, family="baseline", default="mean"):
@@ -378,7 +378,7 @@ class LinearCfg(ScheduleCfg):
     final: Fraction = 0.0
     """Share of the learning rate left at the end. 1: constant."""
     warmup: Annotated[float, Ge(0), Lt(1)] | PositiveInt = 0.0
-    """The rate first rises linearly, then falls: over a share of training, or from 1 on over a number in the unit of the budget (steps, iterations, epochs). Of n iterations the first has 1/n of the rate."""
+    """The rate first rises linearly, then falls: over a share of training, or from 1 on over a number in the unit of the budget (steps, iterations, epochs). The first of n iterations has 1/n of the rate."""
 
 
 @register_choice

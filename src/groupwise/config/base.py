@@ -110,7 +110,7 @@ def _of_another_type(given: object, taken: object) -> bool:
 
 
 def explain(item: Mapping[str, Any]) -> str:
-    """One line on one of pydantic's errors: path, value, what was expected, the nearest name."""
+    """One line on one of pydantic's errors: path, value, expectation, the nearest name."""
     path = ".".join(map(str, item["loc"]))
     match item["type"]:
         case "literal_error":
@@ -138,7 +138,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-# Choices: settings with a name and parameters, as {"name": "cispo", "high": 5.0} or "cispo".
+# Choices: settings with a name and parameters, such as {"name": "cispo", "high": 5.0} or "cispo"
 
 
 class Choice(Cfg):
@@ -232,7 +232,7 @@ def register_choice(choice: C) -> C:
     if not name:
         raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
     taken = choice.known.get(name)
-    again = repr(taken) == repr(choice)  # defined anew, as when a notebook's cell runs twice
+    again = repr(taken) == repr(choice)  # defined again, as when a notebook's cell runs twice
     if taken not in (None, choice.__module__) and not again:
         raise ConfigError(f"{choice.family} {name!r} is registered already; fix: another name")
     choice.known[name] = choice

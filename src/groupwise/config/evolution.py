@@ -1,4 +1,4 @@
-"""Settings of evolution: what is searched, who is selected, how settings mutate. Imports no torch."""
+"""Settings of evolution: search ranges, selection, mutation. Imports no torch."""
 
 import math
 from random import Random
@@ -40,7 +40,7 @@ class RangeCfg(Cfg):
 
 
 Choices: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=2)]
-"""Values to choose from, in an order in which neighbours are alike."""
+"""Values to choose from, ordered so that neighbours are similar."""
 
 
 class MutationCfg(Choice):
@@ -113,7 +113,7 @@ class Place(NamedTuple):
     member: int
     """Index of the member that fills it, or that a new one is cloned from."""
     clone: bool
-    """Whether a new member begins with the parent's weights and mutated settings; else the member continues as it is."""
+    """Whether a new member begins with the parent's weights and mutated settings; otherwise the member continues as it is."""
 
 
 class SelectionCfg(Choice):
@@ -128,7 +128,7 @@ class SelectionCfg(Choice):
 
         Args:
             ranking: indices of all members, the best first; equal ones in an order that the seed decides.
-            alive: how many of them may go on or be cloned: the first ones. The others diverged.
+            alive: how many of them may continue or be cloned: the first ones. The others diverged.
         """
         raise NotImplementedError(f"{type(self).__name__} has no select()")
 
@@ -155,7 +155,7 @@ class TournamentCfg(SelectionCfg):
 
 @register_choice
 class TruncationCfg(SelectionCfg):
-    """The worst members are replaced by mutated clones of the best; the others go on (PBT)."""
+    """The worst members are replaced by mutated clones of the best; the others continue (PBT)."""
 
     name: Literal["truncation"] = "truncation"
     source: ClassVar = "https://arxiv.org/abs/1711.09846"
@@ -189,7 +189,7 @@ class EvolutionCfg(Cfg):
     """A population of runs that tunes its settings while it trains."""
 
     search: dict[str, RangeCfg | Choices] = Field(min_length=1)
-    """What is searched, by the path of the setting: bounds, or a list of values."""
+    """Settings to search, by their paths: bounds, or a list of values."""
     population: Annotated[int, Ge(2)] = 8
     """Members."""
     rounds: PositiveInt = 10

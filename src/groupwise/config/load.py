@@ -21,7 +21,7 @@ from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError, require_extra
 
-# Presets, read from the JSON files in presets/.
+# Presets: the JSON files in presets/
 
 Tree = dict[str, Any]
 """A partial config as plain data: nested dicts keyed by field."""
@@ -43,7 +43,7 @@ class ChoiceNote(NamedTuple):
 
     note: str
     source: str
-    """URL, or ``groupwise`` where it began here."""
+    """URL of the source, or ``groupwise`` for values of this library."""
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def read(name: str) -> Tree:
     return tree
 
 
-# Files of settings. YAML is read as YAML 1.2 reads it: 1e-4 is a number, on and off are text.
+# Files of settings; YAML follows version 1.2: 1e-4 is a number, on and off are text
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -154,9 +154,9 @@ def _parse_yaml(data: bytes) -> Any:
 
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""In a folder of peft's adapters."""
+"""File of settings in a folder of peft's adapters."""
 _NOT_OF_WEIGHTS = ("init_from", "normalize_reward")
-"""Settings of a policy that those who begin with its weights choose anew."""
+"""Settings of a policy that a run which begins with its weights does not take over."""
 
 
 def resolve(
@@ -165,7 +165,7 @@ def resolve(
     """The full config of a run on an environment.
 
     Args:
-        algorithm: a name, a config, or some of its fields. Of a config, only fields that were set count.
+        algorithm: a name, a config, or some of its fields. Only fields of a config that were set count.
         preset: name in ``presets/objectives.json``; replaces credit and objective of the environment's preset, which
             ``auto`` and None keep.
         fields: of ``RunCfg``, as values, configs or partial dicts. None means not given.

@@ -12,10 +12,10 @@ from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveIn
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
 
-# How long training lasts
+# Budgets
 
 BUDGETS = {"total_steps": "env_steps", "total_iterations": "iteration", "total_epochs": "rollout/epoch"}
-"""The settings, of which one is given, and the metrics that count what is done of them."""
+"""Settings of budgets, of which one is given, and the metrics that count their progress."""
 
 
 class Budget(NamedTuple):
@@ -47,7 +47,7 @@ class Budget(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """The metric that counts what is done."""
+        """The metric that counts the progress."""
         return BUDGETS[self.name]
 
     @property
@@ -88,7 +88,7 @@ class EnvCfg(Cfg):
     action_chunk: Annotated[int, Ge(1)] = 1
     """Actions that the policy decides on at once; the environment executes them open loop. Steps of the policy, such as ``algorithm.num_steps``, are then decisions, and the discount is per decision; ``max_episode_steps`` and ``total_steps`` count environment steps. Box actions only."""
     num_action_steps: Annotated[int, Ge(1)] | None = None
-    """Number of actions of each chunk that are executed before the policy decides anew (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
+    """Number of actions of each chunk that are executed before the policy decides again (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
     log_info: tuple[str, ...] = ()
     """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
 
@@ -115,7 +115,7 @@ class EnvCfg(Cfg):
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker knows of its run."""
+    """Facts about a run that its tracker needs."""
 
     folder: Path
     """The run folder."""
@@ -258,7 +258,7 @@ class TextTaskCfg(Cfg):
         return self
 
 
-# Where completions are generated
+# Generation of completions
 
 
 class GenerationCfg(Choice, family="generation", default="native"):
@@ -292,7 +292,7 @@ class ServerGenerationCfg(GenerationCfg):
     max_staleness: Annotated[int, Ge(0)] = 0
     """Updates that may lie between the weights that wrote a rollout and the weights that it trains. 0: servers wait for each update; 1 or more: they write the next rollouts meanwhile."""
     in_flight_updates: bool = False
-    """With ``max_staleness``: servers load new weights while they generate, and completions that run go on under them. False: they finish a rollout before."""
+    """With ``max_staleness``: servers load new weights while they generate, and running completions continue under these. False: they finish a rollout first."""
 
     @model_validator(mode="after")
     def _check(self) -> "ServerGenerationCfg":
@@ -508,7 +508,7 @@ class TextRunCfg(CommonCfg):
     generation: SerializeAsAny[GenerationCfg] = NativeGenerationCfg()
     """Where completions are generated in training, by name or with its parameters: ``{"name": "server", "urls": ["http://127.0.0.1:8000"]}``."""
     engine: Literal["ddp", "fsdp"] = "ddp"
-    """How several processes train together. ``ddp``: each holds all of what is trained; ``fsdp``: a part of its parameters, gradients and optimiser state. The policy itself is whole in both."""
+    """How several processes train together. ``ddp``: each holds everything that is trained; ``fsdp``: each holds a part of its parameters, gradients and optimiser state. The policy itself is whole in both."""
     cpu_offload: bool = False
     """Keep the parts of ``engine="fsdp"`` in the host's memory: parameters, gradients and optimiser state. The optimiser steps on the CPU, so updates are slower. It changes nothing where one process trains."""
     total_epochs: Positive | None = None

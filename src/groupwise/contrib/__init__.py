@@ -1,1 +1,1 @@
-"""Integrations that need an extra. They import the core; the core reaches them by name only."""
+"""Code that needs an extra. It imports the core; the core reaches it by name only."""

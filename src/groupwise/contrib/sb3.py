@@ -65,7 +65,7 @@ Array = npt.NDArray[Any]
 
 __all__ = ["GRPO", "ActorPolicy", "CnnActorPolicy", "MultiInputActorPolicy", "SharedStart"]
 
-# Settings: from SB3's arguments to those of the update, and back again in what errors say
+# Settings: SB3's arguments as fields of the update's config, and SB3's names in error messages
 
 CFG_NAMES = {
     "n_steps": "num_steps",
@@ -110,9 +110,9 @@ ELSEWHERE = {
     "group_rollout_buffer_kwargs": "the credit compares members; fix: credit=CreditCfg(...)",
     "kl_beta": "it has another name here; fix: kl_coef=...",
 }
-"""Arguments of SB3's own on-policy algorithms, and of the GRPO proposed for sb3-contrib: why they are not here, and what is instead."""
+"""Arguments of SB3's on-policy algorithms and of sb3-contrib's proposed GRPO: why they are missing."""
 _ABSENT = {"credit.reward": "parts", "credit.baseline": "greedy", "objective.ratio": "turn"}
-"""Choices that read what the rollouts of SB3's environments do not hold."""
+"""Choices that need data which the rollouts of SB3's environments lack."""
 DEFAULTS: dict[str, Any] = {
     "learning_rate": LinearSchedule(1e-3, 0.0, 1.0),
     "n_steps": 1024,
@@ -231,7 +231,7 @@ class Tick(NamedTuple):
     """One step of all E environments; every array is [E, ...]."""
 
     obs: Array | dict[str, Array]
-    """Observations as the policy saw them, normalised as they were then."""
+    """Observation that the policy saw, normalised with the statistics of that time."""
     action: Array
     """The policy's own action, before it was clipped."""
     log_prob: Array
@@ -286,7 +286,7 @@ class GroupBuffer:
         return -(-self._next // self.group_size)
 
     def begin(self) -> None:
-        """Note that all environments have just been reset to what they had queued."""
+        """Note that all environments have just been reset to their queued starts."""
         self._current = [self._begin(env) for env in range(len(self._queued))]
 
     def queued(self, env: int) -> Start:
@@ -369,7 +369,7 @@ class GroupBuffer:
         return len(members) == self.group_size and all(member.finished for member in members)
 
 
-# Policies without a critic, and how the update sees them
+# Policies without a critic
 
 
 class NormalizedExtractor(BaseFeaturesExtractor):
@@ -664,7 +664,7 @@ class GRPO(OnPolicyAlgorithm):
         cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
         for name in ("credit", "objective", *OF_OBJECTIVE):
             setattr(self, name, vars(cfg)[name])
-        # trains the policy in evaluation mode: what acted and what is scored are the same function
+        # trains the policy in evaluation mode, so that acting and scoring use the same function
         self.core = grpo.GRPO(cfg, ScoredActor(self.policy), seed=self._start_seed)
         self.core.optimizer = self.policy.optimizer
         self.core.load_state_dict(self.core.state_dict() | self._core_state)
@@ -713,12 +713,12 @@ class GRPO(OnPolicyAlgorithm):
         tb_log_name: str = "run",
         progress_bar: bool = False,
     ) -> tuple[int, BaseCallback]:
-        """Go on with the episodes under way, or start the first ones by the reset that SB3 does here."""
+        """Continue the running episodes, or start the first ones by the reset that SB3 does here."""
         env, groups = self.env, self.rollout_buffer
         if env is None:
             raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
         insert_shared_start(env)
-        # episodes go on if every environment is where training left it
+        # episodes continue if every environment is where training left it
         goes_on = not reset_num_timesteps and groups is not None and self._last_obs is not None
         if goes_on and groups is not None:
             goes_on = all(running == groups.running(i) for i, running in enumerate(self._queue(env, groups)))
@@ -747,7 +747,7 @@ class GRPO(OnPolicyAlgorithm):
         return total_timesteps, callback
 
     def _queue(self, env: VecEnv, groups: GroupBuffer) -> list[Running]:
-        """Tell each environment what it starts next; returns what each is doing now."""
+        """Queue the next start of each environment; returns the episode that each is running now."""
         return [env.env_method("queue_start", groups.queued(i), indices=i)[0] for i in range(env.num_envs)]
 
     def collect_rollouts(
@@ -870,7 +870,7 @@ class GRPO(OnPolicyAlgorithm):
         return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
 
     def _excluded_save_params(self) -> list[str]:
-        """Names that are not saved: SB3's, what follows from the rest, and the environments."""
+        """Names that are not saved: SB3's, attributes that follow from others, and the environments."""
         return [*super()._excluded_save_params(), "core", "_verified"]
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:

@@ -1,6 +1,6 @@
 """Episodes of Stable-Baselines3's vector environments with given starts.
 
-A ``VecEnv`` resets a sub-environment inside the very step that ended its episode, and without a seed. So the start of the
+A ``VecEnv`` resets a sub-environment inside the step that ended its episode, and without a seed. So the start of the
 next episode is queued beforehand in a wrapper inside each sub-environment.
 """
 
@@ -32,7 +32,7 @@ class Start(NamedTuple):
     """How an episode begins."""
 
     episode: int
-    """Its number."""
+    """Number of the episode."""
     start_seed: int
     """Equal seeds, equal starts."""
     noise_seed: int
@@ -40,7 +40,7 @@ class Start(NamedTuple):
 
 
 class SharedStart(gymnasium.Wrapper):
-    """One sub-environment whose next reset takes the start that was queued; without one it resets as ever.
+    """A sub-environment whose next reset takes the queued start; without one it resets as usual.
 
     The start seed also seeds the environment's spaces, since some environments draw from these; after the reset the
     noise seed takes over there, in ``np_random`` and in generators that the environment or a wrapper keeps. A queued
@@ -68,7 +68,7 @@ class SharedStart(gymnasium.Wrapper):
         return self.env.step(action)
 
     def queue_start(self, start: Start | None) -> Running:
-        """Set what the next reset takes (None: it resets as ever); returns what is running now."""
+        """Set the start of the next reset (None: the usual reset); returns the running episode."""
         self._queued = start
         return self._episode, self._steps
 
@@ -106,7 +106,7 @@ def insert_shared_start(env: VecEnv) -> None:
     """Make sure that every sub-environment is a ``SharedStart``, however the vector environment is wrapped.
 
     Raises:
-        EnvError: they are not, and live where they cannot be wrapped any more.
+        EnvError: they are not, and can no longer be wrapped.
     """
     wrapped = env.env_is_wrapped(SharedStart)
     if all(wrapped):

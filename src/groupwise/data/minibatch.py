@@ -1,6 +1,6 @@
 """How a rollout is cut into optimiser steps and micro-batches.
 
-An *item* is what must not be cut: a transition, an episode (sequence ratios and per-episode means need it whole) or a
+An *item* must not be cut: it is a transition, an episode (sequence ratios and per-episode means need it whole) or a
 row (sequence models score it whole). An epoch is one order of all items; minibatches and micro-batches are slices of
 it, so data is gathered once an epoch.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from groupwise.data.rollout import Nested, TensorDict
 
 Unit = Literal["transition", "episode", "row"]
-"""From finest to coarsest."""
+"""Units from finest to coarsest."""
 
 
 class Epoch(NamedTuple):
@@ -30,7 +30,7 @@ class Epoch(NamedTuple):
     order: Int[Tensor, " item"]
     """Transitions (or rows) in the order in which they are used."""
     minibatches: list[list[slice]]
-    """For each optimiser step, the slices of ``order`` that are its micro-batches; none where this rank has no share."""
+    """Slices of ``order`` for the micro-batches of each optimiser step; none if this rank has no share."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class Scored(Protocol):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether members of a group in one micro-batch share what they have in common."""
+        """Whether members of a group in one micro-batch share their common prefix."""
 
     def unit_mask(self, batch: Mapping[str, Nested]) -> Tensor:
         """Units of each decision that were acted with."""
@@ -54,7 +54,7 @@ class Maskable(Protocol):
     """A policy's scores."""
 
     def masked(self, padding: Tensor) -> Any:
-        """With 0 at the padding."""
+        """Scores with 0 at the padding."""
 
 
 Scores = TypeVar("Scores", bound=Maskable)
@@ -64,7 +64,7 @@ class Steps:
     """Every step ``[N, T]`` is scored by itself: elements are steps.
 
     Args:
-        finest: what the objective needs whole.
+        finest: unit that the objective needs whole.
     """
 
     keys: ClassVar[tuple[str, ...]] = ()
@@ -81,7 +81,7 @@ class Steps:
         return inputs
 
     def per_unit(self, data: Mapping[str, Nested], units: Bool[Tensor, "row step *unit"]) -> dict[str, Nested]:
-        """Numbers of steps ``[N, T]`` for each of their units; what the policy reads stays."""
+        """Numbers of steps ``[N, T]`` repeated for each of their units; inputs of the policy stay."""
         return dict(data)
 
     def elements(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
@@ -123,7 +123,7 @@ class Steps:
 
 
 class Rows(Steps):
-    """Rows are scored whole, as texts are: elements are rows, packed by length and by what they have in common."""
+    """Rows are scored whole, as texts are: elements are rows, packed by length and by common prefix."""
 
     keys = ("valid", "group_id")
     own_unit = "row"
@@ -203,7 +203,7 @@ class Units(Steps):
 
 
 LAYOUTS: dict[str, type[Steps]] = {"transition": Steps, "row": Rows, "token": Units}
-"""By a policy's ``scored_by``."""
+"""Layouts by a policy's ``scored_by``."""
 
 
 def take(batch: Mapping[str, Nested], index: Tensor | slice) -> dict[str, Nested]:
@@ -249,11 +249,11 @@ def shuffle_items(
     """A random order of the elements that keeps items together, cut into minibatches of nearly equal size.
 
     Args:
-        item: what each element belongs to, any non-negative numbers; elements of one item are never parted.
+        item: number of the item of each element, any non-negative ones; elements of one item are never parted.
         size: steps of each element: 1 for a transition, the tokens of a row.
         micro_batch_size: most steps in a slice, unless a single item has more. None: one slice a minibatch.
     """
-    count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of what the others train on
+    count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of the data that the others train on
     chance = torch.randperm(count, generator=generator, device=generator.device).to(item.device)
     rank, order = chance[item].sort(stable=True)
     last = torch.ones_like(rank, dtype=torch.bool)
@@ -281,10 +281,10 @@ def shuffle_items(
     return Epoch(order, minibatches)
 
 
-# --- packing of whole rows: members side by side, the longest first ---
+# --- packing of whole rows: members together, the longest first ---
 #
-# Members in one micro-batch can share their common prefix, and rows of like length waste little on padding. The first
-# micro-batch is the largest, so that a lack of memory shows at once.
+# Members in one micro-batch can share their common prefix, and rows of similar length waste little on padding. The
+# first micro-batch is the largest, so that a lack of memory shows at once.
 
 
 class RowSizes(NamedTuple):
@@ -292,9 +292,9 @@ class RowSizes(NamedTuple):
 
     group: Int[Tensor, " row"]
     head: Int[Tensor, " row"]
-    """Before the first token that counts: what members have in common."""
+    """Tokens before the first one that counts: the prefix that members share."""
     tail: Int[Tensor, " row"]
-    """From there on."""
+    """Tokens from there on."""
     counted: Int[Tensor, " row"]
     """Tokens that count."""
 
@@ -304,10 +304,10 @@ class RowSizes(NamedTuple):
     ) -> "RowSizes":
         """Sizes of rows; a row without a group is a group of its own."""
         group = group_id.amax(dim=1)
-        # a rank may have no rows of what the others train on
+        # a rank may have no rows of the data that the others train on
         alone = max(group.tolist(), default=-1) + 1 + torch.arange(len(group), device=group.device)
         length = valid.sum(dim=1)
-        # where nothing counts, what members have in common is unknown: none of it is the safe guess
+        # if no token counts, the common prefix is unknown: an empty one is safe
         start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), 0)
         return cls(torch.where(group >= 0, group, alone), start, length - start, loss_mask.sum(dim=1))
 

@@ -1,6 +1,6 @@
 """The rollout: one iteration's experience as a TensorDict of batch ``[N, T+1]``, and its buffer.
 
-N rows are environments (or prompts x group size), T steps or tokens. The last slot holds what follows the last
+N rows are environments (or prompts x group size), T steps or tokens. The last slot holds the state after the last
 transition (an observation, its value); keys of transitions are padding there. ``docs/concepts.md`` has the schema.
 """
 
@@ -93,12 +93,12 @@ class RolloutBuffer:
     Args:
         num_rows: N, the environments.
         num_steps: T, transitions per row; after a longer rollout, new ones are as long.
-        state_size: S of a recurrent policy (adds ``state``, what it remembers before each observation).
+        state_size: S of a recurrent policy (adds ``state``, its state before each observation).
         num_units: K of a policy scored by ``token``, whose ``sample_log_prob`` is ``[N, T+1, K]``; None for other policies.
         value: whether the policy has a critic (adds ``value`` and ``next_value``).
         chunked: whether a decision takes several environment steps (adds ``executed``, their number).
         reward_parts: how many parts of the reward are kept (adds ``reward_parts``).
-        on_nonfinite: what ``add`` does about numbers that are not finite, as ``AlgorithmCfg.on_nonfinite``.
+        on_nonfinite: handling of numbers that are not finite in ``add``, as ``AlgorithmCfg.on_nonfinite``.
     """
 
     row_name: ClassVar[str] = "environment"
@@ -186,7 +186,7 @@ class RolloutBuffer:
         return transition_view(self._rollout).reshape(-1) if flatten else self._rollout
 
     def _replace_nonfinite(self, rollout: TensorDict, found: list["NonFinite"]) -> None:
-        """Put 0 for what is not finite; with ``drop``, take the groups that have such numbers out of the loss."""
+        """Replace non-finite numbers by 0; with ``drop``, take the groups that have any out of the loss."""
         if self.on_nonfinite == "stop":
             raise found[0].error(self.row_name)
         where, done = found[0].where(self.row_name), "0 takes its place"

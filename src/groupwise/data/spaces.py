@@ -57,7 +57,7 @@ def obs_spec(space: Any) -> Spec:
     """Shape and dtype of the space's observations in a rollout; nested for Dict and Tuple spaces.
 
     Raises:
-        UnsupportedSpaceError: Text, Graph, Sequence, OneOf and whatever else has no fixed shape.
+        UnsupportedSpaceError: Text, Graph, Sequence, OneOf and others without a fixed shape.
     """
     children = subspaces(space)
     if children is not None:
@@ -198,7 +198,7 @@ def _shape_message(name: str, shape: tuple[int, ...], expected: tuple[int, ...])
     return f"{name} has shape {list(shape)}, expected {list(expected)} for one observation or {batch} for a batch"
 
 
-# Masks of allowed actions: the entry action_mask of a Dict observation, for Discrete and MultiDiscrete actions.
+# Masks of allowed actions: the entry action_mask of a Dict observation, for Discrete and MultiDiscrete actions
 
 KEY = "action_mask"
 
@@ -269,7 +269,7 @@ def allowed_action(action: Tensor, obs: Any, action_space: Any) -> Tensor:
     return (torch.stack(found, dim=-1) + start).reshape(action.shape)
 
 
-# Actions of Dict and Tuple spaces as one vector of numbers, their leaves one after another. Never imports Gymnasium.
+# Actions of Dict and Tuple spaces as one vector: their leaves one after another. Never imports Gymnasium.
 
 
 def nested_action(space: Any, action: np.ndarray | np.generic) -> Any:

@@ -1,9 +1,9 @@
 """Behaviour cloning: maximum likelihood of demonstrated actions, in the same loop as PPO and GRPO.
 
 A collector hands out demonstrated steps in place of experience, so minibatches, optimiser, checkpoints, several processes and
-evaluation are everybody's. The loss of a step is ``-log_prob`` of its action: cross-entropy for discrete actions and tokens,
-squared error over the variance for Gaussians. Policies may have another one (``Policy.imitate``). Chunks of actions are the
-labels of the steps that they begin with.
+evaluation are the usual ones. The loss of a step is ``-log_prob`` of its action: cross-entropy for discrete actions and
+tokens, squared error over the variance for Gaussians. Policies may have another one (``Policy.imitate``). Chunks of actions
+are the labels of the steps that they begin with.
 """
 
 from functools import cached_property
@@ -28,7 +28,7 @@ from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import Callback, Trainer
 
 _SCORED_AT_ONCE = 256
-"""Held-out steps in one forward pass."""
+"""Number of held-out steps in one forward pass."""
 
 
 class BehaviorCloning(BaseAlgorithm):

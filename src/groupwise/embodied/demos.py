@@ -1,7 +1,8 @@
 """Records demonstrations of scripted experts.
 
 The expert decides at each step; noise is added to its action on the way to the environment. So the episode also visits states
-that the expert alone would avoid. What is stored is the expert's own action, without the noise: it shows how to get back.
+that the expert alone would avoid. The dataset stores the expert's own action, without the noise: it shows
+how to get back.
 
 Source: Laskey et al. 2017, "DART: Noise Injection for Robust Imitation Learning", https://arxiv.org/abs/1703.09327.
 """
@@ -28,7 +29,7 @@ from groupwise.report.folder import is_free
 from groupwise.seeding import derive_seed
 
 Expert: TypeAlias = Callable[[Any], Any]
-"""From an observation to an action of the environment."""
+"""Function from an observation to an action of the environment."""
 
 ExpertMaker: TypeAlias = Callable[[Any, dict[str, Any]], Expert]
 """The expert for an episode, which may keep a state: called after each reset with the environment and the reset's info."""
@@ -42,18 +43,18 @@ EXPERTS = {
 """Makers of experts, by the start of the environments' ids."""
 
 MAX_ATTEMPTS = 20
-"""Episodes played for each one asked for."""
+"""Most episodes played for each requested one."""
 MAX_STEPS = 10_000  # of an episode in environments without a step limit
 
 
 class Recording(NamedTuple):
-    """A folder of demonstrations, and how it came about."""
+    """Counts of a finished recording."""
 
     path: Path
     """The folder."""
     episodes: int
     steps: int
-    """Steps of these episodes."""
+    """Steps of these episodes together."""
     attempts: int
     """Episodes played: the expert's successes are ``episodes`` of them, unless failures were kept."""
 
@@ -75,9 +76,9 @@ def record_demos(
         expert: from an observation to an action. None: the one of ``EXPERTS`` for the id.
         episodes: how many to keep.
         out: a folder that does not exist or is empty. None: ``demos/<environment>``.
-        noise: for Box actions the standard deviation of Gaussian noise, as a share of half the range (of the unit, where
-            there are no bounds), for others the probability of a random one. The stored action is without it.
-        seed: decides the starts and the noise.
+        noise: of Box actions: standard deviation of Gaussian noise, as a share of half the range (of the unit, where
+            there are no bounds). For other actions: probability of a random one. The stored action is without it.
+        seed: of the starts and the noise.
         keep_failures: keep episodes that end without success, too. Environments that do not say keep all.
 
     Raises:

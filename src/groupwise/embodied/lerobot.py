@@ -50,11 +50,11 @@ class Column(NamedTuple):
     """How a part of each step is stored."""
 
     dtype: str
-    """NumPy's name, or ``image``."""
+    """Name of a NumPy type, or ``image``."""
     shape: tuple[int, ...]
 
     def feature(self) -> dict[str, Any]:
-        """Its entry in ``meta/info.json``."""
+        """Entry of the column in ``meta/info.json``."""
         names = ["height", "width", "channels"] if self.dtype == "image" else None
         return {"dtype": self.dtype, "shape": list(self.shape), "names": names}
 
@@ -63,13 +63,13 @@ class Demonstration(NamedTuple):
     """An episode of T steps."""
 
     obs: Nested
-    """[T, ...] what the expert saw at each step."""
+    """[T, ...] observations of the expert at each step."""
     action: Array
     """[T, *A] its actions there, in the environment's action space."""
     reward: npt.NDArray[np.float32]
     """[T]"""
     success: bool | None
-    """None if the environment does not say."""
+    """Whether the episode succeeded; None if the environment does not say."""
     task: str
     """The instruction, or the environment's name."""
 
@@ -253,7 +253,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
 
 
 def _read_table(folder: Path, files: Path | list[Path]) -> Any:
-    """The content of Parquet files of the folder."""
+    """Reads Parquet files of the folder as one table."""
     try:
         return pq.read_table(files)
     except (OSError, ValueError) as error:

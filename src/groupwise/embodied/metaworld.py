@@ -1,18 +1,19 @@
 """The 50 tasks of Meta-World, as ``MetaWorld/push-v3`` and so on, and ``MetaWorld/multi`` for several in one run.
 
-What differs from the package ``metaworld``, whose simulation, rewards and criteria of success these are:
+The simulation, rewards and criteria of success are those of the package ``metaworld``. Differences from it:
 
 - The seed of ``reset`` alone decides the start: task, positions of objects and goal. The package ignores that seed,
   and its starts depend on the episode before.
 - Success ends the episode. The package plays on, and success may be lost again.
 - States can be captured and restored bit for bit (``clone_state``, ``restore_state``).
-- Images are small, fast and drawn only where they are asked for.
+- Images are small, fast and drawn only on demand.
 
-**Images on demand** (``DrawsOnDemand``). Whoever takes several steps for one decision sets ``env.unwrapped.draws =
-False`` before them: ``step`` then leaves ``obs["image"]`` as the last drawn one. After the last one it puts
-``env.unwrapped.image()``, which draws the present state, into the observation, unless ``draws`` was False before.
+**Images on demand** (``DrawsOnDemand``). Code that takes several steps for one decision sets
+``env.unwrapped.draws = False`` before them: ``step`` then leaves ``obs["image"]`` as the last drawn one. After the
+last step that code puts ``env.unwrapped.image()``, which draws the present state, into the observation, unless ``draws``
+was False before.
 
-**Expert.** ``expert(task)`` acts on ``env.unwrapped.state``, which exists whatever the observation is.
+**Expert.** ``expert(task)`` acts on ``env.unwrapped.state``, which exists with every kind of observation.
 """
 
 from groupwise.envs.names import require_package
@@ -41,17 +42,17 @@ from packaging.version import Version
 
 from groupwise.errors import EnvError, UnknownNameError
 
-# A simulator of one Meta-World task that plays any number of episodes, one of them at a time.
+# Simulator of one Meta-World task, which plays any number of episodes, one at a time
 
 VIEWS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 _CORNER2_POSITION = (0.75, 0.075, 0.7)
-"""The position in RLinf and LeRobot: the package's is so far away that objects are four pixels wide in an image of 64."""
+"""Position that RLinf and LeRobot use. From the package's, objects are only four pixels wide in an image of 64."""
 _UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 _PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
 _VIEWS_OF_DATA = ("init_left_pad", "init_right_pad")
 """Views of ``MjData``, so they follow it."""
 _ARM_GROUP = 2
-"""The highest group of geoms that is drawn by default."""
+"""Group of the arm's geoms: the highest one that is drawn by default."""
 _NEVER_SEES_ARM = "gripperPOV"
 """Leaving the arm out changes no pixel there, and halves the time."""
 _ARM = ("base", "controller_box", "head", "pedestal", "screen", "torso")
@@ -83,7 +84,7 @@ class Simulator:
         self._sawyer.touching_object = partial(touches, self._sawyer)
         vars(self._sawyer).pop("sawyer_observation_space", None)  # it was computed without the goal
         self._renderers: dict[int, Renderer] = {}
-        """By the size of their pictures."""
+        """Renderers by the size of their pictures."""
         self._sawyer.model.camera("corner2").pos = _CORNER2_POSITION
         _group_arm(self._sawyer.model)
         self._now: Episode | None = None
@@ -200,7 +201,7 @@ def touches(sawyer: SawyerXYZEnv, geom: int) -> bool:
 
 
 def _reset_mocap_welds(sawyer: SawyerMocapBase) -> None:
-    """Do what the package's does, also for equality constraints of more than 11 numbers."""
+    """Replaces the package's function, which fails for equality constraints of more than 11 numbers."""
     model = sawyer.model
     for number in range(model.neq):
         if model.eq_type[number] == mujoco.mjtEq.mjEQ_WELD:

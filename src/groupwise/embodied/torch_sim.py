@@ -3,7 +3,7 @@
 One adapter for EmbodiChain, Isaac Lab's rsl_rl wrapper, ManiSkill's vector environment, mujoco_playground's rsl_rl wrapper,
 and rsl_rl's ``VecEnv``. All of them reset a row in the step in which its episode ends.
 
-A step copies nothing to the host. What a simulator does not tell is not made up: the adapter's ``notes`` name it.
+A step copies nothing to the host. The adapter makes nothing up: its ``notes`` name what a simulator does not report.
 """
 
 import copy
@@ -171,7 +171,7 @@ class TorchSim(VectorEnv):
         """The simulator as rows that start independently.
 
         Args:
-            verify: check by trying, and take the best way that works; else the best that the interface offers.
+            verify: check by trying, and take the best way that works; otherwise the best that the interface offers.
 
         Raises:
             GroupStartError: members cannot share their start, and ``start_mode`` is not ``none``.
@@ -353,7 +353,7 @@ class TorchSimGroups(GroupEnv):
 
 
 def _final(info: Any) -> Any:
-    """The final observation of rows that ended, if the simulator tells it; the second is Gymnasium's newer name."""
+    """The final observation of rows that ended, if the simulator reports it; the second is Gymnasium's newer name."""
     return info.get("final_observation", info.get("final_obs", None))
 
 

@@ -23,7 +23,7 @@ from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import Categorical, make_head
 
-# The model: a vision encoder and a language model, new or the user's
+# Models of a VLA policy: a vision encoder and a language model, new or given by the user
 
 HEAD_WIDTH = 32
 _BYTES = 256
@@ -35,7 +35,7 @@ class ObsSizes(NamedTuple):
     views: int
     height: int
     width: int
-    """Height and width of an image are in pixels."""
+    """Width of an image; both sizes are in pixels."""
     proprio: int
 
 
@@ -212,7 +212,7 @@ class ChunkActorCritic(ActorCritic):
 
 
 def executed_actions(batch: Batch, size: int) -> Bool[Tensor, "*batch action"]:
-    """Which of a chunk's ``size`` actions were executed: the first ``executed``, or all where the rollout does not tell."""
+    """Which of a chunk's ``size`` actions were executed: the first ``executed``, or all if the rollout does not say."""
     executed: Int[Tensor, "*batch"] | None = batch.get("executed")
     if executed is None:
         episode: Any = batch["episode_id"]

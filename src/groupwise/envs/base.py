@@ -39,7 +39,7 @@ class EnvStep(NamedTuple):
     info: Mapping[str, Any] = {}
     """Further reports of the environment. Every step: ``executed`` [N] int64 with ``env.action_chunk``, the environment steps
     that the action took, and ``reward_parts`` [N, R] float32 with ``credit.reward="parts"``. For the episodes that end with this
-    step, where any tells (other rows mean nothing): ``success`` [N] bool, ``task`` [N] str, the names of their tasks, and
+    step, if any reports it (other rows mean nothing): ``success`` [N] bool, ``task`` [N] str, the names of their tasks, and
     ``log_info``, the numbers of ``env.log_info`` [N] float64 by name."""
 
 
@@ -47,9 +47,9 @@ class VectorEnv(ABC):
     """N environments stepped together."""
 
     env_id: str
-    """Its name in errors, logs and checkpoints."""
+    """Name of the environment in errors, logs and checkpoints."""
     device: torch.device = torch.device("cpu")
-    """Where its observations are."""
+    """Device of the observations."""
     num_envs: int
     observation_space: Any
     """The single environment's Gymnasium space."""
@@ -117,7 +117,7 @@ class GroupStartReport(NamedTuple):
     noise_varies: bool
     """Whether members with their own noise seeds drifted apart under equal actions."""
     rejected: tuple[str, ...] = ()
-    """Why better modes were not chosen."""
+    """Reasons why better modes were not chosen."""
 
 
 class GroupEnv(VectorEnv):
@@ -153,7 +153,7 @@ class GroupEnv(VectorEnv):
         """Pause the rows of ``mask`` until they are started again."""
 
 
-# Success flags and names of tasks in Gymnasium's infos.
+# Success flags and names of tasks in Gymnasium's infos
 
 SUCCESS_KEYS = ("is_success", "success")
 """Keys of gymnasium-robotics and Stable-Baselines3, and of Meta-World and ManiSkill."""

@@ -35,7 +35,7 @@ from groupwise.envs.snapshots import DrawsOnDemand
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
 
-# Which entries of an observation the policy gets.
+# Entries of an observation for the policy
 
 
 def kept_space(space: Any, keys: tuple[str, ...] | None) -> tuple[Any, tuple[str, ...]]:
@@ -59,7 +59,7 @@ def kept_space(space: Any, keys: tuple[str, ...] | None) -> tuple[Any, tuple[str
 
 
 def _storable(space: Any) -> Any | None:
-    """The space without leaves of unsupported kinds; itself if it has none, and None if it has nothing else."""
+    """The space without leaves of unsupported kinds; the space itself if it has none, None if nothing is left."""
     children = subspaces(space)
     if children is None:
         return None if space_kind(space) == "unsupported" else space
@@ -218,7 +218,7 @@ class LeanSyncVectorEnv(SyncVectorEnv):
         return super()._add_info(vector_infos, kept, env_num) if kept else vector_infos
 
 
-# Wrappers of single environments.
+# Wrappers of single environments
 
 
 class ActionChunk(gymnasium.Wrapper):
@@ -298,7 +298,7 @@ def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
     """The environment with its masks in the observation, if it has any.
 
     Raises:
-        EnvError: ``cfg.action_masks`` asks for masks of actions that are no choices.
+        EnvError: ``cfg.action_masks`` requires masks of actions that are not discrete.
     """
     if cfg.action_masks and not options(env.action_space):
         raise EnvError(
@@ -310,7 +310,7 @@ def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
 
 
 def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
-    """Notes of a run on masks that it did not ask for: that they are used, or how to use them.
+    """Notes of a run on masks that its settings do not name: that they are used, or how to use them.
 
     Args:
         env: is reset.

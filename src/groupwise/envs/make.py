@@ -33,7 +33,7 @@ from groupwise.envs.torch_env import CartPoleGroupEnv, TorchCartPole
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 from groupwise.system import num_cpus
 
-# Rows made of single Gymnasium environments: a registered id, or a callable of the user's.
+# Rows of single Gymnasium environments: a registered id, or the user's callable
 
 
 def _from_single(

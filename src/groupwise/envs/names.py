@@ -43,7 +43,7 @@ def import_package(env_id: str) -> None:
 
 
 def require_package(prefix: str) -> None:
-    """Raise a ``MissingExtraError`` if what ids with this start need is not installed."""
+    """Raise a ``MissingExtraError`` if the package for ids with this prefix is not installed."""
     needs, install = _PACKAGES[prefix]
     for name in needs:
         if find_spec(name) is None:

@@ -215,7 +215,7 @@ def by_name(numbers: npt.NDArray[Any], keys: Sequence[str]) -> dict[str, Tensor]
 
 
 def refuse_misfit(obs: Any, space: Any, source: str) -> None:
-    """Raise a ``DataError`` that says what came from ``source`` and what was declared, if the space does not allow it."""
+    """Raise a ``DataError`` with given and declared values, if the space does not allow those of ``source``."""
     try:
         obs_to_tensor(space, obs, batched=False)
     except DataError as error:
@@ -258,7 +258,7 @@ def obs_name(path: tuple[str, ...]) -> str:
     return "/".join(("obs", *path))
 
 
-# Rows in worker processes, which write observations and rewards into shared memory.
+# Rows in worker processes, which write observations and rewards into shared memory
 
 _Column: TypeAlias = tuple[Any, tuple[int, ...], str]
 """Shared memory, which can be passed to a new process only among its arguments; shape of a row; dtype."""
@@ -309,7 +309,7 @@ class WorkerRows:
         self._ask("start", rows, start_seeds, noise_seeds)
 
     def close(self, seconds: float = processes.SECONDS_TO_CLOSE) -> None:
-        """End the processes; those that do not end by themselves in that time are killed."""
+        """End the processes; those that are still running after that time are killed."""
         since = time.monotonic()
         for worker in self._workers:
             worker.child.send(None)
@@ -412,7 +412,7 @@ def _local_rows(payload: bytes, columns: dict[str, _Column], rows: slice) -> Ite
 class RowsGroupEnv(GroupEnv):
     """Copies of one Gymnasium environment, stepped one after another in this process or in several.
 
-    What a step returns is overwritten by the next one.
+    Each step overwrites the arrays that the last one returned.
 
     Args:
         num_workers: processes that share the rows among them; 0: this process steps them all.
@@ -470,7 +470,7 @@ class RowsGroupEnv(GroupEnv):
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``.
 
-        With ``cfg.on_error="report"``, the next step tells which rows failed here.
+        With ``cfg.on_error="report"``, the next step reports which rows failed here.
         """
         failed = self._failed.numpy()
         failed.fill(False)

@@ -60,10 +60,10 @@ class HasState(Protocol):
     """An environment, or a wrapper, that captures and restores itself and all that it wraps."""
 
     def clone_state(self) -> Any:
-        """Its complete state, picklable; ``np_random`` need not be in it."""
+        """Complete state of the environment, picklable; ``np_random`` need not be in it."""
 
     def restore_state(self, state: Any) -> None:
-        """Go back to what ``clone_state`` returned, here or in another environment made alike."""
+        """Go back to a state from ``clone_state``, here or in another environment made the same way."""
 
 
 @runtime_checkable
@@ -108,7 +108,7 @@ class SnapshotAdapter:
         return buffer.getvalue(), self.capture_simulator(env)
 
     def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
-        """Put an environment into a captured state: the one that was captured, or another one made alike."""
+        """Put an environment into a captured state: the one that was captured, or another one made the same way."""
         attributes, simulator = snapshot
         layers = list(_layers(env))
         objects = {key: value for value, key in _named(layers)}
@@ -143,7 +143,7 @@ def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     """Seed everything random after the start.
 
-    That is ``np_random``, generators in attributes of the environment or a wrapper (also in dictionaries, lists and
+    This covers ``np_random``, generators in attributes of the environment or a wrapper (also in dictionaries, lists and
     tuples), and the simulator's own. They are seeded in place, as others may refer to them.
     """
     for name, generator in _kept_generators(env):
@@ -301,7 +301,7 @@ def _culprit(layers: list[gymnasium.Env], names: Mapping[int, _Key]) -> str:
     return "the environment"
 
 
-# The whole state of Gymnasium environments as plain data, for running episodes in checkpoints.
+# State of Gymnasium environments as plain data, for running episodes in checkpoints
 
 _ENVS = (gymnasium.Env, VectorEnv)
 _MOST_VALUES = 100_000

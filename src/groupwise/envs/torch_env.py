@@ -42,7 +42,7 @@ class TorchRows(NamedTuple):
 class TorchGroupEnv(GroupEnv):
     """A simulator in torch, on any device. Write three functions; starts, noise and limits are done here.
 
-    ``initial`` gives the states in which episodes begin, ``transition`` their next ones, ``observe`` what the policy sees.
+    ``initial`` gives the first states of episodes, ``transition`` the next ones, ``observe`` the observations.
     They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
     keep nothing. They are called with all N rows, and cause no host sync. They may read tensors of the environment that
     change, but no Python numbers that change: compiled code keeps the first ones.
@@ -54,7 +54,7 @@ class TorchGroupEnv(GroupEnv):
         observation_space, action_space: Gymnasium's spaces of a single row.
         max_episode_steps: episodes are truncated after that many steps; None: never.
         env_id: its name in errors and logs; None: the name of the class.
-        device: where states live.
+        device: of the states.
     """
 
     start_mode = "native"
@@ -255,11 +255,11 @@ def _versions(state: Mapping[str, Tensor]) -> list[int]:
 
 
 def _select(mask: Bool[Tensor, " row"], yes: Mapping[str, Tensor], no: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of ``yes`` where ``mask``, else those of ``no``."""
+    """Rows of ``yes`` where ``mask`` is True, otherwise rows of ``no``."""
     return {name: torch.where(mask.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, no[name]) for name, leaf in yes.items()}
 
 
-# Gymnasium's vectorised CartPole with rows that start independently.
+# Gymnasium's vectorised CartPole, with rows that start independently
 
 
 @lru_cache(maxsize=1024)
@@ -348,7 +348,7 @@ class CartPoleGroupEnv(GroupEnv):
         return torch.from_numpy(self._env.state.T.astype(np.float32)).to(self.device)
 
 
-# CartPole in torch: thousands of rows a step, on the CPU or a GPU.
+# CartPole in torch: thousands of rows per step, on the CPU or a GPU
 
 
 class TorchCartPole(TorchGroupEnv):

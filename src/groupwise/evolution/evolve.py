@@ -1,8 +1,8 @@
 """Evolution: rounds of training, evaluation on common starts, selection and mutation.
 
-Every member is a run folder. What a round decides follows from the seed and the members' scores alone, so neither the number
-of processes nor a kill changes it. ``population.json`` is written when a round has ended, and each member writes down the
-rounds that it finished.
+Every member is a run folder. The decisions of a round follow from the seed and the members' scores alone, so
+neither the number of processes nor a kill changes them. ``population.json`` is written
+when a round has ended, and each member records the rounds that it finished.
 """
 
 import gc
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
     result: dict[str, Any] | None
     failure: str = ""
-    """Why there is no result."""
+    """Reason why there is no result."""
     peak_mib: float = 0.0
     """Peak memory of the process."""
 
@@ -70,7 +70,7 @@ class Pool(Protocol):
     """Workers that play rounds and may die."""
 
     busy: dict[Any, Round]
-    """Workers and what they play."""
+    """Busy workers and their rounds."""
 
     def has_room(self) -> bool:
         """Whether another round can begin."""
@@ -89,7 +89,7 @@ def play_all(pool: Pool, rounds: Sequence[Round], output: Path) -> Iterator[tupl
     """Results as they come. A member whose worker was lost continues from its last checkpoint.
 
     Raises:
-        MemberError: a member failed, or its worker died, ``MAX_CRASHES`` times; others are waited for first.
+        MemberError: a member failed, or its worker died, ``MAX_CRASHES`` times; the others finish their rounds first.
     """
     waiting, lost = list(rounds), ""
     failures = dict.fromkeys((task.folder for task in rounds), 0)
@@ -179,7 +179,7 @@ def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Answ
             plugins.load([*map(Path, plugin_files)])
         result = play(task, cloudpickle.loads(payload))
         return Answer(result, peak_mib=peak_memory(torch.device("cpu")).get("peak_memory_mib", 0.0))
-    except Exception as error:  # whatever it is, the parent decides
+    except Exception as error:  # the parent decides about every kind of error
         traceback.print_exc()
         return Answer(None, f"{type(error).__name__}: {error}")
     finally:
@@ -196,7 +196,7 @@ def _work(requests: Any, payload: bytes, plugin_files: tuple[str, ...], output: 
             requests.send(answered(requests.recv(), payload, plugin_files))
 
 
-# The search.
+# The search
 
 OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[str, Value] | None]
 """Called with a clone's name, its parent's settings and its own; may return others."""
@@ -264,7 +264,7 @@ def evolve_from_config(
 
     Args:
         base: settings of the runs; budget and progress are the search's.
-        given: Python objects that replace what ``base`` names.
+        given: Python objects that replace names in ``base``.
     """
     if base.stop.changed("threshold", "time_limit"):
         raise ConfigError("stop: a population ends after its rounds; fix: leave it out")
@@ -304,7 +304,7 @@ def go_on(population: Population, on_mutation: OnMutation | None, fields: dict[s
 
 
 def _run(population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None) -> Population:
-    """All rounds that are left; what a kill interrupted is done again or continues."""
+    """All remaining rounds; work that a kill interrupted is repeated or continued."""
     cfg, base, output = population.cfg, population.base, population.path / "members.log"
     with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
         while population.round < cfg.rounds:
@@ -330,7 +330,7 @@ def _run(population: Population, given: UserObjects, launch: LaunchCfg, on_mutat
 
 
 def start_pool(launch: LaunchCfg, count: int, given: UserObjects, output: Path) -> Pool:
-    """Workers for so many members."""
+    """Workers for ``count`` members."""
     if launch.launcher == "processes":
         return Processes(min(launch.workers or num_cpus(), count), given, output)
     from groupwise.integrations.ray import RayMembers

@@ -40,9 +40,9 @@ class Member:
     parent: str | None
     """The member that it was cloned from."""
     born: int
-    """Its first round, from 0."""
+    """First round of the member, from 0."""
     settings: dict[str, Value]
-    """Its values of what is searched, by path."""
+    """Values of the searched settings, by path."""
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Results by round: ``mean`` and ``ci95`` of the evaluation, ``env_steps``, and ``status`` (``ok`` or ``diverged``)."""
 
@@ -74,7 +74,7 @@ class Population:
 
     @classmethod
     def resume(cls, path: Path | str, *, on_mutation: "OnMutation | None" = None, **fields: Any) -> "Population":
-        """Go on with a population, as if it had never stopped; returns it.
+        """Continue a population, as if it had never stopped; returns it.
 
         Args:
             on_mutation: as of ``gw.evolve``.
@@ -184,7 +184,7 @@ class Population:
         unfinished.rename(copied)
 
 
-# The settings of members: what may be searched, first values, and where they stand in a run's config.
+# Settings of members: search ranges, first values, paths in a run's config
 
 Search = Mapping[str, RangeCfg | Choices]
 
@@ -196,7 +196,7 @@ _OF_ALL = (
 
 
 def check_search(search: Search, base: CommonCfg) -> None:
-    """Refuse what cannot be searched, before anything starts.
+    """Refuse settings that cannot be searched, before anything starts.
 
     Raises:
         ConfigError: a path is no setting or cannot change in mid-run, or a bound or value is not allowed.
@@ -266,10 +266,10 @@ def setting_at(base: CommonCfg, path: str) -> Any:
     return found
 
 
-# One round of one member: train to the end of the round, evaluate, write down the result.
+# One round of one member: train, evaluate, write the result
 
 RESULTS = "evolution.jsonl"
-"""In a member's folder: a line for each of its rounds."""
+"""File in a member's folder with a line for each of its rounds."""
 NOISY_SHARE = 0.1
 """Share of a clone's weights that get noise."""
 
@@ -353,7 +353,7 @@ def play(task: Round, given: UserObjects) -> dict[str, Any]:
         if result["round"] == task.number:
             return dict(result)
     callbacks: list[Callback] = []
-    if task.until < (task.cfg.total_steps or 0):  # else the budget ends it
+    if task.until < (task.cfg.total_steps or 0):  # otherwise the budget ends it
         callbacks.append(PauseAt(task.until))
     if task.noise is not None:
         callbacks.append(AddNoise(*task.noise))

@@ -118,7 +118,7 @@ def group_relative(
         eps: added to a standard deviation, in units of the score.
         member: elements that take part; the others get 0. None: all whose key is not -1.
         zeros: how many further members with score 0 each key has; they do not count in ``second_best`` and weigh
-            nothing in a weighted mean. Those of a key without elements do not count at all.
+            nothing in a weighted mean. Members of a key without elements do not count at all.
         weight: of each element in the mean that ``baseline="mean"`` subtracts, ``sum(w * score) / sum(w)``; the plain
             mean where all weights of a key are 0.
 

@@ -47,5 +47,5 @@ def gaussian_kl(
 def _weighted(
     probability: Float[Tensor, "*batch action"], log_ratio: Float[Tensor, "*batch action"]
 ) -> Float[Tensor, "*batch action"]:
-    """``p * log_ratio``, 0 where p is 0 whatever the ratio."""
+    """``p * log_ratio``, 0 where p is 0 for any ratio."""
     return probability * log_ratio.masked_fill(probability == 0, 0)

@@ -1,8 +1,8 @@
-"""Sums over segments, masks and ranks: means, variances, weights that turn terms into one loss, which elements stand out.
+"""Sums over segments, masks and ranks: means, variances, weights that turn terms into one loss, largest elements.
 
 Axes: batch = any shape, [B] or [B, T]; segment = dense ids 0..n-1, such as episodes or groups. An id of -1 marks an
-absent element. What is masked out may hold anything, NaN included. Nothing here waits for the device, and no shape depends
-on the data.
+absent element. Masked-out elements may hold anything, NaN included. Nothing here waits for the device, and no
+shape depends on the data.
 """
 
 from collections.abc import Callable
@@ -197,7 +197,7 @@ def _centre(
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, ""]]:
     """Elements less their mean, 0 outside the mask, and their count.
 
-    The mean of what is left after the first subtraction is subtracted too: it is the rounding error of the first
+    The mean of the remainder after the first subtraction is subtracted too: it is the rounding error of the first
     mean, which a division by a tiny standard deviation would blow up when all elements are equal.
     """
     mean, count = _mean_and_count(x, mask, all_sum)
@@ -206,7 +206,7 @@ def _centre(
     return (rough - rest).masked_fill(~mask, 0), count
 
 
-# --- which elements stand out, over all ranks: the same ones however the batch is cut and spread ---
+# --- the largest elements over all ranks, independent of how the batch is split ---
 
 _DIGIT_BITS = 8
 
@@ -252,7 +252,7 @@ def highest(
     Source: the entropy filter of https://arxiv.org/abs/2506.01939 as in TRL, https://github.com/huggingface/trl.
     """
     count = all_sum(mask.sum()).double()
-    # the tolerance keeps 0.2 * 10 at 2 whatever the rounding
+    # the tolerance keeps 0.2 * 10 at 2 despite rounding
     k = (count - ((1 - share) * (count - 1) - 1e-9).ceil()).clamp(min=1)
     return (x.float() >= kth_largest(x, k, mask, all_sum)) & mask
 
@@ -305,7 +305,7 @@ def random_fraction(
 
 @torch.no_grad()
 def element_noise(seed: int, *content: Float[Tensor, "*batch"] | Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """A number of each element, uniform in [0, 1), that follows from the seed and what the element holds.
+    """A number of each element, uniform in [0, 1), that follows from the seed and the contents of the element.
 
     Unlike numbers drawn in order it depends neither on the place of the element nor on how the batch is spread over
     ranks. Elements of the same content have the same number.
@@ -323,7 +323,7 @@ def _number(fraction: float, mask: Bool[Tensor, "*batch"], all_sum: AllSum) -> F
     return (fraction * all_sum(mask.sum()).double() + 1e-9).floor().clamp(min=1)
 
 
-# --- how an update went: 0-dim, over all ranks, never NaN for an empty mask ---
+# --- metrics of an update: 0-dim, over all ranks, never NaN for an empty mask ---
 
 
 @torch.no_grad()
@@ -347,7 +347,7 @@ def zero_variance_groups(
     member: Bool[Tensor, " episode"],
     all_sum: AllSum = local,
 ) -> Float[Tensor, ""]:
-    """Share of the groups of two or more whose members all have the same score, and so teach nothing.
+    """Share of the groups of two or more whose members all have the same score, so that they teach nothing.
 
     Where the score has parts, all of them must be the same.
     """

@@ -200,7 +200,7 @@ def _work(job: dict[str, Any]) -> bytes | None:
         return bytes(errors[0])
     try:
         os.chdir(job["folder"])  # for relative paths of data, models and plugins
-        os.environ[NUM_CPUS] = job["cpus"]  # so many processes has the run for environments
+        os.environ[NUM_CPUS] = job["cpus"]  # the number of processes for environments
         if job["servers"] is not None:
             os.environ[placed.FOLDER] = str(job["servers"])
         plugins.load([*map(Path, job["plugins"])])
@@ -216,7 +216,7 @@ def _work(job: dict[str, Any]) -> bytes | None:
         ray.get(job["errors"].add.remote(os.environ["RANK"], ended))
         until = time.monotonic() + _SECONDS_TO_AGREE
         while len(ray.get(job["errors"].all.remote())) < int(os.environ["WORLD_SIZE"]):
-            if time.monotonic() > until:  # they meet the same error one after another, or not at all
+            if time.monotonic() > until:  # all ranks meet the same error within this time, or only one of them does
                 raise  # the others wait for this one: all are started again, and end
             time.sleep(0.1)
         return ended
@@ -317,7 +317,7 @@ class RayMembers:
             if not any(room.get("CPU", 0) >= cfg.cpus and room.get("GPU", 0) >= cfg.gpus for room in rooms):
                 raise ConfigError(
                     f"cpus = {cfg.cpus:g}, gpus = {cfg.gpus:g}: no node of the Ray cluster has as many; fix: ask for less"
-                )  # else Ray would wait without a word
+                )  # otherwise Ray would wait without a message
             self._connection = stack.pop_all()
         self._play = ray.remote(_play).options(num_cpus=cfg.cpus, num_gpus=cfg.gpus, max_retries=0)
         self._stored = ray.put(plugins.pickled(given))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from groupwise.engines import Engine
 
 
-# Networks of control policies: encoders that turn any observation into features, and MLPs on top of them.
+# Networks: encoders of observations, and MLPs on top of them
 
 HIDDEN_GAIN = math.sqrt(2)
 ACTOR_GAIN = 0.01
@@ -157,7 +157,7 @@ class ObsEncoder(nn.Module):
 
     def __init__(self, space: Any, cfg: PolicyCfg) -> None:
         super().__init__()
-        obs_spec(space)  # refuses what has no fixed shape
+        obs_spec(space)  # refuses spaces without a fixed shape
         leaves = leaf_spaces(space)
         self.paths = list(leaves)
         self.encoders = nn.ModuleList()
@@ -232,7 +232,7 @@ def _batch(obs: Tensor, num_dims: int) -> torch.Size:
     return obs.shape[: obs.dim() - num_dims]
 
 
-# Normalisers of observations and rewards. Their statistics change in update only, never while acting or training.
+# Normalisers of observations and rewards; only update changes their statistics, acting and training do not
 
 _EPS = 1e-8
 CLIP = 10.0
@@ -261,7 +261,7 @@ class RunningMeanStd(nn.Module):
     def update(self, x: Shaped[Tensor, "..."], mask: Bool[Tensor, "*batch"], all_sum: AllSum = local) -> None:
         """Take in the elements of ``x`` ``[*batch, *shape]`` where the mask is True, those of all ranks together.
 
-        What is masked out may hold anything, NaN included.
+        Masked-out elements may hold anything, NaN included.
         """
         outside = ~mask.reshape(-1, *[1] * self.mean.dim())
         flat = x.reshape(-1, *self.mean.shape).double().masked_fill(outside, 0)
@@ -358,7 +358,7 @@ class ActorCritic(Policy):
 
     Args:
         observation_space: the single environment's Gymnasium space.
-        action_space: its action space.
+        action_space: the single environment's Gymnasium space.
         actor_only: builds no critic at all.
         gamma: discount of the return that scales rewards (``cfg.normalize_reward``).
         actor: replaces the actor's network. It maps the encoder's features ``[B, F]`` (normalised, flat, one-hot, or
@@ -456,7 +456,7 @@ class ActorCritic(Policy):
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out.
 
-        One observation in a Discrete action space gives an int. What only the critic reads may be missing.
+        One observation in a Discrete action space gives an int. Entries that only the critic reads may be missing.
 
         Raises:
             DataError: an observation of the wrong shape or structure, or one that is not finite.
@@ -486,7 +486,7 @@ class ActorCritic(Policy):
     def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
         """Update the normalisers' statistics by the rollout's valid steps of all ranks.
 
-        Those of observations that came with the weights stay: the weights were trained on them.
+        Statistics of observations that came with the weights stay: the weights were trained on them.
         """
         if self.obs_normalizer is not None and self.cfg.init_from is None:
             self.obs_normalizer.update(rollout["obs"], rollout["valid"], engine.sum)
@@ -494,7 +494,7 @@ class ActorCritic(Policy):
             self.reward_normalizer.update(rollout, engine.sum)
 
     def without_critic(self) -> "ActorCritic":
-        """A copy that only acts, on what the actor reads."""
+        """A copy that only acts, on the actor's entries."""
         actor = copy.deepcopy(self)
         actor.actor_only, actor.observation_space = True, self._acts_on
         actor.critic = actor.critic_encoder = None

@@ -1,4 +1,4 @@
-"""The contract of a policy: it acts, and it scores what was done.
+"""The interface of policies: a policy acts, and it scores actions that were taken.
 
 Algorithms and collectors know this module only; no class here knows an environment.
 """
@@ -21,22 +21,22 @@ Batch = Mapping[str, Nested]
 
 
 class Action(NamedTuple):
-    """A decision of a policy in each of B environments."""
+    """Actions of a policy in B environments."""
 
     action: Tensor
     """[B, ...] the policy's own action, before ``env_action`` maps it into the space."""
     log_prob: Tensor
-    """[B] log-probability under the distribution that was sampled; [B, K] of policies scored by ``token``."""
+    """[B] log-probability under the distribution that was sampled; [B, K] for policies scored by ``token``."""
     value: Tensor | None = None
     """[B] V(obs), None without a critic."""
     state: Tensor | None = None
-    """[B, S] what a recurrent policy remembers from here on; None of other policies."""
+    """[B, S] state of a recurrent policy after this step; None for other policies."""
 
 
 class Evaluation(NamedTuple):
     """Scores of a batch under the policy as it is now, shaped like the batch, with gradient.
 
-    Of policies scored by ``token``: log_prob and entropy [B, K], value [B], dist [B, K, P].
+    For policies scored by ``token``: log_prob and entropy [B, K], value [B], dist [B, K, P].
     """
 
     log_prob: Tensor
@@ -66,10 +66,10 @@ class Player(Protocol):
     """Plays whole episodes, one in each row, from their first observations on."""
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Actions for the next observations; see ``Policy.act``."""
+        """Acts as ``Policy.act`` does."""
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Environment actions for the next observations; see ``Policy.predict``."""
+        """Predicts as ``Policy.predict`` does."""
 
 
 class Policy(nn.Module, ABC):
@@ -102,14 +102,14 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Scores of ``batch["action"]`` given ``batch["obs"]`` (and what else the policy stored), with gradient."""
+        """Scores of ``batch["action"]`` given ``batch["obs"]`` (and other stored data), with gradient."""
 
     @abstractmethod
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""
 
     def player(self) -> Player:
-        """Plays episodes that begin now; that of a recurrent policy remembers what it saw."""
+        """A player of episodes that begin now; a recurrent policy's player keeps the hidden state."""
         return self
 
     def value(self, obs: Nested) -> Tensor:
@@ -133,7 +133,7 @@ class Policy(nn.Module, ABC):
         return action
 
     def label(self, action: Tensor, noise: float, generator: torch.Generator) -> Tensor:
-        """Own actions of demonstrations as cloning learns them this time, with whatever ``imitate`` needs of chance.
+        """Own actions of demonstrations as cloning learns them this time, with random numbers for ``imitate``.
 
         Args:
             noise: standard deviation of Gaussian noise that is added to floats.
@@ -145,7 +145,7 @@ class Policy(nn.Module, ABC):
     def imitate(self, batch: Batch) -> Evaluation:
         """Scores of demonstrated steps, with gradient; cloning maximises ``log_prob``.
 
-        A policy whose density is not what it is best cloned by puts minus the loss of each step there.
+        A policy that is cloned by another loss than its density returns minus the loss of each step there.
         """
         return self.evaluate(batch)
 
@@ -192,7 +192,7 @@ class Policy(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """Device of the parameters."""
         return next(self.parameters()).device
 
 

@@ -59,7 +59,7 @@ def export(policy: Policy, path: Path | str, to: ExportFormat) -> None:
 
 
 class DeterministicActor(nn.Module):
-    """From raw observations, one argument ``[B, ...]`` per leaf of their space, to the environment's deterministic actions."""
+    """Maps raw observations, one argument ``[B, ...]`` per leaf of their space, to deterministic actions."""
 
     def __init__(self, policy: Policy, space: Any) -> None:
         super().__init__()

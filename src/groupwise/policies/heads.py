@@ -1,4 +1,4 @@
-"""Action heads: the distributions over a Gymnasium action space, made from a policy's flat output."""
+"""Action heads: sampling, probabilities, and conversion between the policy's own actions and the environment's."""
 
 import math
 from abc import ABC, abstractmethod
@@ -53,7 +53,7 @@ class ActionHead(nn.Module, ABC):
         return self.log_prob(params, action), self.entropy(params)
 
     def env_action(self, action: Tensor) -> Tensor:
-        """The environment's actions for the policy's own."""
+        """The environment's action for the policy's own."""
         return action
 
     def own_action(self, action: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class ActionHead(nn.Module, ABC):
         return action.to(self.action_spec.dtype)
 
 
-# Action heads of choices and coins.
+# Discrete actions
 
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
@@ -228,7 +228,7 @@ def _categorical_entropy(log_probs: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(dim=-1)
 
 
-# Action heads of numbers, bounded or not.
+# Continuous actions
 
 _LOG_2PI = math.log(2 * math.pi)
 _QUADRATURE_NODES = 32
@@ -243,8 +243,8 @@ class DiagGaussian(ActionHead):
     The density is that of the unclipped sample, which the rollout stores.
 
     Args:
-        low: lower bounds of the box, float32, -inf where it has none.
-        high: its upper bounds, inf where it has none.
+        low: the box's lower bounds, float32, -inf where it has none.
+        high: the box's upper bounds, float32, inf where it has none.
     """
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
@@ -352,7 +352,7 @@ def _log_tanh_slope(latent: Tensor) -> Tensor:
     return 2 * (math.log(2) - latent - softplus(-2 * latent))
 
 
-# The action head of Dict and Tuple spaces.
+# Dict and Tuple spaces
 
 
 class Composite(ActionHead):
@@ -429,7 +429,7 @@ class Composite(ActionHead):
         return torch.cat([part.to(dtype) for part in flat], dim=-1)
 
 
-# The head for an action space.
+# The head for a Gymnasium action space
 
 
 def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
@@ -458,7 +458,7 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
 
 
 def _inner_float32(low: np.ndarray, high: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The bounds in float32, rounded inwards, so that what is clipped to them is inside the space's own."""
+    """The bounds in float32, rounded inwards, so that numbers clipped to them are inside the space's own."""
     with np.errstate(over="ignore"):
         low32, high32 = low.astype(np.float32), high.astype(np.float32)
     low32 = np.where(low32 < low, np.nextafter(low32, np.float32(np.inf)), low32)

@@ -1,4 +1,4 @@
-"""The control policy with a memory: what it saw earlier in the episode decides, too."""
+"""The control policy with a memory: its actions depend on earlier observations of the episode, too."""
 
 from typing import Any, NamedTuple
 
@@ -133,14 +133,14 @@ class RecurrentActorCritic(ActorCritic):
         return self._written(action, batched), end.cpu().numpy()
 
     def without_critic(self) -> "RecurrentActorCritic":
-        """A copy that only acts; it remembers what the actor does."""
+        """A copy that only acts; its state is the actor's."""
         actor = super().without_critic()
         assert isinstance(actor, RecurrentActorCritic)
         actor.state_size = self.encoder.state_size
         return actor
 
     def player(self) -> "RecurrentPlayer":
-        """Plays episodes that begin now, and remembers what it saw."""
+        """A player of episodes that begin now, which keeps the hidden state."""
         return RecurrentPlayer(self)
 
     def _step(self, obs: Nested) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -171,30 +171,30 @@ class RecurrentActorCritic(ActorCritic):
         return params, value, torch.cat([end for _, end in followed], dim=-1)
 
     def _encoders(self) -> list[RecurrentEncoder]:
-        """The actor's, and the critic's if it has its own."""
+        """The actor's encoder, followed by the critic's if it has one of its own."""
         return [self.encoder] if self.critic_encoder is None else [self.encoder, self.critic_encoder]
 
     def zero_state(self, rows: int) -> Float[Tensor, "row state"]:
-        """The state where episodes begin."""
+        """State at the beginning of episodes."""
         return torch.zeros(rows, self.state_size, device=self.device)
 
 
 class RecurrentPlayer:
-    """Plays one episode in each row with a policy's state, which begins at 0. ``act`` and ``predict`` go on from each other."""
+    """Plays one episode in each row. The policy's state begins at 0; ``act`` and ``predict`` share it."""
 
     def __init__(self, policy: RecurrentActorCritic) -> None:
         self._policy = policy.without_critic()  # whose state is the same for both
         self._state: Tensor | None = None
 
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Actions for the next observations; see ``Policy.act``."""
+        """Acts on the next observations, as ``Policy.act`` does."""
         state = self._policy.zero_state(len(obs)) if self._state is None else self._state
         action = self._policy.act(with_state(obs, state), deterministic, generator)
         self._state = action.state
         return action
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Environment actions for the next observations; see ``Policy.predict``."""
+        """Predicts from the next observations, as ``Policy.predict`` does."""
         action, state = self._policy.predict(obs, deterministic, state=self._state)
         self._state = torch.from_numpy(state).to(self._policy.device)
         return action

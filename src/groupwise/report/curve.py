@@ -125,7 +125,7 @@ def points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, fl
     return [(entry.get("env_steps", 0), float(entry[key])) for entry in metrics if key in entry]
 
 
-# Figures as SVG inside the page: text and axes in the colour of the page's own text.
+# Figures as SVG inside the page: text and axes have the colour of the page's text
 
 _INK = "#010203"
 """Drawn in place of the page's own colour, and replaced by it."""

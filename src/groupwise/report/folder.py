@@ -32,7 +32,7 @@ from groupwise.config.run import EvaluationMetric
 from groupwise.errors import RunFolderError
 from groupwise.system import printable
 
-# The lock of a run folder, so that one process trains in it: flock, which ends with its process, also a killed one.
+# Lock of a run folder, so that one process trains in it; flock is released when its process ends, even if it is killed
 
 _TRIES = 25
 _SECONDS_BETWEEN = 0.02
@@ -65,7 +65,9 @@ def held(path: Path) -> Iterator[None]:
             holder = printable(files.read(path, _MAX_BYTES).decode(errors="replace")) or "another process"
             raise RunFolderError(f"{path.parent} is in use: {holder} trains in it; fix: wait until it ends, or stop it")
         if sys.platform != "win32":
-            os.register_at_fork(after_in_child=file.close)  # else a child that outlives this process keeps the lock
+            os.register_at_fork(
+                after_in_child=file.close
+            )  # otherwise a child that outlives this process keeps the lock
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()!r}".encode())
         file.flush()
@@ -77,7 +79,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
-    """Lock an open file; False if another process holds it. A system or a disk without ``flock`` keeps nobody out."""
+    """Lock an open file; False if another process holds it. On a system or disk without ``flock`` nothing is locked."""
     if sys.platform == "win32":
         return True
     import fcntl
@@ -91,7 +93,7 @@ def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
     return True
 
 
-# Provenance: facts that repeating a run needs in addition to its settings.
+# Provenance: facts needed to repeat a run, in addition to its settings
 
 FORMAT = 2
 """Version of the run folder's files."""
@@ -156,7 +158,7 @@ def _git_state() -> dict[str, Any] | None:
 MAX_METRICS = 2**30
 """Bytes of ``metrics.jsonl``."""
 MAX_LINE = files.MIB
-"""Bytes of a line in it."""
+"""Most bytes of a line of it."""
 WANDB = "wandb"
 """Folder in which W&B keeps its files and links."""
 LOCK = ".groupwise.lock"
@@ -165,7 +167,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Provenance(BaseModel, strict=True, extra="allow"):
-    """In ``config.json``."""
+    """Provenance in ``config.json``."""
 
     format: int = 1
     run_id: str
@@ -255,7 +257,7 @@ class RunFolder:
 
     @property
     def is_training(self) -> bool:
-        """Whether a process trains in it."""
+        """Whether a process trains in the folder."""
         return is_held(self.path / LOCK)
 
     @contextmanager
@@ -382,16 +384,16 @@ class RunFolder:
         return [_parse_entry(self.metrics, number, line) for number, line in enumerate(self._lines(), start=1)]
 
     def truncate_metrics(self, iteration: int) -> None:
-        """Drop what was logged after ``iteration``; a resumed run writes it again."""
+        """Drop the log after ``iteration``; a resumed run writes it again."""
         kept = [entry for entry in self.read_metrics() if entry["iteration"] <= iteration]
         with _writing(self.metrics):
             files.write(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     def check_never_saved(self, metric: str, interval: int | float) -> None:
-        """Refuse a run that has no checkpoint left: to begin again would delete what it learned.
+        """Refuse a run that has no checkpoint left: starting again would delete its trained weights.
 
         Args:
-            metric: what the interval between checkpoints counts, such as ``env_steps``.
+            metric: unit of the interval between checkpoints, such as ``env_steps``.
             interval: between checkpoints.
 
         Raises:
@@ -410,7 +412,7 @@ class RunFolder:
             )
 
     def remove_leftovers(self) -> None:
-        """Remove what a kill left half written, and the summary, which is of a former end."""
+        """Remove half-written files of a killed process, and the summary of an earlier end."""
         files.remove(self.summary)
         for folder in (self.path, self.checkpoints, self.groups):
             for path in folder.glob(".*.partial"):
@@ -490,7 +492,7 @@ def _checked(kind: type[Model], data: object, path: Path) -> Model:
         raise _damaged(path, explain(error.errors()[0])) from error
 
 
-# Scores of a run, read from its metrics, and confidence intervals.
+# Scores of a run, and confidence intervals
 
 SCORES: dict[EvaluationMetric, str] = {"return": "return_mean", "success_rate": "success_rate"}
 """Names of scores in metrics and summaries."""
@@ -526,7 +528,7 @@ def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return"
 
 
 def interval_of(entry: Mapping[str, Any], score: str = "return_mean") -> tuple[float, float] | None:
-    """95 % confidence interval of an evaluation's score; None for a return of one episode, and where an entry does not tell."""
+    """95 % confidence interval of an evaluation's score; None for a return of one episode, or if the entry lacks it."""
     value, episodes = float(entry[f"eval/{score}"]), int(entry.get("eval/episodes", 0))
     if score == "success_rate":
         return wilson_95(value, episodes) if episodes else None
@@ -566,7 +568,7 @@ def wilson_95(share: float, count: int) -> tuple[float, float]:
     return max(0.0, min(share, low)), min(1.0, max(share, high))  # rounding may leave out shares of 0 and 1
 
 
-# Groups that a run kept, step by step, as Parquet. docs/report.md has the schema.
+# Kept groups as Parquet; docs/report.md has the schema
 
 MAX_MIB = 64
 """All files of a run together. Beyond it the oldest go, but for the first."""
@@ -682,7 +684,7 @@ def _make_room(folder: Path) -> None:
         files.remove(paths.pop(1))
 
 
-# Frames of a group's members, as a run keeps them. replay draws them.
+# Kept frames of a group's members; replay draws them
 
 MAX_FRAME_SIZE = 160
 """Pixels; larger frames are scaled down."""
@@ -702,7 +704,7 @@ class Frames(BaseModel, strict=True):
     picture: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/=]*$")] = ""
     """WebP in base64."""
     problem: str = ""
-    """Why there are none."""
+    """Reason why there are none."""
 
 
 def read_frames(path: Path) -> Frames | None:

@@ -60,9 +60,9 @@ class Metrics:
         """Difference between the highest and the lowest return of training."""
         gain = returns.late - returns.early
         self.improved = gain > 0 and gain >= 0.5 * (returns.max - returns.early)
-        """Whether the return of training rose, and kept at least half of what it had gained."""
+        """Whether the return of training rose, and kept at least half of its gain."""
         self.on_top = self.improved and returns.late >= returns.max - 0.1 * self.span
-        """Whether it rose, and ended as high as it ever was."""
+        """Whether the return rose, and ended at its highest."""
         succeeds = self["rollout/success_rate"].late == 1
         self.is_constant = len(returns.values) >= 3 and self.span <= 1e-6 * abs(returns.max) and not succeeds
         """Whether the return is always the same, in a task that does not always succeed."""
@@ -88,7 +88,7 @@ class Metrics:
 
 
 Condition = Callable[[Metrics, Series], bool]
-"""On all metrics, and on the first one that the rule needs."""
+"""Test of all metrics, and of the first one that the rule needs."""
 
 
 class Rule(NamedTuple):
@@ -103,7 +103,7 @@ class Rule(NamedTuple):
     bad: Condition | bool = False
     """Whether that is trouble, not only something to look at."""
     excuses: tuple[tuple[Condition, str], ...] = ()
-    """Conditions under which all is well, with what to say then."""
+    """Conditions under which nothing is wrong, with the sentence to print."""
     draws: int = 1
     """How many of the metrics that it needs are drawn: the first ones."""
 
@@ -136,7 +136,7 @@ def _got_worse(m: Metrics, v: Series) -> bool:
 
 
 # fmt: off
-RULES = (  # causes go before what follows from them
+RULES = (  # causes go before their consequences
     Rule("Return", (RETURN,), "Between {v.min:.4g} and {v.max:.4g} in training.", bad=True, sick=(
         (lambda m, v: m.is_constant, "It never changes. If a goal was never reached, reward progress towards it, or start nearer "
          "to it. If the return cannot be higher, the task is solved. Else the reward does not depend on the policy."),

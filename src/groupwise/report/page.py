@@ -1,4 +1,4 @@
-"""From a run folder to one file of HTML that needs no network and, but for the explorer, no scripts."""
+"""Writes a run folder as one HTML file, which needs no network and, except for the explorer, no scripts."""
 
 import json
 import math
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-# The groups of a run, as the page's explorer reads them: a few numbers for each step, in JSON.
+# Groups of a run for the page's explorer: a few numbers for each step, in JSON
 
 MAX_BYTES = 1_200_000
 """JSON of all groups together."""
@@ -135,13 +135,13 @@ def _mean(values: Sequence[Number]) -> Number:
 
 
 def _short(values: Iterator[Any] | Sequence[Any]) -> list[Any]:
-    """A list; of one element if all are the same."""
+    """Values as a list, with one element if all are the same."""
     found = list(values)
     return found[:1] if len(set(found)) == 1 else found
 
 
 def _number(value: float | int, digits: int = 4) -> Number:
-    """Rounded; None for what is not finite."""
+    """Rounds a number; None if it is not finite."""
     shown = float(f"{value:.{digits}g}")
     if not math.isfinite(shown):
         return None
@@ -160,7 +160,7 @@ class Live(NamedTuple):
     home: str
     """Address of all runs."""
     events: str
-    """Address that tells of changes."""
+    """Address that reports changes."""
     script: str
     """Takes the changes in."""
 
@@ -406,7 +406,7 @@ def _setting(value: object) -> str:
 
 
 def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
-    """Where and when the run was made, and what it used."""
+    """Machine, time and resources of the run."""
     git, machine = provenance.get("git") or {}, provenance.get("machine") or {}
     facts = {
         "started": provenance.get("started"),
@@ -448,7 +448,7 @@ def _shown(value: float | int) -> str:
     return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-# Views of a run in a notebook.
+# Views of a run in a notebook
 
 
 class Curve(Figure):

@@ -195,7 +195,7 @@ def no_display() -> Iterator[None]:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn what a renderer raises into an ``EnvError``: each library has its own exceptions."""
+    """Turn the errors of renderers into an ``EnvError``: each library has its own exceptions."""
     try:
         yield
     except EnvError:
@@ -208,7 +208,7 @@ def explained(name: str) -> Iterator[None]:
         ) from error
 
 
-# Frames of a group's members: the actions that a run kept, played again in an environment that draws.
+# Frames of a group's members: kept actions, replayed in an environment that renders
 
 MAX_MEMBERS = 8
 MAX_REPLAY_FRAMES = 96
@@ -239,7 +239,7 @@ def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, ou
         return
     iteration, path = list(kept.items())[-1]
     group, members = _widest_group(read_groups(path))
-    if not members[0]["start"][0]:  # without groups, nobody shares a start
+    if not members[0]["start"][0]:  # without groups, no start is shared
         return
     found = Frames(iteration=iteration, group=group)
     try:

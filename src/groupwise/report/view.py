@@ -28,7 +28,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.page import Live, render, style, subject, templates
 from groupwise.system import num_cpus
 
-# The runs below a folder, as the list of the viewer shows them.
+# Runs below a folder, for the viewer's list
 
 MAX_DEPTH = 3
 """Folders between the one that is shown and a run."""
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     training: Points = []
     evaluations: Points = []
     problem: str = ""
-    """Why it cannot be read; empty where it can."""
+    """Reason why the run cannot be read; empty if it can."""
 
 
 def find_runs(root: Path) -> dict[str, Path]:
@@ -66,7 +66,7 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 
 def version_of(*paths: Path) -> str:
-    """Changes whenever what is shown of these runs does."""
+    """Changes whenever the display of these runs does."""
     folders = [*map(RunFolder, paths)]
     files = [
         file for one in folders for file in (one.config, one.metrics, one.summary, one.groups, one.video, one.frames)
@@ -158,7 +158,7 @@ class Viewer:
         self._script = resources(__package__).joinpath("live.js").read_text(encoding="utf-8")
 
     def app(self) -> Starlette:
-        """The application; it answers GET under the token, and 404 to all else."""
+        """The application; it answers GET under the token, and 404 to everything else."""
         pages = {"/": self.index, "/runs/{name:path}": self.run, "/events": self.events}
         return Starlette(
             routes=[Route("/{token}" + path, self._guarded(page), methods=["GET"]) for path, page in pages.items()],
@@ -199,7 +199,7 @@ class Viewer:
             return HTMLResponse(self._latest[2], headers=HEADERS)
 
     def events(self, request: Request) -> Response:
-        """Server-sent events: one whenever the run, or any run, is no longer what the page has seen."""
+        """Server-sent events: one whenever the run, or any run, has changed since the page was drawn."""
         changes = self.changes(request.query_params.get("run", ""), request.query_params.get("seen", ""))
         return StreamingResponse(changes, media_type="text/event-stream", headers=HEADERS)
 

@@ -95,7 +95,7 @@ class FlatAdam:
             parameter.grad = view
 
     def clip(self, limit: float | None) -> Float[Tensor, ""]:
-        """Clip the gradient's norm; returns the norm before. As ``torch.nn.utils.clip_grad_norm_``, in a quarter of its time."""
+        """Clip the gradient's norm; returns the old one. Same as ``clip_grad_norm_``, in a quarter of its time."""
         norm: Tensor = torch.linalg.vector_norm(self.gradient)
         if limit is not None:
             self.gradient.mul_((limit / (norm + 1e-6)).clamp_(max=1.0))
@@ -127,7 +127,7 @@ class FlatAdam:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Laid out as that of ``torch.optim.Adam``."""
+        """State in the layout of ``torch.optim.Adam``."""
         return {"state": {0: dict(self.state)}, "param_groups": [self.param_groups[0] | {"params": [0]}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ class NumPyActor:
 
 
 def numpy_actor(policy: Policy) -> Callable[..., Action]:
-    """The policy's ``act`` in NumPy, else as it is: NumPy is for a plain ``ActorCritic`` on vectors of floats on a CPU."""
+    """The policy's ``act``, in NumPy for a plain ``ActorCritic`` on vectors of floats on a CPU."""
     if type(policy) is not ActorCritic or has_hooks(policy):
         return policy.act
     space, head = policy.observation_space, type(policy.head)
@@ -309,7 +309,7 @@ def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
 def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """``function`` compiled ahead of time for arguments like ``example``.
 
-    Sizes are constants unless marked as dynamic, whatever was compiled in this process before, so results are the same.
+    Sizes are constants unless marked as dynamic, also after other compilations in this process, so results are the same.
 
     Each call of ``torch.compile`` looks for a compiled version first: 124 us in place of 105 for a minibatch of HalfCheetah.
     """
@@ -413,7 +413,7 @@ class _Gradient:
         return [batch[key].contiguous() for key in self.keys]
 
     def example(self, batch: Batch) -> Batch:
-        """About as many elements; not as many as another dimension has, for equal sizes would be taken as equal for ever."""
+        """A batch of similar size, but no other dimension's: the compiler would take equal sizes as always equal."""
         others = {width for value in batch.values() for width in value.shape[1:]}
         others |= {width for shape in self._shapes.values() for width in shape} | {sum(self._sizes)}
         rows = max(len(batch["loss_mask"]), 2)
@@ -452,7 +452,7 @@ class _Loss(nn.Module):
 
 
 def _resized(batch: Batch, rows: int) -> Batch:
-    """So many elements, the same ones again where there are fewer."""
+    """The batch cut to ``rows`` elements, or filled up with its own elements again."""
     return {key: value[torch.arange(rows) % len(value)] for key, value in batch.items()}
 
 
@@ -521,7 +521,7 @@ class CompiledStepper:
         reference = partial(self._step, partial(self._policy.act, generator=generator))
         with _Draws() as draws:
             expected = reference(*args)
-        # tensors of their own: the compiler takes one that comes twice as the same for ever
+        # separate tensors: if one came twice, the compiler would assume that these arguments are always the same tensor
         example, given = pytree.tree_map(_own, (args, draws.drawn))
         step, act = self._step, self._policy.act
 
@@ -546,7 +546,7 @@ class CompiledStepper:
 
 
 class _Draws(TorchFunctionMode):
-    """Records random draws, or gives what was drawn before in their place.
+    """Records random draws, or returns recorded ones in their place.
 
     Args:
         given: of each draw, in order; None: they are drawn.

@@ -1,7 +1,7 @@
 """A fast decoding step for models of the Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3).
 
 The architecture: RMSNorm, rotary positions, grouped-query attention, a gated MLP. The step does their arithmetic without
-calling the modules of transformers. Those still encode the prompts, and ``FastDecoder`` compares both once.
+calling the modules of transformers. The modules still encode the prompts, and ``FastDecoder`` compares both once.
 """
 
 import math
@@ -60,7 +60,7 @@ class FastDecoder(Decoder):
         """The step that extends the rows, whose first tokens are ``token``.
 
         Warns:
-            SlowPathWarning: the model computes something else, so that transformers decodes from now on.
+            SlowPathWarning: the model computes other numbers than this step, so transformers decodes from now on.
         """
         if not has_llama_shape(policy.network, prompts.cache):
             return Step(policy, prompts)
@@ -192,7 +192,7 @@ class LlamaStep(Step):
 
 
 def autocast_off(device: str) -> AbstractContextManager:
-    """No autocast on devices of this type. Nothing is entered if it is off already, which saves an operation's time."""
+    """Turns autocast off on devices of this type. If it is off already, nothing is entered, which saves time."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 

@@ -35,13 +35,13 @@ from groupwise.text.tools import Dialogue, TextBuffer, Transcript, open_group, t
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
 
-# Groups of completions on their way from an agent to an environment and back.
+# Groups of completions, passed between agent and environment
 
 
 class Completions(list[Tensor]):
     """Groups of completions: for each of B prompts, token ids ``[G, L]`` of prompt and completion, padded with 0.
 
-    Besides the ids it holds the texts, and what was sampled with each token.
+    Besides the ids it holds the texts, and the sampling data of each token.
     """
 
     def __init__(self, groups: Sequence[Sequence[Transcript]]) -> None:
@@ -60,7 +60,7 @@ class Completions(list[Tensor]):
         return [[member.tokens for member in group] for group in self.groups]
 
     def masks(self) -> list[Tensor]:
-        """For each prompt ``[G, L - 1]``: True where the next token is one of the completion."""
+        """Masks ``[G, L - 1]`` of each prompt: True where the next token belongs to the completion."""
         masks = []
         for ids, group in zip(self, self.groups, strict=True):
             place = torch.arange(1, ids.shape[1])
@@ -70,7 +70,7 @@ class Completions(list[Tensor]):
         return masks
 
 
-# Prompts and rewards as an environment of one step, for training loops by hand.
+# Prompts and rewards as an environment of one step
 
 MakePrompt = str | Callable[[Mapping[str, Any]], Any]
 _SETTINGS = ("data_kwargs", "data_size", "eval_size", "eval_overlap", "prompt_column", "reward_timeout")
@@ -122,7 +122,7 @@ class PromptEnv:
             if examples:
                 self.rewards.check_columns(examples[0].columns, name)
         self.logged: dict[str, float] = {}
-        """Means of what functions logged by ``log_metric`` at the last step."""
+        """Means of metrics that functions logged by ``log_metric`` at the last step."""
         self._evaluating = False
         self._batch: list[Example] = []
         self._trained = self._evaluated = 0
@@ -203,7 +203,7 @@ class PromptEnv:
             self._evaluating, self._batch = kept
 
     def close(self) -> None:
-        """Free what the reward functions hold."""
+        """Free the resources of the reward functions."""
         self.rewards.close()
 
     def _next(self) -> list[Prompt]:
@@ -382,7 +382,7 @@ class LanguageAgent:
         return mean
 
     def set_progress(self, step: int, num_steps: int) -> None:
-        """Tell a schedule of the learning rate that ``step`` of ``num_steps`` calls of ``learn`` are done."""
+        """Set a schedule of the learning rate to ``step`` of ``num_steps`` calls of ``learn``."""
         self.algorithm.set_progress(step / num_steps, num_steps, 1 / num_steps)
 
     def clone(self, index: int | None = None) -> "LanguageAgent":

@@ -1,4 +1,4 @@
-"""From a ``TextRunCfg`` to the components of a run on texts."""
+"""Builds the components of a run on texts from a ``TextRunCfg``."""
 
 from groupwise.errors import require_extra
 
@@ -51,14 +51,14 @@ from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
 from groupwise.training.trainer import Callback
 
-# From the settings to a collector whose completions come from servers.
+# Collectors whose completions come from servers
 
 
 def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **options: Any) -> ServedCollector:
     """The collector of a run on servers: those that the settings name, or one that is started here.
 
     Args:
-        parts, options: what ``TextCollector`` takes besides the policy and the generator.
+        parts, options: arguments of ``TextCollector`` besides the policy and the generator.
     """
     how = cfg.generation
     assert isinstance(how, ServerGenerationCfg)
@@ -144,7 +144,7 @@ class TextComponents(Components):
     def evaluator(self) -> TextEvaluator | None:
         """The evaluator on held-out prompts; None if there are none."""
         if self.cfg.task.eval_data is None:
-            log.warning("no evaluation: no prompts are held out; fix: task.eval_data")
+            log.warning("No evaluation during training: pass eval_data=... to hold out prompts.")
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
         return TextEvaluator(self.task, self.held_out, self.cfg, self.policy, seed=seed)

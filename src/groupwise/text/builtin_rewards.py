@@ -22,7 +22,7 @@ from groupwise.text.data import Completion
 from groupwise.text.rewards import RewardObject, Score, register_reward
 from groupwise.text.sandbox import MathVerifier
 
-# Which answers to tasks of reasoning-gym are right, and which tasks cannot be scored.
+# Tasks of reasoning-gym: right answers, and tasks that cannot be scored
 
 _ANY = r"[\s\S]*"
 _DECIMAL = r"-?\d+(\.\d+)?"
@@ -52,7 +52,7 @@ SCORED_TASKS = dict.fromkeys(
     "tower_of_hanoi": rf"{_HANOI}(\s*\n\s*{_HANOI})*",
 }
 """Tasks with several right answers, and the form of an answer, to which their own scorer gives full marks only if it is
-right. Without the form, some would run an answer as code, or skip what they cannot read."""
+right. Without the form, some would run an answer as code, or skip parts that they cannot read."""
 
 COMPUTED_TASKS = ("countdown", "puzzle24")
 """Tasks whose expressions are computed here, exactly: their own scorers run them as code, and accept results that are close."""

@@ -224,7 +224,7 @@ def text_metrics(
     return metrics
 
 
-# Evaluation of a language model on held-out prompts: mean reward and pass@k.
+# Evaluation on held-out prompts: mean reward and pass@k
 
 _PROMPTS_AT_ONCE = 32
 
@@ -319,7 +319,7 @@ class TextEvaluator(Evaluator):
         self._dialogue.close()
 
 
-# Completions of prompts of the user's, apart from training.
+# Completions of the user's own prompts
 
 
 def is_single(prompts: object) -> bool:

@@ -228,7 +228,7 @@ def _key(prompt: Prompt) -> tuple[str, ...]:
     return tuple(" ".join(part.split()) for message in prompt for part in (message["role"], message["content"]))
 
 
-# From prompts to tokens, and from completions to texts.
+# Encoding of prompts, decoding of completions
 
 _WRITTEN = "WRITTEN"
 """Placeholder of the model's turn, whose tokens are known."""

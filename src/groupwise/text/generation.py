@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
 
 
-# Processed logits: penalties for tokens of the text so far, and filters that keep the likeliest tokens.
+# Logits: penalties for repeated tokens, and filters that keep the likeliest tokens
 
 _NEVER = -1e30
 """The logit of a token that is not kept: finite, so that 0 times it is 0."""
@@ -48,7 +48,7 @@ def penalized(
 def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) -> Int[Tensor, "row kept"]:
     """Ids that ``top_k``, then ``top_p``, then ``min_p`` keep, by rising id; of equally likely tokens some.
 
-    Of tokens equally likely at the border, as many are kept as have room. The most likely one is always kept.
+    If tokens at the border are equally likely, as many as fit are kept. The most likely one is always kept.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1; Nguyen et al., "Turning Up
     the Heat: Min-p Sampling", 2024, section 3.
@@ -100,7 +100,7 @@ def _among(ids: Int[Tensor, "row place"], vocabulary: int) -> Bool[Tensor, "row 
     return found.scatter_(1, ids.masked_fill(ids < 0, vocabulary), True)[:, :vocabulary]
 
 
-# Sampling: the next token of each completion, and what ends a completion.
+# Sampling of tokens, and the ends of completions
 
 BLOCK = 256
 """Probabilities in one running sum: one over a whole vocabulary is slow."""
@@ -118,9 +118,9 @@ class Completion(NamedTuple):
     stop: Literal["eos", "stop", "length"]
     """Reason why it ended: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[Int[Tensor, " kept"]] | None = None
-    """With ``top_k``, ``top_p`` or ``min_p``: the tokens that could be drawn at each step, by rising id; -1 fills up."""
+    """Tokens that could be drawn at each step with ``top_k``, ``top_p`` or ``min_p``, by rising id; -1 fills up."""
     policy_version: list[int] | None = None
-    """From servers: the iteration whose policy generated each token."""
+    """Iteration whose policy generated each token, for completions from servers."""
 
 
 class DecodingState:
@@ -326,7 +326,7 @@ def complete(
     *,
     deterministic: bool = False,
 ) -> list[list[Completion]]:
-    """Completions of each prompt, one for each of its seeds; none depends on what else the call generates.
+    """Completions of each prompt, one for each of its seeds; none depends on the others that the call generates.
 
     Args:
         sampling: by default the policy's.

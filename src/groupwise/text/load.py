@@ -55,7 +55,7 @@ def find_model(path: str) -> str:
     """The folder of a model, or its id on the hub or in the hub's cache.
 
     Raises:
-        ConfigError: there is none, or its folder holds a broken ``config.json``, or what is neither file nor folder.
+        ConfigError: there is none, or its folder has a broken ``config.json``, or entries other than files and folders.
     """
     folder = Path(path).expanduser()
     if path and folder.is_dir():

@@ -26,14 +26,14 @@ from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.text.generation import Decoder, complete, left_padded, recorded_processor
 from groupwise.text.vocabulary import token_scores, unprocessed
 
-# The common prefix of a group's rows, which a language model encodes once (prefix sharing).
+# Prefix sharing: the common prefix of a group's rows is encoded once
 
 
 class Prefixes(NamedTuple):
     """Rows ``[N, T]`` cut into U common prefixes and N suffixes."""
 
     number: Int[Tensor, " row"]
-    """Which prefix each row has."""
+    """Index of each row's prefix."""
     head: Int[Tensor, "prefix head"]
     """Tokens of the prefixes, padded on the left."""
     head_valid: Bool[Tensor, "prefix head"]
@@ -92,7 +92,7 @@ def find_prefixes(
     )
 
 
-# The reference of a language model with adapters.
+# Reference policy of a model with adapters
 
 
 class AdapterReference(Policy):
@@ -490,7 +490,7 @@ def _expect_saved(policy: CausalLM, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
 
 
-# Changes to the layers of transformers models for training: no dropout, gradient checkpointing, shared prefixes.
+# Changes to transformers models for training: no dropout, gradient checkpointing, shared prefixes
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _NOISES = ("drop", "jitter")

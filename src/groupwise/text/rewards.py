@@ -31,7 +31,7 @@ from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameErr
 from groupwise.plugins import register
 from groupwise.text.data import Completion, Prompt
 
-# What rewards and tools have in common: functions and classes that settings name.
+# Functions and classes that settings name, for rewards and tools
 
 
 def check_settings(
@@ -67,7 +67,7 @@ def check_settings(
             ) from error
 
 
-# A function in a process of its own, which is killed with its children where a call takes too long.
+# Functions in a separate process, which is killed with its children when a call takes too long
 
 
 class RemoteError(Exception):
@@ -111,7 +111,7 @@ class Isolated:
         """Call the function; returns its result.
 
         Raises:
-            RemoteError: what it raises.
+            RemoteError: the function raised an error.
             LostCallError: it took longer than ``seconds``, or its process died.
             ConfigError: its process does not start.
         """
@@ -170,12 +170,12 @@ def _serve(connection: Connection, payload: bytes) -> None:
     processes.serve(connection, calls())
 
 
-# One reward function: its arguments, the columns that it needs, and the process that it may run in.
+# Reward functions: arguments, columns of the data, process
 
 Reward = Callable[..., Any]
 """Maps keywords to a sequence of numbers or None, sync or async."""
 Score: TypeAlias = float | RewardError | None
-"""None: the reward does not apply. An error: it failed, and the completion gets no reward."""
+"""Score of a completion. None: the reward does not apply. An error: it failed, and the completion gets no reward."""
 LogMetric = Callable[[str, float], None]
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of every function; no column may have such a name."""
@@ -281,7 +281,7 @@ async def _awaited(scores: Sequence[Any]) -> list[Any]:
 
 
 class RemoteReward:
-    """A reward function in the process of its own: returns its scores and what it logged."""
+    """Runs a reward function in its own process: returns its scores and logged metrics."""
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
@@ -319,7 +319,7 @@ def numbers(name: str, result: Any, count: int) -> list[Score]:
 
 
 def written_text(completion: Completion) -> str:
-    """A completion as a text; of several messages, what the model wrote."""
+    """A completion as a text; for several messages, the model's turns."""
     if isinstance(completion, str):
         return completion
     return "".join(message["content"] for message in completion if message["role"] == "assistant")
@@ -396,8 +396,8 @@ class RewardSet:
     """Functions whose weighted scores add up.
 
     Args:
-        on_nonfinite: what a score that is NaN, infinite or beyond float32 does. ``stop``: an error; ``drop``: the function has
-            no score; ``zero``: it is 0.
+        on_nonfinite: handling of scores that are NaN, infinite or beyond float32. ``stop``: an error; ``drop``: no
+            score; ``zero``: it is 0.
         timeout: seconds that a call of a function may take, which then runs in a process of its own. None: no limit.
 
     Raises:

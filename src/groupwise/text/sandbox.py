@@ -17,7 +17,7 @@ _CLOCK = 5.0
 _MEMORY = 4 * 2**30
 """Bytes that the process may have; ``9**9**9`` wants more."""
 _KEPT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""The whole environment of the process: what Python needs to start."""
+"""The whole environment of the process: variables that Python needs to start."""
 
 
 class MathVerifier:
@@ -46,7 +46,7 @@ class MathVerifier:
         raise ChildProcessError(f"the process that compares answers gave none, or died, at {given!r:.80}")
 
     def close(self) -> str:
-        """End the process; returns what it wrote to standard error."""
+        """End the process; returns its standard error."""
         process, self._process = self._process, None
         if process is None:
             return ""

@@ -90,7 +90,7 @@ class ShardedEngine(DistributedEngine):
         return tree_map_only(DTensor, lambda part: self._gathered(part).to(place), state)
 
     def split(self, state: Mapping[Any, Any], like: Mapping[Any, Tensor]) -> dict[Any, Any]:
-        """Its part of each whole tensor, where that of the same key in ``like`` is divided and has its shape."""
+        """Part of each whole tensor on this rank, if the tensor in ``like`` is divided and has its shape."""
         return {key: tree_map_only(Tensor, partial(_part, like[key]), entry) for key, entry in state.items()}
 
     def _gathered(self, part: DTensor) -> Tensor:

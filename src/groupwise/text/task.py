@@ -141,7 +141,7 @@ def _several(reward: object) -> list[Any]:
     return [*reward] if isinstance(reward, list | tuple) else [reward]
 
 
-# From what a user gives in Python to the settings of a run on texts.
+# Settings of a run from data and rewards given in Python
 
 
 def text_cfg(

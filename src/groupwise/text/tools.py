@@ -200,7 +200,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-# Texts as a rollout: tokens are observations, the next tokens actions.
+# Texts as a rollout: tokens are the observations, next tokens the actions
 
 
 class TextRow(NamedTuple):
@@ -213,7 +213,7 @@ class TextRow(NamedTuple):
     prompt: Sequence[int]
     completion: Sequence[int]
     log_probs: Sequence[float]
-    """Under the distribution that the tokens were drawn from."""
+    """Log-probabilities under the distribution that the tokens were drawn from."""
     reward: float | Sequence[float] | None
     """Reward of the completion, or of each of its tokens. None: unscorable, so that the row neither has a loss nor is a baseline."""
     terminated: bool
@@ -225,7 +225,7 @@ class TextRow(NamedTuple):
     support: Sequence[Tensor] | None = None
     """The tokens that could be drawn at each step, ``[kept]``; -1 fills up. None: all of them."""
     policy_version: Sequence[int] | None = None
-    """From servers: the iteration whose policy generated each token; -1: the tool's."""
+    """Iteration whose policy generated each token, for texts from servers; -1 for the tool's tokens."""
     trained: bool = True
     """False: the row counts in its group, but has no loss."""
     greedy: bool = False
@@ -326,7 +326,7 @@ def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Te
     return row, torch.arange(len(row)) + (first - lengths.cumsum(0) + lengths)[row]
 
 
-# Transcripts: the turns of the model and the tool's answers at a prompt, and their rewards.
+# Transcripts: the model's turns, the tool's answers, and their rewards
 
 
 @dataclass
@@ -346,7 +346,7 @@ class Transcript:
     support: list[Tensor] = field(default_factory=list)
     """The tokens that could be drawn, if not all could."""
     policy_version: list[int] = field(default_factory=list)
-    """From servers: the iteration whose policy generated each token; -1: the tool's."""
+    """Iteration whose policy generated each token, for texts from servers; -1 for the tool's tokens."""
     stop: Literal["eos", "stop", "length"] = "length"
     """How the model's last turn ended."""
     turns: int = 0
@@ -356,7 +356,7 @@ class Transcript:
     messages: list[Message] = field(default_factory=list)
     """The text as messages."""
     reward: float | None = None
-    """None: unscorable."""
+    """Reward of the transcript; None if it cannot be scored."""
     parts: Sequence[float | None] = ()
     """Score of each reward function."""
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 CHUNK_ELEMENTS = 2**22
 """Logits held at once: 16 MiB, of which two or three copies exist for a moment."""
 LogitProcessor = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""From the logits ``[token, vocabulary]`` of these tokens to processed ones, all finite, and their derivative, if it is not 1."""
+"""Function from logits ``[token, vocabulary]`` to processed, finite ones, and their derivative unless it is 1."""
 
 
 def unprocessed(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +136,7 @@ def _widened(weight: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _back_product(grad: Tensor, wide: Tensor) -> Tensor:
-    """``grad @ wide`` in float32. Beside weights in bfloat16, the gradient is the sum of two numbers in bfloat16."""
+    """``grad @ wide`` in float32. With weights in bfloat16, the gradient is the sum of two numbers in bfloat16."""
     if wide.dtype == torch.float32:
         return grad @ wide
     high = grad.to(wide.dtype)

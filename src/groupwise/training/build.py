@@ -1,4 +1,4 @@
-"""From settings to the parts of a run: algorithm, collector, buffer, callbacks, evaluation."""
+"""Builds the parts of a run from its settings: algorithm, collector, buffer, callbacks, evaluation."""
 
 import logging
 import os
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# The parts of a run, shared by environments and texts.
+# Parts of a run, shared by environments and texts
 
 
 class UserObjects(NamedTuple):
@@ -82,7 +82,7 @@ class UserObjects(NamedTuple):
     data: object | None = None
     """Training prompts, as ``TextTask`` takes them."""
     eval_data: object | None = None
-    """Held-out prompts, given in the same way."""
+    """Held-out prompts, in the same form."""
     reward: Any = None
     """Functions that score completions, one or several."""
     tool: Any = None
@@ -121,12 +121,12 @@ class Components(ABC):
     """The parts of a run."""
 
     kind: ClassVar[str] = "env"
-    """Key of what was trained on in the summary."""
+    """Key in the summary for the environment or task."""
     axes: ClassVar[tuple[str, str]] = ("environment steps", "episode return")
     """Labels of the learning curve."""
 
     cfg: RunCfg | TextRunCfg
-    """The settings, completed by what the environment or the data determines."""
+    """The settings, completed by values that the environment or the data determines."""
     given: UserObjects
     algorithm: BaseAlgorithm
     collector: Collector
@@ -162,7 +162,7 @@ class Components(ABC):
     def render(self, path: Path, seed: int) -> None:  # noqa: B027 (not every run has pictures)
         """Write a video of the policy, where possible."""
 
-    def render_groups(self, folder: RunFolder) -> None:  # noqa: B027  likewise
+    def render_groups(self, folder: RunFolder) -> None:  # noqa: B027 (not every run has pictures)
         """Draw members of a group that the run kept, where possible."""
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ def pick_device(name: str) -> torch.device:
     """The device that a config names.
 
     Raises:
-        ConfigError: a GPU is asked for and there is none.
+        ConfigError: the settings require a GPU and there is none.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,7 +197,7 @@ def pick_device(name: str) -> torch.device:
 def build_callbacks(
     parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
 ) -> list[Callback]:
-    """The user's callbacks and those of the settings; on ranks above 0 the user's, and what helps to save.
+    """The user's callbacks and those of the settings; on ranks above 0 the user's, and those that help to save.
 
     Their order: logs have what others add to the metrics, the last iteration is evaluated, and a checkpoint covers what
     the logs hold.
@@ -227,7 +227,7 @@ def build_callbacks(
     return [*built, saves]
 
 
-# Evaluation and video of a run's policy in environments of its own.
+# Evaluation and video in separate environments
 
 MAX_EVALUATION_ENVS = 128
 _MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
@@ -239,8 +239,8 @@ class EnvEvaluator(Evaluator):
 
     Args:
         seed: of the episodes. Each call plays the same ones, so two evaluations differ by the policy alone.
-        fresh: start each episode in a new environment, for environments that start elsewhere when used. Else a
-            resumed run would get other scores.
+        fresh: start each episode in a new environment, for environments whose starts depend on earlier episodes.
+            Otherwise a resumed run would get other scores.
 
     Raises:
         ConfigError: the environment cannot be made a second time.
@@ -354,7 +354,7 @@ def no_second_env(env: object) -> ConfigError:
     )
 
 
-# Videos during training.
+# Videos during training
 
 
 class Videos(Callback):
@@ -389,7 +389,7 @@ class Videos(Callback):
         self.evaluations = int(state["evaluations"])
 
 
-# Refuses rollouts that cannot fit in memory, before anything is allocated.
+# Check that rollouts fit in memory, before anything is allocated
 
 SLOT_BYTES = 40
 """The least that a step takes in a rollout: reward, masks, ids, log-probability, and small observations and actions."""
@@ -618,7 +618,7 @@ def build_components(
 
 
 def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the algorithm and the collector that speed up a run: flat parameters, acting in NumPy, what pays to compile."""
+    """Arguments of the algorithm and the collector for speed: flat parameters, acting in NumPy, compiled code."""
     fast, stops = cfg.speed == "auto", cfg.algorithm.on_nonfinite == "stop"
     act: MakeActor = numpy_actor if fast else lambda policy: policy.act
     actor = act if stops else lambda policy: acting_on_finite(act(policy))
@@ -632,7 +632,9 @@ def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[s
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
     if steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
         of_algorithm["gradient"] = compile.compiled_gradient
-    if stops and steps // rows >= rollouts.WORTH_STEPS:  # else actions are replaced on their way to the environment
+    if (
+        stops and steps // rows >= rollouts.WORTH_STEPS
+    ):  # otherwise actions are replaced on their way to the environment
         of_collector["stepper"] = rollouts.compiled_stepper
     return of_algorithm, of_collector
 

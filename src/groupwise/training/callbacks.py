@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 
-# Saving: checkpoints and metrics. A disk that is full or read-only ends no training.
+# Checkpoints and metrics; a full or read-only disk does not end training
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class JoinCheckpoints(Callback):
 
 
 class MetricsLog(Callback):
-    """Appends one JSON object per iteration to a file, a line at a time. What a full disk refuses is written later.
+    """Appends one JSON object per iteration to a file, a line at a time. A full disk delays lines.
 
     A metric that is NaN or infinite has no value in that iteration and is left out.
 
@@ -206,7 +206,7 @@ class MetricsLog(Callback):
         saves: the checkpoints, which follow the log: it has the seconds that training waited for them since the last entry.
 
     Raises:
-        TypeError: a callback set a metric to something else than a number.
+        TypeError: a callback set a metric to something other than a number.
     """
 
     def __init__(self, path: Path, saves: SaveCheckpoints | None = None) -> None:
@@ -217,7 +217,7 @@ class MetricsLog(Callback):
         """Lines that the disk refused."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Go on after the iterations of a resumed run."""
+        """Continue after the iterations of a resumed run."""
         self._logged = trainer.iteration
         missing = trainer.iteration - len(RunFolder(self.path.parent).read_metrics())
         if missing > 0:
@@ -231,7 +231,7 @@ class MetricsLog(Callback):
         self._log(trainer)
 
     def on_training_end(self, trainer: "Trainer") -> None:
-        """Write the last complete iteration, if an error of another callback came first, and what waits."""
+        """Write the last complete iteration, if an error of another callback came first, and all waiting lines."""
         if trainer.iteration != self._logged:
             self._log(trainer)
         elif self.waiting:
@@ -277,7 +277,7 @@ def check_weights(trainer: "Trainer") -> None:
             raise DivergedError.because(f"{name} is not finite after iteration {trainer.iteration}")
 
 
-# Groups of training, kept so that people can look at them.
+# Groups of training that are kept for the report
 
 Array: TypeAlias = np.ndarray
 
@@ -289,8 +289,8 @@ class KeepGroups(Callback):
 
     Args:
         interval: environment steps in between. None: a tenth of the budget.
-        num_groups: half of them with the largest spread of returns, a quarter with the smallest, others at random. Of
-            algorithms without groups, the episodes of a row are its members.
+        num_groups: half of them with the largest spread of returns, a quarter with the smallest, others at random. For
+            algorithms without groups, the episodes of a row count as one group.
     """
 
     def __init__(self, folder: Path, interval: int | None, num_groups: int) -> None:
@@ -300,7 +300,7 @@ class KeepGroups(Callback):
         self._buffers: dict[str, Tensor] = {}
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Remove what a resumed run writes again."""
+        """Remove groups that a resumed run writes again."""
         import pyarrow.parquet  # noqa: F401  # takes 0.1 s and memory, better here than in the midst of training
 
         for iteration, path in kept_iterations(self.folder).items():
@@ -580,7 +580,7 @@ class TimeLimit(Callback):
             trainer.stop(f"time: the limit of {self.seconds:g} s is over")
 
 
-# What a run shows while it trains.
+# Progress in the terminal
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_ENTRIES = 1000
@@ -588,7 +588,7 @@ MAX_ENTRIES = 1000
 
 
 class Panel(Bar):
-    """A bar; below it the returns of training as a sparkline, the best evaluation, and what goes wrong."""
+    """A bar; below it the returns of training as a sparkline, the best evaluation, and warnings."""
 
     def __init__(self, console: "Console") -> None:
         self._metrics: list[dict[str, float]] = []

@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from groupwise.training.trainer import Trainer
 
 
-# Nested data of a state as JSON and tensors.
+# Nested states as JSON and tensors
 
 
 def encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
-    """Nested data as JSON; tensors go to ``tensors`` by their path. ``{"$": kind, ...}`` marks what JSON lacks."""
+    """Nested data as JSON; tensors go to ``tensors`` by path. ``{"$": kind, ...}`` marks types that JSON lacks."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {**encode(torch.from_numpy(np.array(value)), tensors, path), "$": kind}
@@ -127,7 +127,7 @@ class Identity(NamedTuple):
 
 
 class _Counters(BaseModel, strict=True):
-    """Entries of a state that say what was done."""
+    """Entries of a state with counters of progress."""
 
     iteration: Count
     env_steps: Count
@@ -417,7 +417,7 @@ def _make_room(folder: Path) -> None:
         os.replace(name(number - 1), name(number))
 
 
-# First weights of a policy, from the checkpoint of another one.
+# Initial weights from another policy's checkpoint
 
 
 def initialize(policy: Policy, source: Path) -> str:
@@ -447,7 +447,7 @@ def initialize(policy: Policy, source: Path) -> str:
     return f"{'; '.join(parts)}."
 
 
-# A new run that begins at a checkpoint of another one, with other settings.
+# Forks: new runs that begin at a checkpoint of another run
 
 CheckpointName: TypeAlias = Literal["latest", "best"] | int
 """A checkpoint of a run; a number is that of its environment steps."""
@@ -465,14 +465,14 @@ _FIXED = (
 """Settings that the content of a checkpoint depends on."""
 _SCORING = ("env.", "evaluation.", "task.")
 _NOT_SCORING = ("evaluation.interval", "evaluation.episodes", "evaluation.video_interval")
-"""Settings that do not change what an evaluation scores; others do, and the score of ``best`` is then of another kind."""
+"""Settings that do not change scores of evaluations; after changing others, ``best``'s score cannot be compared."""
 
 
 def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = "latest", **fields: Any) -> Path:
     """A new run folder that begins at a checkpoint of the run in ``path``; ``resume`` trains on in it.
 
-    Its metrics up to there are copied. ``best`` holds weights only, so optimiser and running episodes start anew. A run that
-    is finished needs a larger budget.
+    Its metrics up to there are copied. ``best`` holds weights only, so the optimiser and episodes start afresh. A
+    finished run needs a larger budget.
 
     Args:
         run_dir: does not exist, or is empty.
@@ -512,7 +512,9 @@ def fork_run(
     for name, values in changed.items():
         old, new = values.get("old"), values.get("new")
         if is_fixed(name) or (name == "algorithm.kl_coef" and not old):
-            fits = "policy" in settings and not name.startswith("policy.")  # else the weights do not, or it is text
+            fits = "policy" in settings and not name.startswith(
+                "policy."
+            )  # otherwise the weights do not, or it is text
             begin = f" with policy.init_from={str(folder.path)!r}" if fits else ""
             raise ConfigError(
                 f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run{begin}"

@@ -35,7 +35,7 @@ class TaskSuccess(NamedTuple):
 
     @classmethod
     def of(cls, flags: Sequence[bool]) -> "TaskSuccess":
-        """From the success of each episode."""
+        """Summary of the success of each episode."""
         rate = sum(flags) / len(flags)
         return cls(rate, wilson_95(rate, len(flags)), len(flags))
 

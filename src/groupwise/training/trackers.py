@@ -91,7 +91,7 @@ class Report(Callback):
                     self.tracker.log(*item)
             finally:
                 self.tracker.close()
-        except BaseException as error:  # whatever it is, it must not end training
+        except BaseException as error:  # no error of a tracker may end training
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, why: str) -> None:
@@ -116,7 +116,7 @@ class TensorBoard:
         require_extra("tensorboard", "track")
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what a killed run wrote after its last checkpoint
+        # purge_step hides entries that a killed run wrote after its last checkpoint
         self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -157,7 +157,7 @@ class WandB(_RunTracker):
     cfg: WandBCfg
 
     def open(self, step: int) -> None:
-        """Open the run, or go on with it."""
+        """Open the run, or continue it."""
         require_extra("wandb", "track")
         import wandb
 
@@ -191,7 +191,7 @@ class Trackio(_RunTracker):
     cfg: TrackioCfg
 
     def open(self, step: int) -> None:
-        """Open the run, or go on with it: Trackio finds it by its name, which is unique."""
+        """Open the run, or continue it: Trackio finds it by its name, which is unique."""
         require_extra("trackio", "trackio")
         import trackio
 
@@ -218,7 +218,7 @@ def make_tracker(cfg: TrackerCfg, run: TrackedRun) -> Tracker:
     return TensorBoard(cfg, run) if isinstance(cfg, TensorBoardCfg) else cfg.build(run)
 
 
-# A trace of some iterations, by torch.profiler.
+# Traces of some iterations by torch.profiler
 
 
 class Profiler(Callback):
@@ -256,7 +256,7 @@ class Profiler(Callback):
             self._profile.step()
 
     def close(self) -> None:
-        """Write what was recorded, if training ended before."""
+        """Write the recorded part, if training ended earlier."""
         if self._profile is not None:
             self._profile.stop()
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from groupwise.training.evaluation import EvaluationResult
 
 
-# The events of a run.
+# Events of a run
 
 
 def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
@@ -53,33 +53,33 @@ class Callback:
     """Receives training events; override what you need. Values added to ``metrics`` are logged."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Before the first iteration, also of a resumed run."""
+        """Called before the first iteration, also of a resumed run."""
 
     def on_step(self, trainer: "Trainer", action: Tensor, step: "EnvStep") -> None:
-        """After each step of all environments, if you override it; else it costs nothing. Language models have no steps: an error.
+        """Called after each step of all environments, if you override it. Language models have no steps: an error.
 
         Args:
-            action: [N, ...] as the environments got it, or of environments in torch as the policy gave it.
-            step: what they returned; copy what you keep. Rows that wait for the others of their group have reward 0.
+            action: [N, ...] as the environments got it; for environments in torch, as the policy gave it.
+            step: the environments' outcome; copy what you keep. Rows that wait for others of their group have reward 0.
         """
 
     def on_rollout_end(self, trainer: "Trainer", rollout: TensorDict) -> None:
-        """After collection, before the update. The rollout must not be changed."""
+        """Called after collection, before the update. Do not change the rollout."""
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """After the update."""
+        """Called after the update."""
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: "EvaluationResult") -> None:
-        """After an evaluation, before its iteration ends."""
+        """Called after an evaluation, before its iteration ends."""
 
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
-        """After a checkpoint was written to ``path``. Training went on meanwhile, so ``trainer`` may be further."""
+        """Called after a checkpoint was written to ``path``. Meanwhile ``trainer`` may have gone further."""
 
     def on_training_end(self, trainer: "Trainer") -> None:
-        """After the last iteration, unless an error or the user's interrupt ended the run."""
+        """Called after the last iteration, unless an error or the user's interrupt ended the run."""
 
     def on_interrupt(self, trainer: "Trainer") -> None:
-        """After an interrupt or an error, unless it came during the update, or is a ``DataError`` or ``DivergedError``.
+        """Called after an interrupt or an error, except during the update, or for ``DataError`` and ``DivergedError``.
 
         The trainer is as its last complete iteration left it. ``on_iteration_end`` may not have been called for it.
         """
@@ -145,7 +145,7 @@ class Trainer:
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
-        """How the run ends: a reason of ``stop``, ``interrupted``, ``failed``, or in the end the name of the budget. None: it goes on."""
+        """Reason of the end: the one given to ``stop``, ``interrupted``, ``failed``, or the budget's name. None: not ended."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last finished iteration."""
         self.doing: Literal["collecting", "updating", "callbacks", "stopping"] = "callbacks"
@@ -185,7 +185,7 @@ class Trainer:
         except BaseException as error:
             self._end_with(error)
             suspect = isinstance(error, DataError | DivergedError) or self.doing == "updating"
-            for callback in () if suspect else self.callbacks:  # else the last iteration is complete and sound
+            for callback in () if suspect else self.callbacks:  # otherwise the last iteration is complete and sound
                 callback.on_interrupt(self)
             raise
 
@@ -211,7 +211,7 @@ class Trainer:
         self.ending = True
 
     def _iterate(self) -> None:
-        """One iteration: collect, update, count, tell the callbacks."""
+        """One iteration: collect, update, count, call the callbacks."""
         start = time.perf_counter()
         seed = derive_seed(self.seed, "global", self.engine.rank, self.iteration)
         random.seed(seed)
@@ -334,7 +334,7 @@ class Trainer:
             callback.load_state_dict(state["callbacks"].get(name, callback.state_dict()))
 
     def go_on_from(self, counters: Mapping[str, Any]) -> None:
-        """Take over what was done, from the entries of a ``state_dict``."""
+        """Restore the progress from the entries of a ``state_dict``."""
         self.collector.iteration = counters["iteration"]
         self.counts = {
             "iterations": counters["iteration"],
@@ -353,7 +353,7 @@ class Trainer:
         return named
 
 
-# Signals.
+# Signals
 
 STOP = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
 """Signals that end a run: Ctrl-C, a request of the system, and the end of the terminal."""
@@ -378,6 +378,6 @@ def handling(handle: Callable[[int, FrameType | None], None], *numbers: int) -> 
 
 
 def alarm(seconds: int, handle: Callable[[int, FrameType | None], None]) -> None:
-    """Send ``ALARM`` to this process in that time (0: no more), if ``handle`` takes it."""
+    """Send ``ALARM`` to this process after ``seconds`` (0: cancel it), if ``handle`` is its handler."""
     if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is handle:
         signal.alarm(seconds)

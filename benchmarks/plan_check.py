@@ -28,7 +28,7 @@ from groupwise.planning import plan_run, sizes_of
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.sharding import ShardedEngine
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 RESULT = Path(__file__).parent / "results" / "plan_check.json"
 SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}

@@ -22,7 +22,7 @@ from groupwise.planning import GPUS, USABLE, Weight, fixes, plan_run, sizes_of, 
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 from groupwise.text.vocabulary import CHUNK_ELEMENTS
 
 BODY, HEAD, NORMS, ALL = 2 * 7680, 1280, 160, 18_080

@@ -18,7 +18,7 @@ from groupwise.serving import HttpClient, LocalServer, VLLMServer, command
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedGenerator
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON", "")
 pytestmark = [

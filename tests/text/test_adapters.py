@@ -10,7 +10,7 @@ from groupwise.config.policy import LoRACfg
 from groupwise.data.rollout import transition_view
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 ROWS = [TextRow([5, 6, 7], [8 + i, 9], [-3.0, -3.0], float(i), False, i // 2) for i in range(4)]
 

@@ -23,7 +23,7 @@ from groupwise.text.data import in_order
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 

@@ -15,7 +15,7 @@ from groupwise.text.data import Example, PromptEncoder
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardSet, make_reward
-from groupwise.text.tools import Dialogue, TextBuffer, overlong_penalty
+from groupwise.text.transcripts import Dialogue, TextBuffer, overlong_penalty
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")

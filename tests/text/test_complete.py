@@ -9,7 +9,7 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
 from groupwise.text.generation import DecodingState, complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
 

@@ -20,7 +20,7 @@ from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
 from groupwise.text.generation import Completion
 from groupwise.text.load import load_causal_lm
 from groupwise.text.served import ServedGenerator
-from groupwise.text.tools import Dialogue, Transcript
+from groupwise.text.transcripts import Dialogue, Transcript
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 

@@ -18,7 +18,7 @@ from groupwise.data.rollout import transition_view
 from groupwise.errors import ConfigError, MissingExtraError
 from groupwise.text.load import find_model, load_causal_lm, with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 ROWS = [TextRow([5, 6, 7], [8, 9], [0.0] * 2, 1.0, False, 0), TextRow([5, 6, 7], [4], [0.0], 1.0, False, 0)]
 LORA = LoRACfg(r=2)

@@ -29,7 +29,7 @@ from groupwise.errors import CheckpointError, ConfigError, DataError, SlowPathWa
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, load_policy, save_checkpoint
 
 TEXTS = [([5, 6, 7], [8, EOS, EOS]), ([5, 6, 7], [8, 9]), ([5, 6, 7], [4]), ([11], [12, 13, EOS])]

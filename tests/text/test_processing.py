@@ -8,7 +8,7 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.text.generation import complete, kept_tokens, penalized
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 
 def test_penalties_by_hand():

@@ -14,7 +14,8 @@ from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
 from groupwise.text.generation import Completion, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardFunction, RewardSet
-from groupwise.text.tools import Calculator, Dialogue, TextRow, Tool, Transcript, score, text_rollout, write
+from groupwise.text.tools import Calculator, Tool
+from groupwise.text.transcripts import Dialogue, TextRow, Transcript, score, text_rollout, write
 
 CHARACTERS = "0123456789+=<>/calcresut "
 SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))

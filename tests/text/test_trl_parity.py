@@ -18,7 +18,7 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "trl_parity.json").read_text())

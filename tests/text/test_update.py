@@ -14,7 +14,7 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import TextRow, text_rollout
+from groupwise.text.transcripts import TextRow, text_rollout
 
 RECOMPUTED = {"old_log_prob": "recomputed"}
 

@@ -31,7 +31,7 @@ from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import TrainingState
 from groupwise.text.task import TextTask, text_cfg
-from groupwise.text.tools import Dialogue, TextBuffer, Transcript, open_group, text_rollout, training_row, write
+from groupwise.text.transcripts import Dialogue, TextBuffer, Transcript, open_group, text_rollout, training_row, write
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
 

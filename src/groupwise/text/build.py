@@ -45,7 +45,7 @@ from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
 from groupwise.text.task import TextTask
-from groupwise.text.tools import Dialogue, TextBuffer
+from groupwise.text.transcripts import Dialogue, TextBuffer
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy

@@ -25,11 +25,10 @@ from groupwise.text.generation import Generate, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardSet, TrainingState
 from groupwise.text.task import TextTask
-from groupwise.text.tools import (
-    AnyTool,
+from groupwise.text.tools import AnyTool, make_tool
+from groupwise.text.transcripts import (
     Dialogue,
     Transcript,
-    make_tool,
     open_group,
     rewards_of_groups,
     score,

@@ -27,7 +27,7 @@ from groupwise.serving import Answer, GroupRequest, LocalServer, LostWeightsErro
 from groupwise.text.collector import TextCollector
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
-from groupwise.text.tools import Transcript
+from groupwise.text.transcripts import Transcript
 
 log = logging.getLogger(__name__)
 

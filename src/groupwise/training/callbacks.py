@@ -525,19 +525,23 @@ class Evaluate(Callback):
         metrics |= result.metrics() | {"time/evaluate_seconds": time.perf_counter() - start}
         score = result.score(self.metric)
         if self.best_score is None or score > self.best_score:
-            counters = {
-                "iteration": trainer.iteration,
-                "env_steps": trainer.env_steps,
-                "epochs": trainer.counts["epochs"],
-                "position": trainer.collector.position,
-                SCORES[self.metric]: score,
-            }
-            check_weights(trainer)
-            with files.warning_if_unwritable(self.best):
-                save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
-                self.best_score = score
+            self._save_best(trainer, score)
         for callback in trainer.callbacks:
             callback.on_evaluation_end(trainer, result)
+
+    def _save_best(self, trainer: "Trainer", score: float) -> None:
+        """Save the policy as the best one so far."""
+        counters = {
+            "iteration": trainer.iteration,
+            "env_steps": trainer.env_steps,
+            "epochs": trainer.counts["epochs"],
+            "position": trainer.collector.position,
+            SCORES[self.metric]: score,
+        }
+        check_weights(trainer)
+        with files.warning_if_unwritable(self.best):
+            save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
+            self.best_score = score
 
     def state_dict(self) -> dict[str, Any]:
         """The best score so far."""

@@ -24,7 +24,6 @@ PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="run by make test-vllm"),
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("ignore:.*no prompts are held out"),
 ]
 PROMPTS = [[5, 6, 7], [9, 8], [4, 10, 11, 12, 13, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 5, 6, 7]]
 SEEDS = torch.arange(100, 124).view(3, 8)

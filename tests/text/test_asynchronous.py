@@ -25,8 +25,6 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector
 from groupwise.text.transcripts import TextRow, text_rollout
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
-
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):

@@ -15,7 +15,6 @@ def task(count=10):
     return gw.TextTask(numbers()[:count], reward=share_copied)
 
 
-@pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 def test_a_run_of_epochs_takes_every_prompt_as_often(model, tmp_path):
     # 4 prompts an iteration of 10: 20 are taken by the fifth
     algorithm = gw.GRPOCfg(group_size=2, learning_rate=1e-3, schedule={"name": "linear", "warmup": 1})
@@ -27,7 +26,6 @@ def test_a_run_of_epochs_takes_every_prompt_as_often(model, tmp_path):
     assert rates == pytest.approx([0.4, 0.8, 1, 0.8, 0.4])
 
 
-@pytest.mark.filterwarnings("ignore:.*no prompts are held out")
 def test_a_run_of_epochs_goes_on(model, tmp_path):
     given = {"data": numbers()[:10], "reward": share_copied}
     whole = train(task(), model, tmp_path / "whole", total_steps=None, total_epochs=1.2)

@@ -22,8 +22,6 @@ from groupwise.text.load import load_causal_lm
 from groupwise.text.served import ServedGenerator
 from groupwise.text.transcripts import Dialogue, Transcript
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
-
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):

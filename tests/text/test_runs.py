@@ -18,8 +18,6 @@ from groupwise import cli
 from groupwise.config.algorithm import SyncRefModelCfg
 from groupwise.text.load import with_adapters
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
-
 
 @pytest.fixture(scope="module")
 def copied(model, tmp_path_factory):

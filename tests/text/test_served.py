@@ -24,8 +24,6 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedGenerator
 from groupwise.text.tools import Tool
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no prompts are held out")
-
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):

@@ -9,7 +9,7 @@ from groupwise.config.algorithm import AlgorithmCfg, OnNonFinite
 from groupwise.config.base import GIVEN, refuse_unknown
 from groupwise.config.policy import ModelCfg
 from groupwise.config.run import GYM, RewardCfg, TextRunCfg, TextTaskCfg
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, require_extra
 from groupwise.text.data import Example, gym_examples, load_examples, without_overlap
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.tools import make_tool
@@ -159,6 +159,7 @@ def text_cfg(
     Raises:
         ConfigError: a setting is unknown or impossible, or there is no model.
     """
+    require_extra("transformers", "text")
     from groupwise.text.policy import CausalLM
 
     if policy is not None and not isinstance(policy, CausalLM):

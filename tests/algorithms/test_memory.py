@@ -122,7 +122,7 @@ class Limit(gw.Callback):
     # 8,192 steps of a hidden layer are 32 MiB, and an update needs a dozen of these
     def on_rollout_end(self, trainer, rollout):
         used = int(re.search(r"VmSize:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_AS, (used + 150 * 2**20, -1))
+        resource.setrlimit(resource.RLIMIT_AS, (used + 60 * 2**20, -1))
 
     def on_training_end(self, trainer):
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))

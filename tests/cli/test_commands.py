@@ -333,7 +333,7 @@ def test_plugin_registers_an_algorithm(api, registry, tmp_path, monkeypatch):
         "trian",
         "train CartPole-v9",
         "eval runs/x --episods 3",
-        "train Pendulum-v1 --algorithm.learning-rat 1",
+        "train Pendulum-v1 --algorithm ppo --algorithm.learning-rat 1",
     ],
 )
 def test_quick_commands_never_import_torch(argv):

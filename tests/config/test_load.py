@@ -232,7 +232,7 @@ WRONG_IN_RUN = [
     ({"device": "gpu"}, "device = 'gpu': string should match pattern"),
     ({"env": 3}, "env = 3: expected an object"),
     ({"env": EnvCfg}, "env = <class "),
-    ({"algorithm": GRPOCfg(clip_coef=0.1), "preset": "cispo"}, "unknown key 'clip_low'"),
+    ({"algorithm": GRPOCfg(clip_coef=0.1), "preset": "cispo"}, "clip_coef=0.1 sets a clip range, which trust_region='cispo'"),
 ]
 
 

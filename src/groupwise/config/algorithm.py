@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
 from groupwise.errors import ConfigError
@@ -39,7 +48,6 @@ def _number_or_schedule(value: object, handler: Callable[[object], Any]) -> floa
 
 ClipRange: TypeAlias = Annotated[Positive | LinearRangeCfg, WrapValidator(_number_or_schedule)]
 """A number, or ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
-_CLIP_RANGE: TypeAdapter[float | LinearRangeCfg] = TypeAdapter(ClipRange)
 
 
 def range_at(value: float | LinearRangeCfg, progress: float = 0.0) -> float:
@@ -61,7 +69,7 @@ class TrustRegionCfg(Choice, family="trust region", default="clip"):
 
 
 @register_choice
-class ClipCfg(TrustRegionCfg):
+class ClipCfg(TrustRegionCfg, source="https://arxiv.org/abs/1707.06347"):
     """PPO's minimum of raw and clipped; with clip_high above clip_low DAPO's clip-higher."""
 
     name: Literal["clip"] = "clip"
@@ -69,7 +77,6 @@ class ClipCfg(TrustRegionCfg):
     """The ratio is clipped at 1 - clip_low. A number, or a schedule over training: ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
     clip_high: ClipRange = 0.2
     """The ratio is clipped at 1 + clip_high. A number or a schedule."""
-    source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
 class CorrectionCfg(Choice, family="importance sampling correction", default="none"):
@@ -81,11 +88,10 @@ class CorrectionCfg(Choice, family="importance sampling correction", default="no
 
 
 @register_choice
-class NoCorrectionCfg(CorrectionCfg):
+class NoCorrectionCfg(CorrectionCfg, source="https://arxiv.org/abs/1707.06347"):
     """No correction."""
 
     name: Literal["none"] = "none"
-    source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
 class AggregationCfg(Choice, family="aggregation", default="token_mean"):
@@ -96,28 +102,25 @@ class AggregationCfg(Choice, family="aggregation", default="token_mean"):
 
 
 @register_choice
-class TokenMeanCfg(AggregationCfg):
+class TokenMeanCfg(AggregationCfg, source="https://arxiv.org/abs/2503.14476"):
     """Mean over all steps of the minibatch (DAPO)."""
 
     name: Literal["token_mean"] = "token_mean"
-    source: ClassVar = "https://arxiv.org/abs/2503.14476"
     by_episode: ClassVar = False
 
 
 @register_choice
-class SeqMeanTokenMeanCfg(AggregationCfg):
+class SeqMeanTokenMeanCfg(AggregationCfg, source="https://arxiv.org/abs/2402.03300"):
     """Mean of episode means."""
 
     name: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
-    source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
 @register_choice
-class SeqMeanTokenSumCfg(AggregationCfg):
+class SeqMeanTokenSumCfg(AggregationCfg, source="https://arxiv.org/abs/2402.14740"):
     """Mean of episode sums."""
 
     name: Literal["seq_mean_token_sum"] = "seq_mean_token_sum"
-    source: ClassVar = "https://arxiv.org/abs/2402.14740"
 
 
 class FixedLengthCfg(AggregationCfg):
@@ -128,19 +131,17 @@ class FixedLengthCfg(AggregationCfg):
 
 
 @register_choice
-class ConstantLengthCfg(FixedLengthCfg):
+class ConstantLengthCfg(FixedLengthCfg, source="https://arxiv.org/abs/2503.20783"):
     """Sum over episodes times ``max_length`` (Dr. GRPO)."""
 
     name: Literal["constant"] = "constant"
-    source: ClassVar = "https://arxiv.org/abs/2503.20783"
 
 
 @register_choice
-class SeqMeanTokenSumNormCfg(FixedLengthCfg):
+class SeqMeanTokenSumNormCfg(FixedLengthCfg, source="https://github.com/volcengine/verl"):
     """Sum over ``max_length`` (Dr. GRPO in verl); grows with the batch."""
 
     name: Literal["seq_mean_token_sum_norm"] = "seq_mean_token_sum_norm"
-    source: ClassVar = "https://github.com/volcengine/verl"
     by_episode: ClassVar = False
 
 
@@ -196,11 +197,10 @@ class BaselineCfg(Choice, family="baseline", default="mean"):
 
 
 @register_choice
-class MeanCfg(BaselineCfg):
+class MeanCfg(BaselineCfg, source="https://arxiv.org/abs/2402.03300"):
     """The mean of those compared."""
 
     name: Literal["mean"] = "mean"
-    source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
 class CreditRewardCfg(Choice, family="reward", default="total"):
@@ -208,15 +208,14 @@ class CreditRewardCfg(Choice, family="reward", default="total"):
 
 
 @register_choice
-class TotalCfg(CreditRewardCfg):
+class TotalCfg(CreditRewardCfg, source="https://arxiv.org/abs/2402.03300"):
     """The reward as one number."""
 
     name: Literal["total"] = "total"
-    source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
 @register_choice
-class PartsCfg(CreditRewardCfg):
+class PartsCfg(CreditRewardCfg, source="https://arxiv.org/abs/2601.05242"):
     """Each part of the reward on its own, advantages added up (GDPO)."""
 
     name: Literal["parts"] = "parts"
@@ -224,7 +223,6 @@ class PartsCfg(CreditRewardCfg):
     """Entries of ``info`` that make up the reward, such as ``reward_forward``. Empty for texts, where each reward function is a part."""
     weights: tuple[float, ...] = ()
     """Weight of each part's advantage. Empty: 1 each."""
-    source: ClassVar = "https://arxiv.org/abs/2601.05242"
 
 
 class GroupKeyCfg(Choice, family="group key", default="group"):
@@ -232,19 +230,17 @@ class GroupKeyCfg(Choice, family="group key", default="group"):
 
 
 @register_choice
-class WholeGroupCfg(GroupKeyCfg):
+class WholeGroupCfg(GroupKeyCfg, source="https://arxiv.org/abs/2402.03300"):
     """Members are compared as a whole."""
 
     name: Literal["group"] = "group"
-    source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
 @register_choice
-class GroupStepCfg(GroupKeyCfg):
+class GroupStepCfg(GroupKeyCfg, source="https://github.com/DexForce/EmbodiChain"):
     """Members are compared at the same time step (with ``returns="turn"``: at the same turn)."""
 
     name: Literal["group_step"] = "group_step"
-    source: ClassVar = "https://github.com/DexForce/EmbodiChain"
     finished_members: Literal["zero", "mask", "trajectory"] = "mask"
     """After a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
     singleton: Literal["zero", "trajectory"] = "zero"
@@ -526,24 +522,19 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
         """Whether training keeps a reference policy."""
         return False
 
-    @model_validator(mode="before")
+    @field_validator("objective", mode="before")
     @classmethod
-    def _apply_clip_coef(cls, data: object) -> object:
+    def _apply_clip_coef(cls, objective: Any, info: ValidationInfo) -> Any:
         """Set the trust region's range to ``clip_coef``."""
-        if not isinstance(data, dict) or data.get("clip_coef") is None:
-            return data
-        try:
-            coef = _CLIP_RANGE.validate_python(data["clip_coef"])
-        except ValidationError:
-            return data  # the field's own check says what is wrong
-        objective = data.get("objective", {})
-        values = dict(objective) if isinstance(objective, dict | ObjectiveCfg) else {}
+        coef = info.data.get("clip_coef")
+        if coef is None or not isinstance(objective, dict | ObjectiveCfg):
+            return objective
+        values = dict(objective)
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
         if "clip_low" not in type(region).model_fields:
             raise ValueError(f"clip_coef={coef!r} sets a clip range, which trust_region={region.name!r} does not have")
         given = {name: value for name, value in region if name in region.model_fields_set}
-        both = given | {"clip_low": coef, "clip_high": coef}
-        return {**data, "objective": values | {"trust_region": both}}
+        return values | {"trust_region": given | {"clip_low": coef, "clip_high": coef}}
 
 
 A = TypeVar("A", bound=AlgorithmCfg)

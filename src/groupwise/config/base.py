@@ -155,9 +155,10 @@ class Choice(Cfg):
     known: ClassVar[dict[str, type[Any] | str]] = {}
     """Members by name: classes, or modules that register them on import."""
 
-    def __init_subclass__(cls, family: str = "", default: str = "", **config: Any) -> None:
+    def __init_subclass__(cls, family: str = "", default: str = "", source: str = "", **config: Any) -> None:
         """Make it a family of its own, if it is given a name."""
         super().__init_subclass__(**config)
+        cls.source = source or cls.source
         if family:
             cls.family, cls.default, cls.known = family, default, dict(vars(cls).get("known", {}))
 

@@ -2,7 +2,7 @@
 
 import math
 from random import Random
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, model_validator
@@ -43,12 +43,9 @@ Choices: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=2)]
 """Values to choose from, ordered so that neighbours are similar."""
 
 
-class MutationCfg(Choice):
+class MutationCfg(Choice, family="mutation", default="grow_shrink"):
     """How a setting changes. Subclass it with a ``scale``, and ``@register_choice`` it."""
 
-    family: ClassVar = "mutation"
-    default: ClassVar = "grow_shrink"
-    known: ClassVar = {}
     probability: Fraction = 0.5
     """Chance of each setting to change; at least one changes."""
 
@@ -78,11 +75,10 @@ class MutationCfg(Choice):
 
 
 @register_choice
-class GrowShrinkCfg(MutationCfg):
+class GrowShrinkCfg(MutationCfg, source="https://github.com/AgileRL/AgileRL"):
     """Numbers grow or shrink by a factor, with equal chance (AgileRL)."""
 
     name: Literal["grow_shrink"] = "grow_shrink"
-    source: ClassVar = "https://github.com/AgileRL/AgileRL"
     grow: Annotated[float, Gt(1)] = 1.2
     """Factor of growth."""
     shrink: Annotated[float, Gt(0), Lt(1)] = 0.8
@@ -94,11 +90,10 @@ class GrowShrinkCfg(MutationCfg):
 
 
 @register_choice
-class LogNormalCfg(MutationCfg):
+class LogNormalCfg(MutationCfg, source="https://doi.org/10.1023/A:1015059928466"):
     """Numbers are multiplied by ``exp(N(0, std))``."""
 
     name: Literal["log_normal"] = "log_normal"
-    source: ClassVar = "https://doi.org/10.1023/A:1015059928466"
     std: Positive = 0.3
     """Standard deviation of the logarithm."""
 
@@ -116,12 +111,8 @@ class Place(NamedTuple):
     """Whether a new member begins with the parent's weights and mutated settings; otherwise the member continues as it is."""
 
 
-class SelectionCfg(Choice):
+class SelectionCfg(Choice, family="selection", default="tournament"):
     """Which members survive a round. Subclass it with a ``select``, and ``@register_choice`` it."""
-
-    family: ClassVar = "selection"
-    default: ClassVar = "tournament"
-    known: ClassVar = {}
 
     def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
         """Places of the next round.
@@ -134,11 +125,10 @@ class SelectionCfg(Choice):
 
 
 @register_choice
-class TournamentCfg(SelectionCfg):
+class TournamentCfg(SelectionCfg, source="https://github.com/AgileRL/AgileRL"):
     """Each place goes to the best of ``size`` members drawn at random, as a mutated clone (AgileRL)."""
 
     name: Literal["tournament"] = "tournament"
-    source: ClassVar = "https://github.com/AgileRL/AgileRL"
     size: PositiveInt = 2
     """Members that compete for a place."""
     elitism: bool = True
@@ -154,11 +144,10 @@ class TournamentCfg(SelectionCfg):
 
 
 @register_choice
-class TruncationCfg(SelectionCfg):
+class TruncationCfg(SelectionCfg, source="https://arxiv.org/abs/1711.09846"):
     """The worst members are replaced by mutated clones of the best; the others continue (PBT)."""
 
     name: Literal["truncation"] = "truncation"
-    source: ClassVar = "https://arxiv.org/abs/1711.09846"
     share: Annotated[float, Gt(0), Le(0.5)] = 0.25
     """Share of the members that is replaced, and of those that are cloned."""
 
@@ -171,11 +160,10 @@ class TruncationCfg(SelectionCfg):
 
 
 @register_choice
-class HalvingCfg(SelectionCfg):
+class HalvingCfg(SelectionCfg, source="https://arxiv.org/abs/1502.07943"):
     """The worst members end; nothing is cloned (successive halving)."""
 
     name: Literal["halving"] = "halving"
-    source: ClassVar = "https://arxiv.org/abs/1502.07943"
     factor: Annotated[int, Ge(2)] = 2
     """Members for each one that survives."""
 

@@ -106,11 +106,10 @@ class LoRACfg(Cfg):
 
 
 @register_choice
-class VLACfg(AnyPolicyCfg):
+class VLACfg(AnyPolicyCfg, source="https://arxiv.org/abs/2502.19645"):
     """A vision-language-action policy: transformers' SigLIP and Llama, or a model of yours, with action tokens."""
 
     name: Literal["vla"] = "vla"
-    source: ClassVar = "https://arxiv.org/abs/2502.19645"
     path: str = ""
     """Folder, or id of the Hugging Face hub, of a model for images and text. Empty: a new one, with random weights and the sizes below."""
     lora: LoRACfg | None = None

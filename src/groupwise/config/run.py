@@ -1,7 +1,7 @@
 """The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
@@ -125,11 +125,8 @@ class TrackedRun(NamedTuple):
     """All settings, as plain data."""
 
 
-class TrackerCfg(Choice):
+class TrackerCfg(Choice, family="tracker"):
     """A place that metrics are sent to. Subclass it with a ``build``, and ``@register_choice`` it."""
-
-    family: ClassVar = "tracker"
-    known: ClassVar = {}
 
     def build(self, run: TrackedRun) -> Any:
         """The tracker of a run, as ``groupwise.training.trackers.Tracker`` describes it."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from groupwise.config import resolve
+from groupwise.config.base import GIVEN
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import EnvCfg, StartMode
 from groupwise.data.spaces import allowed_action, flat_action, obs_spec, space_kind, subspaces
@@ -125,45 +126,56 @@ def check_env(env: object) -> EnvReport:
         RuntimeError: called while a child process imports the script, which then has no ``__main__`` guard.
     """
     multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child
-    cfg, make = _source(env)
-    rows = cfg.vectorization == "torch" or (make is not None and makes_rows(make))
+    make: Maker = None
+    if isinstance(env, EnvCfg | str):
+        given = EnvCfg(id=env) if isinstance(env, str) else env
+        check_id(given.id)
+        set_by_user = {name: vars(given)[name] for name in given.model_fields_set - {"id"}}
+        cfg = resolve(given.id, env=set_by_user).env  # as training would have it
+    elif callable(env):
+        cfg, make = EnvCfg(id=GIVEN), env
+    else:
+        raise EnvError(
+            f"env is a {type(env).__name__}, expected a Gymnasium id, an EnvCfg or a callable that makes an environment, "
+            f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...))"
+        )
+    own_rows = make is not None and makes_rows(make)
+    rows = own_rows or cfg.vectorization == "torch"
     plain = cfg.model_copy(update={**_GROUP_SETTINGS, **({} if rows else {"vectorization": "sync"})})
     opened = partial(make_env, plain, grouped=True, num_envs=NUM_ENVS if rows else 1, env=make, verify=False)
+    modes: dict[str, Finding[bool]] = {}
     if rows:
         with closing(opened()) as made:
             name, space, actions = made.env_id, made.observation_space, made.action_space
             max_steps, own = made.max_episode_steps, made.start_mode
-        only = f"it makes its rows itself, and starts them by {own}"
-        modes = {mode: Finding(True) if mode == own else Finding[bool](None, only) for mode in START_MODES}
+        modes = dict.fromkeys(START_MODES, Finding(None, f"it makes its rows itself, and starts them by {own}"))
+        modes[own] = Finding(True)
     else:
         with closing(make_one(cfg, make)) as one:
             name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
             space, _ = kept_space(one.observation_space, cfg.kept_keys)
             actions, max_steps = one.action_space, step_limit(one)
-        modes = {mode: _tried(partial(_starts, cfg, make, mode)) for mode in START_MODES}
-    start_varies, noise_varies, training = _training(cfg, make)
+        for mode in START_MODES:
+            modes[mode] = _tried(partial(_starts, cfg, make, mode))
+
+    checked = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
+    refused = Finding[Any](None, checked.reason, checked.fix)
+    start_varies = noise_varies = training = refused
+    if checked.value is not None and (report := checked.value.start_report) is not None:
+        checked.value.close()
+        way: str = "own" if own_rows else cfg.vectorization
+        if way == "auto":
+            way = "entry_point" if report.start_mode == "native" else "sync"
+        start_varies, noise_varies = Finding(report.start_varies), Finding(report.noise_varies)
+        training = Finding(Training(report.start_mode, way, cfg.num_envs, report.rejected))
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
     action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
+    if missing := [needed for needed in (observation, action) if needed.value is None]:
+        training = Finding(None, missing[0].reason, missing[0].fix)
     no_limit = "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps"
     limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
     success = _tried(partial(_success, opened))
-    if missing := [needed for needed in (observation, action) if needed.value is None]:
-        training = Finding(None, missing[0].reason, missing[0].fix)
-    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, dict(modes), training)
-
-
-def _source(env: object) -> tuple[EnvCfg, Maker]:
-    """The settings, as training would have them, and the callable."""
-    if isinstance(env, EnvCfg | str):
-        given = EnvCfg(id=env) if isinstance(env, str) else env
-        check_id(given.id)
-        return resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env, None
-    if not callable(env):
-        raise EnvError(
-            f"env is a {type(env).__name__}, expected a Gymnasium id, an EnvCfg or a callable that makes an environment, "
-            f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...))"
-        )
-    return EnvCfg(id="<given in Python>"), env
+    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, modes, training)
 
 
 def _success(opened: Callable[[], VectorEnv]) -> str:
@@ -183,22 +195,6 @@ def _success(opened: Callable[[], VectorEnv]) -> str:
         f"no flag {where}: success metrics will be missing; report info['success'] at the last step of each episode "
         "(of a TorchGroupEnv: write its method success)"
     )
-
-
-def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
-    """Whether starts and steps vary, and GRPO's defaults."""
-    made = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
-    env = made.value
-    if env is None or env.start_report is None:
-        refused: Finding[Any] = Finding(None, made.reason, made.fix)
-        return refused, refused, refused
-    env.close()
-    report = env.start_report
-    way: str = "own" if make is not None and makes_rows(make) else cfg.vectorization
-    if way == "auto":
-        way = "entry_point" if env.start_mode == "native" else "sync"
-    training = Training(env.start_mode, way, cfg.num_envs, report.rejected)
-    return Finding(report.start_varies), Finding(report.noise_varies), Finding(training)
 
 
 def _starts(cfg: EnvCfg, make: Maker, mode: StartMode) -> bool:

@@ -68,11 +68,9 @@ class TrustRegionCfg(Choice, family="trust region", default="clip"):
     """Whether it reads ``old_log_prob`` before the first optimiser step."""
 
 
-@register_choice
-class ClipCfg(TrustRegionCfg, source="https://arxiv.org/abs/1707.06347"):
+class ClipCfg(TrustRegionCfg, name="clip", source="https://arxiv.org/abs/1707.06347"):
     """PPO's minimum of raw and clipped; with clip_high above clip_low DAPO's clip-higher."""
 
-    name: Literal["clip"] = "clip"
     clip_low: ClipRange = 0.2
     """The ratio is clipped at 1 - clip_low. A number, or a schedule over training: ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
     clip_high: ClipRange = 0.2
@@ -87,11 +85,8 @@ class CorrectionCfg(Choice, family="importance sampling correction", default="no
     """Whether it weighs steps by ``old_log_prob`` against the sampler's, which needs ``old_log_prob="recomputed"``."""
 
 
-@register_choice
-class NoCorrectionCfg(CorrectionCfg, source="https://arxiv.org/abs/1707.06347"):
+class NoCorrectionCfg(CorrectionCfg, name="none", source="https://arxiv.org/abs/1707.06347"):
     """No correction."""
-
-    name: Literal["none"] = "none"
 
 
 class AggregationCfg(Choice, family="aggregation", default="token_mean"):
@@ -101,26 +96,18 @@ class AggregationCfg(Choice, family="aggregation", default="token_mean"):
     """Whether minibatches must keep episodes whole."""
 
 
-@register_choice
-class TokenMeanCfg(AggregationCfg, source="https://arxiv.org/abs/2503.14476"):
+class TokenMeanCfg(AggregationCfg, name="token_mean", source="https://arxiv.org/abs/2503.14476"):
     """Mean over all steps of the minibatch (DAPO)."""
 
-    name: Literal["token_mean"] = "token_mean"
     by_episode: ClassVar = False
 
 
-@register_choice
-class SeqMeanTokenMeanCfg(AggregationCfg, source="https://arxiv.org/abs/2402.03300"):
+class SeqMeanTokenMeanCfg(AggregationCfg, name="seq_mean_token_mean", source="https://arxiv.org/abs/2402.03300"):
     """Mean of episode means."""
 
-    name: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
 
-
-@register_choice
-class SeqMeanTokenSumCfg(AggregationCfg, source="https://arxiv.org/abs/2402.14740"):
+class SeqMeanTokenSumCfg(AggregationCfg, name="seq_mean_token_sum", source="https://arxiv.org/abs/2402.14740"):
     """Mean of episode sums."""
-
-    name: Literal["seq_mean_token_sum"] = "seq_mean_token_sum"
 
 
 class FixedLengthCfg(AggregationCfg):
@@ -130,18 +117,15 @@ class FixedLengthCfg(AggregationCfg):
     """Length of the longest episode. None: the step limit of the environment, or the token limit of a completion."""
 
 
-@register_choice
-class ConstantLengthCfg(FixedLengthCfg, source="https://arxiv.org/abs/2503.20783"):
+class ConstantLengthCfg(FixedLengthCfg, name="constant", source="https://arxiv.org/abs/2503.20783"):
     """Sum over episodes times ``max_length`` (Dr. GRPO)."""
 
-    name: Literal["constant"] = "constant"
 
-
-@register_choice
-class SeqMeanTokenSumNormCfg(FixedLengthCfg, source="https://github.com/volcengine/verl"):
+class SeqMeanTokenSumNormCfg(
+    FixedLengthCfg, name="seq_mean_token_sum_norm", source="https://github.com/volcengine/verl"
+):
     """Sum over ``max_length`` (Dr. GRPO in verl); grows with the batch."""
 
-    name: Literal["seq_mean_token_sum_norm"] = "seq_mean_token_sum_norm"
     by_episode: ClassVar = False
 
 
@@ -196,29 +180,21 @@ class BaselineCfg(Choice, family="baseline", default="mean"):
     """Whether it reads ``CreditInput.start``."""
 
 
-@register_choice
-class MeanCfg(BaselineCfg, source="https://arxiv.org/abs/2402.03300"):
+class MeanCfg(BaselineCfg, name="mean", source="https://arxiv.org/abs/2402.03300"):
     """The mean of those compared."""
-
-    name: Literal["mean"] = "mean"
 
 
 class CreditRewardCfg(Choice, family="reward", default="total"):
     """Which reward is compared."""
 
 
-@register_choice
-class TotalCfg(CreditRewardCfg, source="https://arxiv.org/abs/2402.03300"):
+class TotalCfg(CreditRewardCfg, name="total", source="https://arxiv.org/abs/2402.03300"):
     """The reward as one number."""
 
-    name: Literal["total"] = "total"
 
-
-@register_choice
-class PartsCfg(CreditRewardCfg, source="https://arxiv.org/abs/2601.05242"):
+class PartsCfg(CreditRewardCfg, name="parts", source="https://arxiv.org/abs/2601.05242"):
     """Each part of the reward on its own, advantages added up (GDPO)."""
 
-    name: Literal["parts"] = "parts"
     names: tuple[str, ...] = ()
     """Entries of ``info`` that make up the reward, such as ``reward_forward``. Empty for texts, where each reward function is a part."""
     weights: tuple[float, ...] = ()
@@ -229,18 +205,13 @@ class GroupKeyCfg(Choice, family="group key", default="group"):
     """Returns that are compared with one another."""
 
 
-@register_choice
-class WholeGroupCfg(GroupKeyCfg, source="https://arxiv.org/abs/2402.03300"):
+class WholeGroupCfg(GroupKeyCfg, name="group", source="https://arxiv.org/abs/2402.03300"):
     """Members are compared as a whole."""
 
-    name: Literal["group"] = "group"
 
-
-@register_choice
-class GroupStepCfg(GroupKeyCfg, source="https://github.com/DexForce/EmbodiChain"):
+class GroupStepCfg(GroupKeyCfg, name="group_step", source="https://github.com/DexForce/EmbodiChain"):
     """Members are compared at the same time step (with ``returns="turn"``: at the same turn)."""
 
-    name: Literal["group_step"] = "group_step"
     finished_members: Literal["zero", "mask", "trajectory"] = "mask"
     """After a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
     singleton: Literal["zero", "trajectory"] = "zero"
@@ -315,40 +286,32 @@ class OptimizerCfg(Choice, family="optimizer", default="adam"):
     """Which optimiser, and its settings other than the learning rate."""
 
 
-@register_choice
-class AdamCfg(OptimizerCfg):
+class AdamCfg(OptimizerCfg, name="adam"):
     """Adam."""
 
-    name: Literal["adam"] = "adam"
     eps: Positive = 1e-5
     """Added to the denominator. Default: the reference PPO's; torch has 1e-8."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay of the moments."""
 
 
-@register_choice
-class AdamWCfg(AdamCfg):
+class AdamWCfg(AdamCfg, name="adamw"):
     """Adam with decoupled weight decay."""
 
-    name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
     weight_decay: NonNegative = 0.0
     """Weight decay."""
 
 
-@register_choice
-class SGDCfg(OptimizerCfg):
+class SGDCfg(OptimizerCfg, name="sgd"):
     """Stochastic gradient descent."""
 
-    name: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.0
     """Momentum."""
 
 
-@register_choice
-class RMSpropCfg(OptimizerCfg):
+class RMSpropCfg(OptimizerCfg, name="rmsprop"):
     """RMSprop."""
 
-    name: Literal["rmsprop"] = "rmsprop"
     momentum: Fraction = 0.0
     """Momentum."""
     eps: Positive = 1e-5
@@ -359,54 +322,39 @@ class ScheduleCfg(Choice, family="schedule", default="none"):
     """How the learning rate changes over training."""
 
 
-@register_choice
-class ConstantCfg(ScheduleCfg):
+class ConstantCfg(ScheduleCfg, name="none"):
     """A constant learning rate."""
 
-    name: Literal["none"] = "none"
 
-
-@register_choice
-class LinearCfg(ScheduleCfg):
+class LinearCfg(ScheduleCfg, name="linear"):
     """The learning rate falls linearly over training."""
 
-    name: Literal["linear"] = "linear"
     final: Fraction = 0.0
     """Share of the learning rate left at the end. 1: constant."""
     warmup: Annotated[float, Ge(0), Lt(1)] | PositiveInt = 0.0
     """The rate first rises linearly, then falls: over a share of training, or from 1 on over a number in the unit of the budget (steps, iterations, epochs). The first of n iterations has 1/n of the rate."""
 
 
-@register_choice
-class CosineCfg(LinearCfg):
+class CosineCfg(LinearCfg, name="cosine"):
     """The learning rate falls along half a cosine."""
 
-    name: Literal["cosine"] = "cosine"  # type: ignore[assignment]
 
-
-@register_choice
-class StepCfg(ScheduleCfg):
+class StepCfg(ScheduleCfg, name="step"):
     """The learning rate drops at intervals."""
 
-    name: Literal["step"] = "step"
     decay: Annotated[float, Gt(0), Le(1)] = 0.5
     """Factor over one interval."""
     interval: Annotated[float, Gt(0), Le(1)] = 0.25
     """Share of training between two decays."""
 
 
-@register_choice
-class ExponentialCfg(StepCfg):
+class ExponentialCfg(StepCfg, name="exponential"):
     """The learning rate decays continuously, by ``decay`` over one interval."""
 
-    name: Literal["exponential"] = "exponential"  # type: ignore[assignment]
 
-
-@register_choice
-class AdaptiveKLCfg(ScheduleCfg):
+class AdaptiveKLCfg(ScheduleCfg, name="adaptive_kl"):
     """The learning rate follows the measured KL, by rsl_rl's rule."""
 
-    name: Literal["adaptive_kl"] = "adaptive_kl"
     desired_kl: Positive = 0.01
     """Above twice this the rate is divided by 1.5, below half of it multiplied. Default: rsl_rl's."""
     min_factor: Positive = 0.01

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, model_validator
 
-from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
+from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt
 
 Value: TypeAlias = bool | int | float | str | None
 
@@ -74,11 +74,9 @@ class MutationCfg(Choice, family="mutation", default="grow_shrink"):
         return settings | changed
 
 
-@register_choice
-class GrowShrinkCfg(MutationCfg, source="https://github.com/AgileRL/AgileRL"):
+class GrowShrinkCfg(MutationCfg, name="grow_shrink", source="https://github.com/AgileRL/AgileRL"):
     """Numbers grow or shrink by a factor, with equal chance (AgileRL)."""
 
-    name: Literal["grow_shrink"] = "grow_shrink"
     grow: Annotated[float, Gt(1)] = 1.2
     """Factor of growth."""
     shrink: Annotated[float, Gt(0), Lt(1)] = 0.8
@@ -89,11 +87,9 @@ class GrowShrinkCfg(MutationCfg, source="https://github.com/AgileRL/AgileRL"):
         return random.choice((self.grow, self.shrink))
 
 
-@register_choice
-class LogNormalCfg(MutationCfg, source="https://doi.org/10.1023/A:1015059928466"):
+class LogNormalCfg(MutationCfg, name="log_normal", source="https://doi.org/10.1023/A:1015059928466"):
     """Numbers are multiplied by ``exp(N(0, std))``."""
 
-    name: Literal["log_normal"] = "log_normal"
     std: Positive = 0.3
     """Standard deviation of the logarithm."""
 
@@ -124,11 +120,9 @@ class SelectionCfg(Choice, family="selection", default="tournament"):
         raise NotImplementedError(f"{type(self).__name__} has no select()")
 
 
-@register_choice
-class TournamentCfg(SelectionCfg, source="https://github.com/AgileRL/AgileRL"):
+class TournamentCfg(SelectionCfg, name="tournament", source="https://github.com/AgileRL/AgileRL"):
     """Each place goes to the best of ``size`` members drawn at random, as a mutated clone (AgileRL)."""
 
-    name: Literal["tournament"] = "tournament"
     size: PositiveInt = 2
     """Members that compete for a place."""
     elitism: bool = True
@@ -143,11 +137,9 @@ class TournamentCfg(SelectionCfg, source="https://github.com/AgileRL/AgileRL"):
         return places
 
 
-@register_choice
-class TruncationCfg(SelectionCfg, source="https://arxiv.org/abs/1711.09846"):
+class TruncationCfg(SelectionCfg, name="truncation", source="https://arxiv.org/abs/1711.09846"):
     """The worst members are replaced by mutated clones of the best; the others continue (PBT)."""
 
-    name: Literal["truncation"] = "truncation"
     share: Annotated[float, Gt(0), Le(0.5)] = 0.25
     """Share of the members that is replaced, and of those that are cloned."""
 
@@ -159,11 +151,9 @@ class TruncationCfg(SelectionCfg, source="https://arxiv.org/abs/1711.09846"):
         return [Place(member, clone=False) for member in ranking[:kept]] + clones
 
 
-@register_choice
-class HalvingCfg(SelectionCfg, source="https://arxiv.org/abs/1502.07943"):
+class HalvingCfg(SelectionCfg, name="halving", source="https://arxiv.org/abs/1502.07943"):
     """The worst members end; nothing is cloned (successive halving)."""
 
-    name: Literal["halving"] = "halving"
     factor: Annotated[int, Ge(2)] = 2
     """Members for each one that survives."""
 

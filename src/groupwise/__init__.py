@@ -17,7 +17,6 @@ _NAMES = {
     "comparison.compare": "compare",
     "config": "load_config",
     "config.algorithm": "CollectionCfg CreditCfg GRPOCfg ObjectiveCfg PPOCfg register_algorithm",
-    "config.base": "register_choice",
     "config.policy": "ModelCfg PolicyCfg SamplingCfg register_policy",
     "config.run": "EnvCfg RunCfg TextRunCfg",
     "data.rollout": "RolloutBuffer",

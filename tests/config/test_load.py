@@ -275,8 +275,6 @@ def test_a_config_needs_a_name_of_its_own(registry):
     class OwnCfg(AlgorithmCfg):
         """Without presets."""
 
-        name: str = "own"
-
     class ThiefCfg(AlgorithmCfg):
         """Takes a name that is taken."""
 
@@ -307,8 +305,7 @@ def test_schema_knows_the_algorithms_and_the_file_s_own_key():
 
 
 def test_a_derived_configs_own_default_holds_against_its_bases_preset(registry):
-    class Quick(GRPOCfg):
-        name: Literal["quick"] = "quick"
+    class Quick(GRPOCfg, name="quick"):
         num_epochs: int = 1
         group_size: int = 8  # as in the base, but said anew
 

@@ -8,7 +8,6 @@ from groupwise.config.algorithm import GRPOCfg as GRPOCfg
 from groupwise.config.algorithm import ObjectiveCfg as ObjectiveCfg
 from groupwise.config.algorithm import PPOCfg as PPOCfg
 from groupwise.config.algorithm import register_algorithm as register_algorithm
-from groupwise.config.base import register_choice as register_choice
 from groupwise.config.evolution import EvolutionCfg as EvolutionCfg
 from groupwise.config.evolution import MutationCfg as MutationCfg
 from groupwise.config.evolution import Place as Place

@@ -421,7 +421,7 @@ class Groups(NamedTuple):
 
 
 class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
-    """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
+    """Settings of every algorithm. Subclass it for your own, with a name."""
 
     algorithm: ClassVar[type[Any] | None] = None
     """The ``BaseAlgorithm`` that ``register_algorithm`` gave these settings; ``training.build`` knows the built-in ones."""

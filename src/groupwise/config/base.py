@@ -145,7 +145,10 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Choice(Cfg):
-    """A member of a family of choices, described by the first line of its docstring."""
+    """A member of a family of choices, described by the first line of its docstring.
+
+    ``class Mine(Family, name="mine")`` registers it, and raises a ``ConfigError`` if another class has the name.
+    """
 
     name: str
     """Name in the registry."""
@@ -238,14 +241,14 @@ C = TypeVar("C", bound=type[Choice])
 
 
 def register_choice(choice: C) -> C:
-    """Class decorator that registers a tracker, a schedule or another choice under the default of its ``name``.
+    """Register a choice under the default of its ``name``.
 
     Raises:
         ConfigError: ``name`` has no default, or belongs to another class.
     """
     name = choice.own_name()
     if not name:
-        raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
+        raise ConfigError(f"{choice.__name__} has no name; fix: class {choice.__name__}(..., name='my_name')")
     taken = choice.known.get(name)
     again = repr(taken) == repr(choice)  # defined again, as when a notebook's cell runs twice
     if taken not in (None, choice.__module__) and not again:

@@ -44,7 +44,7 @@ Choices: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=2)]
 
 
 class MutationCfg(Choice, family="mutation", default="grow_shrink"):
-    """How a setting changes. Subclass it with a ``scale``, and ``@register_choice`` it."""
+    """How a setting changes. Subclass it with a name and a ``scale``."""
 
     probability: Fraction = 0.5
     """Chance of each setting to change; at least one changes."""
@@ -108,7 +108,7 @@ class Place(NamedTuple):
 
 
 class SelectionCfg(Choice, family="selection", default="tournament"):
-    """Which members survive a round. Subclass it with a ``select``, and ``@register_choice`` it."""
+    """Which members survive a round. Subclass it with a name and a ``select``."""
 
     def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
         """Places of the next round.

@@ -126,7 +126,7 @@ class TrackedRun(NamedTuple):
 
 
 class TrackerCfg(Choice, family="tracker"):
-    """A place that metrics are sent to. Subclass it with a ``build``, and ``@register_choice`` it."""
+    """A place that metrics are sent to. Subclass it with a name and a ``build``."""
 
     def build(self, run: TrackedRun) -> Any:
         """The tracker of a run, as ``groupwise.training.trackers.Tracker`` describes it."""

@@ -277,7 +277,8 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
-        processor = recorded_processor(batch, self.sampling) if self.sampling.processes_logits else unprocessed
+        processes = self.sampling.has_filters or self.sampling.has_penalties
+        processor = recorded_processor(batch, self.sampling) if processes else unprocessed
         scores = token_scores(
             hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, processor=processor
         )

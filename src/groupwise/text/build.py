@@ -28,8 +28,8 @@ from groupwise.serving import (
     HEALTH,
     HttpClient,
     LocalServer,
+    LostWeightsError,
     PlacedServer,
-    RestartedError,
     VLLMServer,
     command,
     folder_of_run,
@@ -106,8 +106,8 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
 def _client_of(server: PlacedServer, limits: dict[str, Any]) -> HttpClient:
     url = server.wait(2 * limits["timeout"])
     client = HttpClient(url, **limits, last_lines=partial(last_lines, server.log), locate=server.url)
-    with suppress(RestartedError):  # the address was that of an earlier start
-        client.get(HEALTH)
+    with suppress(LostWeightsError):  # the address was that of an earlier start
+        client.call(HEALTH)
     return client
 
 

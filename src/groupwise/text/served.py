@@ -23,7 +23,7 @@ from groupwise.config.run import ServerGenerationCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ServerError
-from groupwise.serving import Answer, GroupRequest, LocalServer, LostWeightsError, VLLMServer
+from groupwise.serving import Answer, GroupRequest, LocalServer, LostWeightsError, VLLMServer, is_healthy
 from groupwise.text.collector import TextCollector
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
@@ -176,7 +176,7 @@ class ServedCollector(TextCollector):
         try:
             return self._collect(num_steps, rollout)
         except ServerError as error:
-            if self._own is None or self._own.is_healthy():
+            if self._own is None or is_healthy(self._own.url):
                 raise
             log.warning("the run's server is started again, and the iteration repeated: %s", error)
             self.forget()

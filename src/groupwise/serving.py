@@ -495,11 +495,6 @@ class LocalServer:
         """Whether it answers."""
         return HttpClient(self.url, timeout=_HEALTH_SECONDS, retries=0).is_healthy()
 
-    def start_again(self) -> None:
-        """Start the server again, with a new log."""
-        self.close()
-        self._process = self._start()
-
     def wait(self) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
         until = time.monotonic() + self._timeout

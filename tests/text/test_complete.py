@@ -7,9 +7,9 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import DataError
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import DecodingState, complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
 

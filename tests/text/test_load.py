@@ -16,9 +16,9 @@ import groupwise as gw
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import ConfigError, MissingExtraError
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.load import find_model, load_causal_lm, with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 ROWS = [TextRow([5, 6, 7], [8, 9], [0.0] * 2, 1.0, False, 0), TextRow([5, 6, 7], [4], [0.0], 1.0, False, 0)]
 LORA = LoRACfg(r=2)
@@ -148,7 +148,7 @@ def test_virtual_tokens_before_the_prompt_are_refused():
         from peft import PromptTuningConfig, get_peft_model
 
         model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(ConfigError, match="type PROMPT_TUNING, tokens before the prompt"):
+    with pytest.raises(ConfigError, match="type PROMPT_TUNING are tokens before the prompt"):
         CausalLM(model)
 
 

@@ -26,10 +26,10 @@ from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import CheckpointError, ConfigError, DataError, SlowPathWarning
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, load_policy, save_checkpoint
 
 TEXTS = [([5, 6, 7], [8, EOS, EOS]), ([5, 6, 7], [8, 9]), ([5, 6, 7], [4]), ([11], [12, 13, EOS])]
@@ -136,9 +136,9 @@ def test_a_head_that_is_more_than_a_weight_is_refused():
 def test_a_model_with_an_encoder_is_refused():
     sizes = {"vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    with pytest.raises(ConfigError, match="BartForConditionalGeneration is an encoder-decoder model; fix: a causal"):
+    with pytest.raises(ConfigError, match="BartForConditionalGeneration is no causal language model"):
         CausalLM(BartForConditionalGeneration(BartConfig(**sizes, **heads)))
-    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is an encoder-decoder model; fix: a causal"):
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is no causal language model"):
         CausalLM(T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_ff=16, num_layers=1, num_heads=2)))
 
 

@@ -124,13 +124,6 @@ def test_long_prompts_are_refused_or_left_out_and_never_cut():
         encoder(tokenizer, max_prompt_tokens=9).select(examples, context=4)
 
 
-def test_completions_are_decoded_without_special_tokens():
-    chat = encoder()
-    tokens = tiny_tokenizer()("4 <answer>é</answer>")["input_ids"]
-    assert chat.decode([*tokens, END]) == "4 <answer>é</answer>"
-    assert chat.decode([]) == ""
-
-
 def test_no_system_prompt_where_there_are_no_conversations():
     with pytest.raises(ConfigError, match="system_prompt is a message of a conversation"):
         TextTaskCfg(system_prompt="a", chat="never")

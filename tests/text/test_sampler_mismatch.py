@@ -7,9 +7,9 @@ from tiny_models import tiny_model
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 
 class Counting(CausalLM):

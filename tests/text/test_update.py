@@ -12,9 +12,9 @@ from variants import SETTINGS
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 RECOMPUTED = {"old_log_prob": "recomputed"}
 

@@ -3,21 +3,20 @@
 import csv
 import dataclasses
 import functools
+import io
 import json
 import math
-import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from groupwise.config.run import GYM, TextTaskCfg
 from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, require_extra
 from groupwise.seeding import derive_seed
 
-Item = TypeVar("Item")
 Message = dict[str, str]
 Prompt = str | tuple[Message, ...]
 Completion = str | Sequence[Message]
@@ -44,27 +43,19 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
         DataError: no examples, a row that cannot be read (names file and line), or a missing column.
     """
     where = str(source) if isinstance(source, str | Path) else "the data"
-    rows = [{prompt_column: row} if isinstance(row, str) else row for row in read_rows(source, where)]
+    rows = [{prompt_column: row} if isinstance(row, str) else row for row in _rows(source, where)]
     if not rows:
         raise DataError(f"{where} has no examples; fix: at least one prompt")
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"{where}, example {number}: expected a mapping of columns or a text; got {row!r:.80}; fix: {{'prompt': ...}}"
-            )
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if prompt_column not in columns:
         there = ", ".join(sorted(map(repr, columns)))
         raise DataError(
             f"{where} has no column {prompt_column!r}; it has {there}; fix: prompt_column{nearest(prompt_column, columns)}"
         )
-    examples = [
-        Example(
-            read_prompt(f"{where}, example {number}", row.get(prompt_column)),
-            {column: row.get(column) for column in columns if column != prompt_column},
-        )
-        for number, row in enumerate(rows)
-    ]
+    examples = []
+    for number, row in enumerate(rows):
+        prompt = read_prompt(f"{where}, example {number}", row.get(prompt_column))
+        examples.append(Example(prompt, {column: row.get(column) for column in columns if column != prompt_column}))
     if len({isinstance(example.prompt, str) for example in examples}) > 1:
         raise DataError(f"some prompts of {where} are texts and some are messages; fix: all of one kind")
     return examples
@@ -79,15 +70,11 @@ def encodable(text: str) -> str:
 
 
 def gym_examples(
-    name: str, *, size: int, part: Literal["train", "eval"] = "train", kwargs: Mapping[str, Any] | None = None
+    name: str, *, size: int, part: str = "train", kwargs: Mapping[str, Any] | None = None
 ) -> list[Example]:
-    """Examples of a task of reasoning-gym, with the columns ``task``, ``answer`` and ``metadata``.
+    """Examples of ``reasoning-gym:<task>`` for ``train`` or ``eval``, with the columns ``task``, ``answer`` and ``metadata``.
 
     The library draws item i from ``seed + i``; the seeds of the two parts are 2**30 apart.
-
-    Args:
-        name: ``reasoning-gym:<task>``.
-        kwargs: settings of the task.
 
     Raises:
         ConfigError: no such task, or a setting that the task does not have or refuses.
@@ -124,35 +111,20 @@ def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> li
     return kept
 
 
-@functools.lru_cache(maxsize=2)
-def shuffled(size: int, seed: int, epoch: int) -> list[int]:
-    """The order in which an epoch takes the examples."""
-    order = list(range(size))
-    random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
-    return order
-
-
-def in_order(items: Sequence[Item], number: int, seed: int) -> Item:
-    """Item ``number`` of training with this seed: each epoch is a new shuffle."""
-    epoch, place = divmod(number, len(items))
-    return items[shuffled(len(items), derive_seed(seed, "data"), epoch)[place]]
-
-
-def read_rows(source: object, where: str = "the data") -> list[Any]:
-    """The rows of a file, a data frame or any other iterable; a ``DataError`` if it is none."""
+def _rows(source: object, where: str) -> list[Any]:
+    """The rows of a file, a data frame or any other iterable: mappings or texts; a ``DataError`` if it has others."""
     if isinstance(source, str | Path):
         path = Path(source)
-        if path.suffix.lower() not in _READERS:
+        if path.suffix.lower() not in _ENDINGS:
             raise DataError(
-                f"data = {str(path)!r}: expected a file that ends in {', '.join(_READERS)}; fix: convert it"
+                f"data = {str(path)!r}: expected a file that ends in {', '.join(_ENDINGS)}; fix: convert it"
             )
         if not path.is_file():
             raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
-        reader, fix = _READERS[path.suffix.lower()]
         try:
-            source = reader(path)
-        except (ValueError, RecursionError) as error:  # also of JSON, Parquet and UTF-8
-            raise DataError(f"{path}, {error}; fix: {fix}") from error
+            source = _read_file(path)
+        except (ValueError, RecursionError, csv.Error) as error:  # also of JSON, Parquet and UTF-8
+            raise DataError(f"{path}, {error}; fix: write it again, texts in UTF-8") from error
     elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
         source = source.to_dict("records")
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
@@ -160,46 +132,41 @@ def read_rows(source: object, where: str = "the data") -> list[Any]:
             f"{where}: expected a path or a list of examples; got {source!r:.80}; fix: a list of mappings, or one part of "
             "a mapping, such as data['train']"
         )
-    return list(source)
+    rows = list(source)
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping | str):
+            raise DataError(
+                f"{where}, example {number}: expected a mapping of columns or a text; got {row!r:.80}; fix: {{'prompt': ...}}"
+            )
+    return rows
 
 
-def _read_jsonl(path: Path) -> list[Any]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def _read_file(path: Path) -> Any:
+    """The content of a file; a ``ValueError`` or ``csv.Error`` if it is broken."""
+    if path.suffix.lower() == ".parquet":
+        from pyarrow.parquet import read_table
+
+        return read_table(path).to_pylist()
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix.lower() == ".json":
+        return json.loads(text)
+    rows: list[Any] = []
+    if path.suffix.lower() == ".csv":
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        for row in reader:
+            if None in row or None in row.values():
+                raise ValueError(f"near line {reader.line_num}: not as many fields as columns")
+            rows.append(row)
+        return rows
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number}: {error.msg}") from error
     return rows
-
-
-def _read_csv(path: Path) -> list[Any]:
-    rows: list[Any] = []
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    raise csv.Error("not as many fields as columns")
-                rows.append(row)
-        except csv.Error as error:
-            raise ValueError(f"near line {reader.line_num}: {error}") from error
-    return rows
-
-
-def _read_parquet(path: Path) -> Any:
-    from pyarrow.parquet import read_table
-
-    return read_table(path).to_pylist()
-
-
-_READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    ".jsonl": (_read_jsonl, "one JSON object a line, in UTF-8"),
-    ".json": (lambda path: json.loads(path.read_text(encoding="utf-8-sig")), "a list of JSON objects, in UTF-8"),
-    ".csv": (_read_csv, "quotes around fields that hold commas, and UTF-8"),
-    ".parquet": (_read_parquet, "write it again as Parquet"),
-}
-"""How to read a file, and the fix if that fails, by its ending."""
 
 
 def read_prompt(where: str, prompt: object) -> Prompt:
@@ -232,7 +199,6 @@ def _key(prompt: Prompt) -> tuple[str, ...]:
 
 _WRITTEN = "WRITTEN"
 """Placeholder of the model's turn, whose tokens are known."""
-_PROBE = "84"
 
 
 class EncodedPrompt(NamedTuple):
@@ -243,11 +209,7 @@ class EncodedPrompt(NamedTuple):
 
 
 class PromptEncoder:
-    """The tokens of prompts, as the task and the tokenizer's chat template have them.
-
-    Args:
-        tokenizer: what ``AutoTokenizer`` loads. It needs no pad token.
-    """
+    """The tokens of prompts, as the task and the tokenizer's chat template have them."""
 
     def __init__(self, tokenizer: Any, cfg: TextTaskCfg) -> None:
         self.tokenizer = tokenizer
@@ -292,10 +254,7 @@ class PromptEncoder:
         return tokens
 
     def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
-        """The examples whose prompts are short enough, encoded.
-
-        Args:
-            context: tokens that the model leaves for a prompt.
+        """The examples whose prompts are short enough, encoded; ``context`` is the room that the model leaves for a prompt.
 
         Raises:
             DataError: a prompt is too long and ``on_long_prompt="error"``, or all are.
@@ -312,33 +271,19 @@ class PromptEncoder:
         )
         if self.cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
             raise DataError(
-                f"{message}; fix: shorter prompts, on_long_prompt='drop', or a "
-                f"{'larger max_prompt_tokens' if limit == self.cfg.max_prompt_tokens else 'smaller max_new_tokens'}"
+                f"{message}; fix: shorter prompts, on_long_prompt='drop', a larger max_prompt_tokens or a smaller max_new_tokens"
             )
         warnings.warn(f"{message}; they are dropped", stacklevel=2)
         return [prompt for prompt in encoded if len(prompt.tokens) <= limit]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a completion, without special tokens."""
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
-
-    def inline(self, answer: str) -> str:
-        """A tool's answer as plain text."""
-        return self.cfg.tool_answer.replace("{}", answer)
-
     def encode_answer(self, answer: str, end: int | None = None) -> list[int]:
         """All tokens between two turns of the model: a message if prompts are messages, otherwise plain text.
 
-        Args:
-            answer: the tool's.
-            end: the end-of-text token that the model wrote itself, and which is not repeated. None: it wrote none.
-
-        Raises:
-            ConfigError: the chat template has no place for an answer after the assistant's message.
+        An end-of-text token that the model wrote itself, ``end``, is not repeated. A ``ConfigError`` if the chat template has no
+        place for an answer after the assistant's message.
         """
         if not self.conversational:
-            return self._ids(self.inline(answer))
+            return self._ids(self.cfg.tool_answer.replace("{}", answer))
         rendered = self._render(self._answer_role, answer)
         place = rendered.index(_WRITTEN) + len(_WRITTEN)
         before, whole = self._ids(rendered[:place]), self._ids(rendered)
@@ -359,7 +304,7 @@ class PromptEncoder:
 
         for role in ("tool", "user"):
             with suppress(TemplateError):
-                if _PROBE in self._render(role, _PROBE).partition(_WRITTEN)[2]:
+                if "84" in self._render(role, "84").partition(_WRITTEN)[2]:
                     return role
         raise ConfigError(
             "the tokenizer's chat template has no message of role 'tool' or 'user' after the assistant's, for a tool's "
@@ -373,8 +318,9 @@ class PromptEncoder:
             {"role": "assistant", "content": _WRITTEN},
             {"role": role, "content": answer},
         ]
-        kwargs = self.cfg.chat_template_kwargs
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.cfg.chat_template_kwargs
+        )
         return text
 
     def _ids(self, text: str) -> list[int]:

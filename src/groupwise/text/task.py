@@ -47,30 +47,28 @@ class TextTask:
     ) -> None:
         refuse_unknown(settings, {*TextTaskCfg.model_fields, "reward", "reward_weights"} - {"rewards"}, "TextTask")
         rewards = _several(reward)
-        cfgs: list[RewardCfg] = []
         for one in rewards:
             if not isinstance(one, RewardCfg | str) and not callable(one):
                 raise ConfigError(
                     f"reward = {one!r}: expected a function, the name of a registered one, or RewardCfg; fix: reward=my_function"
                 )
-            name = one if isinstance(one, str) else GIVEN
-            cfgs.append(one if isinstance(one, RewardCfg) else RewardCfg(name=name))
+        names = [one if isinstance(one, RewardCfg | str) else GIVEN for one in rewards]
+        cfgs = [RewardCfg(name=one) if isinstance(one, str) else one for one in names]
         if reward_weights is not None:
             if len(reward_weights) != len(cfgs):
                 raise ConfigError(f"reward_weights = {list(reward_weights)} for {len(cfgs)} rewards; fix: one for each")
             cfgs = [cfg.model_copy(update={"weight": w}) for cfg, w in zip(cfgs, reward_weights, strict=True)]
-        recorded = [str(one) if isinstance(one, str | Path | None) else GIVEN for one in (data, eval_data)]
         self.cfg = TextTaskCfg(
-            data=recorded[0],
-            eval_data=None if eval_data is None else recorded[1],
+            data=str(data) if isinstance(data, str | Path) else GIVEN,
+            eval_data=str(eval_data) if isinstance(eval_data, str | Path) else None if eval_data is None else GIVEN,
             rewards=tuple(cfgs),
             tool=GIVEN if callable(tool) else tool,
             **settings,
         )
         """The settings, with ``<given in Python>`` in place of objects."""
         self.given: dict[str, Any] = {
-            "data": data if recorded[0] == GIVEN else None,
-            "eval_data": eval_data if recorded[1] == GIVEN else None,
+            "data": None if isinstance(data, str | Path) else data,
+            "eval_data": None if isinstance(eval_data, str | Path) else eval_data,
             "reward": [one for one in rewards if callable(one)] or None,
             "tool": tool if callable(tool) else None,
         }
@@ -124,9 +122,8 @@ class TextTask:
     def _examples(self, name: Literal["data", "eval_data"]) -> list[Example]:
         cfg, source = self.cfg, vars(self.cfg)[name]
         if source.startswith(GYM):
-            if name == "data":
-                return gym_examples(source, size=cfg.data_size, kwargs=cfg.data_kwargs)
-            return gym_examples(source, size=cfg.eval_size, part="eval", kwargs=cfg.data_kwargs)
+            size, part = (cfg.data_size, "train") if name == "data" else (cfg.eval_size, "eval")
+            return gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
         if source == GIVEN:
             source = self.given[name]
             if source is None:
@@ -151,10 +148,8 @@ def text_cfg(
     policy: object,
     settings: dict[str, Any],
 ) -> TextRunCfg:
-    """The settings of a run on a task. A given policy has its own model and sampling.
-
-    Args:
-        settings: ``model`` (a folder, a hub id, a ``ModelCfg`` or its fields), ``lora`` and other fields of ``TextRunCfg``.
+    """The settings of a run on a task, from ``model``, ``lora`` and other fields of ``TextRunCfg``. A given policy has its own model
+    and sampling.
 
     Raises:
         ConfigError: a setting is unknown or impossible, or there is no model.

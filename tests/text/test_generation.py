@@ -288,4 +288,3 @@ def test_a_stop_string_far_into_a_text_is_found_without_reading_all_of_it_again(
     assert c.stop == "stop"
     assert decode(c.tokens) == 40 * "€q " + "€end"
     assert max(read) <= 4 * len("€end") + 8
-

@@ -7,8 +7,8 @@ import reasoning_gym
 
 from groupwise.config.run import RewardCfg
 from groupwise.errors import ConfigError, MissingExtraError, UnknownNameError
-from groupwise.text.data import gym_examples
 from groupwise.text.rewards import REWARDS, RewardSet, make_reward
+from groupwise.text.task import gym_examples
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
 from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, overlong_penalty, pass_at_k, repeated_ngrams
-from groupwise.text.data import Example, PromptEncoder
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardSet, make_reward
+from groupwise.text.task import Example, PromptEncoder
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")

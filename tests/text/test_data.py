@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import ConfigError, DataError, MissingExtraError, UnknownNameError
 from groupwise.text.collector import shuffled
-from groupwise.text.data import Example, gym_examples, load_examples, without_overlap
+from groupwise.text.task import Example, gym_examples, load_examples, without_overlap
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "a,\u2028b"', "answer": "é"}]
 EXAMPLES = [Example("1+1=", {"answer": "2"}), Example('say "a,\u2028b"', {"answer": "é"})]

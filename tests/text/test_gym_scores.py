@@ -7,7 +7,7 @@ from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
 from groupwise.errors import ConfigError
 from groupwise.text.builtin_rewards import COMPUTED_TASKS, REFUSED_TASKS, SCORED_TASKS, computes, is_right
-from groupwise.text.data import gym_examples
+from groupwise.text.task import gym_examples
 
 
 def solution(example):

@@ -15,10 +15,10 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextTaskCfg
 from groupwise.serving import GroupRequest, HttpClient, VLLMServer
 from groupwise.text.collector import Dialogue, Transcript
-from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
 from groupwise.text.generation import Completion
 from groupwise.text.load import load_causal_lm
 from groupwise.text.served import ServedGenerator
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
 
 
 class Weights(gw.Callback):

@@ -11,10 +11,10 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextTaskCfg
 from groupwise.seeding import derive_seed
 from groupwise.text.collector import Dialogue, TextRow, Transcript, score, text_rollout, write
-from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
 from groupwise.text.generation import Completion, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardFunction, RewardSet
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
 from groupwise.text.tools import Calculator, Tool
 
 CHARACTERS = "0123456789+=<>/calcresut "

@@ -38,11 +38,10 @@ from groupwise.text.collector import (
     training_row,
     write,
 )
-from groupwise.text.data import EncodedPrompt, Example, Prompt, PromptEncoder
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.rewards import TrainingState
-from groupwise.text.task import TextTask, text_cfg
+from groupwise.text.rewards import Prompt, TrainingState
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, text_cfg
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
 

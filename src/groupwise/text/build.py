@@ -27,12 +27,11 @@ from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.decoding import FastDecoder
 from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, TextEvaluator
-from groupwise.text.data import Example, PromptEncoder
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
-from groupwise.text.task import TextTask
+from groupwise.text.task import Example, PromptEncoder, TextTask
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy

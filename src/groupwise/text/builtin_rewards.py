@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from groupwise.config.run import GYM
 from groupwise.errors import ConfigError, RewardError, require_extra
-from groupwise.text.data import Completion
-from groupwise.text.rewards import RewardObject, Score, register_reward
+from groupwise.text.rewards import Completion, RewardObject, Score, register_reward
 from groupwise.text.sandbox import MathVerifier
 from groupwise.text.tools import ARITHMETIC_ERRORS, value_of
 

@@ -28,11 +28,10 @@ from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import wilson_95
 from groupwise.seeding import derive_seed
-from groupwise.text.data import EncodedPrompt, Example, Message, Prompt, PromptEncoder, read_prompt
 from groupwise.text.generation import Completion, Generate, complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.rewards import RewardSet, TrainingState
-from groupwise.text.task import TextTask
+from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, read_prompt
 from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask, make_tool
 from groupwise.training.evaluation import EvaluationResult, Evaluator, shown
 

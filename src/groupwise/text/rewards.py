@@ -29,7 +29,11 @@ from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.plugins import register
-from groupwise.text.data import Completion, Prompt
+
+Message = dict[str, str]
+Prompt = str | tuple[Message, ...]
+Completion = str | Sequence[Message]
+"""A completion as rewards read it: a text; after a prompt of messages, messages."""
 
 # Functions and classes that settings name, for rewards and tools
 

@@ -4,6 +4,7 @@ import ast
 import logging
 import operator
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,6 @@ from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError
 from groupwise.plugins import register
 from groupwise.system import LostChildError
-from groupwise.text.data import encodable
 from groupwise.text.rewards import Isolated, make_registered
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,14 @@ class IsolatedTool(Tool):
     def close(self) -> None:
         """End the process."""
         self._isolated.close()
+
+
+def encodable(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which no tokenizer takes; warns of them."""
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if whole != text:
+        warnings.warn("a text has lone surrogates: U+FFFD takes their place", stacklevel=2)
+    return whole
 
 
 def ask(tool: AnyTool, text: str) -> str | None:

@@ -6,9 +6,9 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete, kept_tokens, penalized
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 
 def test_penalties_by_hand():

@@ -6,6 +6,7 @@ Algorithms and collectors know this module only; no class here knows an environm
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -153,13 +154,12 @@ class Policy(nn.Module, ABC):
     @torch.no_grad()
     def move_towards(self, policy: "Policy", share: float) -> None:
         """Move parameters and statistics towards those of ``policy``, by this share of the way; 1 copies them."""
-        for parameter, target in zip(self.parameters(), policy.parameters(), strict=True):
-            parameter.lerp_(target, share)
-        for buffer, source in zip(self.buffers(), policy.buffers(), strict=True):
-            if buffer.is_floating_point():
-                buffer.lerp_(source, share)
+        theirs = chain(policy.parameters(), policy.buffers())
+        for own, other in zip(chain(self.parameters(), self.buffers()), theirs, strict=True):
+            if own.is_floating_point():
+                own.lerp_(other, share)
             else:
-                buffer.copy_(source)
+                own.copy_(other)
 
     def clone(self) -> "Policy":
         """A deep copy that shares nothing."""

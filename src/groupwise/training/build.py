@@ -35,7 +35,7 @@ from groupwise.config.run import (
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
-from groupwise.envs.make import make_env, torch_fix
+from groupwise.envs.make import make_env
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
@@ -715,6 +715,6 @@ def _build_collector(
     if not isinstance(env, TorchGroupEnv):
         raise ConfigError(
             f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
-            f"fix: {torch_fix(env.env_id)}collection.partial_groups='complete'"
+            "fix: env.vectorization='torch' (for CartPole-v1), or collection.partial_groups='complete'"
         )
     return TorchGroupCollector(env, policy, stepper=stepper, **shared)

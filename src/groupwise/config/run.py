@@ -162,21 +162,6 @@ class WandBCfg(TrackerCfg):
     """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
 
 
-@register_choice
-class TrackioCfg(TrackerCfg):
-    """Trackio, on this machine or in a Space."""
-
-    name: Literal["trackio"] = "trackio"
-    project: str = "groupwise"
-    """Project."""
-    run_name: str | None = None
-    """Name of the run, to which a part of its unique id is added. None: that of the run folder."""
-    group: str | None = None
-    """Group of runs."""
-    space_id: str | None = None
-    """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
-
-
 # Texts and rewards
 
 GYM = "reasoning-gym:"

@@ -299,7 +299,7 @@ def kept_steps(
     after = algorithm.score(algorithm.policy, inputs).log_prob
     for name, buffer in algorithm.policy.named_buffers():
         buffer.copy_(now[name])
-    ratio = algorithm.of_decisions(after - batch["sample_log_prob"][rows]).exp()
+    ratio = algorithm.layout.per_decision(after - batch["sample_log_prob"][rows]).exp()
     slots, mask = (torch.searchsorted(rows, row), time), inputs["loss_mask"]
     counts = (mask.any(dim=-1) if mask.dim() > 2 else mask)[slots].cpu().numpy()
 
@@ -323,7 +323,7 @@ def kept_steps(
         "token": [texts[token] for token in tokens] if is_text else None,
         "reward": at(batch["reward"]),
         "reward_parts": vectors(batch.get("reward_parts", None)),
-        "log_prob": at(algorithm.of_decisions(batch["sample_log_prob"])),
+        "log_prob": at(algorithm.layout.per_decision(batch["sample_log_prob"])),
         "ratio": np.where(counts, ratio[slots].cpu().numpy(), np.nan),
         "advantage": None if algorithm.advantage is None else at(algorithm.advantage),
         "loss_mask": counts,

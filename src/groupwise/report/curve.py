@@ -122,7 +122,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def short(value: float) -> str:
     """A number as on axes: 20k, 1.5M."""
-    size, suffix = next(((s, n) for s, n in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= s), (1.0, ""))
+    size, suffix = next(((s, n) for s, n in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if s <= abs(value) < 1e12), (1.0, ""))
     return f"{value / size:.4g}{suffix}"
 
 

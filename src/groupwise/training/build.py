@@ -58,7 +58,7 @@ from groupwise.training.callbacks import (
     TimeLimit,
 )
 from groupwise.training.checkpoint import Identity, initialize
-from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, Evaluator, evaluate_policy
+from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
 from groupwise.training.trackers import Report, make_tracker
 from groupwise.training.trainer import Callback
 
@@ -139,8 +139,8 @@ class Components(ABC):
         return "return"
 
     @abstractmethod
-    def evaluator(self) -> Evaluator | None:
-        """The evaluator of training; None if there can be none."""
+    def evaluator(self) -> Any:
+        """The evaluator of training: a call plays the episodes, ``close`` frees its resources. None if there can be none."""
 
     def notes(self) -> list[str]:
         """Lines to print when training starts."""
@@ -190,7 +190,11 @@ def pick_device(name: str) -> torch.device:
 
 
 def build_callbacks(
-    parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
+    parts: Components,
+    folder: RunFolder,
+    users: Sequence[Callback],
+    evaluator: Callable[[], EvaluationResult] | None,
+    rank: int,
 ) -> list[Callback]:
     """The user's callbacks and those of the settings; on ranks above 0 the user's, and those that help to save.
 
@@ -229,7 +233,7 @@ _MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
 """Arguments of ``gymnasium.make_vec`` that it records among those of the environment."""
 
 
-class EnvEvaluator(Evaluator):
+class EnvEvaluator:
     """Plays the episodes that ``cfg.evaluation`` describes, in environments of its own.
 
     Args:

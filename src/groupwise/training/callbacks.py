@@ -177,11 +177,11 @@ class MetricsLog(Callback):
         if trainer.iteration != self._logged:
             self._logged = trainer.iteration
             position = {"iteration": trainer.iteration, "env_steps": trainer.env_steps}
-            numbers = {
-                k: value if type(value) is float else _to_float(k, value) for k, value in trainer.metrics.items()
-            }
-            entry = position | {name: number for name, number in numbers.items() if math.isfinite(number)} | position
+            floats = {k: v if type(v) is float else _to_float(k, v) for k, v in trainer.metrics.items()}
+            entry = position | {name: number for name, number in floats.items() if math.isfinite(number)} | position
             self.waiting.append(f"{json.dumps(entry)}\n")
+        elif not self.waiting:
+            return
         try:
             files.append(self.path, "".join(self.waiting).encode())
             self.waiting = []
@@ -248,10 +248,13 @@ class KeepGroups(Callback):
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write groups when it is time."""
         if trainer.passed(self.interval) or trainer.is_done():
-            start = time.perf_counter()
-            columns = kept_steps(transition_view(rollout), self.num_groups, trainer, self._buffers)
-            write_groups(self.folder, trainer.iteration, columns)
-            metrics[SAVE_SECONDS] = time.perf_counter() - start
+            self._write(trainer, rollout, metrics)
+
+    def _write(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        start = time.perf_counter()
+        columns = kept_steps(transition_view(rollout), self.num_groups, trainer, self._buffers)
+        write_groups(self.folder, trainer.iteration, columns)
+        metrics[SAVE_SECONDS] = time.perf_counter() - start
 
 
 def kept_steps(

@@ -33,7 +33,7 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, read_prompt
 from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask, make_tool
-from groupwise.training.evaluation import EvaluationResult, Evaluator, shown
+from groupwise.training.evaluation import EvaluationResult, shown
 
 # Texts as a rollout: tokens are the observations, next tokens the actions
 
@@ -577,7 +577,7 @@ class TextEvaluation(EvaluationResult):
         return {k: self.pass_at(k) for k in (*(2**i for i in range(most.bit_length())), most)}
 
 
-class TextEvaluator(Evaluator):
+class TextEvaluator:
     """Completes and scores held-out prompts, always the same ones with the same seeds."""
 
     def __init__(

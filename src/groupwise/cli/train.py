@@ -36,7 +36,6 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise train CartPole-v1 --algorithm ppo --seed 3
       groupwise train CartPole-v1 --preset dr_grpo --seeds 0-9
       groupwise train my_run.json --algorithm.learning-rate 3e-4
-      groupwise train --config my_run.yaml
 
     Options, with the defaults of this environment:
       --seeds 0-9                         or 0,3,5: one run per seed, in parallel
@@ -103,9 +102,9 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     """
     if argv and (Path(argv[0]) / "population.json").is_file():
         parser.add_argument("population", type=Path, help="folder of the population")
-        options = _add_fields(parser, LaunchCfg)
+        own = _add_fields(parser, LaunchCfg)
         found = vars(parser.read(argv))
-        given = {name: value_of(options[name], [found[name]]) for name in options if found[name] is not None}
+        given = {name: value_of(own[name], [found[name]]) for name in own if found[name] is not None}
 
         from groupwise.evolution.population import Population
 

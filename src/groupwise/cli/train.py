@@ -1,6 +1,5 @@
 """Commands that train: ``train``, ``resume`` and ``evolve``."""
 
-import json
 import logging
 import math
 import os
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 from groupwise import plugins
 from groupwise import system as files
-from groupwise.cli.options import Option, Parser, count, parse_options, value_of
+from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of
 from groupwise.config import to_json
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
@@ -367,11 +366,11 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
     base = parse_options(rest, parser)
     if "search" not in given:
         raise ConfigError("--search is missing: the settings that change; fix: see groupwise evolve --help")
-    if not given["search"].lstrip().startswith("{"):
-        given["search"] = json.dumps(read_file(Path(given["search"])))
+    word = given.pop("search")
+    search = parse_json("--search", word) if word.lstrip().startswith("{") else read_file(Path(word))
     values = {name: value_of(options[name], [word]) for name, word in given.items()}
     launch = LaunchCfg(**{name: values.pop(name) for name in LaunchCfg.model_fields if name in values})
-    cfg = EvolutionCfg(**values)
+    cfg = EvolutionCfg(search=search, **values)
 
     from groupwise.evolution.evolve import evolve_from_config
 

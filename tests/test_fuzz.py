@@ -26,8 +26,8 @@ from groupwise.config import resolve, to_json
 from groupwise.config.run import RewardCfg, TextTaskCfg
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.text.data import Example, PromptEncoder
 from groupwise.text.rewards import RewardSet, make_reward
+from groupwise.text.task import Example, PromptEncoder
 from groupwise.text.tools import Calculator
 from groupwise.training.checkpoint import load_checkpoint
 

@@ -296,12 +296,12 @@ def _serve(server: PlacedServer, timeout: float, folder: str) -> bool:
     try:
         with closing(LocalServer(server.command(), server.log, timeout, host=address)) as running:
             running.wait()
-            server.is_at(running.url)
+            server.say(url=running.url)
             ready = True
             running.join()
     except Exception as error:
         if not ready:
-            server.cannot_start(str(error) if isinstance(error, GroupwiseError) else repr(error))
+            server.say(error=str(error) if isinstance(error, GroupwiseError) else repr(error))
     return ready
 
 

@@ -111,7 +111,7 @@ def start(words: Sequence[str], log: Path, **env: str) -> subprocess.Popen[str]:
 def errors(log: Path) -> list[str]:
     """Lines that name what went wrong, shortened and without what differs by run."""
     lines = re.findall(
-        r"^(?:\[rank\d\]: *)?((?:\w+\.)*\w*Error: .*|.*(?:trying again|weights again|is started again|Signal 9).*)",
+        r"^(?:\[rank\d\]: *)?((?:\w+\.)*\w*Error: .*|.*(?:trying again|weights again|Signal 9).*)",
         log.read_text(),
         re.M,
     )

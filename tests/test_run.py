@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -202,10 +202,9 @@ def test_policy_settings():
     assert run.cfg.policy.hidden_sizes == (4,)
 
 
-class PatientCfg(gw.PPOCfg):
+class PatientCfg(gw.PPOCfg, name="patient"):
     """PPO that waits."""
 
-    name: Literal["patient"] = "patient"
     patience: int = 3
     """Iterations."""
 

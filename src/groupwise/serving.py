@@ -459,11 +459,6 @@ class LocalServer:
         self.words = [*words, "--host", host, "--port", str(self._address[1])]
         self._process = self._start()
 
-    def start_again(self) -> None:
-        """Start the server again, with a new log."""
-        self.close()
-        self._process = self._start()
-
     def wait(self) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
         until = time.monotonic() + self._timeout

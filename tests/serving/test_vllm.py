@@ -15,10 +15,10 @@ from text_runs import copying, save_model, train
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
 from groupwise.serving import HttpClient, LocalServer, VLLMServer, command
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedGenerator
-from groupwise.text.transcripts import TextRow, text_rollout
 
 PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON", "")
 pytestmark = [

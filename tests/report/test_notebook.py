@@ -3,10 +3,8 @@
 import html
 import json
 import re
-from io import BytesIO
 
 import pytest
-from PIL import Image
 from run_folders import write_run
 
 import groupwise as gw
@@ -58,18 +56,16 @@ def test_the_explorer_is_in_a_frame_with_links_of_its_own(run):
     assert "<script" not in frame
 
 
-def test_the_curve_is_a_figure_and_a_picture(run):
-    figure = plot(RunFolder(run))
-    [axes] = figure.axes
-    assert axes.get_title() == "CartPole-v1, grpo, seed 0"
-    assert list(axes.lines[0].get_ydata()) == [11.0, 12.0, 13.0, 14.0]
-    assert Image.open(BytesIO(figure._repr_png_())).format == "PNG"
+def test_the_curve_is_a_picture(run):
+    shown = plot(RunFolder(run))._repr_svg_()
+    assert shown.startswith("<svg")
+    assert "CartPole-v1, grpo, seed 0" in shown
 
 
 def test_a_trained_run_has_them(tmp_path):
     short = {"total_steps": 300, "evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
     run = gw.train("CartPole-v1", run_dir=tmp_path / "run", **short)
     assert "CartPole-v1, grpo" in run._repr_html_()
-    assert run.plot().axes[0].get_xlabel() == "environment steps"
+    assert ">environment steps<" in run.plot()
     assert run.report() == run.path / "report.html"
     assert run.report(str(tmp_path / "page.html")).read_text().startswith("<!DOCTYPE html>")

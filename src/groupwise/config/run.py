@@ -154,19 +154,6 @@ class WandBCfg(TrackerCfg, name="wandb"):
     """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
 
 
-class TrackioCfg(TrackerCfg, name="trackio"):
-    """Trackio, on this machine or in a Space."""
-
-    project: str = "groupwise"
-    """Project."""
-    run_name: str | None = None
-    """Name of the run, to which a part of its unique id is added. None: that of the run folder."""
-    group: str | None = None
-    """Group of runs."""
-    space_id: str | None = None
-    """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
-
-
 # Texts and rewards
 
 GYM = "reasoning-gym:"

@@ -33,12 +33,6 @@ class TaskSuccess(NamedTuple):
     """95 % confidence interval by Wilson's formula."""
     episodes: int
 
-    @classmethod
-    def of(cls, flags: Sequence[bool]) -> "TaskSuccess":
-        """Summary of the success of each episode."""
-        rate = sum(flags) / len(flags)
-        return cls(rate, wilson_95(rate, len(flags)), len(flags))
-
 
 @dataclass(frozen=True)
 class EvaluationResult:
@@ -93,8 +87,11 @@ class EvaluationResult:
     @property
     def success_by_task(self) -> dict[str, TaskSuccess]:
         """Success of each task, by name; empty unless the environment names several."""
-        outcomes = zip(self.tasks or (), self.successes or (), strict=False)
-        return {task: TaskSuccess.of(flags) for task, flags in successes_by_task(outcomes).items()}
+        found = {}
+        for task, flags in successes_by_task(zip(self.tasks or (), self.successes or (), strict=False)).items():
+            rate = sum(flags) / len(flags)
+            found[task] = TaskSuccess(rate, wilson_95(rate, len(flags)), len(flags))
+        return found
 
     def score(self, metric: EvaluationMetric) -> float:
         """The mean return or the success rate.

@@ -1,4 +1,4 @@
-"""Rewards and tools that raise, hang, fork, die or hold the interpreter."""
+"""Rewards that raise, hang, fork, die or hold the interpreter."""
 
 import logging
 import os
@@ -10,13 +10,12 @@ import time
 
 import pytest
 
-from groupwise.config.run import RewardCfg, TextTaskCfg
-from groupwise.errors import ConfigError, RewardError, ToolError
+from groupwise.config.run import RewardCfg
+from groupwise.errors import ConfigError, RewardError
 from groupwise.text import builtin_rewards
 from groupwise.text.builtin_rewards import MathReward, RegexReward
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.sandbox import MathVerifier
-from groupwise.text.tools import IsolatedTool, ask, make_tool
 
 TIMEOUT = 2.0
 
@@ -123,34 +122,6 @@ class Unloadable:
 
 def refuse():
     raise OSError("no key")
-
-
-def tool(text):
-    match text:
-        case "hangs":
-            time.sleep(1000)
-        case "raises":
-            raise ValueError("no number")
-        case "nothing":
-            return None
-    return text.upper()
-
-
-def test_a_tool_that_hangs_is_answered_by_an_error():
-    isolated = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), tool)
-    assert isinstance(isolated, IsolatedTool)
-    assert ask(isolated, "yes") == "YES"
-    assert ask(isolated, "nothing") is None
-    with pytest.raises(ToolError, match=r"the tool raised .*ValueError: no number\n  its input: 'raises'"):
-        ask(isolated, "raises")
-    assert ask(isolated, "hangs") == "error: the tool took longer than 2 s"
-    assert ask(isolated, "yes") == "YES"
-    isolated.close()
-
-
-def test_tool_timeout_needs_a_tool():
-    with pytest.raises(ValueError, match=r"tool_timeout=1\.0 has no effect without a tool"):
-        TextTaskCfg(tool_timeout=1.0)
 
 
 def test_a_pattern_that_takes_too_long_gives_no_reward(monkeypatch, caplog):

@@ -173,11 +173,6 @@ class SamplingCfg(Cfg):
         """Whether the logits depend on the text by more than the model."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0
 
-    @property
-    def processes_logits(self) -> bool:
-        """Whether tokens are drawn from other logits than the model's."""
-        return self.has_filters or self.has_penalties
-
 
 class ModelCfg(Cfg):
     """The language model."""

@@ -71,13 +71,17 @@ class FastDecoder(Decoder):
             del steps, ours, theirs  # they hold caches of their own
             self.used = "llama" if off <= policy.rounding else "transformers"
             if self.used == "transformers":
-                warnings.warn(
-                    f"{type(policy.network).__name__} decodes with transformers (no fast step): log-probabilities of the "
-                    f"fast step differ by {off:.2g}, at most {policy.rounding} is rounding",
-                    SlowPathWarning,
-                    stacklevel=3,
-                )
+                _warn_of_other_numbers(policy, off)
         return LlamaStep(policy, prompts) if self.used == "llama" else Step(policy, prompts)
+
+
+def _warn_of_other_numbers(policy: CausalLM, off: float) -> None:
+    message = (
+        f"{type(policy.network).__name__} decodes with transformers (no fast step): log-probabilities of the fast step"
+    )
+    warnings.warn(
+        f"{message} differ by {off:.2g}, at most {policy.rounding} is rounding", SlowPathWarning, stacklevel=4
+    )
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:
@@ -144,10 +148,7 @@ class LlamaStep(Step):
         if self._slots is not None:
             token = torch.empty_like(token).index_copy_(0, self._slots, token)
         if self._length == self._stores[0].shape[3]:
-            for number, store in enumerate(self._stores):
-                shape = (2, self._rows, self._groups, self._length + ROOM, self._head_width)
-                grown = self._stores[number] = store.new_empty(shape)
-                grown[:, :, :, : self._length] = store[:, : self._rows]
+            self._grow()
         mask = None if self._mask is None else self._mask[: self._rows, :, :, : self._length + 1]
         with autocast_off(token.device.type):
             hidden = self._embed(token)
@@ -159,6 +160,12 @@ class LlamaStep(Step):
             hidden = self._norm(hidden)
         self._length, self._position = self._length + 1, self._position + 1
         return hidden if self._slots is None else hidden[self._slots]
+
+    def _grow(self) -> None:
+        for number, store in enumerate(self._stores):
+            grown = store.new_empty(2, self._rows, self._groups, self._length + ROOM, self._head_width)
+            grown[:, :, :, : self._length] = store[:, : self._rows]
+            self._stores[number] = grown
 
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
         """Drop the other rows: in the caches, the last rows move into their places."""
@@ -238,16 +245,16 @@ def _linear(policy: CausalLM, *modules: Any) -> _Map:
     biases = [module.bias for module in modules if module.bias is not None]
     plain = all(type(module) is nn.Linear and not has_hooks(module) for module in modules)
     if not plain or len(biases) not in (0, len(modules)):
-
-        def called(x: Tensor) -> Tensor:
-            with policy.computing():
-                return torch.cat([module(x) for module in modules], dim=-1)
-
-        return called
+        return lambda x: _called(policy, modules, x)
     dtype = policy.autocast or modules[0].weight.dtype
     weight = torch.cat([module.weight.to(dtype) for module in modules])
     product = linear_map(weight, torch.cat(biases).to(dtype) if biases else None)
     return product if policy.autocast is None else lambda x: product(x.to(dtype))
+
+
+def _called(policy: CausalLM, modules: Sequence[Any], x: Tensor) -> Tensor:
+    with policy.computing():
+        return torch.cat([module(x) for module in modules], dim=-1)
 
 
 def linear_map(weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None) -> _Map:

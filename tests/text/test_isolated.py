@@ -44,27 +44,19 @@ def reward_set(*functions, timeout=TIMEOUT):
 
 
 def score(rewards, *completions):
-    return rewards.score(["p"] * len(completions), completions, [[0]] * len(completions), {})
+    columns = {"answer": ["4"] * len(completions)}
+    return rewards.score(["p"] * len(completions), completions, [[0]] * len(completions), columns)
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """The process starts once for several tests."""
+def test_an_isolated_reward_scores_and_logs_as_any_and_what_it_raises_ends_training():
     rewards = reward_set(lengths)
-    yield rewards
-    rewards.close()
-
-
-def test_an_isolated_reward_scores_and_logs_as_any(shared):
-    assert score(shared, "a", "bb").reward == (1, 2)
-    assert score(shared, "ccc").reward == (3,)
-    assert shared.take_logged() == {"characters": 3.0}
-
-
-def test_what_an_isolated_reward_raises_ends_training(shared):
+    assert score(rewards, "a", "bb").reward == (1, 2)
+    assert score(rewards, "ccc").reward == (3,)
+    assert rewards.take_logged() == {"characters": 3.0}
     with pytest.raises(RewardError, match=r"reward 'lengths' raised .*ValueError: no number; fix") as caught:
-        score(shared, "raises")
+        score(rewards, "raises")
     assert 'raise ValueError("no number")' in caught.value.__cause__.__notes__[0]
+    rewards.close()
 
 
 @pytest.mark.slow
@@ -135,10 +127,8 @@ def test_a_pattern_that_takes_too_long_gives_no_reward(monkeypatch, caplog):
 ENDLESS = "\\boxed{9^{9^{9^{9}}}}"
 
 
-def math_scores(reward, *completions):
-    rewards = RewardSet([make_reward(RewardCfg(name="given"), reward)])
-    columns = {"answer": ["4"] * len(completions)}
-    return rewards.score(["p"] * len(completions), completions, [[0]] * len(completions), columns).reward
+def math_set(**settings):
+    return RewardSet([make_reward(RewardCfg(name="given"), MathReward(**settings))])
 
 
 def test_64_answers_that_take_too_long_are_wrong_end_no_run_and_are_not_remembered(monkeypatch, caplog):
@@ -149,30 +139,28 @@ def test_64_answers_that_take_too_long_are_wrong_end_no_run_and_are_not_remember
         raise TimeoutError
 
     monkeypatch.setattr(MathVerifier, "same", too_long)
-    reward = MathReward()
-    assert math_scores(reward, *[ENDLESS] * 64) == (0.0,) * 64
+    assert score(math_set(), *[ENDLESS] * 64).reward == (0.0,) * 64
     assert len(calls) == 64
     assert not caplog.records
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of CPU time")
 def test_a_comparison_has_cpu_time_and_is_no_failure_when_it_is_used_up(caplog):
-    reward = MathReward(seconds=0.5)
-    began = time.monotonic()
-    assert math_scores(reward, ENDLESS, "\\boxed{2*2}", ENDLESS) == (0.0, 1.0, 0.0)
+    rewards, began = math_set(seconds=0.5), time.monotonic()
+    assert score(rewards, ENDLESS, "\\boxed{2*2}", ENDLESS).reward == (0.0, 1.0, 0.0)
     assert time.monotonic() - began < 60
     assert not caplog.records
-    reward.close()
+    rewards.close()
 
 
 def test_a_comparison_whose_process_dies_gives_no_reward_and_is_tried_again(monkeypatch, caplog):
-    reward = MathReward()
-    assert math_scores(reward, "\\boxed{8/2}") == (1.0,)
+    rewards = math_set()
+    assert score(rewards, "\\boxed{8/2}").reward == (1.0,)
     answer = MathVerifier._ask
     monkeypatch.setattr(MathVerifier, "_ask", lambda self, process, *_: process.kill() or answer(self, process, *_))
     caplog.set_level(logging.WARNING)
-    assert math_scores(reward, "\\boxed{8/2}", "\\boxed{12/3}") == (1.0, None)  # the first one is remembered
+    assert score(rewards, "\\boxed{8/2}", "\\boxed{12/3}").reward == (1.0, None)  # the first one is remembered
     assert "the process that compares answers gave none" in caplog.text
     monkeypatch.undo()
-    assert math_scores(reward, "\\boxed{12/3}") == (1.0,)
-    reward.close()
+    assert score(rewards, "\\boxed{12/3}").reward == (1.0,)
+    rewards.close()

@@ -15,7 +15,7 @@ from groupwise import serving as http
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.engines import Engine
-from groupwise.serving import HttpClient, LocalServer, VLLMServer
+from groupwise.serving import HttpClient, LocalServer, VLLMServer, is_healthy
 from groupwise.text.build import connect
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
@@ -262,7 +262,7 @@ def test_an_error_before_the_first_iteration_ends_the_server_of_the_run(model, t
     with pytest.raises(gw.errors.RunFolderError, match="no room"):
         train(copying(), model, tmp_path / "run", generation=generation)
     [server] = started
-    assert not server.is_healthy()
+    assert not is_healthy(server.url)
 
 
 @pytest.mark.slow

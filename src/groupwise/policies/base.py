@@ -7,7 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,23 +54,7 @@ class Evaluation(NamedTuple):
                 scores = scores.unsqueeze(-1).expand_as(padding)
             return scores.masked_fill(padding if scores.dim() == padding.dim() else padding.unsqueeze(-1), 0.0)
 
-        return Evaluation(
-            fill(self.log_prob),
-            fill(self.entropy),
-            None if self.value is None else fill(self.value),
-            None if self.dist is None else fill(self.dist),
-        )
-
-
-@runtime_checkable
-class Player(Protocol):
-    """Plays whole episodes, one in each row, from their first observations on."""
-
-    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Acts as ``Policy.act`` does."""
-
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Predicts as ``Policy.predict`` does."""
+        return Evaluation._make(None if scores is None else fill(scores) for scores in self)
 
 
 class Policy(nn.Module, ABC):
@@ -109,8 +93,8 @@ class Policy(nn.Module, ABC):
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""
 
-    def player(self) -> Player:
-        """A player of episodes that begin now; a recurrent policy's player keeps the hidden state."""
+    def player(self) -> Any:
+        """A player of episodes that begin now, with the policy's ``act`` and ``predict``; a recurrent one keeps the hidden state."""
         return self
 
     def value(self, obs: Nested) -> Tensor:

@@ -86,8 +86,8 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
 def _client_of(server: serving.PlacedServer, limits: dict[str, Any]) -> serving.HttpClient:
     url = server.wait(2 * limits["timeout"])
     client = serving.HttpClient(url, **limits, last_lines=partial(serving.last_lines, server.log), locate=server.url)
-    with suppress(serving.RestartedError):  # the address was that of an earlier start
-        client.get(serving.HEALTH)
+    with suppress(serving.LostWeightsError):  # the address was that of an earlier start
+        client.call(serving.HEALTH)
     return client
 
 

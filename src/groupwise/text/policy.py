@@ -211,10 +211,10 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
-        sampling, token = self.sampling, batch["action"][mask]
-        is_plain = not (sampling.has_filters or sampling.has_penalties)
-        processor = unprocessed if is_plain else recorded_processor(batch, sampling)
-        scores = token_scores(hidden, self.head, token, temperature=sampling.temperature, processor=processor)
+        processes = self.sampling.has_filters or self.sampling.has_penalties
+        processor = recorded_processor(batch, self.sampling) if processes else unprocessed
+        token, temperature = batch["action"][mask], self.sampling.temperature
+        scores = token_scores(hidden, self.head, token, temperature=temperature, processor=processor)
         log_prob, entropy = (_spread(score, mask) for score in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
 

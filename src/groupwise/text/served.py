@@ -60,7 +60,7 @@ class ServedGenerator:
         """Give all servers the policy's weights."""
         self.save(iteration)
         self.load(iteration)
-        self.engine.sum_int(0)  # the others wait
+        self.engine.gather_objects(None)  # the others wait
 
     def save(self, iteration: int) -> None:
         """Write the policy's weights for the servers to read."""

@@ -12,23 +12,15 @@ TOKENS = torch.arange(4, 10)[None]
 
 
 def noisy_model(family):
+    torch.manual_seed(0)
+    if family == "opt":  # its layers drop out by themselves, and whole layers are dropped
+        sizes = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_hidden_layers": 2}
+        dropout = {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5}
+        return OPTForCausalLM(OPTConfig(vocab_size=40, num_attention_heads=4, **sizes, **dropout))
     config = tiny_model(family).config
     for name in DROPOUTS.get(family, ["attention_dropout"]):
         setattr(config, name, 0.5)
-    torch.manual_seed(0)
     return type(tiny_model(family))(config)
-
-
-def opt():
-    """Its layers drop out by themselves, and whole layers are dropped."""
-    sizes = {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return OPTForCausalLM(OPTConfig(vocab_size=40, **sizes, dropout=0.5, attention_dropout=0.5, layerdrop=0.5))
 
 
 def logits(model):
@@ -37,7 +29,7 @@ def logits(model):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "opt"])
 def test_training_mode_is_evaluation_mode_without_dropout(family):
-    model = opt() if family == "opt" else noisy_model(family)
+    model = noisy_model(family)
     expected = logits(model.eval())
     assert not torch.equal(logits(model.train()), expected)
     silence_dropout(model)
@@ -69,6 +61,7 @@ def test_layers_are_computed_again_in_either_mode_but_not_without_gradient():
 def test_rows_behind_prefixes_leave_the_cache_as_it_was():
     model = tiny_model()
     prefixes = prefix_cache(model.config)
+    assert len(prefixes.layers) == len(DynamicCache(config=model.config).layers) == 2
     model(input_ids=torch.tensor([[4, 5], [6, 7]]), past_key_values=prefixes, use_cache=True)
     assert prefixes.get_seq_length() == 2
     kept = prefixes.layers[0].keys
@@ -80,8 +73,3 @@ def test_rows_behind_prefixes_leave_the_cache_as_it_was():
     plain = model(input_ids=torch.tensor([[6, 7, 8], [4, 5, 9], [6, 7, 10]])).logits[:, -1:]
     torch.testing.assert_close(first, plain, rtol=1e-5, atol=1e-6)
     assert kept.requires_grad  # unlike those of generation
-
-
-def test_a_cache_has_a_layer_for_each_of_the_model():
-    model = tiny_model()
-    assert len(prefix_cache(model.config).layers) == len(DynamicCache(config=model.config).layers) == 2

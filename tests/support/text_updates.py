@@ -5,8 +5,8 @@ import torch
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import transition_view
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
-from groupwise.text.transcripts import TextRow, text_rollout
 
 ONE_STEP = {"num_epochs": 1, "minibatch_size": 10_000, "max_grad_norm": None}
 SGD = ONE_STEP | {"optimizer": {"name": "sgd"}, "learning_rate": 0.1}

@@ -8,9 +8,9 @@ from tiny_models import FAMILIES, moved, tiny_model
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg, SyncRefModelCfg
 from groupwise.config.policy import LoRACfg
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 ROWS = [TextRow([5, 6, 7], [8 + i, 9], [-3.0, -3.0], float(i), False, i // 2) for i in range(4)]
 
@@ -35,12 +35,11 @@ def test_without_its_adapters_the_policy_is_its_own_reference(family):
     assert all(p.requires_grad == ("lora" in name) for name, p in policy.named_parameters())
 
 
-def test_the_reference_has_a_copy_of_the_adapters_alone():
+def test_the_reference_shares_all_but_the_adapters():
     policy = adapted()
     reference = policy.make_reference()
-    adapters = [p for p in policy.parameters() if p.requires_grad]
-    assert [p.shape for p in reference.parameters()] == [p.shape for p in adapters]
-    assert sum(p.numel() for p in adapters) < sum(p.numel() for p in policy.parameters()) / 4
+    for own, other in zip(policy.parameters(), reference.parameters(), strict=True):
+        assert (own is other) == (not own.requires_grad)
     assert not any(p.requires_grad for p in reference.parameters())
     assert reference.device == policy.device
     prompt = [[5, 6, 7]]
@@ -54,11 +53,8 @@ def test_adapters_that_change_something_are_part_of_the_reference():
     policy = moved(adapted(), 0.1)
     start = policy.evaluate(batch_of(ROWS)).log_prob
     reference = policy.make_reference()
-    changed = moved(policy, 0.1).evaluate(batch_of(ROWS)).log_prob
+    moved(policy, 0.1)
     assert torch.equal(reference.evaluate(batch_of(ROWS)).log_prob, start)
-    with pytest.raises(KeyError):
-        reference.evaluate({})
-    assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, changed)  # it is back after an error
 
 
 @pytest.mark.parametrize("make", [adapted, lambda: CausalLM(tiny_model())], ids=["adapters", "weights"])
@@ -99,8 +95,8 @@ def test_a_reference_can_move_a_part_of_the_way():
     algorithm = GRPO(SYNC.model_copy(update={"sync_ref_model": SyncRefModelCfg(steps=1, mixup_alpha=0.25)}), adapted())
     before = [p.clone() for p in algorithm.reference.parameters()]
     algorithm.update(text_rollout(ROWS))
-    policy = [p for p in algorithm.policy.parameters() if p.requires_grad]
-    for old, new, towards in zip(before, algorithm.reference.parameters(), policy, strict=True):
+    parameters = algorithm.reference.parameters(), algorithm.policy.parameters()
+    for old, new, towards in zip(before, *parameters, strict=True):
         torch.testing.assert_close(new, 0.75 * old + 0.25 * towards)
 
 

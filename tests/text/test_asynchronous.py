@@ -17,11 +17,10 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.engines import Engine
 from groupwise.text import build as connect
-from groupwise.text.data import in_order
+from groupwise.text.collector import TextRow, in_order
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector
-from groupwise.text.transcripts import TextRow
 
 
 def assert_equal(one, other):

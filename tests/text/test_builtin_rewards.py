@@ -7,8 +7,8 @@ import reasoning_gym
 
 from groupwise.config.run import RewardCfg
 from groupwise.errors import GroupwiseError
-from groupwise.text.data import gym_examples
 from groupwise.text.rewards import REWARDS, RewardSet, make_reward
+from groupwise.text.task import gym_examples
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_scorers_leave_the_data_alone(score):
         ("regex", {"pattern": "("}, r"pattern = '\(': missing \)"),
         ("regex", {"pattern": 3}, "pattern = 3: Input should be a valid string"),
         ("regex", {}, "'regex': missing a required argument: 'pattern'"),
-        ("regex", {"patern": "a"}, "unexpected keyword argument 'patern'; did you mean 'pattern'"),
+        ("regex", {"patern": "a"}, "; did you mean 'pattern'"),
         ("exact", {"where": "end"}, "where = 'end'"),
         ("exact", {"case": "lower"}, "case = 'lower'"),
         ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),

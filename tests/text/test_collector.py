@@ -10,12 +10,11 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
-from groupwise.text.collector import TextCollector, pass_at_k, repeated_ngrams
-from groupwise.text.data import Example, PromptEncoder
+from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, overlong_penalty, pass_at_k, repeated_ngrams
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardSet, make_reward
-from groupwise.text.transcripts import Dialogue, TextBuffer, overlong_penalty
+from groupwise.text.task import Example, PromptEncoder
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")
@@ -107,10 +106,12 @@ def test_members_that_nobody_can_score_are_none():
 
 
 @pytest.mark.parametrize(("dynamic_sampling", "asked", "skipped"), [(None, 3, 0), (0.0, 3, 2), (1 / 3, 4, 3)])
-def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(dynamic_sampling, asked, skipped):
+def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(
+    dynamic_sampling, asked, skipped, monkeypatch
+):
     script = {"1": ["4.", "5."], "2": ["4.", "4."], "3": ["9.", "4."], "4": ["7.", "7."]}
     of = collector(script, num_prompts=3, collection={"dynamic_sampling": dynamic_sampling})
-    of._prompt = lambda group: of.prompts[group % 4]
+    monkeypatch.setattr("groupwise.text.collector.in_order", lambda prompts, place, seed: prompts[place % 4])
     rollout = collect(of)
     assert sum(map(len, of.generate.asked)) == asked == of.position
     filtered = dynamic_sampling is not None
@@ -120,10 +121,10 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
     assert of.last_steps == 4 * asked
 
 
-def test_resampling_ends_as_soon_as_there_are_enough():
+def test_resampling_ends_as_soon_as_there_are_enough(monkeypatch):
     script = {"1": ["4.", "4."], "2": ["4.", "5."], "3": ["1.", "2."]}
     of = collector(script, num_prompts=1, collection={"dynamic_sampling": 9})
-    of._prompt = lambda group: of.prompts[group % 3]
+    monkeypatch.setattr("groupwise.text.collector.in_order", lambda prompts, place, seed: prompts[place])
     collect(of)
     assert of.generate.asked == [["1"], ["2"]]
     assert of.position == 2

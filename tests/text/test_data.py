@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import DataError, GroupwiseError
-from groupwise.text.data import Example, gym_examples, load_examples, shuffled, without_overlap
+from groupwise.text.collector import shuffled
+from groupwise.text.task import Example, gym_examples, load_examples, without_overlap
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "a,\u2028b"', "answer": "é"}]
 EXAMPLES = [Example("1+1=", {"answer": "2"}), Example('say "a,\u2028b"', {"answer": "é"})]
@@ -87,7 +88,7 @@ def test_bad_data_are_named(source, message):
         ("a.json", b"[1", r"a\.json, Expecting ',' delimiter: line 1 column 3"),
         ("a.csv", b"prompt,answer\n1,2\n1\n", r"a\.csv, near line 3: not as many fields as columns"),
         ("a.csv", b"prompt,answer\n1,2,3\n", r"a\.csv, near line 2: not as many fields as columns"),
-        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, near line 1: .*fix: quotes around"),
+        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, .*; fix: "),
         ("a.csv", b"prompt,answer\n", r"a\.csv has no examples"),
         ("a.parquet", b"nothing", r"a\.parquet, .*; fix: write it again"),
         ("a.jsonl", b"\xff\xfe", r"a\.jsonl, 'utf-8' codec can't decode .*; fix: .*UTF-8"),

@@ -16,7 +16,7 @@ from groupwise.text import builtin_rewards
 from groupwise.text.builtin_rewards import MathReward, RegexReward
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.sandbox import MathVerifier
-from groupwise.text.tools import CALL_WINDOW, IsolatedTool, ask, make_tool
+from groupwise.text.tools import IsolatedTool, ask, make_tool
 
 TIMEOUT = 2.0
 
@@ -54,7 +54,7 @@ def test_an_isolated_reward_scores_and_logs_as_any_and_what_it_raises_ends_train
     assert score(rewards, "a", "bb").reward == (1, 2)
     assert score(rewards, "ccc").reward == (3,)
     assert rewards.take_logged() == {"characters": 3.0}
-    with pytest.raises(RewardError, match=r"reward 'lengths' raised ValueError: no number; fix") as caught:
+    with pytest.raises(RewardError, match=r"reward 'lengths' raised .*ValueError: no number; fix") as caught:
         score(rewards, "raises")
     assert 'raise ValueError("no number")' in caught.value.__cause__.__notes__[0]
     rewards.close()
@@ -73,22 +73,6 @@ def test_a_call_that_is_lost_gives_no_reward_and_the_next_one_works(how, caplog)
     assert f"reward 'lengths' failed for 2 of 2 completions: reward 'lengths' {why}" in caplog.text
     assert score(rewards, "a", "bb").reward == (2, 3)
     rewards.close()
-
-
-def failing(completions, **_):
-    return [RewardError("the judge is down") if completion == "bad" else 1.0 for completion in completions]
-
-
-def test_training_stops_above_a_fifth_of_failed_scores():
-    rewards = reward_set(failing, timeout=None)
-    for _ in range(2):
-        assert score(rewards, "bad").reward == (None,)
-    assert score(rewards, "good").reward == (1.0,)
-    with pytest.raises(RewardError, match="more than 20% of the scores of 10 calls failed"):
-        score(rewards, "bad")
-    rewards = reward_set(failing, timeout=None)
-    for _ in range(30):  # exactly a fifth
-        assert score(rewards, "bad", *["good"] * 4).reward[0] is None
 
 
 def forks(completions, **_):
@@ -144,20 +128,15 @@ def tool(text):
     return text.upper()
 
 
-def test_a_tool_that_hangs_is_answered_by_an_error_and_stops_training_above_a_fifth(monkeypatch):
+def test_a_tool_that_hangs_is_answered_by_an_error():
     isolated = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), tool)
     assert isinstance(isolated, IsolatedTool)
     assert ask(isolated, "yes") == "YES"
     assert ask(isolated, "nothing") is None
-    with pytest.raises(ToolError, match=r"the tool raised ValueError: no number\n  its input: 'raises'"):
+    with pytest.raises(ToolError, match=r"the tool raised .*ValueError: no number\n  its input: 'raises'"):
         ask(isolated, "raises")
     assert ask(isolated, "hangs") == "error: the tool took longer than 2 s"
     assert ask(isolated, "yes") == "YES"
-    isolated._lost.extend([True] * (CALL_WINDOW // 5 - 1))
-    assert ask(isolated, "yes") == "YES"
-    isolated._lost.append(True)
-    with pytest.raises(ToolError, match="more than 20% of 100 calls took too long"):
-        ask(isolated, "yes")
     isolated.close()
     with pytest.raises(ValueError, match=r"tool_timeout=1\.0 has no effect without a tool"):
         TextTaskCfg(tool_timeout=1.0)

@@ -18,8 +18,8 @@ from transformers import BartConfig, LlamaConfig, LlamaForCausalLM
 import groupwise as gw
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, MissingExtraError
+from groupwise.text.collector import TextRow
 from groupwise.text.load import find_model, load_causal_lm, with_adapters
-from groupwise.text.transcripts import TextRow
 
 ROWS = [TextRow([5, 6, 7], [8, 9], [0.0] * 2, 1.0, False, 0), TextRow([5, 6, 7], [4], [0.0], 1.0, False, 0)]
 LORA = LoRACfg(r=2)

@@ -27,10 +27,10 @@ from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import CheckpointError, ConfigError, DataError, SlowPathWarning
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, load_policy, save_checkpoint
 
 TEXTS = [([5, 6, 7], [8, EOS, EOS]), ([5, 6, 7], [8, 9]), ([5, 6, 7], [4]), ([11], [12, 13, EOS])]
@@ -117,9 +117,9 @@ def test_models_that_cannot_be_trained_are_refused():
         (scaled, {}, "not its hidden states times its output embeddings"),
         (biased, {}, r"output embeddings of LlamaForCausalLM are \['weight', 'bias'\]"),
         (adapted, {}, "lora_A"),
-        (prompted, {}, "type PROMPT_TUNING, tokens before the prompt"),
-        (BartForConditionalGeneration(bart), {}, "BartForConditionalGeneration is an encoder-decoder model"),
-        (T5ForConditionalGeneration(t5), {}, "T5ForConditionalGeneration is an encoder-decoder model"),
+        (prompted, {}, "type PROMPT_TUNING are tokens before the prompt"),
+        (BartForConditionalGeneration(bart), {}, "BartForConditionalGeneration is no causal language model"),
+        (T5ForConditionalGeneration(t5), {}, "T5ForConditionalGeneration is no causal language model"),
         (
             tiny_model(),
             {"tokenizer": character_tokenizer("".join(map(chr, range(48, 87))))},

@@ -5,9 +5,9 @@ from tiny_models import moved, tiny_model
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import kept_tokens, penalized
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 
 def test_penalties_by_hand():

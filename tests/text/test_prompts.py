@@ -6,7 +6,7 @@ from tokenizers.processors import TemplateProcessing
 
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.data import Example, PromptEncoder
+from groupwise.text.task import Example, PromptEncoder
 
 CHAT = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
 USER = {"role": "user", "content": "1+1="}

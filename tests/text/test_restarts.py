@@ -112,9 +112,9 @@ def test_a_server_that_is_lost_while_its_weights_get_their_name_gets_them_again(
 def test_a_run_that_begins_after_a_restart_finds_the_new_address(moving, tmp_path):
     (place,) = http.create(tmp_path, 1)
     before = moving.url()
-    place.is_at(before)
+    place.say(url=before)
     moving.move()
-    timer = threading.Timer(0.3, place.is_at, [moving.url()])
+    timer = threading.Timer(0.3, place.say, kwargs={"url": moving.url()})
     timer.start()
     client = connect._client_of(place, {"timeout": 20.0, "retries": 2})
     timer.join()
@@ -127,7 +127,7 @@ def test_without_retries_no_restart_is_waited_for_and_calls_of_other_threads_do_
 
     def fail():
         with pytest.raises(gw.errors.ServerError, match="no answer in 1 tries"):
-            client.get("/health")
+            client.call("/health")
         return client.failures
 
     with ThreadPoolExecutor(1) as pool:

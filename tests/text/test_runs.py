@@ -105,7 +105,7 @@ def test_prompts_are_sampled_alone_or_together(copied):
     together = gw.sample(copied, ["123", "456"], 2)
     assert [len(of_prompt) for of_prompt in together] == [2, 2]
     assert together[0] == gw.sample(copied, "123", 2)
-    with pytest.raises(gw.errors.ConfigError, match=r"prompts are for conversations, but .* no chat template"):
+    with pytest.raises(gw.errors.ConfigError, match=r"prompts are for conversations, but .* has no chat template"):
         gw.sample(copied, [{"role": "user", "content": "123"}])
     with pytest.raises(gw.errors.DataError, match=r"1 of 2 prompts have more than 60 tokens"):
         gw.sample(copied, ["123", "1" * 70])

@@ -15,7 +15,7 @@ from groupwise import serving as http
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.engines import Engine
-from groupwise.serving import HttpClient, LocalServer, VLLMServer
+from groupwise.serving import HttpClient, LocalServer, VLLMServer, is_healthy
 from groupwise.text.build import connect
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
@@ -216,8 +216,10 @@ def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_pat
             generate.update(iteration)
             engine.meeting.wait(20)
             if iteration and engine.rank == 1:
-                double.restart()  # the second rank finds out, and gives them again
                 found = generate(**TASK, sampling=SAMPLING["plain"])
+                double.restart()
+                with pytest.raises(gw.errors.ServerError, match="answered by weights"):
+                    generate(**TASK, sampling=SAMPLING["plain"])
             engine.meeting.wait(20)
         return found or native(policy, SAMPLING["plain"])
 
@@ -254,26 +256,24 @@ def test_an_error_before_the_first_iteration_ends_the_server_of_the_run(model, t
     def fail(*args, **options):
         raise gw.errors.RunFolderError("no room")
 
-    monkeypatch.setattr("groupwise.text.build.LocalServer", Seen)
+    monkeypatch.setattr("groupwise.serving.LocalServer", Seen)
     monkeypatch.setattr(where, fail)
     generation = {"name": "server", "python": str(python_of_files(tmp_path))}
     with pytest.raises(gw.errors.RunFolderError, match="no room"):
         train(copying(), model, tmp_path / "run", generation=generation)
     [server] = started
-    assert not server.is_healthy()
+    assert not is_healthy(server.url)
 
 
 @pytest.mark.slow
 def test_a_run_has_a_server_of_its_own(model, double, tmp_path):
     generation = {"name": "server", "python": str(python_of_double(tmp_path)), "retries": 1}
     run = train(copying(), model, tmp_path / "run", generation=settings(double))
-    dying = shutil.copytree(model, tmp_path / "dying")
-    (dying / "dies").touch()
-    again = train(copying(), dying, tmp_path / "again", generation=generation)  # another server takes its place
-    assert not (dying / "dies").exists()
+    again = train(copying(), model, tmp_path / "again", generation=generation)
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in again.metrics())
     assert same_weights(again, run)
-    (dying / "dies").write_text("always")
+    dying = shutil.copytree(model, tmp_path / "dying")
+    (dying / "dies").touch()
     cfg = gw.GRPOCfg(group_size=4, objective={"old_log_prob": "sampled"})
     errors = r"no answer in 2 tries: .*its errors:\nRuntimeError: no memory\nits last lines:"
     with pytest.raises(gw.errors.ServerError, match=errors):

@@ -10,12 +10,12 @@ from tiny_tokenizers import END, character_tokenizer, tiny_tokenizer
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextTaskCfg
 from groupwise.seeding import derive_seed
-from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
+from groupwise.text.collector import Dialogue, TextRow, Transcript, score, text_rollout, write
 from groupwise.text.generation import Completion, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardFunction, RewardSet
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
 from groupwise.text.tools import Calculator
-from groupwise.text.transcripts import Dialogue, TextRow, Transcript, score, text_rollout, write
 
 CHARACTERS = "0123456789+=<>/calcresut "
 SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))
@@ -225,15 +225,17 @@ def test_scores_are_those_of_the_transcript(sampling):
     assert 3 in turns
     rollout = text_rollout([row_of(transcript) for transcript in transcripts])
     for transcript, row in zip(transcripts, rollout, strict=True):
-        _expect_transcript(transcript, row, model, cfg, tokenizer, encoder)
+        _expect_transcript(transcript, row, model, cfg, tokenizer)
 
 
-def _expect_transcript(transcript, row, model, cfg, tokenizer, encoder):
+def _expect_transcript(transcript, row, model, cfg, tokenizer):
     """Everything in the row again, from the prompt, the turns as texts and the tool."""
     read, turn = list(transcript.prompt.tokens), []
     for number in range(transcript.turns):
         written = of_turn(transcript, number)
-        answer = f"={count(encoder.decode(written))}+" if number < transcript.turns - 1 else ""
+        answer = (
+            f"={count(tokenizer.decode(written, skip_special_tokens=True))}+" if number < transcript.turns - 1 else ""
+        )
         answered = tokenizer(answer)["input_ids"]
         read += written + answered
         turn += [number] * len(written) + [-1] * len(answered)

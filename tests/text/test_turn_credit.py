@@ -9,8 +9,8 @@ from tiny_models import tiny_model
 
 from groupwise.config import load as presets
 from groupwise.data.rollout import transition_view
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 PRESETS = ["agilerl_turn", "agilerl_turn_ratio", "gspo", "grpo"]
 

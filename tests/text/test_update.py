@@ -13,9 +13,9 @@ from variants import SETTINGS
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
+from groupwise.text.collector import text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import text_rollout
 
 RECOMPUTED = {"objective": {"old_log_prob": "recomputed"}}
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]

@@ -34,9 +34,6 @@ def test_texts_and_messages_are_read_as_the_template_has_them():
     tokens = chat.encode(Example("1+1=", {}))
     assert tokens[0] == START
     assert END in tokens, "a special token, not the letters of its name"
-    written = tiny_tokenizer()("4 <answer>é</answer>")["input_ids"]
-    assert chat.decode([*written, END]) == "4 <answer>é</answer>"
-    assert chat.decode([]) == ""
 
 
 def test_a_text_stays_a_text_without_a_template_or_if_asked():

@@ -235,7 +235,7 @@ def test_settings_that_an_agent_cannot_have(model, settings, message):
         (lambda c, m, r: (list(c), m, r), "completions are a list; fix: what get_action returned"),
         (
             lambda c, m, r: (c, m, r[0]),
-            r"rewards of shape \(4,\) .* for 2 groups of 4 completions; fix: rewards \[B, G\]",
+            r"rewards of shape \(4,\) .* fix: rewards \[B, G\]",
         ),
         (lambda c, m, r: (c, m[:1], r), r"masks of shapes \[\(4, \d+\)\] for 2 groups of 4 completions"),
         (lambda c, m, r: (c, [m[0][:, :1], m[1]], r), r"masks of shapes \[\(4, 1\), "),

@@ -97,9 +97,7 @@ def test_long_prompts_are_refused_or_left_out_and_never_cut():
     tokenizer = character_tokenizer()
     examples = [Example("1" * length, {}) for length in (3, 5, 4)]
     refusing, dropping = (encoder(tokenizer, max_prompt_tokens=4, on_long_prompt=how) for how in ("error", "drop"))
-    with pytest.raises(
-        DataError, match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\); the first: '11111'"
-    ):
+    with pytest.raises(DataError, match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\); .*'11111'"):
         refusing.select(examples)
     with pytest.warns(UserWarning, match="1 of 3 prompts have more than 4 tokens .*they are dropped"):
         kept = dropping.select(examples)

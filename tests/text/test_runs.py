@@ -93,9 +93,7 @@ def test_a_run_is_loaded_sampled_and_exported_without_its_data_and_rewards(model
     assert all(weights(run)[f"model.{name}"].equal(value) for name, value in exported.items())
     rows = numbers()[60:68]
     assert gw.evaluate(run.path, eval_data=rows, reward=share_copied) == gw.evaluate(run)
-    with pytest.raises(
-        gw.errors.ConfigError, match="eval_data were given in Python; fix: give them again as eval_data="
-    ):
+    with pytest.raises(gw.errors.ConfigError, match="eval_data were given in Python; fix: give them again"):
         gw.evaluate(loaded)
     with pytest.raises(gw.errors.ConfigError, match=r"1 reward.* given in Python, but now 0; fix: give them again"):
         gw.evaluate(run.path, eval_data=rows)

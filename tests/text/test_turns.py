@@ -75,7 +75,5 @@ def test_plain_texts_have_the_answer_in_them(template):
 
 def test_a_template_without_a_place_for_answers_is_refused():
     first = LOOP + "{% if loop.first %}" + BODY + "{% elif m['role'] == 'assistant' %}" + BODY + "{% endif %}"
-    with pytest.raises(
-        ConfigError, match=r"has no message of role 'tool' or 'user' after the assistant's.*fix: another"
-    ):
+    with pytest.raises(ConfigError, match=r"has no message of role 'tool' or 'user' after the assistant's"):
         answers(first)[1].encode_answer("84")

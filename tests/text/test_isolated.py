@@ -1,6 +1,7 @@
 """Rewards that raise, hang, fork, die or hold the interpreter."""
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -9,9 +10,10 @@ import sys
 import time
 
 import pytest
+from text_runs import copying, train
 
 from groupwise.config.run import RewardCfg
-from groupwise.errors import ConfigError, RewardError
+from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.text import builtin_rewards
 from groupwise.text.builtin_rewards import MathReward, RegexReward
 from groupwise.text.rewards import RewardSet, make_reward
@@ -164,3 +166,47 @@ def test_a_comparison_whose_process_dies_gives_no_reward_and_is_tried_again(monk
     monkeypatch.undo()
     assert score(rewards, "\\boxed{12/3}").reward == (1.0,)
     rewards.close()
+
+
+EVALUATION = {"interval": 10**9, "prompts": 2}
+
+
+def plain_lengths(completions, **_):
+    return [float(len(completion)) for completion in completions]
+
+
+def once_hanging(flag, function):
+    """``function``, whose first call never ends."""
+
+    def called(*args, **columns):
+        if not flag.exists():
+            flag.touch()
+            time.sleep(1000)
+        return function(*args, **columns)
+
+    return called
+
+
+def assert_no_process():
+    assert not [p for p in multiprocessing.active_children() if "reward" in p.name]
+
+
+@pytest.mark.slow
+def test_a_whole_run_survives_a_reward_that_hangs_once_and_leaves_no_process(model, tmp_path, caplog):
+    task = copying(once_hanging(tmp_path / "hung", plain_lengths), reward_timeout=2.0)
+    rows = train(task, model, tmp_path / "run", evaluation=EVALUATION).metrics()
+    assert [row["rollout/unscorable"] for row in rows] == [16.0] + [0.0] * (len(rows) - 1)
+    assert "took longer than 2 s" in caplog.text
+    assert_no_process()
+
+
+@pytest.mark.slow
+def test_a_run_whose_reward_always_hangs_stops_and_can_be_resumed(model, tmp_path):
+    def reward(completions, **_):
+        time.sleep(1000)
+
+    task = copying(reward, reward_timeout=0.5)
+    with pytest.raises(DataError, match="no completion of 3 iterations in a row could be scored") as caught:
+        train(task, model, tmp_path / "run", evaluation=EVALUATION, total_steps=1000)
+    assert "saved after step" in caught.value.__notes__[-1]
+    assert_no_process()

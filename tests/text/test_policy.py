@@ -10,15 +10,11 @@ from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BartConfig,
-    BartForConditionalGeneration,
-    LlamaConfig,
     LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     T5Config,
-    T5ForConditionalGeneration,
 )
 
 from groupwise.algorithms.grpo import GRPO
@@ -118,8 +114,8 @@ def test_models_that_cannot_be_trained_are_refused():
         (biased, {}, r"output embeddings of LlamaForCausalLM are \['weight', 'bias'\]"),
         (adapted, {}, "lora_A"),
         (prompted, {}, "type PROMPT_TUNING are tokens before the prompt"),
-        (BartForConditionalGeneration(bart), {}, "BartForConditionalGeneration is no causal language model"),
-        (T5ForConditionalGeneration(t5), {}, "T5ForConditionalGeneration is no causal language model"),
+        (AutoModelForSeq2SeqLM.from_config(bart), {}, "BartForConditionalGeneration is no causal language model"),
+        (AutoModelForSeq2SeqLM.from_config(t5), {}, "T5ForConditionalGeneration is no causal language model"),
         (tiny_model(), {"tokenizer": many}, "has 43 tokens, and .* 40"),
         (flat, {"gradient_checkpointing": True}, "LlamaForCausalLM has no layers for gradient checkpointing"),
     ]:
@@ -260,8 +256,9 @@ def test_products_in_bfloat16_are_the_same_in_training_and_sampling():
 
 
 def test_the_first_ratio_is_exactly_one_though_the_model_has_dropout():
-    model = LlamaForCausalLM(LlamaConfig(**{**tiny_model().config.to_dict(), "attention_dropout": 0.5})).train()
-    policy = CausalLM(model, autocast=torch.bfloat16, gradient_checkpointing=True)
+    config = tiny_model().config
+    config.attention_dropout = 0.5
+    policy = CausalLM(LlamaForCausalLM(config).train(), autocast=torch.bfloat16, gradient_checkpointing=True)
     with torch.no_grad():
         start = policy.evaluate(batch_of(ROWS)).log_prob
     assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
@@ -301,7 +298,8 @@ def test_prefixes_are_shared_only_if_that_changes_nothing(autocast):
 
 def test_prefixes_are_not_shared_where_the_cache_forgets():
     sliding = {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0, "layer_types": None}
-    policy = CausalLM(Qwen2ForCausalLM(Qwen2Config(**tiny_model("qwen2").config.to_dict() | sliding)))
+    config = tiny_model("qwen2").config
+    policy = CausalLM(AutoModelForCausalLM.from_config(type(config)(**config.to_dict() | sliding)))
     with pytest.warns(SlowPathWarning, match="its cache has a DynamicSlidingWindowLayer, not the keys and values"):
         policy.evaluate(batch_of(ROWS))
 

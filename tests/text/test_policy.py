@@ -8,14 +8,7 @@ from text_updates import batch_of
 from tiny_models import EOS, FAMILIES, moved, tiny_model
 from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    BartConfig,
-    LlamaForCausalLM,
-    T5Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaForCausalLM
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
@@ -106,9 +99,9 @@ def test_models_that_cannot_be_trained_are_refused():
         adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
         prompted = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    bart = BartConfig(vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
+    bart = AutoConfig.for_model("bart", vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
     many = character_tokenizer("".join(map(chr, range(48, 87))))
-    t5 = T5Config(vocab_size=40, d_model=16, d_ff=16, num_layers=1, num_heads=2)
+    t5 = AutoConfig.for_model("t5", vocab_size=40, d_model=16, d_ff=16, num_layers=1, num_heads=2)
     for model, settings, message in [
         (scaled, {}, "not its hidden states times its output embeddings"),
         (biased, {}, r"output embeddings of LlamaForCausalLM are \['weight', 'bias'\]"),

@@ -8,18 +8,7 @@ from text_updates import batch_of
 from tiny_models import EOS, FAMILIES, moved, tiny_model
 from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaForCausalLM
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
@@ -110,16 +99,16 @@ def test_models_that_cannot_be_trained_are_refused():
         adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
         prompted = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    bart = BartConfig(vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
+    bart = AutoConfig.for_model("bart", vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
     many = character_tokenizer("".join(map(chr, range(48, 87))))
-    t5 = T5Config(vocab_size=40, d_model=16, d_ff=16, num_layers=1, num_heads=2)
+    t5 = AutoConfig.for_model("t5", vocab_size=40, d_model=16, d_ff=16, num_layers=1, num_heads=2)
     for model, settings, message in [
         (scaled, {}, "not its hidden states times its output embeddings"),
         (biased, {}, r"output embeddings of LlamaForCausalLM are \['weight', 'bias'\]"),
         (adapted, {}, "lora_A"),
         (prompted, {}, "type PROMPT_TUNING are tokens before the prompt"),
-        (BartForConditionalGeneration(bart), {}, "BartForConditionalGeneration is no causal language model"),
-        (T5ForConditionalGeneration(t5), {}, "T5ForConditionalGeneration is no causal language model"),
+        (AutoModelForSeq2SeqLM.from_config(bart), {}, "BartForConditionalGeneration is no causal language model"),
+        (AutoModelForSeq2SeqLM.from_config(t5), {}, "T5ForConditionalGeneration is no causal language model"),
         (tiny_model(), {"tokenizer": many}, "has 43 tokens, and .* 40"),
         (flat, {"gradient_checkpointing": True}, "LlamaForCausalLM has no layers for gradient checkpointing"),
     ]:
@@ -260,8 +249,9 @@ def test_products_in_bfloat16_are_the_same_in_training_and_sampling():
 
 
 def test_the_first_ratio_is_exactly_one_though_the_model_has_dropout():
-    model = LlamaForCausalLM(LlamaConfig(**{**tiny_model().config.to_dict(), "attention_dropout": 0.5})).train()
-    policy = CausalLM(model, autocast=torch.bfloat16, gradient_checkpointing=True)
+    config = tiny_model().config
+    config.attention_dropout = 0.5
+    policy = CausalLM(LlamaForCausalLM(config).train(), autocast=torch.bfloat16, gradient_checkpointing=True)
     with torch.no_grad():
         start = policy.evaluate(batch_of(ROWS)).log_prob
     assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
@@ -301,7 +291,8 @@ def test_prefixes_are_shared_only_if_that_changes_nothing(autocast):
 
 def test_prefixes_are_not_shared_where_the_cache_forgets():
     sliding = {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0, "layer_types": None}
-    policy = CausalLM(Qwen2ForCausalLM(Qwen2Config(**tiny_model("qwen2").config.to_dict() | sliding)))
+    config = tiny_model("qwen2").config
+    policy = CausalLM(AutoModelForCausalLM.from_config(type(config)(**config.to_dict() | sliding)))
     with pytest.warns(SlowPathWarning, match="its cache has a DynamicSlidingWindowLayer, not the keys and values"):
         policy.evaluate(batch_of(ROWS))
 

@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 import groupwise as gw
-from groupwise.serving import HttpClient, free_port
+from groupwise.serving import free_port, is_healthy
 
 HERE = Path(__file__).parent
 SUPPORT = HERE.parent / "tests" / "support"
@@ -62,7 +62,7 @@ def server(model: Path, seconds_per_token: float) -> Iterator[str]:
     process = subprocess.Popen([*words, "--seconds-per-token", str(seconds_per_token)], stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
-        while not HttpClient(url, timeout=5, retries=0).is_healthy():
+        while not is_healthy(url):
             time.sleep(0.1)
         yield url
     finally:

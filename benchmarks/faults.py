@@ -28,7 +28,7 @@ import torch
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.serving import HttpClient, free_port
+from groupwise.serving import HttpClient, free_port, is_healthy
 from groupwise.training.checkpoint import load_checkpoint
 
 HERE = Path(__file__)
@@ -111,7 +111,7 @@ def start(words: Sequence[str], log: Path, **env: str) -> subprocess.Popen[str]:
 def errors(log: Path) -> list[str]:
     """Lines that name what went wrong, shortened and without what differs by run."""
     lines = re.findall(
-        r"^(?:\[rank\d\]: *)?((?:\w+\.)*\w*Error: .*|.*(?:trying again|weights again|is started again|Signal 9).*)",
+        r"^(?:\[rank\d\]: *)?((?:\w+\.)*\w*Error: .*|.*(?:trying again|weights again|Signal 9).*)",
         log.read_text(),
         re.M,
     )
@@ -177,7 +177,7 @@ class Server:
     def start(self) -> None:
         """Begin it, and wait until it answers."""
         self.process = subprocess.Popen(self.words, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
-        wait_for(self.client.is_healthy)
+        wait_for(lambda: is_healthy(self.client.url))
 
     def kill(self) -> None:
         """As a crash."""
@@ -199,7 +199,7 @@ class Server:
     def wrong_version(self, log: Path) -> None:
         """As if another run gave it weights, until the run has noticed: most such weights come before those of its next iteration."""
         while "gets the weights again" not in log.read_text():
-            self.client.post("/update_weight_version", {"new_version": "of-another-run"})
+            self.client.call("/update_weight_version", {"new_version": "of-another-run"})
 
 
 def served(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:

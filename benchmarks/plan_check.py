@@ -25,10 +25,10 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.config import resolve_text
 from groupwise.engines import DistributedEngine, from_environment
 from groupwise.planning import plan_run, sizes_of
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.sharding import ShardedEngine
-from groupwise.text.transcripts import TextRow, text_rollout
 
 RESULT = Path(__file__).parent / "results" / "plan_check.json"
 SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}

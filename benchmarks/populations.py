@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import cells as cells_of
 
@@ -51,11 +51,8 @@ class Task(NamedTuple):
 TASKS = {"Pendulum-v1": Task(10_000, -1200, -150), "LunarLander-v3": Task(10_000, -200, 250)}
 
 
-@gw.register_choice
-class KeepCfg(gw.config.SelectionCfg):
+class KeepCfg(gw.config.SelectionCfg, name="keep"):
     """All members go on as they are: random search."""
-
-    name: Literal["keep"] = "keep"
 
     def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
         return [Place(member, clone=False) for member in ranking[:alive]]

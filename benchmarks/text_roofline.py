@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from trl_speed import CASES, GROUP, NEW_TOKENS, PROMPTS, algorithm_of, scored, written
 
-from groupwise.text.transcripts import text_rollout
+from groupwise.text.collector import text_rollout
 
 RESULT = Path(__file__).parent / "results" / "text_roofline.json"
 

@@ -75,7 +75,7 @@ MEMORY = {"float32": 32, "bfloat16": 32}
 
 
 def run_ours(case: Case, side: Side, folder: Path, turn: Callable[[], None], done: Callable[[int], None]) -> None:
-    from groupwise.text.transcripts import text_rollout
+    from groupwise.text.collector import text_rollout
 
     algorithm, tokenizer, prompts = algorithm_of(case, side, folder)
     for step in itertools.count():
@@ -124,7 +124,7 @@ def written(policy: Any, prompts: list[list[int]], step: int) -> list[list[Any]]
 
 def scored(prompts: list[list[int]], groups: list[list[Any]], tokenizer: Any) -> list[Any]:
     """The rows of a rollout, with rewards of the decoded completions."""
-    from groupwise.text.transcripts import TextRow
+    from groupwise.text.collector import TextRow
 
     texts = tokenizer.batch_decode([c.tokens for group in groups for c in group], skip_special_tokens=True)
     rewards = iter(reward(texts))

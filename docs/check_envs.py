@@ -1,6 +1,6 @@
 """Runs ``groupwise check-env`` on many environments, and writes the table in ``docs/generated/environments.md``.
 
-    python docs/check_envs.py                       all of them: some ten minutes, on an idle machine
+    python docs/check_envs.py                       all of them: some minutes
     python docs/check_envs.py Ant-v5 CartPole-v1    only these, the others stay as they were
     python docs/check_envs.py --page                only the page, from the data
 
@@ -108,7 +108,7 @@ def checked(name: str) -> str | Callable[[], Any]:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page: findings, then times, family by family."""
+    """The page: findings, family by family."""
     found = data["found"]
     present = {title: [name for name in names if name in found] for title, names in FAMILIES.items()}
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
@@ -121,10 +121,6 @@ def page(data: dict[str, Any]) -> str:
                 "- `yes` in the column of a [start mode](../starts.md): a group shares its start in this mode, bit for bit.\n"
                 "- `steps random`: members with their own random numbers drifted apart within some tens of random steps.",
                 *(text for title, names in present.items() if names for text in facts(title, names, found)),
-                "## Times",
-                "Starts in microseconds per member. **They depend on the machine** (here 2 cores, busy with other work), so "
-                "compare them within a row only.",
-                *(text for title, names in present.items() if names for text in times(title, names, found)),
             ]
         )
         + "\n"
@@ -132,7 +128,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
-    """Table of the findings that hold on any machine, and the reasons below it."""
+    """Table of the findings, and the reasons below it."""
     header = ("environment", "observation", "action", "step limit", "start depends on seed", "steps random", *START_MODES, "training uses")  # fmt: skip
     rows: list[tuple[str, ...]] = []
     notes: dict[str, list[str]] = {}
@@ -152,7 +148,7 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
                 shown(report["max_episode_steps"]),
                 shown(report["start_varies"]),
                 shown(report["noise_varies"]),
-                *(shown(report["start_modes"][mode], lambda _: "yes") for mode in START_MODES),
+                *(shown(report["start_modes"][mode]) for mode in START_MODES),
                 used(report),
             )
         )
@@ -174,29 +170,12 @@ def refusals(report: dict[str, Any]) -> dict[str, Any]:
     return {what: finding for what, finding in findings.items() if finding["value"] is None}
 
 
-def times(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
-    """Table of the times."""
-    header = ("environment", *(f"start by {mode}" for mode in START_MODES))
-    rows = []
-    for name in names:
-        modes = found[name]["start_modes"]
-        rows.append((f"`{name}`", *(rounded(modes[mode]["value"]) for mode in START_MODES)))
-    return [f"### {title}: times", table(header, rows)]
-
-
 def shown(finding: dict[str, Any], show: Callable[[Any], str | None] = str) -> str:
     """A finding in a word or two."""
     value = finding["value"]
     if value is None:
         return "no"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{show(value)}"
-
-
-def rounded(number: float | None) -> str:
-    """Two digits, with thousands apart."""
-    if number is None:
-        return ""
-    return f"{float(f'{number:.2g}'):,.{1 if number < 10 else 0}f}"
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

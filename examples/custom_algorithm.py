@@ -8,7 +8,7 @@ Groups, minibatches, several processes, checkpoints and the command line come fr
 """
 
 import argparse
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
@@ -20,11 +20,9 @@ from groupwise.functional.advantages import episode_return
 from groupwise.functional.reduce import gather_segments, segment_min_max
 
 
-class ImitateBestCfg(gw.GRPOCfg):
+class ImitateBestCfg(gw.GRPOCfg, name="imitate_best"):
     """Settings of ``ImitateBest``. ``GRPOCfg`` has the group size and the presets of environments."""
 
-    name: Literal["imitate_best"] = "imitate_best"
-    """Name in the registry."""
     elite: Annotated[float, Ge(0), Le(1)] = 0.5
     """Episodes in this upper share of their group's range of returns are imitated; 0 takes the best alone."""
     num_epochs: Annotated[int, Ge(1)] = 2

@@ -26,21 +26,16 @@ from groupwise.config import resolve, to_json
 from groupwise.config.run import RewardCfg, TextTaskCfg
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.text.data import Example, PromptEncoder
 from groupwise.text.rewards import RewardSet, make_reward
+from groupwise.text.task import Example, PromptEncoder
 from groupwise.text.tools import Calculator
 from groupwise.training.checkpoint import load_checkpoint
 
+words = st.text(max_size=8)
+plain = st.none() | st.booleans() | st.integers() | st.floats() | words | st.sampled_from(["auto", 0, 1, -1, 1e400])
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["auto", "none", 0, 1, -1, 1e400]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.just("name"), inner, max_size=3)
-    ),
+    plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | st.just("name"), inner, max_size=3),
     max_leaves=6,
 )
 
@@ -57,7 +52,7 @@ def changed_trees(draw: st.DrawFn, tree: Any) -> Any:
         if draw(st.booleans()):
             inside[key] = draw(json_values)
         elif isinstance(inside, dict) and draw(st.booleans()):
-            inside[draw(st.text(max_size=8))] = inside.pop(key)
+            inside[draw(words)] = inside.pop(key)
         else:
             del inside[key]
     return tree
@@ -104,14 +99,12 @@ def test_settings(kind: str, folder: Path, data: st.DataObject):
     only(ConfigError, lambda: gw.load_config(file))
 
 
-@given(
-    words=st.lists(
-        st.text(max_size=12) | st.sampled_from(["--algorithm", "ppo", "--env.kwargs", "{}", "--seed", "1e3"]),
-        max_size=5,
-    )
-)
-def test_options(words: list[str]):
-    only(ConfigError, lambda: parse_options(["CartPole-v1", *words], Parser()))
+options = st.text(max_size=12) | st.sampled_from(["--algorithm", "ppo", "--env.kwargs", "{}", "--seed", "1e3"])
+
+
+@given(given=st.lists(options, max_size=5))
+def test_options(given: list[str]):
+    only(ConfigError, lambda: parse_options(["CartPole-v1", *given], Parser()))
 
 
 @pytest.fixture(scope="module")
@@ -161,17 +154,8 @@ def saved_run(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[
     common: dict[str, Any] = {"run_dir": path, "speed": "off", "keep_checkpoints": 1, "logging": {"progress": "none"}}
     if request.param == "text":
         task = copying()
-        save_model(folder / "model")
-        cfg = gw.GRPOCfg(group_size=2, kl_coef=0.1)
-        gw.train(
-            task,
-            cfg,
-            model=str(folder / "model"),
-            num_prompts=2,
-            sampling={"max_new_tokens": 4},
-            total_steps=10,
-            **common,
-        )
+        common |= {"model": str(save_model(folder / "model")), "sampling": {"max_new_tokens": 4}}
+        gw.train(task, gw.GRPOCfg(group_size=2, kl_coef=0.1), num_prompts=2, total_steps=10, **common)
         return path, {name: value for name, value in task.given.items() if value is not None}
     algorithm = {"name": request.param, "num_steps": 8, "num_epochs": 1, "minibatch_size": 16}
     if request.param == "grpo":
@@ -227,14 +211,12 @@ def test_the_calculator(expression: str):
     assert answer is None or (isinstance(answer, str) and len(answer) < 500)
 
 
-@cache
-def encoder() -> PromptEncoder:
-    return PromptEncoder(character_tokenizer("0123456789+-"), TextTaskCfg())
+ENCODER = PromptEncoder(character_tokenizer("0123456789+-"), TextTaskCfg())
 
 
 @given(prompt=st.text(max_size=60))
 def test_prompts(prompt: str):
-    tokens = only(GroupwiseError, lambda: encoder().encode(Example(prompt, {})))
+    tokens = only(GroupwiseError, lambda: ENCODER.encode(Example(prompt, {})))
     assert tokens is None or all(isinstance(token, int) for token in tokens)
 
 

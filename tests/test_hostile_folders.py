@@ -1,4 +1,4 @@
-"""Run folders and settings of a stranger: refused by one clear error, in 1 s of CPU time and 200 MB, and nothing is written."""
+"""Run folders and settings of a stranger: refused by one clear error, in 2 s of CPU time and 200 MB, and nothing is written."""
 
 import hashlib
 import json

@@ -19,10 +19,10 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.config.policy import LoRACfg, ModelCfg
 from groupwise.errors import ConfigError
 from groupwise.planning import GPUS, USABLE, Weight, fixes, plan_run, sizes_of, total_bytes
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 from groupwise.text.vocabulary import CHUNK_ELEMENTS
 
 BODY, HEAD, NORMS, ALL = 2 * 7680, 1280, 160, 18_080

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from evolution_watch import (
     ENV,
@@ -22,18 +22,16 @@ from evolution_watch import (
 
 args = parse()
 
-from groupwise import PPOCfg, Run, evolve, register_choice
+from groupwise import PPOCfg, Run, evolve
 from groupwise.config.evolution import Place, TournamentCfg
 from groupwise.evolution.population import Population
 
 CORES = 2
 
 
-@register_choice
-class WatchedTournamentCfg(TournamentCfg):
+class WatchedTournamentCfg(TournamentCfg, name="watched"):
     """A tournament that tells the watch of each round."""
 
-    name: Literal["watched"] = "watched"  # type: ignore[assignment]
     listener: ClassVar[Any] = None
 
     def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:

@@ -18,7 +18,6 @@ from groupwise.config.algorithm import GRPOCfg as GRPOCfg
 from groupwise.config.algorithm import ObjectiveCfg as ObjectiveCfg
 from groupwise.config.algorithm import PPOCfg as PPOCfg
 from groupwise.config.algorithm import register_algorithm as register_algorithm
-from groupwise.config.base import register_choice as register_choice
 from groupwise.config.policy import ModelCfg as ModelCfg
 from groupwise.config.policy import PolicyCfg as PolicyCfg
 from groupwise.config.policy import SamplingCfg as SamplingCfg

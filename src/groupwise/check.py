@@ -5,11 +5,10 @@ import multiprocessing.spawn
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import gymnasium
@@ -17,10 +16,11 @@ import numpy as np
 import torch
 
 from groupwise.config import resolve
+from groupwise.config.base import GIVEN
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import EnvCfg, StartMode
 from groupwise.data.spaces import allowed_action, flat_action, obs_spec, space_kind, subspaces
-from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
+from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import kept_space
 from groupwise.envs.make import make_env, make_one, makes_rows, step_limit
 from groupwise.envs.names import check_id
@@ -29,7 +29,6 @@ from groupwise.policies.heads import make_head
 
 START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
 NUM_ENVS = 8
-_BUDGET_S = 0.3
 _EPISODE_S = 3.0
 _GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
 
@@ -45,9 +44,6 @@ class Finding(Generic[T]):
     value: T | None
     reason: str = ""
     fix: str = ""
-
-
-NO_LIMIT = Finding[int](None, "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps")
 
 
 @dataclass(frozen=True)
@@ -73,9 +69,8 @@ class EnvReport:
 
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
-    ``noise_varies``: whether members drift apart under equal actions. ``start_modes``: microseconds of a member's start,
-    for each mode that passes its check. ``training``: GRPO's defaults; its value is None where GRPO refuses the
-    environment.
+    ``noise_varies``: whether members drift apart under equal actions. ``start_modes``: whether a mode passes its check.
+    ``training``: GRPO's defaults; its value is None where GRPO refuses the environment.
     """
 
     env_id: str
@@ -85,7 +80,7 @@ class EnvReport:
     success: Finding[str]
     start_varies: Finding[bool]
     noise_varies: Finding[bool]
-    start_modes: dict[str, Finding[float]]
+    start_modes: dict[str, Finding[bool]]
     training: Finding[Training]
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,27 +89,27 @@ class EnvReport:
 
     def __str__(self) -> str:
         """A table, each reason once."""
-        shown: dict[str, str] = {}
+        rows: dict[str, Finding[Any]] = {
+            "observation": self.observation,
+            "action": self.action,
+            "step limit": self.max_episode_steps,
+            "success": self.success,
+            "start depends on the seed": self.start_varies,
+            "steps are random": self.noise_varies,
+            **{f"shared start: {mode}": found for mode, found in self.start_modes.items()},
+            "training uses": self.training,
+        }
+        first: dict[str, str] = {}
         lines = [self.env_id]
-        for question, finding, answer in self._rows():
+        for question, finding in rows.items():
+            answer = {"True": "yes", "False": "no"}.get(str(finding.value), str(finding.value))
             if finding.value is None:
-                seen = shown.setdefault(finding.reason, question)
+                seen = first.setdefault(finding.reason, question)
                 answer = f"no: {finding.reason}" if seen == question else f"no, see {seen!r}"
             lines.append(f"{question:<26}{answer}")
         if self.training.fix:
             lines.append(f"{'fix':<26}{self.training.fix}")
         return "\n".join(lines)
-
-    def _rows(self) -> Iterator[tuple[str, Finding[Any], str]]:
-        yield "observation", self.observation, f"{self.observation.value}"
-        yield "action", self.action, f"{self.action.value}"
-        yield "step limit", self.max_episode_steps, f"{self.max_episode_steps.value}"
-        yield "success", self.success, f"{self.success.value}"
-        yield "start depends on the seed", self.start_varies, "yes" if self.start_varies.value else "no"
-        yield "steps are random", self.noise_varies, "yes" if self.noise_varies.value else "not found"
-        for mode, cost in self.start_modes.items():
-            yield f"shared start: {mode}", cost, f"yes, {cost.value or 0:,.1f} us"
-        yield "training uses", self.training, str(self.training.value)
 
 
 def check_env(env: object) -> EnvReport:
@@ -131,72 +126,70 @@ def check_env(env: object) -> EnvReport:
         RuntimeError: called while a child process imports the script, which then has no ``__main__`` guard.
     """
     multiprocessing.spawn.get_preparation_data("groupwise check")  # raises in such a child
-    cfg, make = _source(env)
-    rows = cfg.vectorization == "torch" or (make is not None and makes_rows(make))
+    make: Maker = None
+    if isinstance(env, EnvCfg | str):
+        given = EnvCfg(id=env) if isinstance(env, str) else env
+        check_id(given.id)
+        set_by_user = {name: vars(given)[name] for name in given.model_fields_set - {"id"}}
+        cfg = resolve(given.id, env=set_by_user).env  # as training would have it
+    elif callable(env):
+        cfg, make = EnvCfg(id=GIVEN), env
+    else:
+        raise EnvError(
+            f"env is a {type(env).__name__}, expected a Gymnasium id, an EnvCfg or a callable that makes an environment, "
+            f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...))"
+        )
+    own_rows = make is not None and makes_rows(make)
+    rows = own_rows or cfg.vectorization == "torch"
     plain = cfg.model_copy(update={**_GROUP_SETTINGS, **({} if rows else {"vectorization": "sync"})})
-    modes: dict[str, Finding[float]]
+    opened = partial(make_env, plain, grouped=True, num_envs=NUM_ENVS if rows else 1, env=make, verify=False)
+    modes: dict[str, Finding[bool]] = {}
     if rows:
-        with closing(make_env(plain, grouped=True, num_envs=NUM_ENVS, env=make, verify=False)) as made:
-            only = Finding[float](None, f"it makes its rows itself, and starts them by {made.start_mode}")
-            modes = dict.fromkeys([*START_MODES], only)
-            modes[made.start_mode] = _tried(partial(_median_start_us, made, NUM_ENVS))
-            name, space, actions, max_steps = (
-                made.env_id,
-                made.observation_space,
-                made.action_space,
-                made.max_episode_steps,
-            )
-            success = _tried(partial(_success, made))
+        with closing(opened()) as made:
+            name, space, actions = made.env_id, made.observation_space, made.action_space
+            max_steps, own = made.max_episode_steps, made.start_mode
+        modes = dict.fromkeys(START_MODES, Finding(None, f"it makes its rows itself, and starts them by {own}"))
+        modes[own] = Finding(True)
     else:
         with closing(make_one(cfg, make)) as one:
             name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
             space, _ = kept_space(one.observation_space, cfg.kept_keys)
             actions, max_steps = one.action_space, step_limit(one)
-        modes = {mode: _tried(partial(_start_us, cfg, make, mode)) for mode in START_MODES}
+        for mode in START_MODES:
+            modes[mode] = _tried(partial(_starts, cfg, make, mode))
 
-        def success_of_one() -> str:
-            with closing(make_env(plain, grouped=True, num_envs=1, env=make, verify=False)) as made:
-                return _success(made)
-
-        success = _tried(success_of_one)
-    start_varies, noise_varies, training = _training(cfg, make)
+    checked = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
+    refused = Finding[Any](None, checked.reason, checked.fix)
+    start_varies = noise_varies = training = refused
+    if checked.value is not None and (report := checked.value.start_report) is not None:
+        checked.value.close()
+        way: str = "own" if own_rows else cfg.vectorization
+        if way == "auto":
+            way = "entry_point" if report.start_mode == "native" else "sync"
+        start_varies, noise_varies = Finding(report.start_varies), Finding(report.noise_varies)
+        training = Finding(Training(report.start_mode, way, cfg.num_envs, report.rejected))
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
     action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
-    limit = NO_LIMIT if max_steps is None else Finding(max_steps)
-    missing = [needed for needed in (observation, action) if needed.value is None]
-    if missing:
+    if missing := [needed for needed in (observation, action) if needed.value is None]:
         training = Finding(None, missing[0].reason, missing[0].fix)
+    no_limit = "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps"
+    limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
+    success = _tried(partial(_success, opened))
     return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, modes, training)
 
 
-def _source(env: object) -> tuple[EnvCfg, Maker]:
-    """The settings, as training would have them, and the callable."""
-    if isinstance(env, EnvCfg | str):
-        given = EnvCfg(id=env) if isinstance(env, str) else env
-        check_id(given.id)
-        return resolve(given.id, env={name: vars(given)[name] for name in given.model_fields_set - {"id"}}).env, None
-    if not callable(env):
-        raise EnvError(
-            f"env is a {type(env).__name__}, expected a Gymnasium id, an EnvCfg or a callable that makes an environment, "
-            f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...))"
-        )
-    return EnvCfg(id="<given in Python>"), env
-
-
-def _success(env: VectorEnv) -> str:
-    """Plays random actions and says whether the first episode that ends reports success.
-
-    Raises:
-        EnvError: nothing.
-    """
-    begun = time.perf_counter()
-    for step in _random_steps(env):
-        over = bool((step.terminated | step.truncated).any())
-        if over and "success" in step.info:
-            has_names = bool(np.any(step.info.get("task", "") != ""))
-            return f"reported at the end of episodes{', with the names of tasks' if has_names else ''}"
-        if over or time.perf_counter() - begun > _EPISODE_S:
-            break
+def _success(opened: Callable[[], VectorEnv]) -> str:
+    """Play random actions until an episode ends; whether it reports success."""
+    with closing(opened()) as env:
+        space, obs, over, begun = env.action_space, env.reset(seed=0), False, time.perf_counter()
+        space.seed(0)
+        while not over and time.perf_counter() - begun < _EPISODE_S:
+            action = np.stack([flat_action(space, space.sample()) for _ in range(env.num_envs)])
+            step = env.step(allowed_action(torch.from_numpy(action), obs, space))
+            obs, over = step.obs, bool((step.terminated | step.truncated).any())
+            if over and "success" in step.info:
+                has_names = bool(np.any(step.info.get("task", "") != ""))
+                return f"reported at the end of episodes{', with the names of tasks' if has_names else ''}"
     where = "at the end of an episode" if over else f"in {_EPISODE_S:g} s, in which no episode ended"
     raise EnvError(
         f"no flag {where}: success metrics will be missing; report info['success'] at the last step of each episode "
@@ -204,58 +197,14 @@ def _success(env: VectorEnv) -> str:
     )
 
 
-def _training(cfg: EnvCfg, make: Maker) -> tuple[Finding[bool], Finding[bool], Finding[Training]]:
-    """Whether starts and steps vary, and GRPO's defaults."""
-    made = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
-    env = made.value
-    if env is None or env.start_report is None:
-        refused: Finding[Any] = Finding(None, made.reason, made.fix)
-        return refused, refused, refused
-    env.close()
-    report = env.start_report
-    way: str = "own" if make is not None and makes_rows(make) else cfg.vectorization
-    if way == "auto":
-        way = "entry_point" if env.start_mode == "native" else "sync"
-    training = Training(env.start_mode, way, cfg.num_envs, report.rejected)
-    return Finding(report.start_varies), Finding(report.noise_varies), Finding(training)
-
-
-def _start_us(cfg: EnvCfg, make: Maker, mode: StartMode) -> float:
-    """Microseconds of a row's start by this mode, which is verified, at a start that was used before."""
+def _starts(cfg: EnvCfg, make: Maker, mode: StartMode) -> bool:
+    """Whether rows start alike by this mode; an error if not."""
     native = mode == "native"
     if native and (make is not None or gymnasium.spec(cfg.id).vector_entry_point is None):
         raise EnvError("it registers no vectorised version")
     asked = cfg.model_copy(update={"start_mode": mode, "vectorization": "entry_point" if native else "sync"})
-    with closing(make_env(asked, grouped=True, num_envs=NUM_ENVS if native else 2, env=make)) as env:
-        return _median_start_us(env, NUM_ENVS if native else 1)
-
-
-def _median_start_us(env: GroupEnv, rows: int, times: int = 20) -> float:
-    """Median microseconds per row of starting ``rows`` rows at once, at a start that was used before."""
-    seeds = np.zeros(env.num_envs, np.int64)
-    env.start(np.ones(env.num_envs, np.bool_), seeds, seeds)
-    chosen = np.arange(env.num_envs) < rows
-    took: list[float] = []
-    while len(took) < times and (len(took) < 3 or sum(took) < _BUDGET_S):
-        begun = time.perf_counter()
-        env.start(chosen, seeds, seeds)
-        took.append(time.perf_counter() - begun)
-    return float(np.median(took)) * 1e6 / rows
-
-
-def _random_steps(env: VectorEnv) -> Iterator[EnvStep]:
-    """Endless steps with random actions."""
-    obs = env.reset(seed=0)
-    env.action_space.seed(0)
-    space = env.action_space
-    samples = [[flat_action(space, space.sample()) for _ in range(env.num_envs)] for _ in range(64)]
-    actions = [torch.from_numpy(np.stack(sample)) for sample in samples]
-    for number in count():
-        step = env.step(allowed_action(actions[number % len(actions)], obs, env.action_space))
-        obs = step.obs
-        yield step
-        if env.autoreset == "disabled" and (over := (step.terminated | step.truncated).cpu().numpy()).any():
-            obs = env.reset(mask=over)
+    make_env(asked, grouped=True, num_envs=NUM_ENVS if native else 2, env=make).close()
+    return True
 
 
 def _tried(probe: Callable[[], T]) -> Finding[T]:

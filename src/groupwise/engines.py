@@ -29,10 +29,6 @@ class Engine:
         """Sum of the tensor over all ranks, without gradient."""
         return tensor
 
-    def sum_int(self, number: int) -> int:
-        """Sum of a Python number over all ranks."""
-        return number
-
     def gather_objects(self, thing: Any) -> list[Any]:
         """Plain data of every rank, in the order of ranks."""
         return [thing]
@@ -110,10 +106,6 @@ class DistributedEngine(Engine):
         total = tensor.detach().clone()
         dist.all_reduce(total)
         return total
-
-    def sum_int(self, number: int) -> int:
-        """Sum of a Python number over all ranks."""
-        return int(self.sum(torch.tensor(number, device=self.device)))
 
     def gather_objects(self, thing: Any) -> list[Any]:
         """Plain data of every rank, in the order of ranks."""

@@ -12,11 +12,7 @@ class GroupwiseError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Other processes get the message, for any signature of ``__init__``."""
-        return _again, (type(self), self.args), self.__dict__
-
-
-def _again(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
-    return kind.__new__(kind, *args)
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class ConfigError(GroupwiseError, ValueError):

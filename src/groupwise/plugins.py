@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TypeVar
 
 import cloudpickle
@@ -47,18 +46,29 @@ def load(plugins: Sequence[Path]) -> None:
     """
     _loaded.clear()
     for plugin in plugins:
-        _import(plugin)
+        wrong = ConfigError(
+            f"--plugin {plugin}: expected an existing Python file or an installed module; fix: its path with .py, or install it"
+        )
+        if plugin.suffix == ".py" or plugin.exists():
+            spec = importlib.util.spec_from_file_location(f"{_PREFIX}{plugin.stem}", plugin)
+            if spec is None or spec.loader is None or not plugin.is_file():
+                raise wrong
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            try:
+                importlib.import_module(str(plugin))
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
+                    raise  # one of its own imports failed
+                raise wrong from error
         _loaded.append(str(plugin))
 
 
 def loaded() -> list[str]:
     """The plugins of this command."""
     return list(_loaded)
-
-
-def modules() -> list[ModuleType]:
-    """The modules made of plugin files. Other processes cannot import them by name."""
-    return [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
 
 
 def options(plugins: Sequence[str]) -> str:
@@ -96,28 +106,8 @@ def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
 def pickled(thing: object) -> bytes:
     """``thing`` for a new process; the code of plugin files, which could not be imported there, goes along."""
     with ExitStack() as stack:
-        for module in modules():
+        for module in [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]:
             cloudpickle.register_pickle_by_value(module)
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
         payload: bytes = cloudpickle.dumps(thing)
         return payload
-
-
-def _import(plugin: Path) -> None:
-    neither = ConfigError(
-        f"--plugin {plugin}: expected an existing Python file or an installed module; fix: its path with .py, or install it"
-    )
-    if plugin.suffix == ".py" or plugin.exists():
-        spec = importlib.util.spec_from_file_location(f"{_PREFIX}{plugin.stem}", plugin)
-        if spec is None or spec.loader is None or not plugin.is_file():
-            raise neither
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return
-    try:
-        importlib.import_module(str(plugin))
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
-            raise  # one of its own imports failed
-        raise neither from error

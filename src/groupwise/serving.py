@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import re
 import selectors
@@ -44,16 +43,12 @@ class NoAnswerError(Exception):
     """A call that may be repeated."""
 
 
-class RestartedError(ServerError):
-    """The server was started again at another address, and has lost its weights."""
+class LostWeightsError(ServerError):
+    """A server has other weights than the last that it was given, as after a restart."""
 
 
 class RefusedError(ServerError):
-    """The server understood a call and refused it.
-
-    Args:
-        status: HTTP's.
-    """
+    """The server understood a call and refused it; ``status`` is HTTP's."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -92,34 +87,12 @@ class HttpClient:
         """Tries of calls of this thread that got no answer."""
         return getattr(self._of_thread, "failures", 0)
 
-    def get(self, path: str) -> Any:
-        """The JSON of an answer."""
-        return self._call("GET", path, None)
-
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON of an answer; None if it is empty or plain text."""
-        return self._call("POST", path, body or {})
-
-    def close(self) -> None:
-        """End the calls that run, and all later ones, by a ``ServerError``."""
-        self._closed.set()
-        for connection in tuple(self._running.values()):
-            with suppress(OSError):  # it has just ended
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def is_healthy(self) -> bool:
-        """Whether the server answers at ``/health``, asked once."""
-        try:
-            self._try("GET", HEALTH, None)
-        except (NoAnswerError, RefusedError):
-            return False
-        return True
-
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON of an answer, None if it is empty or plain text. Without a body it is a GET, else a POST."""
         wait = _FIRST_WAIT
         for number in range(self.retries + 1):
             try:
-                return self._try(method, path, body)
+                return self._try(path, body)
             except NoAnswerError as error:
                 last = error
                 self._of_thread.failures = self.failures + 1
@@ -128,7 +101,9 @@ class HttpClient:
             if self._closed.is_set():
                 raise ServerError(f"{self.url}{path}: the client was closed")
             if number < self.retries:
-                self._warn(f"{self.url}{path}: {last}; trying again")
+                if (now := time.monotonic()) > self._warned + _QUIET:  # calls fail together
+                    self._warned = now
+                    log.warning("%s%s: %s; trying again", self.url, path, last)
                 self._closed.wait(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
         raise ServerError(
@@ -136,29 +111,29 @@ class HttpClient:
             f"again, and resume the run{self._last_lines()}"
         )
 
+    def close(self) -> None:
+        """End the calls that run, and all later ones, by a ``ServerError``."""
+        self._closed.set()
+        for connection in tuple(self._running.values()):
+            with suppress(OSError):  # it has just ended
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _follow(self, locate: Callable[[], str | None]) -> None:
-        """Wait until the server is healthy; a ``RestartedError`` if its address has changed."""
+        """Wait until the server is healthy; a ``LostWeightsError`` if its address has changed."""
         seconds = 2 * self.timeout  # for another start, and before for others to notice
         until = time.monotonic() + seconds
         while not self._closed.is_set():
             url = locate() or self.url
-            if self._probe(url).is_healthy():
+            if is_healthy(url):
                 if url == self.url:
                     return
                 before, self.url = self.url, url
-                raise RestartedError(f"{before} was started again at {url}")
+                raise LostWeightsError(f"{before} was started again at {url}")
             if time.monotonic() > until:
                 raise ServerError(f"{self.url} was lost, and not started again in {seconds:g} s{self._last_lines()}")
             self._closed.wait(_FIRST_WAIT)
 
-    def _warn(self, message: str) -> None:
-        """Log it, unless there was one a moment ago: calls fail together."""
-        now = time.monotonic()
-        if now > self._warned + _QUIET:
-            self._warned = now
-            log.warning("%s", message)
-
-    def _try(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _try(self, path: str, body: Mapping[str, Any] | None) -> Any:
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=min(self.timeout, SECONDS_TO_CONNECT))
@@ -173,7 +148,7 @@ class HttpClient:
             self._running[connection] = connection.sock
             if self._closed.is_set():  # checked last: ``close`` may not have seen this call
                 raise NoAnswerError("the client was closed")
-            connection.request(method, path, data, {"Content-Type": "application/json"})
+            connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
             self._wait(connection.sock, until)
             response = connection.getresponse()
             text = bytearray()
@@ -202,11 +177,8 @@ class HttpClient:
                 if time.monotonic() >= until:
                     raise TimeoutError
                 # with a shorter time limit, this call is such a check itself
-                if self.timeout > _HEALTH_INTERVAL and not self._probe(self.url).is_healthy():
+                if self.timeout > _HEALTH_INTERVAL and not is_healthy(self.url):
                     raise NoAnswerError("it gives no answer, and is not healthy")
-
-    def _probe(self, url: str) -> "HttpClient":
-        return HttpClient(url, timeout=_HEALTH_INTERVAL, retries=0)
 
     def _read(self, path: str, status: int, kind: str, text: bytes) -> Any:
         if status >= 300:
@@ -222,11 +194,16 @@ class HttpClient:
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:200]!r}") from None
 
 
+def is_healthy(url: str) -> bool:
+    """Whether a server answers at ``/health``, asked once."""
+    try:
+        HttpClient(url, timeout=_HEALTH_INTERVAL, retries=0).call(HEALTH)
+    except ServerError:
+        return False
+    return True
+
+
 Stop = Literal["eos", "stop", "length"]
-
-
-class LostWeightsError(ServerError):
-    """A server answered with other weights than the last that it was given, as after a restart."""
 
 
 class GroupRequest(NamedTuple):
@@ -285,11 +262,15 @@ class VLLMServer:
         """Address of the server."""
         return self._client.url
 
+    def close(self) -> None:
+        """End the calls that run, and all later ones, by a ``ServerError``."""
+        self._client.close()
+
     def check(self) -> None:
         """Refuse a server that states other log-probabilities than those of the distribution that it samples from."""
         with self._reading():
             try:
-                config = self._client.get("/server_info?config_format=json")["vllm_config"]
+                config = self._client.call("/server_info?config_format=json")["vllm_config"]
             except RefusedError:
                 raise ServerError(f"{self.url} has no /server_info; {FIX}") from None
             model = config["model_config"]
@@ -305,9 +286,7 @@ class VLLMServer:
         body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
         with self._reading():
             try:
-                said = self._client.post("/inference/v1/generate", body)
-            except RestartedError as error:
-                raise LostWeightsError(str(error)) from None
+                said = self._client.call("/inference/v1/generate", body)
             except RefusedError as error:
                 if error.status == 404 and self._adapters:
                     raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
@@ -344,29 +323,25 @@ class VLLMServer:
         is_later = self._in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
         return version == request.version or is_later
 
-    def close(self) -> None:
-        """End the calls that run, and all later ones, by a ``ServerError``."""
-        self._client.close()
-
     def update(self, folder: Path, version: str) -> None:
         """Give it the weights of a folder. A failure leaves it paused, as half of its weights may be old."""
-        in_flight, post = self._in_flight_updates, self._client.post
+        in_flight, call = self._in_flight_updates, self._client.call
         for _ in range(self._client.retries + 1):
             failures = self._client.failures
-            with self._reading(), suppress(RestartedError):
-                post(f"/pause?mode={'keep' if in_flight else 'wait'}")  # requests are held back, or finished
+            with self._reading(), suppress(LostWeightsError):
+                call(f"/pause?mode={'keep' if in_flight else 'wait'}", {})  # requests are held back, or finished
                 if self._adapters:
                     adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
-                    post("/v1/load_lora_adapter", adapter)
+                    call("/v1/load_lora_adapter", adapter)
                 else:
-                    post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-                post("/update_weight_version", {"new_version": version})
+                    call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+                call("/update_weight_version", {"new_version": version})
                 # prompts, and requests that are held back, are computed again by the new weights
-                if not post(f"/reset_prefix_cache{'?reset_running_requests=true' if in_flight else ''}")["success"]:
+                if not call(f"/reset_prefix_cache{'?reset_running_requests=true' if in_flight else ''}", {})["success"]:
                     raise ServerError(
                         f"{self.url} keeps cached prompts of the old weights; fix: no other requests on it"
                     )
-                post("/resume")
+                call("/resume", {})
                 if self._client.failures == failures:
                     return
             # a call was repeated, perhaps at a server that was started again and lacks what calls before gave it
@@ -397,15 +372,12 @@ def check_answer(answer: Answer, request: GroupRequest, url: str) -> None:
         wrong = f"tokens after the end of the text ({ends[0]})"
     elif answer.stop == "length" and len(tokens) < longest:
         wrong = f"a completion cut after {len(tokens)} of {longest} tokens; fix: serve a longer context"
-    elif odd := [value for value in answer.log_probs if not _is_log_prob(value)]:
-        wrong = f"the log-probability {odd[0]}"
+    else:  # servers send null, or NaN, where a network diverged
+        known = [isinstance(value, float | int) and -1e3 < value < 1e-3 for value in answer.log_probs]
+        if not all(known):
+            wrong = f"the log-probability {answer.log_probs[known.index(False)]}"
     if wrong is not None:
         raise ServerError(f"{url} gave {wrong}")
-
-
-def _is_log_prob(value: object) -> bool:
-    """Servers send null, or NaN, where a network diverged."""
-    return isinstance(value, float | int) and math.isfinite(value) and -1e3 < value < 1e-3
 
 
 def sampling_params(request: GroupRequest) -> dict[str, Any]:
@@ -439,7 +411,6 @@ _PORTS = range(20_000, 32_768)
 """Ports below the range from which systems assign free ports, so no other program gets one before the server."""
 _LAST_LINES, _ERRORS = 10, 5
 _SECONDS_TO_END = 10.0
-_HEALTH_SECONDS = 4.0
 _LEAD = """
 import os, signal, subprocess, sys
 
@@ -462,11 +433,8 @@ def command(python: Path, model: str, args: Sequence[str] = (), *, lora_rank: in
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *FLAGS]
     if lora_rank is not None:
         ranks = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
-        words += [
-            "--enable-lora",
-            "--max-lora-rank",
-            str(next((rank for rank in ranks if rank >= lora_rank), lora_rank)),
-        ]
+        largest = next((rank for rank in ranks if rank >= lora_rank), lora_rank)
+        words += ["--enable-lora", "--max-lora-rank", str(largest)]
     return [*words, *args]
 
 
@@ -491,19 +459,10 @@ class LocalServer:
         self.words = [*words, "--host", host, "--port", str(self._address[1])]
         self._process = self._start()
 
-    def is_healthy(self) -> bool:
-        """Whether it answers."""
-        return HttpClient(self.url, timeout=_HEALTH_SECONDS, retries=0).is_healthy()
-
-    def start_again(self) -> None:
-        """Start the server again, with a new log."""
-        self.close()
-        self._process = self._start()
-
     def wait(self) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
         until = time.monotonic() + self._timeout
-        while not self.is_healthy():
+        while not is_healthy(self.url):
             if self._process.poll() is not None:
                 self.join()
             if time.monotonic() > until:
@@ -521,7 +480,10 @@ class LocalServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
         until = time.monotonic() + _SECONDS_TO_END
-        while time.monotonic() < until and _is_open(self._address):  # the server itself is a child of that process
+        while time.monotonic() < until:  # the server itself is a child of that process
+            with socket.socket() as probe:
+                if probe.connect_ex(self._address) != 0:
+                    break
             time.sleep(0.05)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -541,11 +503,6 @@ def last_lines(log: Path) -> str:
     text = log.read_text(errors="replace")
     errors = list(dict.fromkeys(re.findall(r"\w+Error: .+", text)))[:_ERRORS]
     return "\n".join(["; its errors:", *errors, "its last lines:", *text.splitlines()[-_LAST_LINES:]])
-
-
-def _is_open(address: tuple[str, int]) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(address) == 0
 
 
 def free_port(port: int = 0, host: str = HOST) -> int:
@@ -586,20 +543,12 @@ class PlacedServer:
             time.sleep(_POLL)
         return list(json.loads(self._command.read_bytes()))
 
-    def is_at(self, url: str) -> None:
-        """Say that it is ready."""
-        files.write(self._state, json.dumps({"url": url}).encode())
-
-    def cannot_start(self, error: str) -> None:
-        """Say so: calls of it end by this error."""
-        files.write(self._state, json.dumps({"error": error}).encode())
+    def say(self, **state: str) -> None:
+        """Say the "url" at which it is ready, or the "error" because of which it cannot start: calls of it end by that."""
+        files.write(self._state, json.dumps(state).encode())
 
     def url(self) -> str | None:
-        """Address at which the server was last ready; None if it never was.
-
-        Raises:
-            ServerError: it cannot start.
-        """
+        """Address at which the server was last ready; None if it never was, a ``ServerError`` if it cannot start."""
         if not self._state.exists():
             return None
         state = json.loads(self._state.read_bytes())
@@ -612,9 +561,7 @@ class PlacedServer:
         until = time.monotonic() + timeout
         while (url := self.url()) is None:
             if time.monotonic() > until:
-                raise ServerError(
-                    f"a server of the run was not ready in {timeout:g} s; fix: a larger generation.timeout"
-                )
+                raise ServerError(f"a server of the run was not ready in {timeout:g} s; fix: more generation.timeout")
             time.sleep(_POLL)
         return url
 

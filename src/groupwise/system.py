@@ -149,10 +149,18 @@ def parse_json(data: bytes) -> Any:
     Raises:
         ValueError: it is broken, has a key twice in one object, or more than ``MAX_VALUES`` values, ``MAX_DEPTH`` levels or 4,300 digits of a number.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"the key {twice!r:.100} comes twice")
+        return found
+
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES:,} values")
     try:
-        tree = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        tree = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
         _check_depth(tree, MAX_DEPTH)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
@@ -165,14 +173,6 @@ def _check_depth(tree: Any, levels: int) -> None:
             raise RecursionError
         for child in tree.values() if isinstance(tree, dict) else tree:
             _check_depth(child, levels - 1)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r:.100} comes twice")
-    return found
 
 
 def link_out_of(folder: Path, *, without: str = "") -> Path | None:
@@ -287,11 +287,15 @@ def serve(connection: Connection, handler: AbstractContextManager[Callable[[Any]
 
     An answer is a result, and an error: None, or its type and message, and its traceback.
     """
+
+    def fail(error: Exception) -> None:
+        connection.send((None, (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))))
+
     with ExitStack() as stack:
         try:
             handle = stack.enter_context(handler)
         except Exception as error:
-            connection.send((None, _described(error)))
+            fail(error)
             return
         connection.send((None, None))
         with suppress(EOFError, ConnectionError):  # the parent is gone
@@ -299,11 +303,7 @@ def serve(connection: Connection, handler: AbstractContextManager[Callable[[Any]
                 try:
                     connection.send((handle(message), None))
                 except Exception as error:
-                    connection.send((None, _described(error)))
-
-
-def _described(error: Exception) -> tuple[str, str]:
-    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+                    fail(error)
 
 
 def context() -> ForkServerContext:
@@ -368,24 +368,14 @@ def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
     print(*map(printable, lines), sep="\n", file=stream, flush=True)
 
 
-class SafeStream(io.TextIOBase):
+class SafeStream:
     """A stream that may fail, such as stderr on a full disk or a closed terminal; its lost text is ignored."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream or io.StringIO()
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """Encoding of the stream."""
-        return self._stream.encoding or "utf-8"
-
-    def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """Descriptor of the stream."""
-        return self._stream.fileno()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Write if that is possible."""
@@ -399,13 +389,16 @@ class SafeStream(io.TextIOBase):
             self._stream.flush()
 
 
+_format = warnings.formatwarning
+
+
 def prepare() -> None:
     """Makes all output, warnings and log messages of this process printable, also in ASCII and from libraries."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     logging.setLogRecordFactory(_PrintableRecord)
-    warnings.formatwarning = _format_warning
+    warnings.formatwarning = lambda *args, **options: printable(_format(*args, **options))
 
 
 def show_errors_only() -> None:
@@ -424,13 +417,6 @@ def show_everything() -> None:
 class _PrintableRecord(logging.LogRecord):
     def getMessage(self) -> str:  # noqa: N802  of the base class
         return printable(super().getMessage())
-
-
-_format = warnings.formatwarning
-
-
-def _format_warning(*args: Any, **options: Any) -> str:
-    return printable(_format(*args, **options))
 
 
 # Processors

@@ -4,25 +4,11 @@ import pytest
 import torch
 from credit_rollouts import TWO, assert_advantages, credit, per_episode, preset, rollout
 
-from groupwise.algorithms.advantages import CreditInput, next_state
+from groupwise.algorithms.advantages import BASELINES, CreditInput
 from groupwise.config.algorithm import CreditCfg
 from groupwise.errors import DataError
 
 TURNS = {"name": "group_step", "singleton": "trajectory"}
-
-
-def test_outcome_presets_on_the_golden_group():
-    # rewards [1,0,0,1,0,0,0,0]: mean .25, unbiased deviation .46291005, population .43301270
-    batch = rollout([(0, [r], "terminated") for r in [1.0, 0, 0, 1, 0, 0, 0, 0]])
-    for choices, one, zero in [
-        (preset("grpo"), 1.619835, -0.539945),
-        (preset("grpo", scale="population_std", eps=1e-8), 1.732051, -0.577350),
-        (preset("dr_grpo"), 0.75, -0.25),
-        (preset("rloo"), 0.857143, -0.285714),
-    ]:
-        out = credit(batch, **choices)
-        torch.testing.assert_close(out[0, 0], torch.tensor(one), atol=2e-6, rtol=0)
-        torch.testing.assert_close(out[1, 0], torch.tensor(zero), atol=2e-6, rtol=0)
 
 
 GOLDEN = [(0, [r], "terminated") for r in [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]]
@@ -59,12 +45,6 @@ def test_reinforce_plus_plus_baseline():
     # verl counts its two zeros: mean 1 / 7, squares 204 / 42, deviation sqrt(204 / 42 / 6) = .899735
     verl = [[0.952661] * 3, [-1.270215] * 2, [-0.158777], [-0.158777]]
     assert_advantages(more, verl, name="reinforce_plus_plus_baseline", normalize="batch")
-
-
-def test_outcomes_without_a_baseline_are_whitened_over_the_batch():
-    # 3 3 3 1 1: mean 2.2, deviation sqrt(1.2)
-    raw = {"baseline": "none", "scale": "none", "normalize": "batch"}
-    assert_advantages(rollout(TWO), [[0.730297] * 3, [-1.095445] * 2], name="grpo", eps=0.0, **raw)
 
 
 def test_one_step_that_differs_makes_a_group_informative():
@@ -112,9 +92,10 @@ def test_the_average_takes_in_scorable_episodes(decay):
     batch = rollout([*TWO, (0, [9.0], "unscorable")])
     cfg = CreditCfg(baseline={"name": "ema", "decay": decay}, scale="none")
     given = CreditInput(batch, batch["reward"], cfg, 1.0, 1, 3)
-    assert next_state(given) == 2.0
+    next_state = BASELINES["ema"].next_state
+    assert next_state(given, decay) == 2.0
     # two episodes of mean 2
-    after = next_state(given._replace(state=torch.tensor(6.0)))
+    after = next_state(given._replace(state=torch.tensor(6.0)), decay)
     torch.testing.assert_close(after, torch.tensor(2 + 4 * decay**2))
 
 
@@ -162,7 +143,7 @@ def test_optimal_token_baseline(per_row):
     fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
     batch = rollout(TWO, variance=CHANCE)
     assert_advantages(batch, fallback, name="optimal_token_baseline", group_key=TURNS)
-    with pytest.raises(DataError, match=r"CreditInput\(start="):
+    with pytest.raises(DataError, match="needs distributions"):
         credit(rollout(TWO), **preset("optimal_token_baseline"))
 
 
@@ -238,7 +219,3 @@ def test_a_turns_first_steps_need_not_count():
     batch["loss_mask"][0, 0] = False
     # 0 + 2 against 0 + 1
     assert_advantages(batch, [[0.0, 0.5, 0.5], [-0.5, -0.5]], name="agilerl_turn")
-
-
-def test_kl_shaping_is_grpos_credit_without_a_reference():
-    assert_advantages(rollout(TWO), [[0.707057] * 3, [-0.707057] * 2], name="kl_shaping")

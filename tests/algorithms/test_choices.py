@@ -22,7 +22,6 @@ from groupwise.config.algorithm import (
     ScheduleCfg,
     TrustRegionCfg,
 )
-from groupwise.config.base import register_choice
 from groupwise.errors import ConfigError
 
 FAMILIES = (TrustRegionCfg, BaselineCfg, CorrectionCfg, AggregationCfg, OptimizerCfg, ScheduleCfg)
@@ -166,10 +165,9 @@ def test_names_that_are_taken_or_missing_and_settings_without_a_type_are_refused
         gw.register_baseline("mean")(mine)
     with pytest.raises(ConfigError, match="setting 'share' of trust region 'untyped' has no type"):
         gw.register_loss("untyped")(untyped)
-    with pytest.raises(ConfigError, match="NamelessCfg has no name"):
+    with pytest.raises(ConfigError, match="trust region 'clip' is registered already"):
 
-        @register_choice
-        class NamelessCfg(TrustRegionCfg):
+        class MineCfg(TrustRegionCfg, name="clip"):
             pass
 
 

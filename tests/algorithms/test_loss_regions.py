@@ -54,6 +54,18 @@ def test_at_ratio_one_the_gradient_is_minus_the_advantage(name, seed):
     torch.testing.assert_close(log_prob.grad, expected, atol=1e-5, rtol=1e-5)
 
 
+def gradient_of_one_step(name, moved, advantage):
+    batch = {"old_log_prob": torch.tensor([-2.0]), "sample_log_prob": torch.tensor([-2.0])}
+    batch |= {
+        "advantage": torch.tensor([advantage]),
+        "loss_mask": torch.ones(1).bool(),
+        "episode_id": torch.tensor([0]),
+    }
+    log_prob = torch.tensor([-2.0 + moved]).requires_grad_()
+    policy_loss(ObjectiveCfg(**EVERY[name]), log_prob, batch, Counts(1))[0].sum().backward()
+    return log_prob.grad.item()
+
+
 @pytest.mark.parametrize(
     ("name", "towards_gain"),
     [(n, "flat") for n in ("clip", "clip_higher", "dual_clip", "two_sided", "dppo_tv")]
@@ -61,35 +73,15 @@ def test_at_ratio_one_the_gradient_is_minus_the_advantage(name, seed):
 )
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_far_beyond_the_region_only_policy_gradients_go_on(name, towards_gain, advantage):
-    cfg = ObjectiveCfg(**EVERY[name])
-    batch = {"old_log_prob": torch.tensor([-2.0]), "sample_log_prob": torch.tensor([-2.0])}
-    batch |= {
-        "advantage": torch.tensor([advantage]),
-        "loss_mask": torch.tensor([True]),
-        "episode_id": torch.tensor([0]),
-    }
-    log_prob = torch.tensor([-2.0 + advantage]).requires_grad_()
-    policy_loss(cfg, log_prob, batch, Counts(1))[0].sum().backward()
-    if towards_gain == "flat":
-        assert log_prob.grad.item() == 0
-    else:
-        assert -advantage * log_prob.grad.item() > 0.3
+    gradient = gradient_of_one_step(name, advantage, advantage)
+    assert gradient == 0 if towards_gain == "flat" else -advantage * gradient > 0.3
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("name", ["clip", "clip_higher", "two_sided", "dual_clip", "sapo", "dppo_tv", "none"])
 def test_the_way_back_is_always_open(name, advantage):
     """A step that went against its advantage, by a little, has a gradient that brings it back."""
-    cfg = ObjectiveCfg(**EVERY[name])
-    batch = {"old_log_prob": torch.tensor([-2.0]), "sample_log_prob": torch.tensor([-2.0])}
-    batch |= {
-        "advantage": torch.tensor([advantage]),
-        "loss_mask": torch.tensor([True]),
-        "episode_id": torch.tensor([0]),
-    }
-    log_prob = torch.tensor([-2.0 - 0.25 * advantage]).requires_grad_()
-    policy_loss(cfg, log_prob, batch, Counts(1))[0].sum().backward()
-    assert -advantage * log_prob.grad.item() > 0.5
+    assert -advantage * gradient_of_one_step(name, -0.25 * advantage, advantage) > 0.5
 
 
 def test_dppo_pulls_every_step_back_to_where_it_was():

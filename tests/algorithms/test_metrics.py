@@ -4,62 +4,9 @@ import pytest
 import torch
 from small_updates import build, make_rollout, parameters
 
-from groupwise.algorithms.base import UpdateStats
+from groupwise.algorithms.base import sampler_kl, sampler_kl_sums
 from groupwise.algorithms.losses import DIAGNOSTICS, Counts, policy_loss
 from groupwise.config.algorithm import ObjectiveCfg
-from groupwise.functional.reduce import local
-
-CPU = torch.device("cpu")
-
-
-def stats_of(*names, all_sum=local):
-    return UpdateStats(names, CPU, all_sum)
-
-
-def step(stats, *micro_batches, norm=0.0):
-    """One optimiser step that is taken, from the sums of each micro-batch."""
-    stats.end_step([torch.tensor(sums) for sums in micro_batches], torch.tensor(norm))
-
-
-def numbers(means):
-    return {name.removeprefix("train/"): pytest.approx(value.item(), abs=1e-6) for name, value in means.items()}
-
-
-def two_steps(stats):
-    # step one: 1/4 * 2 + 1/4 * 4 + 1/2 * 10 = 6.5 and 1/4 * 1 + 0 + 1/2 * 3 = 1.75; step two: 8 and -1
-    step(stats, (1.5, 0.25), (5.0, 1.5), norm=3.0)
-    step(stats, (8.0, -1.0), norm=5.0)
-
-
-MEANS = {"a": 7.25, "b": 0.375, "grad_norm": 4.0, "optimizer_steps": 2.0}
-
-
-def test_means_by_hand():
-    stats = stats_of("a", "b")
-    two_steps(stats)
-    assert stats.steps == 2
-    assert numbers(stats.means()) == MEANS
-    assert all(value.shape == () for value in stats.means().values())
-
-
-def test_the_samplers_kl_is_that_of_the_first_step_that_is_taken():
-    stats = stats_of("loss", "approx_kl")
-    assert stats.means()["rollout/sampler_kl"] == 0
-    two_steps(stats)
-    assert stats.means()["rollout/sampler_kl"].item() == 1.75
-    assert "rollout/sampler_kl" not in stats_of("loss").means()
-
-
-def test_an_update_without_steps_has_means_of_0():
-    assert numbers(stats_of("a").means()) == {"a": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0}
-
-
-def test_the_current_step_by_hand():
-    stats = stats_of("a", "b")
-    two_steps(stats)
-    sums = [torch.tensor([1.5, 0.25]), torch.tensor([5.0, 1.5])]
-    assert numbers(stats.step_means(sums)) == {"a": 6.5, "b": 1.75}
-    assert numbers(stats.means()) == MEANS  # a step that is not taken does not count
 
 
 def diagnostics(cfg, log_prob, old):
@@ -73,54 +20,6 @@ def test_diagnostics_by_hand():
     kl, clipped, low, high = diagnostics(ObjectiveCfg(), old + ratio.log(), old)
     torch.testing.assert_close(kl, torch.tensor([0.306853, 0.0, 0.193147]))
     assert (clipped.tolist(), low.tolist(), high.tolist()) == ([1, 0, 1], [0, 0, 1], [1, 0, 0])
-
-
-def of_rank(steps, all_sum):
-    """Means of a rank, given its sums in each step; none where it has no share."""
-    stats = stats_of("a", all_sum=all_sum)
-    current = []
-    for micro_batches in steps:
-        sums = [torch.tensor([value]) for value in micro_batches]
-        current.append(stats.step_means(sums)["a"])
-        stats.end_step(sums, torch.tensor(1.0))
-    return torch.stack([*current, stats.means()["train/a"]])
-
-
-def first_of_rank(steps, all_sum):
-    stats = stats_of("approx_kl", all_sum=all_sum)
-    for micro_batches in steps:
-        step(stats, *([value] for value in micro_batches))
-    return stats.means()["rollout/sampler_kl"].reshape(1)
-
-
-def test_the_first_step_is_the_same_one_on_every_rank(two_ranks):
-    assert two_ranks(first_of_rank, ([[], [7.0]],), ([[0.25, 3.25], []],)).flatten().tolist()[0] == 3.5
-
-
-def test_two_ranks_have_the_means_of_their_union(two_ranks):
-    union = of_rank([[0.25, 3.25], [7.0]], local)
-    assert union.tolist() == [3.5, 7.0, 5.25]
-    for here, there in [([[0.25], [7.0]], [[3.25], []]), ([[3.25], []], [[0.25], [7.0]])]:
-        torch.testing.assert_close(two_ranks(of_rank, (here,), (there,)), union)
-    alone = [[0.25, 3.25], [7.0]], [[], []]
-    for here, there in [alone, alone[::-1]]:
-        torch.testing.assert_close(two_ranks(of_rank, (here,), (there,)), union)
-
-
-def test_sums_over_ranks_do_not_depend_on_what_a_rank_has():
-    """One rank that adds up more often than the others would wait for them for ever."""
-    calls = []
-
-    def all_sum(tensor):
-        calls.append(tensor.shape)
-        return tensor
-
-    for rounds in (0, 1, 4):
-        stats = stats_of("a", all_sum=all_sum)
-        for _ in range(4):
-            step(stats, *[(1.0,)] * rounds)
-        stats.means()
-    assert calls == [(2, 1)] * 3
 
 
 SETTINGS = {
@@ -162,6 +61,7 @@ def test_an_updates_metrics_are_those_of_its_elements_one_by_one(monkeypatch, ki
     found = algorithm.update(make_rollout(algorithm.policy))
     assert found["train/optimizer_steps"] == len(steps) > 0
     assert bool(current) is (settings == "stopped")  # the last step was measured and not taken
+    assert found["rollout/sampler_kl"].item() == pytest.approx(steps[0][names.index("approx_kl")].item(), abs=1e-6)
     expected = torch.stack(steps).mean(dim=0).tolist()
     for name, value in zip(names, expected, strict=True):
         assert found[f"train/{name}"].item() == pytest.approx(value, abs=1e-5), name
@@ -191,15 +91,13 @@ def test_metrics_carry_no_gradient():
 
 
 def test_sampler_mismatch_by_hand_and_by_depth():
-    stats = UpdateStats((), CPU, local, recomputed=True)
     batch = {
         "loss_mask": torch.tensor([[True, True, True, False]]),
         "step": torch.tensor([[127, 128, 600, 9]]),
         "sample_log_prob": torch.tensor([[-1.0, -2.0, -3.0, -4.0]]),
         "old_log_prob": torch.tensor([[-1.1, -1.8, -3.0, 7.0]]),
     }
-    stats.compare_sampler([batch])
-    found = stats.means()
+    found = sampler_kl(sampler_kl_sums(batch))
     # exp(-0.1) + 0.1 - 1 = 0.004837; exp(0.2) - 0.2 - 1 = 0.021403; and 0
     assert found["rollout/sampler_kl_from_0"].item() == pytest.approx(0.004837, abs=1e-6)
     assert found["rollout/sampler_kl_from_128"].item() == pytest.approx(0.021403, abs=1e-6)

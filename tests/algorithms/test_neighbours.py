@@ -4,14 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from groupwise.algorithms import advantages as neighbours
+from groupwise.algorithms.advantages import anchors
 
 
 def near_values(state, score, episode, *, k, pool=None):
     """Mean scores of the nearest states among the pooled ones."""
     pool = torch.arange(len(score)) if pool is None else pool
-    return neighbours.nearest(state, episode, pool, k=k).mean(score[pool])
+    return neighbours.nearest(state, episode, pool, k=k)(score[pool])
 
 
 STATE = torch.tensor([[0.0], [1.0], [2.5], [10.0], [11.5]])
@@ -114,3 +116,20 @@ def test_values_lie_between_the_scores_and_blocks_mean_nothing(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "_BLOCK", 7)
         torch.testing.assert_close(near_values(state, score, episode, k=k), found)
+
+
+def test_anchors_are_of_one_group_and_of_members_only():
+    group_id = torch.tensor([[0, 0, 1, 1], [0, 0, 1, -1]])
+    obs = torch.tensor([[1, 2, 1, 2], [2, 2, 1, 1]])[..., None]
+    member = torch.ones(2, 4).bool()
+    member[1, 1], member[1, 3] = False, False
+    ids, number = anchors(obs, group_id, member)
+    assert number == 4
+    assert ids.tolist() == [[0, 1, 2, 3], [1, -1, 2, -1]]
+    nested = TensorDict({"b": obs, "a": {"image": torch.zeros(2, 4, 3, 3)}}, batch_size=[2, 4])
+    assert torch.equal(anchors(nested, group_id, member)[0], ids)
+    nested["a", "image"][1, 0, 2, 2] = 1.0
+    assert anchors(nested, group_id, member)[0].tolist() == [[0, 1, 2, 3], [4, -1, 2, -1]]
+    assert anchors(torch.tensor([[1e-9, 2e-9, 1e-9]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())[1] == 2
+    nobody, number = anchors(nested, group_id, member & False)
+    assert (number, nobody.tolist()) == (0, [[-1] * 4] * 2)

@@ -32,9 +32,6 @@ def assert_near(out, expected):
     torch.testing.assert_close(out, torch.as_tensor(expected), rtol=0, atol=2e-6)
 
 
-# -------------------------------------------------------------------------------------------------------- ratios
-
-
 def test_token_ratio_golden():
     assert_near(token_ratio(OLD + LOG_RATIO, OLD), [1.105171, 0.818731, 1.349859])
 
@@ -107,8 +104,6 @@ def test_a_ratio_that_would_overflow_is_bounded_and_so_is_its_gradient(moved):
     assert token_ratio(OLD + 150, OLD)[0].item() == pytest.approx(math.exp(20))
     assert token_ratio(OLD + 19.5, OLD)[0].item() == pytest.approx(math.exp(19.5), rel=1e-4)
 
-
-# -------------------------------------------------------------------------------------------------- trust regions
 
 RATIO = torch.tensor([1.105171, 0.818731, 1.349859])
 
@@ -189,9 +184,6 @@ def test_sequence_loss_weighs_every_element_of_an_episode_alike():
     term = unclipped_loss(ratio, torch.tensor([2.0, 2.0, 2.0, -1.0]))
     loss = (loss_weights(mask, ids, 2, "seq_mean_token_mean") * term).sum()
     assert_near(loss, -(2 * 1.068939 - 1.491825) / 2)
-
-
-# ------------------------------------------------------------------------------------------------------- values
 
 
 def test_value_loss_has_no_half():

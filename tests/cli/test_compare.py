@@ -99,12 +99,9 @@ def test_wrong_arguments_say_what_to_write(argv, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_an_equals_sign_within_a_pattern_makes_no_name():
+def test_an_equals_sign_makes_a_name_but_in_a_folder_or_a_pattern(tmp_path, monkeypatch, capsys):
     assert parse_word("runs/lr=0.1/*") == (None, Path("runs/lr=0.1/*"))
     assert parse_word("fast=runs/lr=0.1/*") == ("fast", Path("runs/lr=0.1/*"))
-
-
-def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_seeds(Path("lr=0.1"), (1.0, 2.0))
     assert cli.main(["compare", "lr=0.1"]) == 0

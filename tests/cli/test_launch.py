@@ -12,7 +12,7 @@ from groupwise.cli.options import Parser
     [
         ("train CartPole-v1 --workers 2", "--workers is for several processes"),
         ("train CartPole-v1 --launcher torchrun --gpus 1", "--gpus is for --launcher ray"),
-        ("train CartPole-v1 --launcher rya", "did you mean 'ray'?"),
+        ("train CartPole-v1 --launcher rya", "'ray'"),
         ("train CartPole-v1 --launcher ray", "--run-dir"),
         ("train CartPole-v1 --launcher torchrun --run-dir .", "run folder '.' is taken"),
         ("train CartPole-v1 --launcher torchrun --algorithm.gama 1 --run-dir x", "--algorithm.gama"),

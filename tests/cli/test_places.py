@@ -4,10 +4,8 @@ import json
 import logging
 import os
 import pty
-import signal
 import subprocess
 import sys
-import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -65,39 +63,26 @@ def test_ascii_no_home_a_full_stderr_a_clock_that_goes_back_and_a_strange_path(t
     )
 
 
-COMMANDS = """
-import json, sys
-from groupwise.cli import main
-for words in json.loads(sys.argv[1]):
-    if main(words):
-        sys.exit(f"failed: {words}")
-"""
-
-
 @pytest.mark.slow
 def test_the_other_commands_on_a_strange_path_in_ascii(tmp_path: Path):
-    (tmp_path / "commands.py").write_text(COMMANDS)
     commands = [
         ["train", "CartPole-v1", "--run-dir", NAME, "--logging.progress", "bar", *SHORT],
         ["resume", NAME, "--total-steps", "3000"],
         ["eval", NAME, "--episodes", "2", "--video"],
         ["compare", f"ü [x]={NAME}"],
         ["train", "CartPole-v1", "--run-dir", f"{NAME}s", "--seeds", "0-1", *SHORT],
-        ["check-env", "CartPole-v1"],
     ]
-    done = subprocess.run(
-        [sys.executable, "commands.py", json.dumps(commands)],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"} | ASCII, capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    code = f"from groupwise.cli import main\nprint([main(words) for words in {commands!r}])"
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | ASCII
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, check=False)
+    assert done.stdout.splitlines()[-1] == b"[0, 0, 0, 0, 0]", done.stderr
     assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.slow
 def test_without_any_open_stream(tmp_path: Path):
-    command = [sys.executable, "-m", "groupwise", "train", "CartPole-v1", "--run-dir", "run", *SHORT]
-    shell = 'exec "$@" <&- >&- 2>&-'
-    assert subprocess.run(["bash", "-c", shell, "-", *command], cwd=tmp_path, check=False).returncode == 0
+    command = f"{sys.executable} -m groupwise train CartPole-v1 --run-dir run {' '.join(SHORT)} <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, check=False).returncode == 0
     assert (tmp_path / "run/summary.json").exists()
 
 
@@ -111,23 +96,17 @@ def test_a_terminal_that_is_closed_saves_the_run(tmp_path: Path):
         cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
-    deadline = time.monotonic() + 60
     metrics = tmp_path / "run/metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2) and time.monotonic() < deadline:
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
         os.read(ours, 65536)  # else the run would wait for the terminal
     os.close(ours)
     try:
         assert process.wait(60) == 130
     finally:
         process.kill()
-    iterations = metrics.read_bytes().count(b"\n")
-    assert (
-        saved_counts(tmp_path / "run/checkpoints/latest")["steps"]
-        == json.loads(metrics.read_text().splitlines()[-1])["env_steps"]
-    )
-    assert iterations > 2
+    steps = json.loads(metrics.read_text().splitlines()[-1])["env_steps"]
+    assert saved_counts(tmp_path / "run/checkpoints/latest")["steps"] == steps
     assert json.loads((tmp_path / "run/summary.json").read_text())["stopped"] == "interrupted"
-    assert process.returncode != -signal.SIGHUP
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
@@ -145,11 +124,12 @@ def test_messages_to_a_full_disk_are_lost_and_no_error(monkeypatch: pytest.Monke
     show("ä", to="stderr")
 
 
-def test_settings_are_printed_in_ascii(capsys: pytest.CaptureFixture[str]):
+def test_settings_are_printed_in_ascii_and_commands_can_be_pasted(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["config", "CartPole-v1", "--run-dir", "rün"]) == 0
     out = capsys.readouterr().out
     assert out.isascii()
     assert json.loads(out)["run_dir"] == "rün"
+    assert plugins.command("resume", Path("runs/a b")) == "groupwise resume 'runs/a b'"
 
 
 def test_warnings_and_log_lines_show_control_characters(
@@ -171,7 +151,3 @@ def test_warnings_and_log_lines_show_control_characters(
         )
     finally:
         logging.setLogRecordFactory(factory)
-
-
-def test_commands_in_messages_can_be_pasted():
-    assert plugins.command("resume", Path("runs/a b")) == "groupwise resume 'runs/a b'"

@@ -1,13 +1,17 @@
 import re
+import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium
 import pytest
 from safetensors.torch import load_file
 
 import groupwise as gw
-from groupwise import cli
-from groupwise.errors import require_name
+from groupwise import cli, plugins
+from groupwise.errors import ConfigError, EnvError, require_name
+from groupwise.report.folder import RunFolder
 
 MODULE = """
 import gymnasium
@@ -59,19 +63,19 @@ def test_a_policy_of_a_plugin_is_chosen_by_name_and_every_command_finds_it_again
     plugin, run = tmp_path / "my_policy.py", str(tmp_path / "run")
     plugin.write_text(POLICY)
 
-    def groupwise(*words):
+    def command(*words):
         return cli.main([*map(str, words), "--plugin", str(plugin)])
 
     small = ("--total-steps", 32, "--env.num-envs", 4, "--algorithm.num-steps", 8, "--evaluation.episodes", 2)
     chosen = ("--policy", "wide", "--policy.width", 8)
-    assert groupwise("train", "CartPole-v1", "--algorithm", "ppo", *chosen, *small, "--run-dir", run) == 0
-    assert groupwise("resume", run, "--total-steps", 64) == 0
-    assert groupwise("eval", run, "--episodes", 2) == 0
-    assert groupwise("export", run, "--to", "safetensors") == 0
+    assert command("train", "CartPole-v1", "--algorithm", "ppo", *chosen, *small, "--run-dir", run) == 0
+    assert command("resume", run, "--total-steps", 64) == 0
+    assert command("eval", run, "--episodes", 2) == 0
+    assert command("export", run, "--to", "safetensors") == 0
     kept = load_file(tmp_path / "run" / "policy.safetensors")
     assert (8, 4) in {tuple(tensor.shape) for tensor in kept.values()}
     start = ("--policy.init-from", run)
-    assert groupwise("train", "CartPole-v1", "--algorithm", "ppo", *start, *small, "--run-dir", tmp_path / "next") == 0
+    assert command("train", "CartPole-v1", "--algorithm", "ppo", *start, *small, "--run-dir", tmp_path / "next") == 0
     assert f"Weights: {len(kept)} tensors from {run}" in capsys.readouterr().err
     assert gw.load_config(tmp_path / "next" / "config.json").policy.width == 8
 
@@ -79,15 +83,68 @@ def test_a_policy_of_a_plugin_is_chosen_by_name_and_every_command_finds_it_again
 @pytest.mark.parametrize("kind", ["policy", "credit rule"])
 def test_a_decorator_without_a_name_is_refused(kind):
     fix = re.escape(f"fix: @register_{kind.split()[0]}('my_name')")
-    with pytest.raises(
-        gw.errors.ConfigError, match=f"the name of a {kind} is .*ActorCritic.*, expected a string; {fix}"
-    ):
+    with pytest.raises(ConfigError, match=f"the name of a {kind} is .*ActorCritic.*, expected a string; {fix}"):
         require_name(kind, gw.ActorCritic)  # as in @register_policy without brackets
 
 
 def test_a_taken_name_of_a_policy_is_refused(registry):
-    with pytest.raises(gw.errors.ConfigError, match="policy 'actor_critic' is registered already; fix: another name"):
+    with pytest.raises(ConfigError, match="policy 'actor_critic' is registered already; fix: another name"):
 
         @gw.register_policy("actor_critic")
         class Wide(gw.ActorCritic):
             pass
+
+
+PLUGIN = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+gymnasium.register("OfAPlugin-v0", CartPoleEnv, max_episode_steps=20)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plugins, "_loaded", [])
+
+
+def groupwise(command: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "groupwise", *shlex.split(command)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks():
+    Path("my env.py").write_text(PLUGIN)
+    settings = "--total-steps 32 --env.num-envs 4 --algorithm.num-steps 8 --evaluation.episodes 2 --run-dir r"
+    trained = groupwise(f"train OfAPlugin-v0 --algorithm ppo {settings} --plugin 'my env.py'")
+    assert trained.returncode == 0, trained.stderr
+    following = trained.stdout.splitlines()[-1]
+    assert following == "Next:  groupwise eval r --plugin 'my env.py'"
+    again = groupwise(following.removeprefix("Next:  groupwise ") + " --episodes 2")
+    assert again.returncode == 0, again.stderr
+    without = groupwise("resume r")
+    assert without.returncode == 2
+    assert "unknown environment 'OfAPlugin-v0'" in without.stderr
+    assert "r was trained with --plugin 'my env.py'; fix: add --plugin 'my env.py' (in" in without.stderr
+
+
+def test_what_was_loaded_is_what_the_last_command_named_and_a_run_folder_records_it():
+    Path("a.py").write_text("")
+    Path("b.py").write_text("")
+    plugins.load([Path("a.py"), Path("b.py")])
+    assert plugins.options(plugins.loaded()) == " --plugin a.py --plugin b.py"
+    assert RunFolder.create({}, Path("run")).read_provenance()["plugins"] == ["a.py", "b.py"]
+    plugins.load([])
+    assert plugins.options(plugins.loaded()) == ""
+
+
+def test_absent_plugins_are_blamed_and_given_ones_are_not():
+    plugins._loaded.append("a.py")
+    blamed = pytest.raises(ConfigError, match=r"^odd; r was trained with --plugin b\.py; fix: ")
+    with blamed as caught, plugins.blaming_absence(Path("r"), ["a.py", "b.py"]):
+        raise EnvError("odd")
+    assert "a.py" not in str(caught.value)
+    with pytest.raises(EnvError, match=r"^odd$"), plugins.blaming_absence(Path("r"), ["a.py"]):
+        raise EnvError("odd")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_envs import FakePolicy, ScriptedGroupEnv, WalkEnv, buffer_for, collect_groups
 
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import Episode
@@ -23,10 +24,10 @@ def check(rollout, **expected):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 64])
-def test_two_rows_and_a_group_of_three_by_hand(collect, slots, scripted_group):
+def test_two_rows_and_a_group_of_three_by_hand(slots):
     # episodes last 2, 4 and 3 steps. Row 0 takes episode 0 then 2; row 1 takes episode 1 and is idle for one slot.
     # Budget 2 rows * 3 steps = 6; when row 1 is free 8 steps are taken, so no second group opens.
-    collector, rollout = collect(scripted_group(2, [2, 4, 3]), 3, slots=slots, group_size=3)
+    collector, rollout = collect_groups(ScriptedGroupEnv(2, [2, 4, 3]), 3, slots=slots, group_size=3)
     check(
         rollout,
         obs=[[0, 1, 20, 21, 22, 23], [10, 11, 12, 13, 14, 14]],
@@ -54,22 +55,22 @@ def test_two_rows_and_a_group_of_three_by_hand(collect, slots, scripted_group):
     }
 
 
-def test_a_truncated_episode_is_worth_its_final_observation(collect, scripted_group):
-    collector, rollout = collect(scripted_group(2, [2, 4, 3], end="truncated"), 3, group_size=3)
+def test_a_truncated_episode_is_worth_its_final_observation():
+    collector, rollout = collect_groups(ScriptedGroupEnv(2, [2, 4, 3], end="truncated"), 3, group_size=3)
     check(rollout, next_value=[[1, 2, 21, 22, 23, 0], [11, 12, 13, 14, 14, 0]])
     assert [episode.terminated for episode in collector.finished] == [False, False, False]
 
 
-def test_an_end_by_death_and_limit_at_once_is_a_death(collect, scripted_group):
-    collector, rollout = collect(scripted_group(2, [2, 4, 3], end="both"), 3, group_size=3)
+def test_an_end_by_death_and_limit_at_once_is_a_death():
+    collector, rollout = collect_groups(ScriptedGroupEnv(2, [2, 4, 3], end="both"), 3, group_size=3)
     check(rollout, next_value=[[1, 0, 21, 22, 0, 0], [11, 12, 13, 0, 14, 0]])
     assert [episode.terminated for episode in collector.finished] == [True, True, True]
 
 
-def test_the_next_group_opens_while_the_budget_lasts(collect, scripted_group):
+def test_the_next_group_opens_while_the_budget_lasts():
     # budget 2 * 2 = 4. Episodes last 1, 3, 2, 2. At slot 1 row 0 is free with 2 steps taken: group 1 opens.
     # At slot 3 both rows are free and one episode is left.
-    collector, rollout = collect(scripted_group(2, [1, 3, 2, 2]), 2, group_size=2)
+    collector, rollout = collect_groups(ScriptedGroupEnv(2, [1, 3, 2, 2]), 2, group_size=2)
     check(
         rollout,
         episode_id=[[0, 2, 2, 3, 3, -1], [1, 1, 1, -1, -1, -1]],
@@ -80,9 +81,9 @@ def test_the_next_group_opens_while_the_budget_lasts(collect, scripted_group):
     assert collector.metrics()["rollout/groups"] == 2.0
 
 
-def test_a_window_cuts_episodes_and_holds_rows_without_another(collect, scripted_group):
-    env = scripted_group(2, [5, 1])
-    collector, rollout = collect(env, 1, group_size=2, horizon=2)
+def test_a_window_cuts_episodes_and_holds_rows_without_another():
+    env = ScriptedGroupEnv(2, [5, 1])
+    collector, rollout = collect_groups(env, 1, group_size=2, horizon=2)
     check(
         rollout,
         truncated=[[F, T, F], [F, F, F]],
@@ -94,28 +95,28 @@ def test_a_window_cuts_episodes_and_holds_rows_without_another(collect, scripted
     assert collector.finished == [Episode(1.0, 1, True), Episode(2.0, 2, False)]
 
 
-def test_an_end_at_the_window_is_no_cut(collect, scripted_group):
-    _, rollout = collect(scripted_group(2, [2]), 1, group_size=2, horizon=2)
+def test_an_end_at_the_window_is_no_cut():
+    _, rollout = collect_groups(ScriptedGroupEnv(2, [2]), 1, group_size=2, horizon=2)
     check(rollout, truncated=[[F, F, F], [F, F, F]], terminated=[[F, T, F], [F, T, F]])
 
 
-def test_starts_due_together_are_made_in_one_call_and_members_share_the_start_only(collect, scripted_group):
-    env = scripted_group(4, [2])
-    collect(env, 3, group_size=2)
+def test_starts_due_together_are_made_in_one_call_and_members_share_the_start_only():
+    env = ScriptedGroupEnv(4, [2])
+    collect_groups(env, 3, group_size=2)
     assert [rows for rows, _, _ in env.start_calls] == [[0, 1, 2, 3], [0, 1, 2, 3]]
     starts = [seed for _, seeds, _ in env.start_calls for seed in seeds]
     noises = [seed for _, _, seeds in env.start_calls for seed in seeds]
     assert starts[::2] == starts[1::2]
     assert len(set(starts)) == 4
     assert len(set(noises)) == 8
-    other = scripted_group(4, [2])
-    collect(other, 3, group_size=2, iteration=1)
+    other = ScriptedGroupEnv(4, [2])
+    collect_groups(other, 3, group_size=2, iteration=1)
     assert not {seed for _, seeds, _ in other.start_calls for seed in seeds} & set(starts)
 
 
-def test_an_episode_that_might_never_end_is_refused(fake_policy, scripted_group):
+def test_an_episode_that_might_never_end_is_refused():
     with pytest.raises(EnvError, match=r"Scripted has no known step limit.*fix: env.max_episode_steps.*horizon"):
-        GroupCollector(scripted_group(2, [2], limit=None), fake_policy(), group_size=2)
+        GroupCollector(ScriptedGroupEnv(2, [2], limit=None), FakePolicy(), group_size=2)
 
 
 @given(
@@ -124,9 +125,9 @@ def test_an_episode_that_might_never_end_is_refused(fake_policy, scripted_group)
     num_steps=st.integers(1, 6),
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9),
 )
-def test_whole_groups_without_gaps_within_the_budget(collect, num_envs, group_size, num_steps, lengths, scripted_group):
-    env = scripted_group(num_envs, lengths)
-    collector, rollout = collect(env, num_steps, slots=2, actor_only=True, group_size=group_size)
+def test_whole_groups_without_gaps_within_the_budget(num_envs, group_size, num_steps, lengths):
+    env = ScriptedGroupEnv(num_envs, lengths)
+    collector, rollout = collect_groups(env, num_steps, slots=2, actor_only=True, group_size=group_size)
     episode, group, valid = (rollout[key][:, :-1] for key in ("episode_id", "group_id", "valid"))
     count = torch.bincount(episode[valid])
     assert count.tolist() == [lengths[k % len(lengths)] for k in range(len(count))]
@@ -141,9 +142,9 @@ def test_whole_groups_without_gaps_within_the_budget(collect, num_envs, group_si
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 5])
-def test_members_share_the_start_bit_for_bit_and_not_the_noise(collect, walk_env, num_envs):
-    env = make_env(EnvCfg(num_envs=num_envs), grouped=True, env=walk_env)
-    _, rollout = collect(env, 20, slots=64, group_size=3, horizon=12)
+def test_members_share_the_start_bit_for_bit_and_not_the_noise(num_envs):
+    env = make_env(EnvCfg(num_envs=num_envs), grouped=True, env=WalkEnv)
+    _, rollout = collect_groups(env, 20, slots=64, group_size=3, horizon=12)
     first = (rollout["step"] == 0) & rollout["valid"]
     obs, group = rollout["obs"][first], rollout["group_id"][first]
     second = rollout["obs"].roll(-1, dims=1)[first]
@@ -157,23 +158,23 @@ def test_members_share_the_start_bit_for_bit_and_not_the_noise(collect, walk_env
     assert len(obs[:, 0].unique()) == int(group.max()) + 1
 
 
-def test_held_rows_take_no_inner_step(collect, walk_env):
+def test_held_rows_take_no_inner_step():
     inner = []
 
     def make():
-        inner.append(walk_env())
+        inner.append(WalkEnv())
         return inner[-1]
 
     env = make_env(EnvCfg(num_envs=4), grouped=True, env=make)
     before = sum(env.steps_taken for env in inner)
-    collector, rollout = collect(env, 5, slots=64, group_size=3, horizon=7)
+    collector, rollout = collect_groups(env, 5, slots=64, group_size=3, horizon=7)
     assert collector.metrics()["rollout/idle_fraction"] > 0
     assert sum(env.steps_taken for env in inner) - before == collector.last_steps == rollout["valid"].sum()
 
 
-def test_both_ways_to_start_cartpole_give_the_same_rollout(collect):
+def test_both_ways_to_start_cartpole_give_the_same_rollout():
     by_state, by_seed = (
-        collect(make_env(EnvCfg(num_envs=3, vectorization=v), grouped=True), 60, slots=64, group_size=4)[1]
+        collect_groups(make_env(EnvCfg(num_envs=3, vectorization=v), grouped=True), 60, slots=64, group_size=4)[1]
         for v in ("entry_point", "sync")
     )
     valid = by_state["valid"]
@@ -183,11 +184,11 @@ def test_both_ways_to_start_cartpole_give_the_same_rollout(collect):
 
 
 @pytest.mark.parametrize("make_from", ["walk", "cartpole"])
-def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env, make_from):
+def test_a_fresh_collector_goes_on_bit_for_bit(make_from):
     def last_rollout(first, iterations):
-        source = {"env": walk_env} if make_from == "walk" else {}
+        source = {"env": WalkEnv} if make_from == "walk" else {}
         env = make_env(EnvCfg(num_envs=3), grouped=True, **source)
-        policy = fake_policy()
+        policy = FakePolicy()
         collector = GroupCollector(env, policy, group_size=2, collection=CollectionCfg(horizon=9), seed=5)
         collector.iteration = first
         buffer = buffer_for(env, policy, 64)
@@ -202,13 +203,13 @@ def test_a_fresh_collector_goes_on_bit_for_bit(buffer_for, fake_policy, walk_env
         assert not torch.equal(last_rollout(0, 1)[key][:, 0], last_rollout(1, 1)[key][:, 0]), key
 
 
-def test_parts_of_the_reward_are_kept(scripted_group, fake_policy):
-    class Env(scripted_group):
+def test_parts_of_the_reward_are_kept():
+    class Env(ScriptedGroupEnv):
         def step(self, action):
             step = super().step(action)
             return step._replace(info={"reward_parts": torch.stack([step.reward, -2 * step.reward], dim=1)})
 
-    env, policy = Env(2, [2, 4, 3]), fake_policy(True)
+    env, policy = Env(2, [2, 4, 3]), FakePolicy(True)
     collector = GroupCollector(env, policy, verify_start=False, group_size=3)
     buffer = RolloutBuffer(2, 2, obs_spec=env.obs_spec, action_spec=policy.action_spec, reward_parts=2)
     rollout = collector.collect(3, buffer.start_rollout())
@@ -216,8 +217,8 @@ def test_parts_of_the_reward_are_kept(scripted_group, fake_policy):
     assert rollout["reward_parts"][1].tolist() == [[1, -2], [1, -2], [1, -2], [1, -2], [0, 0], [0, 0]]
 
 
-def test_an_actor_only_policy_leaves_no_values(collect, scripted_group):
-    _, rollout = collect(scripted_group(2, [3]), 3, actor_only=True, group_size=2)
+def test_an_actor_only_policy_leaves_no_values():
+    _, rollout = collect_groups(ScriptedGroupEnv(2, [3]), 3, actor_only=True, group_size=2)
     assert "value" not in rollout
 
 
@@ -235,10 +236,10 @@ class GlobalNoise(gymnasium.Env):
         return np.zeros(1), 0.0, True, False, {}
 
 
-def test_a_cheating_environment_is_refused_before_anything_is_learned(fake_policy):
+def test_a_cheating_environment_is_refused_before_anything_is_learned():
     env = make_env(EnvCfg(num_envs=2), grouped=True, env=GlobalNoise, verify=False)
     with pytest.raises(GroupStartError, match=r"GlobalNoise.*at the start.*self\.np_random"):
-        GroupCollector(env, fake_policy(), group_size=2, collection=CollectionCfg(horizon=5))
+        GroupCollector(env, FakePolicy(), group_size=2, collection=CollectionCfg(horizon=5))
 
 
 def test_every_algorithm_says_how_its_episodes_are_collected():

@@ -5,6 +5,7 @@ from functools import partial
 import gymnasium
 import numpy as np
 import pytest
+from scripted_envs import FakePolicy
 
 import groupwise as gw
 from groupwise.collectors.vector import Episode, VectorCollector
@@ -106,9 +107,9 @@ def test_environments_that_vectorise_themselves_refuse_it():
         gw.make_env(gw.EnvCfg(id="CartPole-v1", vectorization="torch", log_info=("x",)))
 
 
-def test_episodes_without_numbers_are_left_out_of_the_mean(fake_policy):
+def test_episodes_without_numbers_are_left_out_of_the_mean():
     env = gw.make_env(gw.EnvCfg(num_envs=2), env=partial(gymnasium.make, "CartPole-v1"))
-    collector = VectorCollector(env, fake_policy())
+    collector = VectorCollector(env, FakePolicy())
     collector.recent.extend(Episode(0.0, 1, True, info=info) for info in ({"x": 1.0}, None, {"x": 4.0}))
     assert collector.metrics()["rollout/info/x"] == 2.5
     env.close()

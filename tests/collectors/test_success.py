@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from scripted_envs import FakePolicy
 from success_envs import TorchTouch, Touch, TouchEither
 
 import groupwise as gw
@@ -47,8 +48,8 @@ def touches(key="is_success", **settings):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "same_step", "next_step"])
-def test_windows_know_which_episodes_succeeded(mode, fake_policy):
-    collector = VectorCollector(vector("success", mode), fake_policy())
+def test_windows_know_which_episodes_succeeded(mode):
+    collector = VectorCollector(vector("success", mode), FakePolicy())
     rollout = collected(collector, 7, windows=2)
     assert [episode.success for episode in collector.finished] == last_actions(rollout)
     assert {episode.success for episode in collector.finished} == {True, False}
@@ -56,25 +57,25 @@ def test_windows_know_which_episodes_succeeded(mode, fake_policy):
     assert collector.metrics()["rollout/success_rate"] == pytest.approx(share)
 
 
-def test_groups_know_which_episodes_succeeded(fake_policy):
+def test_groups_know_which_episodes_succeeded():
     env = touches()
     env.max_episode_steps = 3
-    collector = GroupCollector(env, fake_policy(), group_size=2, verify_start=False)
+    collector = GroupCollector(env, FakePolicy(), group_size=2, verify_start=False)
     rollout = collected(collector, 9)
     assert [episode.success for episode in collector.finished] == last_actions(rollout)
     assert collector.metrics()["rollout/success_rate"] == sum(last_actions(rollout)) / len(collector.finished)
     assert 0 < collector.metrics()["rollout/success_rate"] < 1
 
 
-def test_an_environment_that_does_not_tell_has_no_rate(fake_policy):
-    collector = VectorCollector(vector(None, "disabled"), fake_policy())
+def test_an_environment_that_does_not_tell_has_no_rate():
+    collector = VectorCollector(vector(None, "disabled"), FakePolicy())
     collected(collector, 7)
     assert {episode.success for episode in collector.finished} == {None}
     assert "rollout/success_rate" not in collector.metrics()
 
 
-def test_episodes_without_a_flag_count_as_failed_beside_those_with_one(fake_policy):
-    collector = VectorCollector(vector(None, "disabled"), fake_policy())
+def test_episodes_without_a_flag_count_as_failed_beside_those_with_one():
+    collector = VectorCollector(vector(None, "disabled"), FakePolicy())
     collector.recent.extend(Episode(0.0, 1, True, success) for success in (True, None, False, None))
     assert collector.metrics()["rollout/success_rate"] == 0.25
 
@@ -87,35 +88,35 @@ def names_seen(rollout):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "same_step", "next_step"])
-def test_windows_know_the_task(mode, fake_policy):
+def test_windows_know_the_task(mode):
     env = SyncVectorEnv([TouchEither] * 4, autoreset_mode=AutoresetMode[mode.upper()])
-    collector = VectorCollector(GymnasiumVectorEnv(env, env_id="Touch", max_episode_steps=3), fake_policy())
+    collector = VectorCollector(GymnasiumVectorEnv(env, env_id="Touch", max_episode_steps=3), FakePolicy())
     rollout = collected(collector, 7, windows=2)
     assert [episode.task for episode in collector.finished] == names_seen(rollout)
     assert {episode.task for episode in collector.recent} == {"left", "right"}
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_groups_know_the_task(vectorization, fake_policy):
+def test_groups_know_the_task(vectorization):
     cfg = EnvCfg(vectorization=vectorization, max_episode_steps=None)
     env = make_env(cfg, grouped=True, num_envs=4, env=TouchEither, verify=False)
     env.max_episode_steps = 3
-    collector = GroupCollector(env, fake_policy(), group_size=2, verify_start=False)
+    collector = GroupCollector(env, FakePolicy(), group_size=2, verify_start=False)
     rollout = collected(collector, 18)
     assert [episode.task for episode in collector.finished] == names_seen(rollout)
     assert {episode.task for episode in collector.finished} == {"left", "right"}
     env.close()
 
 
-def test_the_horizon_cuts_before_the_environment_tells(fake_policy):
+def test_the_horizon_cuts_before_the_environment_tells():
     collection = CollectionCfg(horizon=2)
-    collector = GroupCollector(touches(), fake_policy(), group_size=2, collection=collection, verify_start=False)
+    collector = GroupCollector(touches(), FakePolicy(), group_size=2, collection=collection, verify_start=False)
     collected(collector, 6)
     assert {(episode.length, episode.success) for episode in collector.finished} == {(2, None)}
 
 
-def test_success_of_recent_episodes_survives_a_resume(fake_policy):
-    first, second = (VectorCollector(vector("success", "disabled"), fake_policy()) for _ in range(2))
+def test_success_of_recent_episodes_survives_a_resume():
+    first, second = (VectorCollector(vector("success", "disabled"), FakePolicy()) for _ in range(2))
     collected(first, 7)
     second.load_state_dict(first.state_dict())
     assert list(second.recent) == list(first.recent)

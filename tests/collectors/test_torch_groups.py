@@ -13,17 +13,7 @@ from groupwise.config.algorithm import CollectionCfg
 from groupwise.envs.torch_env import TorchCartPole
 
 
-def made(
-    env,
-    groups,
-    size,
-    num_steps,
-    *,
-    seed=0,
-    horizon=None,
-    noise="independent",
-    **cfg,
-):
+def made(env, groups, size, num_steps, *, seed=0, horizon=None, noise="independent", **cfg):
     env = ENVS[env](groups * size)
     torch.manual_seed(seed)
     policy = gw.ActorCritic(

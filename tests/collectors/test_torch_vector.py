@@ -63,16 +63,6 @@ def test_they_are_those_of_the_reference(env, num_envs, num_steps, seed, actor_o
         assert len(collector.finished) == len(reference.finished)
 
 
-def test_a_hundred_episodes_and_more_have_their_mean():
-    collector, buffer = made("cut often", 64, 30, in_torch=True)
-    reference, other = made("cut often", 64, 30, in_torch=False)
-    collector.collect(30, buffer.start_rollout())
-    reference.collect(30, other.start_rollout())
-    assert len(reference.finished) > 200
-    same_metrics(collector.metrics(), reference.metrics())
-    assert list(collector.recent) == list(reference.recent)
-
-
 @pytest.mark.parametrize("env", ENVS)
 def test_no_step_waits_for_the_device(env):
     collector, buffer = made(env, 70, 12, in_torch=True, normalize_obs=True)

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from scripted_envs import FakePolicy, ScriptedEnv, WalkEnv, buffer_for, scripted
 
 from groupwise.collectors.vector import Episode, RolloutWriter, VectorCollector, label_episodes
 from groupwise.config.run import EnvCfg
@@ -17,7 +18,7 @@ T, F = True, False
 SCRIPTS = ([(2, "truncated"), (3, "terminated"), (9, "terminated")], [(4, "terminated"), (9, "terminated")])
 
 
-def windows(scripted, buffer_for, policy, autoreset, *lengths, scripts=SCRIPTS):
+def windows(policy, autoreset, *lengths, scripts=SCRIPTS):
     env = scripted(autoreset, *scripts)
     collector = VectorCollector(env, policy)
     rollouts = []
@@ -35,8 +36,8 @@ def check(rollout, **expected):
 
 
 @pytest.mark.parametrize("autoreset", ["disabled", "same_step"])
-def test_window_by_hand_when_the_next_slot_is_the_next_start(scripted, buffer_for, fake_policy, autoreset):
-    _, (first, second) = windows(scripted, buffer_for, fake_policy(), autoreset, 5, 2)
+def test_window_by_hand_when_the_next_slot_is_the_next_start(autoreset):
+    _, (first, second) = windows(FakePolicy(), autoreset, 5, 2)
     check(
         first,
         obs=[[0, 1, 10, 11, 12, 20], [100, 101, 102, 103, 110, 111]],
@@ -61,8 +62,8 @@ def test_window_by_hand_when_the_next_slot_is_the_next_start(scripted, buffer_fo
     )
 
 
-def test_window_by_hand_when_the_next_slot_is_dead(scripted, buffer_for, fake_policy):
-    _, (first, second) = windows(scripted, buffer_for, fake_policy(), "next_step", 6, 2)
+def test_window_by_hand_when_the_next_slot_is_dead():
+    _, (first, second) = windows(FakePolicy(), "next_step", 6, 2)
     check(
         first,
         obs=[[0, 1, 2, 10, 11, 12, 13], [100, 101, 102, 103, 104, 110, 111]],
@@ -87,8 +88,8 @@ def test_window_by_hand_when_the_next_slot_is_dead(scripted, buffer_for, fake_po
 
 
 @pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
-def test_episodes_are_counted_in_the_order_in_which_they_end(scripted, buffer_for, fake_policy, autoreset):
-    collector, _ = windows(scripted, buffer_for, fake_policy(), autoreset, 6)
+def test_episodes_are_counted_in_the_order_in_which_they_end(autoreset):
+    collector, _ = windows(FakePolicy(), autoreset, 6)
     # returns: 1+2; 1+2+3+4; 1+2+3
     assert collector.finished == [Episode(3.0, 2, False), Episode(10.0, 4, True), Episode(6.0, 3, True)]
     assert collector.last_steps == 12
@@ -103,8 +104,8 @@ def test_episodes_are_counted_in_the_order_in_which_they_end(scripted, buffer_fo
 
 
 @pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
-def test_an_episode_that_spans_windows_counts_whole(scripted, buffer_for, fake_policy, autoreset):
-    env, policy = scripted(autoreset, [(7, "terminated")]), fake_policy()
+def test_an_episode_that_spans_windows_counts_whole(autoreset):
+    env, policy = scripted(autoreset, [(7, "terminated")]), FakePolicy()
     collector = VectorCollector(env, policy)
     buffer = buffer_for(env, policy, 3)
     for _ in range(3):
@@ -115,35 +116,35 @@ def test_an_episode_that_spans_windows_counts_whole(scripted, buffer_for, fake_p
 
 
 @pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
-def test_an_end_by_death_and_limit_at_once_is_a_death(scripted, buffer_for, fake_policy, autoreset):
-    collector, (rollout,) = windows(scripted, buffer_for, fake_policy(), autoreset, 3, scripts=([(2, "both")],))
+def test_an_end_by_death_and_limit_at_once_is_a_death(autoreset):
+    collector, (rollout,) = windows(FakePolicy(), autoreset, 3, scripts=([(2, "both")],))
     assert rollout["next_value"][0, 1] == 0.0
     assert collector.finished == [Episode(3.0, 2, True)]
 
 
-def test_a_window_that_ends_on_a_dead_slot_is_followed_by_a_start(scripted, buffer_for, fake_policy):
+def test_a_window_that_ends_on_a_dead_slot_is_followed_by_a_start():
     scripts = ([(2, "terminated")],)
-    collector, (_, second) = windows(scripted, buffer_for, fake_policy(), "next_step", 3, 2, scripts=scripts)
+    collector, (_, second) = windows(FakePolicy(), "next_step", 3, 2, scripts=scripts)
     check(second, obs=[[10, 11, 12]], step=[[0, 1, 0]], valid=[[T, T, F]])
     assert collector.finished == [Episode(3.0, 2, True)]
 
 
-def test_an_actor_only_policy_leaves_no_values(scripted, buffer_for, fake_policy):
-    _, (rollout,) = windows(scripted, buffer_for, fake_policy(actor_only=True), "disabled", 5)
+def test_an_actor_only_policy_leaves_no_values():
+    _, (rollout,) = windows(FakePolicy(actor_only=True), "disabled", 5)
     assert "value" not in rollout
     assert "next_value" not in rollout
 
 
-def test_all_final_observations_are_valued_in_one_call(scripted, buffer_for, fake_policy):
-    policy = fake_policy()
-    windows(scripted, buffer_for, policy, "same_step", 8, scripts=([(1, "truncated")], [(2, "truncated")]))
+def test_all_final_observations_are_valued_in_one_call():
+    policy = FakePolicy()
+    windows(policy, "same_step", 8, scripts=([(1, "truncated")], [(2, "truncated")]))
     assert policy.value_calls == 1
 
 
-def test_the_env_gets_its_own_action_and_the_rollout_the_policys(scripted_env, buffer_for, fake_policy):
-    inner = scripted_env(0, [(100, "terminated")])
+def test_the_env_gets_its_own_action_and_the_rollout_the_policys():
+    inner = ScriptedEnv(0, [(100, "terminated")])
     env = make_env(EnvCfg(num_envs=1, vectorization="sync"), env=lambda: inner)
-    policy = fake_policy(shift=5)
+    policy = FakePolicy(shift=5)
     rollout = VectorCollector(env, policy).collect(20, buffer_for(env, policy, 20).start_rollout())
     chosen = rollout["action"][0, :-1].tolist()
     assert set(chosen) == {0, 1}
@@ -162,14 +163,12 @@ def collect(env, policy, buffer, *, iterations, first=0, state=None):
 
 
 @pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
-def test_same_seed_same_bits_and_a_fresh_collector_goes_on_where_another_was_saved(
-    walk_env, buffer_for, fake_policy, autoreset
-):
-    policy = fake_policy()
+def test_same_seed_same_bits_and_a_fresh_collector_goes_on_where_another_was_saved(autoreset):
+    policy = FakePolicy()
     mode = AutoresetMode[autoreset.upper()]
 
     def run(**kwargs):
-        env = make_env(EnvCfg(), env=SyncVectorEnv([walk_env] * 3, copy=False, autoreset_mode=mode))
+        env = make_env(EnvCfg(), env=SyncVectorEnv([WalkEnv] * 3, copy=False, autoreset_mode=mode))
         return collect(env, policy, buffer_for(env, policy, 6), **kwargs)
 
     whole, state = run(iterations=2)
@@ -180,14 +179,14 @@ def test_same_seed_same_bits_and_a_fresh_collector_goes_on_where_another_was_sav
     assert not torch.equal(first["obs"][:, 0], second["obs"][:, 0])
 
 
-def test_a_window_shorter_or_longer_than_the_storage(scripted, buffer_for, fake_policy):
-    env, policy = scripted("disabled", *SCRIPTS), fake_policy()
+def test_a_window_shorter_or_longer_than_the_storage():
+    env, policy = scripted("disabled", *SCRIPTS), FakePolicy()
     collector = VectorCollector(env, policy)
     assert collector.collect(2, buffer_for(env, policy, 5).start_rollout()).shape == (2, 3)
     assert collector.collect(8, buffer_for(env, policy, 5).start_rollout()).shape == (2, 9)
 
 
-def test_dictionary_observations_keep_their_structure(walk_env, buffer_for, fake_policy):
+def test_dictionary_observations_keep_their_structure():
     class DictWalk(gymnasium.ObservationWrapper):
         def __init__(self, env):
             super().__init__(env)
@@ -199,12 +198,12 @@ def test_dictionary_observations_keep_their_structure(walk_env, buffer_for, fake
             inner = {"start": observation[:1], "parity": self.unwrapped.count % 2}
             return {"position": observation[1:], "inner": inner}
 
-    policy = fake_policy()
+    policy = FakePolicy()
     plain, nested = (
         collect(env, policy, buffer_for(env, policy, 6), iterations=2)[0]
         for env in (
-            make_env(EnvCfg(num_envs=2), env=walk_env),
-            make_env(EnvCfg(num_envs=2), env=lambda: DictWalk(walk_env())),
+            make_env(EnvCfg(num_envs=2), env=WalkEnv),
+            make_env(EnvCfg(num_envs=2), env=lambda: DictWalk(WalkEnv())),
         )
     )
     assert torch.equal(nested["obs", "position"], plain["obs"][..., 1:])
@@ -277,10 +276,10 @@ def test_labels_are_those_of_a_walk_from_slot_to_slot(seed):
             count += 1
 
 
-def test_numbers_of_half_precision_are_written_as_they_are(fake_policy):
+def test_numbers_of_half_precision_are_written_as_they_are():
     buffer = RolloutBuffer(2, 1, obs_spec=TensorSpec((1,), torch.float32), action_spec=TensorSpec((), torch.int64))
     rollout = buffer.start_rollout()
-    writer = RolloutWriter(rollout, fake_policy(True))
+    writer = RolloutWriter(rollout, FakePolicy(True))
     log_prob = torch.tensor([-0.5, -1.5], dtype=torch.bfloat16, requires_grad=True)
     writer.act(0, Action(torch.tensor([1, 0]), log_prob))
     assert rollout["sample_log_prob"][:, 0].tolist() == [-0.5, -1.5]

@@ -181,7 +181,7 @@ def unfinished(kind: str, path: Path) -> None:
         ("score: return 475 reached the threshold 475", "stopped early at step 750 of 1,000 .score: return 475"),
         ("damaged summary", "summary.json is damaged"),
         ("damaged metrics", "metrics.jsonl, line 1 is damaged"),
-        ("no settings", "config.json holds no settings of a run"),
+        ("no settings", "config.json is damaged: algorithm"),
         ("nan", "damaged: eval/return_mean is nan at step 1,000"),
     ],
 )

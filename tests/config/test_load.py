@@ -24,7 +24,6 @@ from groupwise.config.base import OTHER_NAMES, Cfg, Choice
 from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
 from groupwise.config.run import EnvCfg, RunCfg
 from groupwise.errors import ConfigError
-from groupwise.training.build import algorithm_class
 
 
 @pytest.fixture
@@ -46,24 +45,16 @@ def all_configs(cfg_type: type[Cfg]) -> list[type[Cfg]]:
 EVERY_CONFIG = {c for top in (RunCfg, PPOCfg, GRPOCfg) for c in all_configs(top)}
 
 
-# --- precedence ---
-
-
-def test_user_beats_environment_preset_field_by_field():
-    cfg = resolve("CartPole-v1", GRPOCfg(gamma=0.5, credit=CreditCfg(eps=1.0)))
-    assert (cfg.algorithm.gamma, cfg.algorithm.credit.eps) == (0.5, 1.0)
+def test_user_beats_environment_preset_field_by_field_also_with_the_default_of_the_class():
+    cfg = resolve("CartPole-v1", GRPOCfg(gamma=0.99, credit=CreditCfg(eps=1.0)))
+    assert (cfg.algorithm.gamma, cfg.algorithm.credit.eps) == (0.99, 1.0)
     assert (cfg.algorithm.group_size, cfg.algorithm.credit.baseline.name) == (4, "knn")
-
-
-def test_a_value_that_equals_the_class_default_counts_as_set():
     assert (GRPOCfg().gamma, resolve("CartPole-v1").algorithm.gamma) == (0.99, 0.98)
-    assert resolve("CartPole-v1", GRPOCfg(gamma=0.99)).algorithm.gamma == 0.99
 
 
 def test_objective_preset_replaces_credit_and_objective_as_a_whole():
     cfg = resolve("CartPole-v1", preset="dr_grpo")
-    expected_credit = CreditCfg(group_key="group", returns="outcome", scale="none")
-    assert cfg.algorithm.credit == expected_credit
+    assert cfg.algorithm.credit == CreditCfg(group_key="group", returns="outcome", scale="none")
     assert cfg.algorithm.objective == ObjectiveCfg(aggregation="constant")
     assert cfg.algorithm.group_size == 4  # the rest of the environment's preset stays
     own = resolve("CartPole-v1", {"credit": {"scale": "std"}}, preset="dr_grpo").algorithm
@@ -81,25 +72,11 @@ def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
     assert (clip_range(objective.trust_region), objective.ratio) == ((0.3, 0.3), "sequence_product")
 
 
-def test_unknown_environment_takes_the_default_preset():
-    cfg = resolve("MyEnv-v0", "ppo")
-    assert (cfg.env.id, cfg.policy.normalize_obs) == ("MyEnv-v0", True)
-
-
 def test_run_fields_as_configs_dicts_and_values():
-    cfg = resolve(
-        "CartPole-v1", "ppo", env=EnvCfg(num_envs=3), policy={"hidden_sizes": [32]}, seed=7, run_dir=None, device=None
-    )
-    assert (cfg.env.id, cfg.env.num_envs, cfg.policy.hidden_sizes, cfg.seed) == ("CartPole-v1", 3, (32,), 7)
-    assert cfg.device == "cpu"
-
-
-def test_keyword_arguments_of_the_environment_are_replaced_not_merged(write):
-    path = write({"env": {"id": "CartPole-v1", "kwargs": {"a": 1}}})
-    assert load_config(path, env={"kwargs": {"b": 2}}).env.kwargs == {"b": 2}
-
-
-# --- classes ---
+    fields = {"env": EnvCfg(num_envs=3), "policy": {"hidden_sizes": [32]}, "run_dir": None, "device": None}
+    cfg = resolve("MyEnv-v0", "ppo", **fields)
+    assert (cfg.env.id, cfg.env.num_envs, cfg.policy.hidden_sizes, cfg.device) == ("MyEnv-v0", 3, (32,), "cpu")
+    assert cfg.policy.normalize_obs  # the preset of other environments
 
 
 def test_every_field_is_documented_and_no_config_is_long():
@@ -110,21 +87,22 @@ def test_every_field_is_documented_and_no_config_is_long():
         assert undocumented <= ({"name"} if issubclass(cfg_type, Choice) else set()), cfg_type
 
 
-# --- files ---
-
-
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_json_round_trip(write, algorithm):
     cfg = resolve("Acrobot-v1", algorithm, seed=3, stop={"time_limit": 2.5}, run_dir="runs/x")
     assert load_config(write(to_json(cfg))) == cfg
+    assert load_config(write(json.loads(to_json(cfg)) | {"provenance": {"git": None}})) == cfg  # of a run folder
 
 
 def test_partial_file_is_resolved_and_overridden(write):
-    path = write({"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo", "gamma": 0.7}, "seed": 1})
-    cfg = load_config(path, {"learning_rate": 0.5}, seed=2)
+    env = {"id": "CartPole-v1", "kwargs": {"a": 1}}
+    path = write({"env": env, "algorithm": {"name": "ppo", "gamma": 0.7}, "seed": 1})
+    cfg = load_config(path, {"learning_rate": 0.5}, seed=2, env={"kwargs": {"b": 2}})
     assert isinstance(cfg.algorithm, PPOCfg)
     assert (cfg.algorithm.gamma, cfg.algorithm.learning_rate, cfg.seed) == (0.7, 0.5, 2)
     assert cfg.algorithm.num_steps == 64  # preset
+    assert cfg.env.kwargs == {"b": 2}  # replaced, not merged
+    assert load_config(write('{"env": {"id": "CartPole-v1"}, "total_steps": 1e5}')).total_steps == 100_000
 
 
 def test_file_may_name_a_preset_and_the_argument_beats_it(write):
@@ -150,18 +128,6 @@ def test_a_preset_beside_a_whole_file_replaces_its_credit_and_objective(write):
         load_config(write(json.loads(to_json(resolve("CartPole-v1", "ppo")))), preset="dapo")
 
 
-def test_config_of_a_run_folder_is_a_config_file(write):
-    cfg = resolve("CartPole-v1")
-    tree = json.loads(to_json(cfg)) | {"provenance": {"git": None}}
-    assert load_config(write(tree)) == cfg
-
-
-def test_settings_of_another_algorithm_are_refused(write):
-    path = write({"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo", "gae_lambda": 0.9}})
-    with pytest.raises(ConfigError, match="settings of algorithm 'ppo' do not fit algorithm 'grpo'"):
-        load_config(path, "grpo")
-
-
 BROKEN = [
     ('{\n  "env": {,\n', r"broken JSON: .* line 2 column 11"),
     (b"\xff\xfe", "broken JSON: 'utf-8' codec"),
@@ -172,21 +138,33 @@ BROKEN = [
     ({"task": {}, "algorithm": {"collection": {"horizon": 9}}}, r"algorithm\.collection\.horizon=9 has no effect"),
     ({"env": "CartPole-v1"}, "env = 'CartPole-v1': expected an object"),
     ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"unknown key 'seeed'; did you mean 'seed'\?"),
+    (
+        {"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo", "gae_lambda": 0.9}},
+        "settings of algorithm 'ppo' do not fit algorithm 'grpo'",
+    ),
+    ('{"env": {"id": "CartPole-v1"}, "seed": 1, "seed": 2}', "'seed'"),
+    ('{"env": {"id": "CartPole-v1"}, "policy": {"name": "mlp", "name": "cnn"}}', "'name'"),
+    ('{"env": {"id": "CartPole-v1"}, "seed": "1"}', "seed = '1'"),
+    ('{"env": {"id": "CartPole-v1"}, "seed": true}', "seed = True"),
+    ('{"env": {"id": "CartPole-v1"}, "policy": {"normalize_obs": 1}}', "normalize_obs = 1"),
+    ('{"env": {"id": "CartPole-v1"}, "policy": {"normalize_obs": "yes"}}', "normalize_obs = 'yes'"),
+    ('{"env": {"id": "CartPole-v1"}, "policy": {"hidden_sizes": 64}}', "policy.hidden_sizes = 64"),
+    ('{"env": {"id": "CartPole-v1"}, "policy": {"hidden_sizes": [64, "64"]}}', "hidden_sizes = \\[64, '64'\\]"),
+    ('{"env": {"id": "CartPole-v1"}, "logging": {"report_to": "wandb"}}', "logging.report_to = 'wandb'"),
+    ('{"task": {"rewards": [{"nam": "exact"}]}}', "task.rewards.0: unknown key 'nam'"),
+    ('{"task": {"rewards": [{"name": "exact", "weight": "2"}]}}', "weight = '2'"),
+    ('{"task": {"rewards": [{"name": "exact", "weight": true}]}}', "weight = True"),
+    ('{"task": {"rewards": {"name": "exact"}}}', "task.rewards = "),
 ]
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN)
 def test_broken_files_say_what_and_where(write, content, message):
     with pytest.raises(ConfigError, match=rf"run\.json: .*{message}"):
-        load_config(write(content))
-
-
-def test_missing_file_is_named():
+        load_config(write(content), "grpo" if "gae_lambda" in str(content) else None)
     with pytest.raises(ConfigError, match=r"absent\.json: No such file"):
         load_config("absent.json")
 
-
-# --- errors ---
 
 WRONG = [
     # a key: the nearest one, one of the groups below, or the same in another library
@@ -201,8 +179,7 @@ WRONG = [
     ({"optimizer": {"epsilon": 1}}, "optimizer: unknown key 'epsilon'; did you mean 'eps'?"),
     ({"name": "ppo", "group_size": 4}, "algorithm: unknown key 'group_size'; known: clip_coef, "),
     # a value
-    ({"credit": {"scale": "stdd"}}, "algorithm.credit.scale = 'stdd': expected one of "),
-    ({"credit": {"scale": "stdd"}}, "did you mean 'std'?"),
+    ({"credit": {"scale": "stdd"}}, "algorithm.credit.scale = 'stdd': expected one of std, "),
     ({"group_size": 1}, "algorithm.group_size = 1: input should be greater"),
     ({"clip_coef": "wide"}, "algorithm.clip_coef = 'wide': input should be a valid number"),
     ({"clip_coef": lambda left: left}, "algorithm.clip_coef = <function"),
@@ -232,7 +209,10 @@ WRONG_IN_RUN = [
     ({"device": "gpu"}, "device = 'gpu': string should match pattern"),
     ({"env": 3}, "env = 3: expected an object"),
     ({"env": EnvCfg}, "env = <class "),
-    ({"algorithm": GRPOCfg(clip_coef=0.1), "preset": "cispo"}, "unknown key 'clip_low'"),
+    (
+        {"algorithm": GRPOCfg(clip_coef=0.1), "preset": "cispo"},
+        "clip_coef=0.1 sets a clip range, which trust_region='cispo'",
+    ),
 ]
 
 
@@ -268,9 +248,6 @@ def test_every_mistake_is_reported_at_once():
     assert "unknown key 'epochs'; did you mean 'num_epochs'?" in str(caught.value)
 
 
-# --- registry ---
-
-
 class MineCfg(GRPOCfg):
     """A user's algorithm on top of GRPO."""
 
@@ -294,42 +271,26 @@ def test_registered_subclass_survives_the_round_trip_and_inherits_presets(regist
     assert resolve("CartPole-v1", "mine", preset="rloo").algorithm.credit.baseline.name == "leave_one_out"
 
 
-def test_algorithm_without_presets_takes_class_defaults(registry):
-    class OwnCfg(AlgorithmCfg):
-        """On its own."""
-
-        name: str = "own"
-
-    register_algorithm(OwnCfg)(Mine)
-    assert resolve("CartPole-v1", "own").algorithm == OwnCfg()
-
-
 def test_a_config_needs_a_name_of_its_own(registry):
+    class OwnCfg(AlgorithmCfg):
+        """Without presets."""
+
     class ThiefCfg(AlgorithmCfg):
         """Takes a name that is taken."""
 
         name: str = "ppo"
 
-    register_algorithm(MineCfg)(Mine)
-    register_algorithm(MineCfg)(Mine)
-    for cfg_type, message in ((ThiefCfg, "'ppo' is registered already"), (AlgorithmCfg, "AlgorithmCfg has no name")):
-        with pytest.raises(ConfigError, match=message):
-            register_algorithm(cfg_type)
-
-
-def test_unregistered_config_is_refused():
     class StrangerCfg(PPOCfg):
         """Not registered, but with a known name."""
 
+    register_algorithm(OwnCfg)(Mine)
+    register_algorithm(OwnCfg)(Mine)
+    assert resolve("CartPole-v1", "own").algorithm == OwnCfg()
+    for cfg_type, message in ((ThiefCfg, "'ppo' is registered already"), (AlgorithmCfg, "AlgorithmCfg has no name")):
+        with pytest.raises(ConfigError, match=message):
+            register_algorithm(cfg_type)
     with pytest.raises(ConfigError, match=r"fix: register_algorithm\(StrangerCfg\)"):
         RunCfg(algorithm=StrangerCfg())
-
-
-def test_built_in_algorithms_load():
-    assert [algorithm_class(AlgorithmCfg.named(name)()).__name__ for name in ("grpo", "ppo")] == ["GRPO", "PPO"]
-
-
-# --- schema ---
 
 
 def test_schema_knows_the_algorithms_and_the_file_s_own_key():
@@ -343,14 +304,8 @@ def test_schema_knows_the_algorithms_and_the_file_s_own_key():
     assert whole["$defs"]["TextRunCfg"]["properties"].keys() >= {"task", "model", "algorithm", "preset"}
 
 
-def test_run_config_stands_on_its_own():
-    assert RunCfg(policy=PolicyCfg(hidden_sizes=(8,)), env={"id": "X-v0"}).total_steps == 100_000
-    assert RunCfg(algorithm={"name": "ppo"}).algorithm == PPOCfg()
-
-
 def test_a_derived_configs_own_default_holds_against_its_bases_preset(registry):
-    class Quick(GRPOCfg):
-        name: Literal["quick"] = "quick"
+    class Quick(GRPOCfg, name="quick"):
         num_epochs: int = 1
         group_size: int = 8  # as in the base, but said anew
 
@@ -371,9 +326,6 @@ def test_rules_for_single_steps_go_over_a_preset_that_compares_steps(rules, give
     with pytest.raises(ConfigError, match="group_key: unknown key"):
         resolve("CartPole-v1", short, preset="grpo")
     assert resolve("CartPole-v1", given(full), preset="grpo").algorithm.credit.group_key == GroupStepCfg(**rules)
-
-
-# --- choices with parameters of their own ---
 
 
 @pytest.mark.parametrize("given", ["linear", {"name": "linear"}, LinearCfg(), {"name": "linear", "final": 0.0}])

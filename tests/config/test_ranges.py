@@ -11,6 +11,11 @@ import groupwise as gw
 from groupwise.config import load_config, resolve, to_json
 
 FALLING = {"name": "linear", "start": 0.3, "end": 0.1}
+SLOW = {"learning_rate": 0.01}
+
+
+def dual_clip(high):
+    return {"trust_region": {"name": "dual_clip", "clip_high": high}}
 
 
 def updated(kind: str, progress: float, **settings):
@@ -27,16 +32,8 @@ def updated(kind: str, progress: float, **settings):
     [
         ("ppo", {"clip_coef": FALLING}, {"clip_coef": 0.15}),
         ("grpo", {"clip_coef": FALLING}, {"clip_coef": 0.15}),
-        (
-            "ppo",
-            {"clip_range_vf": {"start": 0.2}, "learning_rate": 0.01},
-            {"clip_range_vf": 0.05, "learning_rate": 0.01},
-        ),
-        (
-            "grpo",
-            {"objective": {"trust_region": {"name": "dual_clip", "clip_high": FALLING}}},
-            {"objective": {"trust_region": {"name": "dual_clip", "clip_high": 0.15}}},
-        ),
+        ("ppo", {"clip_range_vf": {"start": 0.2}} | SLOW, {"clip_range_vf": 0.05} | SLOW),
+        ("grpo", {"objective": dual_clip(FALLING)}, {"objective": dual_clip(0.15)}),
     ],
 )
 def test_an_update_takes_the_range_of_its_time(kind: str, schedule: dict, number: dict):
@@ -60,15 +57,9 @@ def test_what_was_given_can_be_read_and_saved(tmp_path):
 
 def test_a_run_with_schedules_resumes_exactly(tmp_path):
     algorithm = gw.PPOCfg(clip_coef=FALLING, clip_range_vf={"start": 0.2}, num_steps=16, num_epochs=2)
-    settings = {
-        "num_envs": 4,
-        "evaluation": {"episodes": 1},
-        "logging": {"progress": "none"},
-        "checkpoint_interval": 64,
-    }
-    whole = gw.train("CartPole-v1", algorithm, total_steps=192, run_dir=tmp_path / "whole", **settings)
-    stop = {"time_limit": 1e-9}
-    gw.train("CartPole-v1", algorithm, total_steps=192, run_dir=tmp_path / "cut", stop=stop, **settings)
+    settings = {"num_envs": 4, "total_steps": 192, "evaluation": {"episodes": 1}, "checkpoint_interval": 64}
+    whole = gw.train("CartPole-v1", algorithm, run_dir=tmp_path / "whole", **settings)
+    gw.train("CartPole-v1", algorithm, run_dir=tmp_path / "cut", stop={"time_limit": 1e-9}, **settings)
     config = tmp_path / "cut/config.json"
     config.write_text(config.read_text().replace('"time_limit": 1e-09', '"time_limit": null'))
     resumed = gw.resume(tmp_path / "cut")
@@ -83,10 +74,7 @@ def test_a_run_with_schedules_resumes_exactly(tmp_path):
         ({"clip_coef": {"start": -1}}, "clip_coef.start = -1: input should be greater than 0"),
         ({"clip_coef": {"name": "cos", "start": 1}}, "clip_coef.name = 'cos': expected one of linear"),
         ({"clip_range_vf": {"strt": 1}}, "clip_range_vf: unknown key 'strt'; did you mean 'start'?"),
-        (
-            {"clip_coef": FALLING, "objective": {"trust_region": "cispo"}},
-            "sets a clip range, which trust_region='cispo'",
-        ),
+        ({"clip_coef": FALLING, "objective": {"trust_region": "cispo"}}, "a clip range, which trust_region='cispo'"),
         ({"clip_coef": float("nan")}, "clip_coef = nan: input should be a finite number"),
     ],
 )

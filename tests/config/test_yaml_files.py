@@ -1,12 +1,10 @@
 """YAML settings are those of the same JSON."""
 
-import json
-
 import pytest
 
 import groupwise as gw
 from groupwise import cli
-from groupwise.config.load import to_json
+from groupwise.config.load import resolve, to_json
 from groupwise.errors import ConfigError, MissingExtraError
 
 pytest.importorskip("yaml")
@@ -29,15 +27,10 @@ seed: 7
 
 def test_values_are_those_of_json(tmp_path):
     (tmp_path / "run.yaml").write_text(SETTINGS)
-    tree = {
-        "env": {"id": "CartPole-v1", "kwargs": {}},
-        "speed": "off",
-        "algorithm": {"name": "ppo", "learning_rate": 1e-4, "target_kl": None, "clip_coef": 0.2},
-        "policy": {"hidden_sizes": [32, 64], "normalize_obs": True},
-        "seed": 7,
-    }
-    (tmp_path / "run.json").write_text(json.dumps(tree))
-    assert gw.load_config(tmp_path / "run.yaml") == gw.load_config(tmp_path / "run.json")
+    algorithm = {"name": "ppo", "learning_rate": 1e-4, "target_kl": None, "clip_coef": 0.2}
+    policy = {"hidden_sizes": [32, 64], "normalize_obs": True}
+    expected = resolve("CartPole-v1", algorithm, policy=policy, speed="off", seed=7)
+    assert gw.load_config(tmp_path / "run.yaml") == expected
 
 
 def test_the_command_line_takes_it_by_position_and_by_option(tmp_path, capsys):

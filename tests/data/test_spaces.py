@@ -1,4 +1,3 @@
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -71,12 +70,6 @@ def test_nested_batch_from_a_vector_env():
     storage = allocate(obs_spec(NESTED), 3)
     storage.copy_(out)
     torch.testing.assert_close(storage["pos"], out["pos"])
-
-
-def test_nested_single():
-    out = obs_to_tensor(NESTED, NESTED.sample(), batched=False)
-    assert out.batch_size == ()
-    assert out["more", "1", "bits"].shape == (2, 2)
 
 
 def test_shares_memory_where_it_can():
@@ -152,9 +145,3 @@ def test_is_batched():
 def test_subspaces_of_a_leaf_is_none():
     assert subspaces(BOX) is None
     assert list(subspaces(NESTED["more"])) == ["0", "1"]
-
-
-def test_observations_of_a_real_env_fit():
-    env = gym.make("CartPole-v1")
-    obs, _ = env.reset(seed=0)
-    assert obs_to_tensor(env.observation_space, obs, batched=False).shape == (4,)

@@ -128,7 +128,8 @@ def _shortened(words: list[str]) -> list[str]:
         return [*words, "--episodes", "1"]
     if words[0] != "train" or "--help" in words:
         return words
-    if "--seeds" in words:
-        at = words.index("--seeds")
-        words = words[:at] + words[at + 2 :]
+    for option in ("--seeds", "--profile"):
+        if option in words:
+            at = words.index(option)
+            words = words[:at] + words[at + 2 :]
     return ["config", *words[1:]]

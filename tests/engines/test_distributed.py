@@ -72,7 +72,7 @@ for name, (cls, cfg_cls, settings) in CASES.items():
     flat = torch.cat([t.double().flatten() for t in policy.state_dict().values()])
     out[name] = {"state": flat.tolist(), "metrics": {k: float(v) for k, v in metrics.items()}}
 out["gathered"] = engine.gather_objects({"rank": engine.rank})
-out["sum"] = engine.sum_int(5 + engine.rank)
+out["sum"] = int(engine.sum(torch.tensor(5 + engine.rank)))
 with open(f"{sys.argv[1]}.{engine.rank}", "w") as file:
     json.dump(out, file)
 engine.close()

@@ -43,48 +43,6 @@ def test_every_row_is_the_single_environment_bit_for_bit(kwargs):
     assert not running
 
 
-def test_balanced_rows_agree_to_the_step_limit():
-    env, single = make(1), gymnasium.make("CartPole-v1")
-    seed = np.array([5], np.int64)
-    obs = env.start(ALL[:1], seed, seed)
-    single.reset(seed=5)
-    for count in range(1, 501):
-        x, x_dot, theta, theta_dot = obs[0].tolist()
-        action = int(theta + 0.5 * theta_dot + 0.02 * x + 0.05 * x_dot > 0)
-        step = env.step(torch.tensor([action]))
-        expected, _, terminated, truncated, _ = single.step(action)
-        obs = step.obs
-        assert np.array_equal(obs[0].numpy(), expected), count
-        assert (bool(step.terminated), bool(step.truncated)) == (terminated, truncated)
-        if terminated or truncated:
-            break
-    assert (count, truncated) == (500, True)
-
-
-def test_a_pole_that_fell_lies_still_and_starts_again_at_once():
-    env, single = make(), gymnasium.make("CartPole-v1")
-    env.start(ALL, SEEDS, SEEDS)
-    push = torch.ones(4, dtype=torch.int64)
-    while not (fallen := env.step(push)).terminated.any():
-        pass
-    row = int(fallen.terminated.int().argmax())
-    # the row that fell starts at once, without a step in between, and goes on like the single environment
-    mask = np.arange(4) == row
-    env.start(mask, SEEDS, SEEDS)
-    single.reset(seed=int(SEEDS[row]))
-    for _ in range(3):
-        step, expected = env.step(push), single.step(1)
-        assert np.array_equal(step.obs[row].numpy(), expected[0])
-        assert not step.terminated[row]
-    # those that have fallen since then are over once: they earn nothing and do not end again
-    env.pause(mask)
-    for _ in range(20):
-        last, step = step, env.step(push)
-    assert torch.equal(step.obs, last.obs)
-    assert step.reward.eq(0).all()
-    assert not step.terminated.any()
-
-
 def test_fresh_environments_begin_alike():
     mask = np.array([True, False, True, False])
     assert torch.equal(make().reset(mask=mask), make().reset(mask=mask))

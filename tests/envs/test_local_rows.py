@@ -1,126 +1,82 @@
 """What rows say about environments that break their own word."""
 
-from functools import partial
-from typing import Any
-
 import gymnasium
 import numpy as np
 import pytest
 import torch
 
 from groupwise.config.run import EnvCfg
-from groupwise.envs.base import GroupEnv
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError
 
+FINE = np.zeros(3, np.float32)
 
-class Misshapen(gymnasium.Env[Any, Any]):
-    """Says three numbers, and gives four from one of its methods."""
+
+class Told(gymnasium.Env):
+    """Says that it shows three numbers; shows and returns, or raises, what it is told."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, at_reset=FINE, at_step=FINE, outcome=(0.0, False, False, {})):
+        self.at_reset, self.at_step, self.outcome = at_reset, at_step, outcome
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.zeros(4 if self.where == "reset" else 3, np.float32), {}
+    def reset(self, *, seed=None, options=None):
+        return self.at_reset, {}
 
-    def step(self, action: Any) -> Any:
-        return np.zeros(4 if self.where == "step" else 3, np.float32), 0.0, False, False, {}
-
-
-def play(env: GroupEnv) -> None:
-    env.start(np.ones(2, np.bool_), np.arange(2), np.arange(2))
-    env.step(torch.zeros(2, dtype=torch.int64))
+    def step(self, action):
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.at_step, *self.outcome
 
 
-@pytest.mark.parametrize("where", ["reset", "step"])
-def test_a_wrong_observation_names_the_environment_and_the_method(where: str):
-    env = make_env(EnvCfg(num_envs=2), grouped=True, env=lambda: Misshapen(where), verify=False)
-    with pytest.raises(DataError, match=rf"^{where}\(\) of Misshapen returned what .*has shape \[4\], expected \[3\]"):
-        play(env)
-    env.close()
+class Named(Told):
+    observation_space = gymnasium.spaces.Dict({"at": Told.observation_space, "left": gymnasium.spaces.Discrete(6)})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (np.zeros(4, np.float32), r"has shape \[4\], expected \[3\]"),
-        (np.array(["a", "b", "c"]), "has dtype <U1, expected numbers"),
-    ],
-)
-@pytest.mark.parametrize("where", ["reset", "step"])
-def test_so_does_one_that_gymnasium_cannot_store(where: str, wrong: Any, message: str):
-    class Wrong(Misshapen):
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            return wrong if self.where == "reset" else np.zeros(3, np.float32), {}
-
-        def step(self, action: Any) -> Any:
-            return wrong, 0.0, False, False, {}
-
-    env = make_env(EnvCfg(num_envs=2), env=lambda: Wrong(where))
-    if where == "step":
-        env.reset(seed=0)
-    act = partial(env.reset, seed=0) if where == "reset" else partial(env.step, torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(DataError, match=rf"^{where}\(\) of Wrong returned what .*{message}"):
-        act()
-
-
-class Pair(gymnasium.Env[Any, Any]):
+class Pair(Told):
     """Gives an array where its space has a tuple, as Gymnasium's own vector environments accept."""
 
     observation_space = gymnasium.spaces.Tuple((gymnasium.spaces.Discrete(3), gymnasium.spaces.Discrete(3)))
-    action_space = gymnasium.spaces.Discrete(2)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.array([1, 2]), {}
 
-    def step(self, action: Any) -> Any:
-        return np.array([2, 1]), 0.0, False, False, {}
+def play(make, grouped=True):
+    env = make_env(EnvCfg(num_envs=2), grouped=grouped, env=make, verify=False)
+    obs = env.reset(seed=0)
+    env.step(torch.zeros(2, dtype=torch.int64))
+    return obs
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize(
+    ("env", "wrong", "message"),
+    [
+        (Told, np.zeros(4, np.float32), r"has shape \[4\], expected \[3\]"),
+        (Told, np.array(["a", "b", "c"]), "has dtype <U1, expected numbers"),
+        (Named, FINE, "at"),
+        (Named, {"at": FINE}, "left"),
+        (Named, {"at": "here", "left": 3}, "at"),
+    ],
+)
+def test_a_wrong_observation_names_the_environment_and_the_method(env, wrong, message, where):
+    fine = {"at": FINE, "left": 3} if env is Named else FINE
+    with pytest.raises(DataError, match=rf"^{where}\(\) of {env.__name__} returned what .*{message}"):
+        play(lambda: env(wrong if where == "reset" else fine, wrong))
 
 
 def test_an_array_serves_as_a_tuple():
-    env = make_env(EnvCfg(num_envs=2), grouped=True, env=Pair, verify=False)
-    obs = env.start(np.ones(2, np.bool_), np.arange(2), np.arange(2))
-    assert obs["0"].tolist() == [1, 1]
-    assert obs["1"].tolist() == [2, 2]
-    env.close()
+    obs = play(lambda: Pair(np.array([1, 2]), np.array([1, 2])))
+    assert (obs["0"].tolist(), obs["1"].tolist()) == ([1, 1], [2, 2])
 
 
-class Steps(Misshapen):
-    """Its step returns, or raises, what it is given."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.zeros(3, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        if isinstance(self.result, Exception):
-            raise self.result
-        return np.zeros(3, np.float32), *self.result
-
-
-@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(
-    ("result", "error", "message"),
+    ("outcome", "error", "message"),
     [
-        (
-            (np.ones(1), False, False, {}),
-            DataError,
-            r"step\(\) of Steps returned .* a number as reward .*float\(reward\)",
-        ),
-        ((1.0, False, {}), DataError, r"step\(\) of Steps returned .*not enough values"),
+        ((FINE, False, False, {}), DataError, r"step\(\) of Told returned .* a number as reward .*float\(reward\)"),
+        ((1.0, False, {}), DataError, r"step\(\) of Told returned .*not enough values"),
         (ValueError("of the simulator"), ValueError, "^of the simulator"),
     ],
 )
-def test_a_step_that_returns_something_else_is_named_and_its_own_errors_stay(
-    grouped: bool, result: Any, error: type[Exception], message: str
-):
-    env = make_env(EnvCfg(num_envs=2), grouped=grouped, env=lambda: Steps(result), verify=False)
-    env.reset(seed=0)
+def test_a_step_that_returns_something_else_is_named_and_its_own_errors_stay(outcome, error, message):
     with pytest.raises(error, match=message):
-        env.step(torch.zeros(2, dtype=torch.int64))
-    env.close()
+        play(lambda: Told(outcome=outcome))

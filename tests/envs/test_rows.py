@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 
 from groupwise.envs.rows import RowCfg, RowsGroupEnv
-from groupwise.errors import DataError, EnvError
+from groupwise.errors import EnvError
 
 
 class Noisy(gymnasium.Env):
@@ -131,24 +131,6 @@ def test_a_failed_row_is_reported_replaced_and_paused(caplog):
     assert len(messages) == 2
     assert all(m.startswith("row 1 of Noisy failed, and was replaced: RuntimeError('the wheel") for m in messages)
     assert [bool(record.exc_info) for record in caplog.records] == [True, False]
-
-
-@pytest.mark.parametrize(
-    "obs",
-    [
-        {"at": np.zeros(2), "left": 3},
-        {"at": np.zeros(1)},
-        {"at": "here", "left": 3},
-        np.zeros(1),
-    ],
-)
-def test_an_observation_unlike_its_space_is_refused(obs):
-    class Liar(Noisy):
-        def obs(self):
-            return obs
-
-    with pytest.raises(DataError):
-        make(Liar).start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
 
 
 # --- rows in worker processes --------------------------------------------------------------------

@@ -110,13 +110,6 @@ def test_the_info_is_read_at_the_end_alone():
     assert played(started(partial(Touch, sealed=True)))[2] == [False, True, True]
 
 
-@pytest.mark.parametrize("key", ["is_success", "success"])
-def test_rows_that_share_no_starts_tell_at_the_end_alone(key):
-    env = make_env(EnvCfg(vectorization="sync"), num_envs=3, env=partial(Touch, key))
-    env.reset(seed=0)
-    assert played(env) == [None, None, [False, True, True]]
-
-
 def test_only_rows_that_end_have_a_flag():
     class AsLongAsItsSeed(Touch):
         def reset(self, *, seed=None, options=None):

@@ -1,6 +1,5 @@
 import gymnasium
 import numpy as np
-import pytest
 import torch
 
 from groupwise.envs.torch_env import TorchCartPole
@@ -10,56 +9,19 @@ ALL = np.ones(4, np.bool_)
 SEEDS = np.array([3, 11, 3, 2**31 - 1], np.int64)
 
 
-def balance(obs):
-    x, x_dot, theta, theta_dot = obs
-    return int(theta + 0.5 * theta_dot + 0.02 * x + 0.05 * x_dot > 0)
-
-
-@pytest.mark.parametrize("policy", ["random", "left", "right", "balanced"])
-def test_cartpole_follows_gymnasium_step_by_step(policy):
+def test_a_balanced_cartpole_follows_gymnasium_to_its_limit():
     env, single = TorchCartPole(4), gymnasium.make("CartPole-v1")
-    draws = np.random.default_rng(0)
-    chosen = {
-        "random": lambda _: int(draws.integers(2)),
-        "left": lambda _: 0,
-        "right": lambda _: 1,
-        "balanced": balance,
-    }
     obs = env.start(ALL, SEEDS, SEEDS)
-    assert obs.abs().max() <= 0.05
     single.reset(seed=0)
-    for _ in range(500):
-        single.unwrapped.state = obs[1].double().numpy()  # one step at a time: rounding would grow without bound
-        action = chosen[policy](single.unwrapped.state)
+    for count in range(1, 501):
+        x, x_dot, theta, theta_dot = single.unwrapped.state = obs[1].double().numpy()  # or rounding would grow
+        action = int(theta + 0.5 * theta_dot + 0.02 * x + 0.05 * x_dot > 0)
         step = env.step(torch.full((4,), action))
         expected, reward, terminated, truncated, _ = single.step(action)
         obs = step.obs
         np.testing.assert_allclose(obs[1].numpy(), expected, rtol=1e-6, atol=1e-6)
-        assert float(step.reward[1]) == reward
-        assert bool(step.terminated[1]) == terminated
-        assert bool(step.truncated[1]) == truncated
-        if terminated or truncated:
-            break
-    assert truncated == (policy == "balanced")
-
-
-@pytest.mark.parametrize(
-    ("state", "fell"),
-    [
-        # position and angle move by .02 times their speed; the bounds are 2.4 and 12 degrees, .20944
-        ((2.39, 1.0, 0.0, 0.0), True),
-        ((2.37, 1.0, 0.0, 0.0), False),
-        ((-2.39, -1.0, 0.0, 0.0), True),
-        ((2.39, -1.0, 0.0, 0.0), False),
-        ((0.0, 5.0, 0.2, 0.5), True),
-        ((0.0, 5.0, 0.2, 0.4), False),
-        ((0.0, 0.0, -0.2, -0.5), True),
-    ],
-)
-def test_cartpole_ends_beyond_the_track_or_when_the_pole_leans(state, fell):
-    zero = torch.zeros(1, dtype=torch.int64)
-    _, reward, ended = TorchCartPole(1).transition(torch.tensor([state]), zero, RowRandom(zero, zero))
-    assert (reward.tolist(), ended.tolist()) == ([1.0], [fell])
+        outcome = float(step.reward[1]), bool(step.terminated[1]), bool(step.truncated[1])
+        assert outcome == (reward, terminated, truncated) == (1.0, False, count == 500)
 
 
 def test_one_step_from_anywhere_is_gymnasiums():

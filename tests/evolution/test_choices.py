@@ -32,29 +32,20 @@ class Drawn(Random):
         return self.numbers.pop(0)
 
 
-def test_a_tournament_keeps_the_best_and_clones_the_winner_for_each_other_place():
-    places = TournamentCfg(size=2).select(RANKING, 4, Drawn(3, 1, 2, 2, 0, 3))
-    assert places == [(2, False), (0, True), (3, True), (2, True)]
-
-
-def test_without_elitism_every_place_has_a_tournament():
-    places = TournamentCfg(size=1, elitism=False).select(RANKING, 4, Drawn(3, 1, 2, 0))
-    assert places == [(1, True), (0, True), (3, True), (2, True)]
-
-
-def test_truncation_replaces_the_worst_by_clones_of_the_best():
-    assert TruncationCfg(share=0.25).select(RANKING, 4, Drawn(0)) == [(2, False), (0, False), (3, False), (2, True)]
-    assert TruncationCfg(share=0.5).select(RANKING, 4, Drawn(1, 0)) == [(2, False), (0, False), (0, True), (2, True)]
-
-
-def test_truncation_replaces_all_that_diverged():
-    assert TruncationCfg().select(RANKING, 1, Drawn(0, 0, 0)) == [(2, False), (2, True), (2, True), (2, True)]
-
-
-def test_halving_drops_the_worst():
-    assert HalvingCfg().select(RANKING, 4, Random(0)) == [(2, False), (0, False)]
-    assert HalvingCfg(factor=4).select(RANKING, 4, Random(0)) == [(2, False)]
-    assert HalvingCfg().select([0], 1, Random(0)) == [(0, False)]
+@pytest.mark.parametrize(
+    ("selection", "alive", "drawn", "places"),
+    [
+        (TournamentCfg(size=2), 4, (3, 1, 2, 2, 0, 3), [(2, False), (0, True), (3, True), (2, True)]),
+        (TournamentCfg(size=1, elitism=False), 4, (3, 1, 2, 0), [(1, True), (0, True), (3, True), (2, True)]),
+        (TruncationCfg(share=0.25), 4, (0,), [(2, False), (0, False), (3, False), (2, True)]),
+        (TruncationCfg(share=0.5), 4, (1, 0), [(2, False), (0, False), (0, True), (2, True)]),
+        (TruncationCfg(), 1, (0, 0, 0), [(2, False), (2, True), (2, True), (2, True)]),  # the others diverged
+        (HalvingCfg(), 4, (), [(2, False), (0, False)]),
+        (HalvingCfg(factor=4), 4, (), [(2, False)]),
+    ],
+)
+def test_who_survives_and_who_is_cloned(selection, alive, drawn, places):
+    assert selection.select(RANKING, alive, Drawn(*drawn)) == places
 
 
 @given(
@@ -72,31 +63,22 @@ def test_only_members_that_did_not_diverge_go_on_or_are_cloned(selection, member
         assert len(places) == len(ranking)
 
 
-def test_numbers_grow_by_a_fifth_or_shrink_by_a_fifth():
-    rule, search = GrowShrinkCfg(probability=1.0), {"rate": RangeCfg(min=0.1, max=10)}
-    found = {rule.mutate({"rate": 1.0}, search, Random(seed))["rate"] for seed in range(20)}
-    assert found == {1.2, 0.8}
-
-
-def test_small_whole_numbers_move_by_one():
-    rule, search = GrowShrinkCfg(probability=1.0), {"size": RangeCfg(min=1, max=64)}
-    assert {rule.mutate({"size": 2}, search, Random(seed))["size"] for seed in range(20)} == {1, 3}
-    assert {rule.mutate({"size": 10}, search, Random(seed))["size"] for seed in range(20)} == {8, 12}
-
-
-def test_a_choice_moves_to_a_neighbour_and_turns_at_the_end():
-    rule, search = GrowShrinkCfg(probability=1.0), {"epochs": (1, 2, 4)}
-    assert {rule.mutate({"epochs": 2}, search, Random(seed))["epochs"] for seed in range(20)} == {1, 4}
-    assert {rule.mutate({"epochs": 4}, search, Random(seed))["epochs"] for seed in range(20)} == {2}
-
-
-@given(
-    st.sampled_from(RULES),
-    st.floats(1e-3, 1.0),
-    st.integers(1, 9),
-    st.sampled_from("abc"),
-    st.integers(0, 1000),
+@pytest.mark.parametrize(
+    ("value", "space", "after"),
+    [
+        (1.0, RangeCfg(min=0.1, max=10), {1.2, 0.8}),
+        (2, RangeCfg(min=1, max=64), {1, 3}),  # small whole numbers move by one
+        (10, RangeCfg(min=1, max=64), {8, 12}),
+        (2, (1, 2, 4), {1, 4}),
+        (4, (1, 2, 4), {2}),  # turns at the end
+    ],
 )
+def test_numbers_change_by_a_fifth_and_choices_move_to_a_neighbour(value, space, after):
+    rule = GrowShrinkCfg(probability=1.0)
+    assert {rule.mutate({"a": value}, {"a": space}, Random(seed))["a"] for seed in range(20)} == after
+
+
+@given(st.sampled_from(RULES), st.floats(1e-3, 1.0), st.integers(1, 9), st.sampled_from("abc"), st.integers(0, 1000))
 def test_mutations_stay_in_the_space_and_change_something(rule, rate, size, kind, seed):
     search = {"rate": RangeCfg(min=1e-3, max=1.0, log=True), "size": RangeCfg(min=1, max=9), "kind": ("a", "b", "c")}
     before = {"rate": rate, "size": size, "kind": kind}
@@ -115,14 +97,10 @@ def test_first_values_are_within_the_bounds(low, factor, log, random):
     assert space.min <= space.draw(random) <= space.max
 
 
-def test_a_logarithmic_range_draws_each_decade_alike():
+def test_a_logarithmic_range_draws_each_decade_alike_and_log_normal_factors_have_their_deviation():
     random, space = Random(0), RangeCfg(min=1e-4, max=1.0, log=True)
     share = sum(space.draw(random) < 1e-2 for _ in range(2000)) / 2000
     assert abs(share - 0.5) < 0.05
-
-
-def test_log_normal_factors_have_this_deviation_of_the_logarithm():
-    random = Random(0)
     logs = [math.log(LogNormalCfg(std=0.5).scale(random)) for _ in range(4000)]
     assert abs(sum(logs) / 4000) < 0.05
     assert abs(math.sqrt(sum(x * x for x in logs) / 4000) - 0.5) < 0.03

@@ -26,6 +26,9 @@ EVERY = pytest.mark.parametrize(
         {"baseline": "mean", "scale": "nonzero_share"},
         {"baseline": "mean", "scale": "none", "weight": "lengths"},
         {"baseline": "mean", "scale": "std", "weight": "lengths"},
+        {"baseline": "leave_one_out", "scale": "none"},
+        {"baseline": "leave_one_out", "scale": "population_std"},
+        {"baseline": "mean", "scale": "batch_std"},
     ],
     ids=str,
 )
@@ -49,9 +52,6 @@ def advantage(choices, score, key, member, lengths, num_keys=5, **more):
 
 def sums_by_key(x, key, num_keys=5):
     return torch.stack([x[key == k].sum() for k in range(num_keys)])
-
-
-# ------------------------------------------------------------------------------------------------------ by hand
 
 
 @pytest.mark.parametrize("scale", ["mean", "nonzero_share"])
@@ -194,9 +194,6 @@ def test_kl_shaping_by_hand():
     assert kl_shaping(distance, episode_id, 2, mask).tolist() == [[2.0, 1.0, -3.0], [0.0, 0.0, 0.0]]
 
 
-# --------------------------------------------------------------------------------------------------- properties
-
-
 @EVERY
 class TestProperties:
     @over_seeds
@@ -256,7 +253,8 @@ def test_a_constant_added_to_all_rewards(choices, seed):
 @over_seeds
 def test_what_scaling_all_rewards_does(seed):
     score, key, member, lengths = random_batch(seed)
-    for scale, factor in (("mean", 1.0), ("std", 1.0), ("nonzero_share", 100.0), ("none", 100.0)):
+    same = ("mean", "std", "population_std", "batch_std")
+    for scale, factor in [(scale, 1.0) for scale in same] + [("nonzero_share", 100.0), ("none", 100.0)]:
         choices = {"baseline": "mean", "scale": scale}
         out, scaled = (advantage(choices, x, key, member, lengths) for x in (score, 100 * score))
         torch.testing.assert_close(scaled, factor * out)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional.advantages import gae, return_to_go
+from groupwise.functional.advantages import discounted_sum, episode_return, gae, return_to_go, running_sum
 
 NAN = float("nan")
 SEEDS = st.integers(0, 2**31 - 1)
@@ -106,3 +106,70 @@ def test_gae_of_lambda_one_telescopes(seed, gamma):
     successor = torch.cat([value[:, 1:], torch.zeros(3, 1)], dim=1)
     out = gae(reward, value, successor, terminated, no, gamma=gamma, gae_lambda=1.0)
     torch.testing.assert_close(out, torch.zeros_like(out))
+
+
+def test_discounted_sum_by_hand():
+    # y_2 = 4, y_1 = 2 + 0.5 * 4 = 4, y_0 = 1 + 0.25 * 4 = 2
+    out = discounted_sum(torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[0.25, 0.5, 9.0]]))
+    assert out.tolist() == [[2.0, 4.0, 4.0]]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**31 - 1), rows=st.integers(1, 3), steps=st.integers(1, 40))
+def test_discounted_sum_solves_its_recurrence(seed, rows, steps):
+    torch.manual_seed(seed)
+    x = torch.randn(rows, steps, dtype=torch.float64)
+    discount = torch.rand(rows, steps, dtype=torch.float64).masked_fill(torch.rand(rows, steps) < 0.2, 0)
+    y = discounted_sum(x, discount)
+    torch.testing.assert_close(y[:, -1], x[:, -1])
+    torch.testing.assert_close(y[:, :-1] - discount[:, :-1] * y[:, 1:], x[:, :-1])
+
+
+def test_discount_zero_stops_nan():
+    out = discounted_sum(torch.tensor([[1.0, 2.0, float("nan"), 4.0, 5.0]]), torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0]]))
+    assert out[0, :2].tolist() == [3.0, 2.0]
+    assert out[0, 3:].tolist() == [9.0, 5.0]
+
+
+def test_return_to_go_by_hand():
+    # gamma 0.5, episode ends at t=1: R_1 = 2, R_0 = 1 + 0.5 * 2; then R_3 = 8, R_2 = 4 + 0.5 * 8
+    done = torch.tensor([[False, True, False, False]])
+    out = return_to_go(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), done, 0.5)
+    assert out.tolist() == [[2.0, 2.0, 8.0, 8.0]]
+
+
+def test_return_to_go_counts_the_steps_left_without_discount():
+    out = return_to_go(torch.ones(2, 500), torch.zeros(2, 500).bool(), 1.0)
+    assert torch.equal(out, torch.arange(500.0, 0.0, -1.0).expand(2, 500))
+
+
+def test_return_to_go_is_bitwise_the_same_wherever_an_episode_stands_in_its_row():
+    torch.manual_seed(0)
+    episode = torch.randn(100)
+    reward, done = torch.randn(3, 300), torch.zeros(3, 300).bool()
+    for row, start in enumerate((0, 37, 200)):
+        reward[row, start : start + 100] = episode
+        done[row, start + 99] = True
+    out = return_to_go(reward, done, 0.99)
+    assert torch.equal(out[0, :100], out[1, 37:137])
+    assert torch.equal(out[0, :100], out[2, 200:])
+
+
+def test_return_to_go_keeps_double_precision():
+    # 1 + 0.9 = 1.9, exact to 1e-15 only if gamma is never rounded to float32
+    out = return_to_go(torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 2).bool(), 0.9)
+    assert abs(out[0, 0].item() - 1.9) < 1e-15
+
+
+def test_episode_return_by_hand():
+    # episode 0: 1 + 2, episode 1: 8 + 16, episode 2: nothing; 4 stands in a dead slot
+    reward = torch.tensor([[1.0, 2.0, 4.0, 8.0], [16.0, float("nan"), 0.0, 0.0]])
+    episode_id = torch.tensor([[0, 0, -1, 1], [1, -1, -1, -1]])
+    assert episode_return(reward, episode_id, 3).tolist() == [3.0, 24.0, 0.0]
+
+
+def test_running_sum_starts_anew_with_each_episode():
+    # episode 3: 1, 1 + 2; a dead slot; episode 0: 8, 8 + 16
+    x = torch.tensor([[1.0, 2.0, float("nan"), 8.0, 16.0]])
+    out = running_sum(x, torch.tensor([[3, 3, -1, 0, 0]]))[0].tolist()
+    assert out[:2] + out[3:] == [1.0, 3.0, 8.0, 24.0]

@@ -118,34 +118,36 @@ def settings_of(env, algorithm):
     return PER_STEP if (env, algorithm) == ("CartPole-v1", "grpo") else algorithm
 
 
+def recorded(run):
+    """What a run gives; ``run`` takes a folder and callbacks."""
+    keep = Keep()
+    with tempfile.TemporaryDirectory() as folder:
+        return {"parameters": digest(run(Path(folder), [keep]).policy), "metrics": keep.metrics}
+
+
 def trained(env, algorithm):
     """Three iterations."""
     algorithm = settings_of(env, algorithm)
-    keep, cfg = Keep(), config.resolve(env, algorithm)
+    cfg = config.resolve(env, algorithm)
     steps = 3 * cfg.env.num_envs * cfg.algorithm.num_steps
-    with tempfile.TemporaryDirectory() as folder:
-        run = gw.train(
-            env,
-            algorithm,
-            seed=3,
-            run_dir=Path(folder) / "run",
-            total_steps=steps,
-            callbacks=[keep],
-            **QUIET,
-        )
-        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+
+    def run(folder, callbacks):
+        return gw.train(env, algorithm, seed=3, run_dir=folder / "run", total_steps=steps, callbacks=callbacks, **QUIET)
+
+    return recorded(run)
 
 
 def resumed(algorithm):
     """Two iterations, and two more from the checkpoint that they end with."""
     algorithm = settings_of("CartPole-v1", algorithm)
-    keep, cfg = Keep(), config.resolve("CartPole-v1", algorithm)
+    cfg = config.resolve("CartPole-v1", algorithm)
     steps = cfg.env.num_envs * cfg.algorithm.num_steps
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run"
-        gw.train("CartPole-v1", algorithm, seed=4, run_dir=path, total_steps=2 * steps, **QUIET)
-        run = gw.resume(path, total_steps=4 * steps, callbacks=[keep])
-        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+
+    def run(folder, callbacks):
+        gw.train("CartPole-v1", algorithm, seed=4, run_dir=folder / "run", total_steps=2 * steps, **QUIET)
+        return gw.resume(folder / "run", total_steps=4 * steps, callbacks=callbacks)
+
+    return recorded(run)
 
 
 def updated(preset):
@@ -201,20 +203,13 @@ def updated_on_two_ranks(name):
 
 def remembered(algorithm):
     """Three iterations of a recurrent policy."""
-    keep = Keep()
-    with tempfile.TemporaryDirectory() as folder:
-        run = gw.train(
-            "CartPole-v1",
-            {"name": algorithm, "num_steps": 32, "minibatch_size": 64, "micro_batch_size": 24, "num_epochs": 2},
-            policy=MEMORY,
-            num_envs=4,
-            seed=3,
-            run_dir=Path(folder) / "run",
-            total_steps=3 * 4 * 32,
-            callbacks=[keep],
-            **QUIET,
+    cfg = {"name": algorithm, "num_steps": 32, "minibatch_size": 64, "micro_batch_size": 24, "num_epochs": 2}
+    more = {"policy": MEMORY, "num_envs": 4, "seed": 3, "total_steps": 3 * 4 * 32}
+    return recorded(
+        lambda folder, callbacks: gw.train(
+            "CartPole-v1", cfg, run_dir=folder / "run", callbacks=callbacks, **more, **QUIET
         )
-        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+    )
 
 
 def moved(algorithm):
@@ -222,19 +217,13 @@ def moved(algorithm):
     import robots
 
     robots.register()
-    keep = Keep()
-    with tempfile.TemporaryDirectory() as folder:
-        run = gw.train(
-            gw.EnvCfg(id="Robot-v0", action_chunk=3, num_action_steps=2, num_envs=4),
-            {"name": algorithm, "num_steps": 8, "minibatch_size": 16, "micro_batch_size": 6, "num_epochs": 2},
-            policy={"name": "vla", "hidden_size": 32, "num_layers": 1, "patch_size": 4, "bins": 5},
-            seed=3,
-            run_dir=Path(folder) / "run",
-            total_steps=2 * 4 * 8 * 2,
-            callbacks=[keep],
-            **QUIET,
-        )
-        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+    env = gw.EnvCfg(id="Robot-v0", action_chunk=3, num_action_steps=2, num_envs=4)
+    cfg = {"name": algorithm, "num_steps": 8, "minibatch_size": 16, "micro_batch_size": 6, "num_epochs": 2}
+    policy = {"name": "vla", "hidden_size": 32, "num_layers": 1, "patch_size": 4, "bins": 5}
+    more = {"policy": policy, "seed": 3, "total_steps": 2 * 4 * 8 * 2}
+    return recorded(
+        lambda folder, callbacks: gw.train(env, cfg, run_dir=folder / "run", callbacks=callbacks, **more, **QUIET)
+    )
 
 
 def made_up_policy(actor_only=True):
@@ -298,18 +287,13 @@ def wrote():
     """Two iterations of a tiny language model, and one more from its checkpoint."""
     from text_runs import copying, save_model, train
 
-    keep = Keep()
-    with tempfile.TemporaryDirectory() as folder:
-        model, path = save_model(Path(folder) / "model"), Path(folder) / "run"
-        train(copying(), model, path, seed=2, total_steps=2 * 16 * 3, callbacks=[keep])
-        task = copying()
-        run = gw.resume(
-            path,
-            total_steps=4 * 16 * 4,
-            callbacks=[keep],
-            **task.given,
+    def run(folder, callbacks):
+        train(
+            copying(), save_model(folder / "model"), folder / "run", seed=2, total_steps=2 * 16 * 3, callbacks=callbacks
         )
-        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+        return gw.resume(folder / "run", total_steps=4 * 16 * 4, callbacks=callbacks, **copying().given)
+
+    return recorded(run)
 
 
 def used_a_tool():
@@ -325,20 +309,15 @@ def used_a_tool():
         def __call__(self, text):
             return str(len(text)) if text.endswith(self.stop) else None
 
-    keep = Keep()
     task = gw.TextTask(rows()[:40], reward=share_copied, tool=Count(), max_turns=3, tool_answer=" {} ")
-    cfg = gw.GRPOCfg(
-        group_size=4,
-        learning_rate=1e-3,
-        kl_coef=0.1,
-        minibatch_size=24,
-        micro_batch_size=8,
-        objective={"old_log_prob": "recomputed"},
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        model = save_model(Path(folder) / "model")
-        run = train(task, model, Path(folder) / "run", cfg, seed=2, total_steps=150, callbacks=[keep])
-        return {"parameters": digest(run.policy), "metrics": keep.metrics}
+    shared = {"group_size": 4, "learning_rate": 1e-3, "kl_coef": 0.1, "minibatch_size": 24, "micro_batch_size": 8}
+    cfg = gw.GRPOCfg(**shared, objective={"old_log_prob": "recomputed"})
+
+    def run(folder, callbacks):
+        model = save_model(folder / "model")
+        return train(task, model, folder / "run", cfg, seed=2, total_steps=150, callbacks=callbacks)
+
+    return recorded(run)
 
 
 def control_cases():

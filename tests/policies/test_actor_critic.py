@@ -1,6 +1,5 @@
 import math
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -213,19 +212,6 @@ def test_without_normalisers_rewards_pass_and_update_normalizers_does_nothing():
     assert policy.normalize_reward(reward) is reward
 
 
-def test_update_normalizers_sums_over_ranks():
-    class TwoEqualRanks(Engine):
-        def sum(self, tensor):
-            return 2 * tensor
-
-    one, two = (ActorCritic(BOX, DISCRETE, SETTINGS["normalised"]) for _ in range(2))
-    one.update_normalizers(rollout_of(BOX), Engine())
-    two.update_normalizers(rollout_of(BOX), TwoEqualRanks())
-    a, b = one.obs_normalizer.statistics[0], two.obs_normalizer.statistics[0]
-    torch.testing.assert_close(a.var, b.var)
-    assert b.count == 2 * a.count
-
-
 def test_custom_networks_map_the_encoders_features():
     space = spaces.Dict({"n": spaces.Discrete(2), "x": BOX})
     actor, critic = nn.Linear(5, 4), nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.9), nn.Linear(7, 1))
@@ -283,16 +269,6 @@ def test_unsupported_spaces():
         ActorCritic(spaces.Text(3), DISCRETE)
     with pytest.raises(UnsupportedSpaceError, match="action space"):
         ActorCritic(BOX, spaces.Text(3))
-
-
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_plays_a_real_environment(env_id):
-    env = gym.make(env_id)
-    policy = ActorCritic(env.observation_space, env.action_space)
-    obs, _ = env.reset(seed=0)
-    for _ in range(5):
-        obs, *_ = env.step(policy.predict(obs, deterministic=False))
-    env.close()
 
 
 @pytest.mark.parametrize("space", [BOX, spaces.Box(0, 255, (8, 8, 3), np.uint8), spaces.Discrete(3)])

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import groupwise as gw
-from groupwise.check import check_env
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import EnvCfg
 from groupwise.data.spaces import flat_action, nested_action
@@ -175,12 +174,6 @@ def test_runs_on_dict_actions_and_tuple_observations(policy, algorithm, tmp_path
 def test_rows_in_other_processes_take_them():
     env = make_env(EnvCfg(num_envs=2, vectorization="async", max_episode_steps=5), env=Workbench, grouped=True)
     env.close()
-
-
-@pytest.mark.slow
-def test_the_check_takes_them():
-    report = check_env(lambda: gymnasium.wrappers.TimeLimit(Workbench(), 5))
-    assert report.training.value is not None, report
 
 
 @pytest.mark.learn

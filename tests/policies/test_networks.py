@@ -10,7 +10,7 @@ from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import allocate
 from groupwise.data.spaces import obs_spec, obs_to_tensor
 from groupwise.errors import UnsupportedSpaceError
-from groupwise.policies.actor_critic import MLP, NatureCNN, ObsEncoder, SmallCNN, image_layout, orthogonal
+from groupwise.policies.actor_critic import MLP, ObsEncoder, image_layout, orthogonal
 
 CFG = PolicyCfg()
 
@@ -74,20 +74,13 @@ def test_what_is_no_image(space):
     assert image_layout(space) is None
 
 
-@pytest.mark.parametrize("size", [(36, 36), (84, 84), (96, 37)])
-def test_nature_cnn_takes_any_size_from_36(size):
-    assert NatureCNN(3, *size)(torch.zeros(2, 3, *size)).shape == (2, 512)
-
-
-@pytest.mark.parametrize("size", [(1, 1), (7, 7), (10, 5)])
-def test_small_cnn_takes_any_size(size):
-    assert SmallCNN(3, *size)(torch.zeros(2, 3, *size)).shape == (2, 128)
-
-
-@pytest.mark.parametrize(("size", "network"), [(36, NatureCNN), (35, SmallCNN)])
-def test_small_images_have_a_small_network(size, network):
-    encoder = ObsEncoder(spaces.Box(0, 255, (size, size, 3), np.uint8), CFG)
-    assert isinstance(encoder.encoders[0].network, network)
+@pytest.mark.parametrize(
+    ("size", "features"),
+    [(size, 512) for size in ((36, 36), (84, 84), (96, 37))] + [(size, 128) for size in ((7, 7), (10, 5), (35, 35))],
+)
+def test_images_of_any_size_from_7_have_a_network_by_their_size(size, features):
+    space = spaces.Box(0, 255, (3, *size), np.uint8)
+    assert ObsEncoder(space, CFG)(torch.zeros(2, *space.shape)).shape == (2, features)
 
 
 def test_channel_axis_does_not_matter():

@@ -13,7 +13,8 @@ from text_runs import copying, save_model
 from text_runs import train as train_text
 
 import groupwise as gw
-from groupwise import cli, config
+from groupwise import cli
+from groupwise.config import resolve
 from groupwise.errors import RunFolderError
 from groupwise.report import folder as groups
 from groupwise.report import page as explorer
@@ -103,18 +104,17 @@ def test_a_page_is_whole_and_needs_nothing_else(runs, name):
     assert ("best and worst completion" in words) == (name == "text")
 
 
-def test_settings_are_told_apart_by_where_they_come_from(runs):
-    folder = RunFolder(runs / "ppo")
-    cfg = config.resolve("CartPole-v1", {"name": "ppo", "ent_coef": 5.0})
-    found = settings_of(cfg.model_dump(mode="json"))
-    assert found.given == {"algorithm.ent_coef": "5.0 (default 0.0)"}
-    assert "algorithm.gamma" in found.preset
-    assert "algorithm.num_epochs" in found.default
-    assert settings_of(folder.read_config()).given.keys() >= {"total_steps"}
-    of_texts = settings_of(RunFolder(runs / "text").read_config()).given
+def test_settings_of_the_run_stand_apart(runs):
+    config = RunFolder(runs / "ppo").read_config()
+    cfg = resolve("CartPole-v1", {"name": "ppo", "ent_coef": 5.0})
+    given, others = settings_of(cfg.model_dump(mode="json"))
+    assert given == {"algorithm.ent_coef": "5.0 (default 0.0)"}
+    assert others.keys() >= {"algorithm.gamma", "algorithm.num_epochs"}
+    assert settings_of(config)[0].keys() >= {"total_steps"}
+    of_texts, _ = settings_of(RunFolder(runs / "text").read_config())
     assert of_texts["task.data"].endswith(' (default "")')
-    unknown = settings_of(folder.read_config() | {"algorithm": {"name": "mine", "seed": 1}})
-    assert unknown.given["algorithm.name"] == "mine"
+    unknown, _ = settings_of(config | {"algorithm": {"name": "mine", "seed": 1}})
+    assert unknown["algorithm.name"] == "mine"
 
 
 def test_the_explorer_has_the_steps_that_were_kept(runs):
@@ -249,7 +249,7 @@ def test_cloning_is_not_blamed_for_playing_no_episodes(tmp_path):
 
 def test_settings_of_another_program_are_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "algorithm": "adam"}))
-    with pytest.raises(RunFolderError, match=r"config\.json holds no settings of a run \(algorithm: .*; fix: "):
+    with pytest.raises(RunFolderError, match=r"config\.json is damaged: algorithm .*; fix: "):
         write_page(tmp_path)
 
 

@@ -1,4 +1,3 @@
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.recurrent import RecurrentActorCritic
 from groupwise.report import video
 from groupwise.report.curve import curve_figure, plot_curve
-from groupwise.report.folder import half_width_95, scores_of, wilson_95
+from groupwise.report.folder import mean_ci95, scores_of, wilson_95
 from groupwise.report.video import NoPictureError, film, rendering_env
 
 pytestmark = pytest.mark.usefixtures("pictures")
@@ -86,11 +85,12 @@ def test_a_return_that_is_the_success_rate_is_drawn_once():
     assert panels(**{"rollout/return_mean": 0.5}) == 2
 
 
-def test_half_width_by_the_table():
+def test_interval_of_a_mean_by_the_table():
     # Student's t at 97.5 %: 12.7062 (1 degree of freedom), 2.0930 (19)
-    assert half_width_95(2.0, 2) == pytest.approx(12.7062 * 2.0 / 2**0.5, rel=1e-4)
-    assert half_width_95(10.0, 20) == pytest.approx(2.0930 * 10.0 / 20**0.5, rel=1e-4)
-    assert math.isnan(half_width_95(0.0, 1))
+    for mean, std, count, t in ((0.0, 2.0, 2, 12.7062), (100.0, 10.0, 20, 2.0930)):
+        half = t * std / count**0.5
+        assert mean_ci95(mean, std, count) == pytest.approx((mean - half, mean + half), rel=1e-4)
+    assert mean_ci95(1.0, 0.0, 1) is None
 
 
 def test_a_single_episode_has_no_interval_in_the_summary_and_still_a_curve(tmp_path: Path):

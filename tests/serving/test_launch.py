@@ -12,7 +12,7 @@ import pytest
 
 import groupwise as gw
 from groupwise import cli
-from groupwise.serving import LocalServer, command, free_port
+from groupwise.serving import LocalServer, command, free_port, is_healthy
 
 SERVER = """
 import json, os, sys
@@ -74,7 +74,7 @@ def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python
     started_by = command(python, str(tmp_path), ["--extra"], lora_rank=12)
     server = LocalServer(started_by, tmp_path / "log", port=port)
     server.wait()
-    assert server.is_healthy()
+    assert is_healthy(server.url)
     args = " ".join(started(tmp_path)["args"])
     assert args.startswith(f"-m vllm.entrypoints.openai.api_server --model {tmp_path} ")
     assert args.endswith(f" --host 127.0.0.1 --port {port}")
@@ -84,7 +84,7 @@ def test_a_server_starts_with_the_flags_of_training_and_ends_with_the_run(python
     with pytest.raises(gw.errors.ConfigError, match=f"port {port} cannot be used .*fix: another one"):
         LocalServer(started_by, tmp_path / "log", port=port)
     server.close()
-    assert not server.is_healthy()
+    assert not is_healthy(server.url)
     wait_for_end(started(tmp_path)["pid"])
 
 

@@ -15,10 +15,10 @@ from text_runs import copying, save_model, train
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
 from groupwise.serving import HttpClient, LocalServer, VLLMServer, command
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedGenerator
-from groupwise.text.transcripts import TextRow, text_rollout
 
 PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON", "")
 pytestmark = [
@@ -128,7 +128,7 @@ def test_new_weights_are_those_that_answer(generate):
 
 def test_a_server_that_someone_else_gave_weights_gets_them_again(generate, model, rank, tmp_path):
     generate.update(0)
-    generate.servers[0]._client.post("/update_weight_version", {"new_version": "of another run"})
+    generate.servers[0]._client.call("/update_weight_version", {"new_version": "of another run"})
     assert farthest(generate.policy, generate(PROMPTS, SEEDS, SAMPLING["plain"]), SAMPLING["plain"]) < CLOSE
 
 

@@ -1,19 +1,18 @@
 """Compiled updates give the reference's parameters and metrics."""
 
-import copy
 import warnings
 
 import gymnasium as gym
 import pytest
 import torch
-from compiled_cases import check_compiled
+from compiled_cases import STEPS, check_compiled, collecting
 from small_updates import OBS, build, make_rollout
 
 import groupwise as gw
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.speed.control import CompiledBackward, compiled_gradient, flat_adam, numpy_actor, why_not_compiled
+from groupwise.speed.control import CompiledBackward, compiled_gradient, compiled_stepper, flat_adam
 from groupwise.training.build import fast_paths
 
 ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-3}
@@ -58,38 +57,24 @@ def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_a_copied_algorithm_compiles_for_its_own_policy(monkeypatch):
-    monkeypatch.setattr("groupwise.speed.control.compiled_for", lambda function, example, **options: function)
-    original = make(*PPO, fast=COMPILED)
-    rollout = make_rollout(original.policy)
-    original.update(rollout)
-    copied = copy.deepcopy(original)
-    before = original.parameters[0].clone()
-    copied.update(rollout)
-    assert torch.equal(original.parameters[0], before)
-    original.update(rollout)
-    assert torch.equal(copied.parameters[0], original.parameters[0])
-    assert not copied.gradient.failed
-
-
 class OwnLoss(gw.PPO):
     def loss(self, batch, evaluation):
         return super().loss(batch, evaluation)
 
 
 def test_what_is_no_function_of_the_micro_batch_is_not_compiled():
-    assert why_not_compiled(make(*PPO)) is None
+    assert compiled_gradient(make(*PPO))
     sequence = {"objective": {"ratio": "sequence"}}
     adaptive = {"adaptive_entropy": {"target": 0.1}, "ent_coef": 0.01}
     scheduled = {"clip_coef": {"name": "linear", "start": 0.2}}
     for settings in (sequence, adaptive, scheduled, {"objective": {"old_log_prob": "recomputed"}}):
-        assert why_not_compiled(make("grpo", settings)), settings
+        assert compiled_gradient(make("grpo", settings)) is None, settings
     hooked = make(*PPO)
     hooked.policy.actor.register_forward_hook(lambda module, inputs, output: None)
-    assert "hooks" in why_not_compiled(hooked)
+    assert compiled_gradient(hooked) is None
     own = make(*PPO)
     own.__class__ = OwnLoss
-    assert "subclass" in why_not_compiled(own)
+    assert compiled_gradient(own) is None
 
 
 @pytest.mark.parametrize(
@@ -103,5 +88,24 @@ def test_runs_of_many_optimiser_steps_are_compiled(how, total_steps, is_compiled
     made = make("ppo", {}, fast=of_algorithm)
     assert isinstance(made.gradient, CompiledBackward) is is_compiled
     assert (len(made.parameters) == 1) is (how == "auto")
-    assert (of_collector["actor"] is numpy_actor) is (how == "auto")
     assert of_collector.get("stepper") is None
+
+
+def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypatch):
+    def fail(*args, **more):
+        raise OSError("no compiler")
+
+    (reference, buffer), (fast, other) = collecting("ppo"), collecting("ppo", stepper=compiled_stepper)
+    monkeypatch.setattr("groupwise.speed.control.compiled_for", lambda function, example, **options: fail)
+    with pytest.warns(SlowPathWarning, match="no compiler"):
+        found = fast.collect(STEPS, rollout=other.start_rollout())
+    expected = reference.collect(STEPS, rollout=buffer.start_rollout())
+    assert torch.equal(found["obs"], expected["obs"])
+    fast.collect(STEPS, rollout=other.start_rollout())
+
+
+def test_a_policy_with_hooks_is_not_compiled():
+    collector, _ = collecting("ppo")
+    assert compiled_stepper(collector)
+    collector.policy.actor.register_forward_hook(lambda module, inputs, output: None)
+    assert compiled_stepper(collector) is None

@@ -3,7 +3,7 @@ import warnings
 import pytest
 import torch
 from tiny_models import moved, tiny_model
-from token_steps import exact, read_in_turn, rounded
+from token_steps import read_in_turn, rounded
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from groupwise.config.policy import LoRACfg, SamplingCfg
@@ -120,30 +120,6 @@ def test_hidden_states_in_bfloat16_differ_by_rounding(name, precision):
         read_in_turn(*both(policy), policy.device, rounded, count=10)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-@pytest.mark.parametrize(("dtype", "compare"), [(torch.float32, exact), (torch.bfloat16, rounded)])
-def test_packed_weights_are_the_same(monkeypatch, name, dtype, compare):
-    monkeypatch.setattr(decoding_step, "PACKED", 0)
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this processor does not support bfloat16")
-    policy = CausalLM(moved(MODELS[name](), by=0.05).to(dtype))
-    ours, theirs = both(policy)
-    monkeypatch.setattr(decoding_step.functional, "linear", None)  # nothing but laid out weights is multiplied with
-    token = torch.arange(6)
-    with torch.no_grad():
-        found = ours(token)
-        monkeypatch.undo()
-        compare(found, theirs(token))
-
-
-def test_a_processor_that_knows_no_bfloat16_multiplies_as_it_can(monkeypatch):
-    monkeypatch.setattr(decoding_step, "PACKED", 0)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    weight, x = torch.randn(8, 4).bfloat16(), torch.randn(2, 4).bfloat16()
-    assert torch.equal(decoding_step.linear_map(weight)(x), x @ weight.T)
-
-
 def test_prompts_of_one_length_need_no_mask():
     policy = CausalLM(moved(tiny_model()))
     read_in_turn(*both(policy, lengths=(4, 4, 4)), policy.device)
@@ -239,23 +215,6 @@ def test_new_weights_are_used_by_the_next_call():
     before = complete(policy, PROMPTS, seeds)
     policy.load_state_dict(other.state_dict())
     assert complete(policy, PROMPTS, seeds) == complete(other, PROMPTS, seeds) != before
-
-
-@pytest.mark.parametrize(("family", "inference"), [("llama", [False, True, True]), ("gpt2", [False, False, False])])
-def test_only_a_model_that_we_know_writes_in_inference_mode(family, inference):
-    # another may keep tensors in its modules, which training could then not use
-    seen = []
-
-    class Seeing(FastDecoder):
-        def head(self, policy):
-            seen.append(torch.is_inference_mode_enabled())
-            return super().head(policy)
-
-    policy = fast(tiny_model(family), SamplingCfg(max_new_tokens=4))
-    policy.decoder = Seeing()
-    for _ in range(3):
-        complete(policy, PROMPTS, torch.arange(3)[:, None])
-    assert seen == inference
 
 
 def test_what_a_hook_keeps_while_completions_are_written_can_be_trained_on():

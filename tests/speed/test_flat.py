@@ -108,17 +108,3 @@ def test_loaded_weights_reach_the_vector():
     flat = algorithm.optimizer
     algorithm.policy.load_state_dict({name: torch.ones_like(v) for name, v in algorithm.policy.state_dict().items()})
     assert (flat.vector == 1).all()
-
-
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_a_copied_algorithm_trains_on_its_own_as_the_original_would(kind):
-    original = build(kind, fast=FLAT, **ADAM)
-    first, second = (make_rollout(original.policy, seed) for seed in (0, 1))
-    original.update(first)
-    copied = copy.deepcopy(original)
-    before = original.parameters[0].clone()
-    copied.update(second)
-    assert torch.equal(original.parameters[0], before)
-    original.update(second)
-    for one, other in zip(copied.policy.parameters(), original.policy.parameters(), strict=True):
-        assert torch.equal(one, other)

@@ -1,6 +1,7 @@
 """Groups that servers generate, beside those that the policy itself would."""
 
 import torch
+from tiny_models import moved
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
@@ -12,19 +13,10 @@ from groupwise.text.served import ServedGenerator
 TASK = {"prompts": [[5, 6, 7], [9, 8], [4]], "seeds": torch.arange(100, 112).view(3, 4)}
 
 
-def move(policy):
-    """What is trained, away from where it was."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-
-
 def served(model, tmp_path, *doubles, timeout=20.0, retries=2, lora=None):
     """A generator of a policy that is not the one that the servers began with."""
     policy = load_causal_lm(gw.ModelCfg(path=str(model), lora=lora), SamplingCfg(max_new_tokens=4))
-    move(policy)
+    moved(policy)
     clients = [HttpClient(double.url, timeout=timeout, retries=retries) for double in doubles]
     servers = [VLLMServer(client, adapters=policy.has_adapters) for client in clients]
     return ServedGenerator(servers, policy, tmp_path / "weights")

@@ -23,11 +23,11 @@ from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import LoRACfg
 from groupwise.engines import from_environment
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
 from groupwise.text.sharding import ShardedEngine
-from groupwise.text.transcripts import TextRow, text_rollout
 
 PROMPTS = [[5, 6, 7], [9], [5, 8]]
 SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 0.1, "max_grad_norm": None}

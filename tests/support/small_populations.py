@@ -18,10 +18,7 @@ class InThisProcess:
     """A pool that plays each round at once; starting processes takes most of the time of so small a population."""
 
     def __init__(self, launch, count, given, output):
-        self.busy, self.payload, self.found = {}, pickled(given), {}
-
-    def has_room(self):
-        return True
+        self.size, self.busy, self.payload, self.found = count, {}, pickled(given), {}
 
     def begin(self, task):
         self.found[task.folder] = answered(task, self.payload, ())

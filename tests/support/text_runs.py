@@ -1,13 +1,15 @@
-"""A small model in a folder, and a task of digits to copy: what tests of whole runs on texts share."""
+"""A small model in a folder, a task of digits to copy, and what is compared of runs on it."""
 
 import itertools
 import random
 
 import torch
+from safetensors.torch import load_file
 from tiny_tokenizers import character_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import groupwise as gw
+from groupwise.text.tools import Tool
 
 DIGITS = "0123456789"
 SETTINGS = {"num_prompts": 4, "sampling": {"max_new_tokens": 4}, "total_steps": 100, "logging": {"progress": "none"}}
@@ -47,3 +49,26 @@ def copying(reward=share_copied, **settings):
 def train(task, model, run_dir, algorithm=None, **settings):
     cfg = algorithm or gw.GRPOCfg(group_size=4, learning_rate=1e-3)
     return gw.train(task, cfg, model=str(model), run_dir=run_dir, **SETTINGS | settings)
+
+
+def weights(run):
+    return load_file(run.path / "checkpoints" / "latest" / "policy.safetensors")
+
+
+def same_weights(run, other):
+    ours, theirs = weights(run), weights(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def logged(run, *ignored):
+    """Metrics without times, and those whose names begin so."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", *ignored))} for row in run.metrics()]
+
+
+class Count(Tool):
+    """Ends turns at some digits, and answers with how many characters they have."""
+
+    stop = ("5", "6", "7")
+
+    def __call__(self, text):
+        return str(len(text)) if text.endswith(self.stop) else None

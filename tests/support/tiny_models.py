@@ -41,9 +41,10 @@ def tiny_model(family="llama", seed=0, vocab_size=40):
 
 
 def moved(model, by=0.2):
-    """All weights away from where they begin: biases from 0, norms from 1, adapters from changing nothing."""
+    """All weights that are trained away from where they begin: biases from 0, norms from 1, adapters from changing nothing."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += by * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if parameter.requires_grad:
+                parameter += by * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return model

@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401  torch.optim imports it with the first optimizer
+
 import groupwise as gw
 from groupwise.comparison.compare import compare
 from groupwise.errors import GroupwiseError
 from groupwise.run import evaluate, resume
 
-CPU_SECONDS = 1
+CPU_SECONDS = 2
 MEMORY = 200 * 2**20
 WAIT_SECONDS = 60
 """For a process that hangs; a busy machine may take long to refuse a file."""

@@ -5,7 +5,7 @@ from text_runs import save_model
 from vllm_double import VLLMDouble
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("lm") / "model")
 
@@ -14,3 +14,8 @@ def model(tmp_path_factory):
 def double(model):
     with VLLMDouble(model) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr("groupwise.serving._FIRST_WAIT", 0.01)

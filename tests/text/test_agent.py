@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from text_runs import DIGITS, copying, numbers, save_model, share_copied
+from text_runs import DIGITS, copying, numbers, share_copied
 from tiny_models import tiny_model
 from tiny_tokenizers import character_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,11 +17,6 @@ SHORT = {"max_new_tokens": 4}
 QUIET = {"logging": {"progress": "none"}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(save_model(tmp_path_factory.mktemp("lm") / "model"))
-
-
 def digits(**settings):
     rows = numbers()
     return gw.PromptEnv(rows[:60], rows[60:68], reward=share_copied, batch_size=4, **settings)
@@ -29,7 +24,7 @@ def digits(**settings):
 
 def agent_of(model, **settings):
     fields = {"group_size": 4, "learning_rate": 1e-3} | settings.pop("algorithm", {})
-    return gw.LanguageAgent(model, fields, sampling=settings.pop("sampling", SHORT), **settings)
+    return gw.LanguageAgent(str(model), fields, sampling=settings.pop("sampling", SHORT), **settings)
 
 
 def loop(agent, env, iterations):
@@ -41,13 +36,10 @@ def loop(agent, env, iterations):
     return agent
 
 
-def weights(policy):
-    return dict(policy.state_dict())
-
-
-def assert_equal(one, other):
-    assert one.keys() == other.keys()
-    assert all(one[name].equal(other[name]) for name in one)
+def assert_equal(policy, other):
+    ours, theirs = policy.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +56,16 @@ def test_a_loop_by_hand_is_gw_train_bit_for_bit(model, settings, tmp_path):
     fields = {"group_size": 4, "learning_rate": 1e-3} | settings.get("algorithm", {})
     rest = {"sampling": SHORT} | {name: value for name, value in settings.items() if name != "algorithm"}
     run = gw.train(
-        copying(), fields, model=model, num_prompts=4, run_dir=tmp_path / "run", total_iterations=3, **rest, **QUIET
+        copying(),
+        fields,
+        model=str(model),
+        num_prompts=4,
+        run_dir=tmp_path / "run",
+        total_iterations=3,
+        **rest,
+        **QUIET,
     )
-    assert_equal(weights(by_hand.policy), weights(run.policy))
+    assert_equal(by_hand.policy, run.policy)
     last = run.metrics()[-1]
     assert by_hand.metrics == {name: last[name] for name in by_hand.metrics}
     assert by_hand.metrics["train/optimizer_steps"] > 0
@@ -127,41 +126,20 @@ def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own():
     assert env.num_epochs == 0
 
 
-def test_prompts_are_made_by_templates_and_functions():
-    rows = [{"question": "1+1", "answer": "2"}]
-    seen = []
-
-    def right(completion, answer, question):
-        seen.append(question)
-        return float(completion == answer)
-
-    env = gw.PromptEnv(rows, rows, reward=right, prompt="{question}=", batch_size=1, eval_overlap="keep")
-    assert env.reset() == ["1+1="]
-    assert env.step([["2", "3"]])[1].tolist() == [[1.0, 0.0]]
-    assert seen == ["1+1", "1+1"]
-
-    def chat(row):
-        return [{"role": "user", "content": row["question"]}]
-
-    env = gw.PromptEnv(rows, reward=right, prompt=chat, batch_size=1)
-    assert env.reset() == [({"role": "user", "content": "1+1"},)]
-    assert env.step([["2", "3"]])[1].tolist() == [[1.0, 0.0]]
-
-
 def test_what_nobody_can_score_is_nan_and_teaches_nothing(model):
     def first_only(prompts, completions):
         return [1.0 if number == 0 else None for number in range(len(completions))]
 
     env = gw.PromptEnv(["123"], ["456"], reward=first_only, batch_size=1)
     agent = agent_of(model)
-    before = weights(agent.clone().policy)
+    before = agent.clone().policy
     completions, masks = agent.get_action(env.reset())
     _, rewards = env.step(completions)
     assert rewards[0, 0] == 1
     assert rewards[0, 1:].isnan().all()
     loss, kl = agent.learn((completions, masks, rewards))
     assert loss == kl == agent.metrics["train/optimizer_steps"] == 0
-    assert_equal(weights(agent.policy), before)
+    assert_equal(agent.policy, before)
     assert agent.test(env) == 1
 
 
@@ -171,7 +149,7 @@ def test_tokens_that_are_taken_out_of_a_mask_have_no_loss(model):
     assert agent.clone().learn((completions, masks, rewards)) == agent.clone().learn((completions, masks, rewards))
     masked = agent.clone()
     masked.learn((completions, [torch.zeros_like(masks[0])], rewards))
-    assert_equal(weights(masked.policy), weights(agent.policy))
+    assert_equal(masked.policy, agent.policy)
     part, whole = agent.clone(), agent.clone()
     part.learn((completions, [masks[0] & (torch.arange(masks[0].shape[1]) < 3)], rewards))
     whole.learn((completions, masks, rewards))
@@ -200,11 +178,10 @@ def test_a_clone_shares_nothing_and_goes_on_alike(model):
     agent = loop(agent_of(model, lora={"r": 2}, algorithm={"kl_coef": 0.1}), digits(), iterations=2)
     twin = agent.clone(index=7)
     assert (agent.index, twin.index) == (0, 7)
-    before = weights(twin.clone().policy)
+    before = twin.clone().policy
     loop(agent, digits(), iterations=1)
-    assert_equal(weights(twin.policy), before)
-    loop(twin, digits(), iterations=1)
-    assert_equal(weights(twin.policy), weights(agent.policy))
+    assert_equal(twin.policy, before)
+    assert_equal(loop(twin, digits(), iterations=1).policy, agent.policy)
     assert twin.metrics == agent.metrics
 
 
@@ -215,10 +192,10 @@ def test_a_saved_agent_goes_on_exactly(model, settings, tmp_path):
     loop(agent, digits(), iterations=1).save(tmp_path / "agent")  # takes the place of the first
     loaded = gw.LanguageAgent.load(tmp_path / "agent")
     assert (loaded.index, loaded.iteration, loaded.cfg) == (5, 2, agent.cfg)
-    assert_equal(weights(loaded.policy), weights(agent.policy))
+    assert_equal(loaded.policy, agent.policy)
     loop(agent, digits(), iterations=1)
     loop(loaded, digits(), iterations=1)
-    assert_equal(weights(loaded.policy), weights(agent.policy))
+    assert_equal(loaded.policy, agent.policy)
     assert loaded.metrics == agent.metrics
 
 
@@ -245,53 +222,50 @@ def test_a_model_of_the_users_is_given_again(model, tmp_path):
     with pytest.raises(gw.errors.ConfigError, match=r"was given a model in Python; fix: .*model=\.\.\."):
         gw.LanguageAgent.load(tmp_path / "agent")
     loaded = gw.LanguageAgent.load(tmp_path / "agent", policy())
-    assert_equal(weights(loaded.policy), weights(agent.policy))
+    assert_equal(loaded.policy, agent.policy)
 
 
 def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
     fields = {"group_size": 4, "learning_rate": 1e-3}
-    settings = {"num_prompts": 4, "sampling": SHORT, "model": model} | QUIET
+    settings = {"num_prompts": 4, "sampling": SHORT, "model": str(model)} | QUIET
     run = gw.train(copying(), fields, run_dir=tmp_path / "run", total_iterations=2, **settings)
     agent, env = gw.LanguageAgent.load(run.path), digits()
-    assert_equal(weights(agent.policy), weights(run.policy))
+    assert_equal(agent.policy, run.policy)
     env.reset()
     for _ in range(2):
         env.step([["1"]] * 4)
     longer = gw.train(copying(), fields, run_dir=tmp_path / "longer", total_iterations=3, **settings)
-    assert_equal(weights(loop(agent, env, iterations=1).policy), weights(longer.policy))
+    assert_equal(loop(agent, env, iterations=1).policy, longer.policy)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"algorithm": "ppo"}, r"learns from groups, by grpo; got 'ppo', fix: gw\.train"),
-        (
-            {"algorithm": {"collection": {"dynamic_sampling": 0}}},
-            r"collection\.dynamic_sampling chooses groups .*gw\.train",
-        ),
+        ({"algorithm": {"collection": {"dynamic_sampling": 0}}}, r"dynamic_sampling chooses groups .*gw\.train"),
         ({"algorithm": {"credit": {"reward": "parts"}}}, r"compares several rewards; got one"),
         ({"num_prompts": 3}, r"unknown setting 'num_prompts' of a LanguageAgent"),
         ({"system_promt": "Add."}, r"unknown setting 'system_promt' of a LanguageAgent.*'system_prompt'"),
-        (
-            {"system_prompt": "Add.", "sampling": SHORT},
-            r"system_prompt is for conversations, but .* has no chat template",
-        ),
+        ({"system_prompt": "Add.", "sampling": SHORT}, "system_prompt is for conversations, but .* no chat template"),
         ({"lora": {"rank": 2}}, r"unknown key 'rank'; did you mean 'r'\?"),
         ({"sampling": {"top_k": 0}}, r"sampling\.top_k = 0: input should be greater than or equal to 2"),
     ],
 )
 def test_settings_that_an_agent_cannot_have(model, settings, message):
     with pytest.raises(gw.errors.ConfigError, match=message):
-        gw.LanguageAgent(model, settings.pop("algorithm", None), **settings)
+        gw.LanguageAgent(str(model), settings.pop("algorithm", None), **settings)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda c, m, r: (list(c), m, r), "completions are a list; fix: what get_action returned"),
-        (lambda c, m, r: (c, m, r[0]), r"rewards of shape \(4,\) .*fix: rewards of shape \(2, 4\)"),
-        (lambda c, m, r: (c, m[:1], r), "1 masks for 2 groups of 4 completions"),
-        (lambda c, m, r: (c, [m[0][:, :1], m[1]], r), r"a mask of shape \(4, 1\) for ids of shape"),
+        (
+            lambda c, m, r: (c, m, r[0]),
+            r"rewards of shape \(4,\) .* for 2 groups of 4 completions; fix: rewards \[B, G\]",
+        ),
+        (lambda c, m, r: (c, m[:1], r), r"masks of shapes \[\(4, \d+\)\] for 2 groups of 4 completions"),
+        (lambda c, m, r: (c, [m[0][:, :1], m[1]], r), r"masks of shapes \[\(4, 1\), "),
         (lambda c, m, r: (c, m, r * math.inf), r"reward of completion 0 at step \d of the rollout is not finite: inf"),
     ],
 )
@@ -301,46 +275,33 @@ def test_experiences_that_do_not_fit(model, change, message):
         agent.learn(change(*agent.get_action(["123", "456"]), torch.ones(2, 4)))
 
 
-def test_an_environment_says_what_it_cannot_do():
-    reward = len
-    rows = [{"question": "1+1"}]
-    with pytest.raises(gw.errors.ConfigError, match=r"there is no reward; fix: reward=my_function"):
-        gw.PromptEnv(["a"])
-    with pytest.raises(gw.errors.ConfigError, match=r"unknown setting 'data_sise' of a PromptEnv.*'data_size'"):
-        gw.PromptEnv(["a"], reward=reward, data_sise=3)
-    with pytest.raises(gw.errors.ConfigError, match=r"unknown setting 'reward_fn' of a PromptEnv.*'reward'"):
-        gw.PromptEnv(["a"], reward_fn=reward)
-    with pytest.raises(gw.errors.ConfigError, match=r"batch_size = 0: expected at least 1"):
-        gw.PromptEnv(["a"], reward=reward, batch_size=0)
-    with pytest.raises(gw.errors.ConfigError, match=r"prompt makes the prompts that prompt_column would name"):
-        gw.PromptEnv(rows, reward=reward, prompt="{question}", prompt_column="question")
-    with pytest.raises(
-        gw.errors.DataError, match=r"example 0 has no column 'problem' for the prompt; it has 'question'"
-    ):
-        gw.PromptEnv(rows, reward=reward, prompt="{problem}")
-    with pytest.raises(gw.errors.DataError, match=r"example 0: expected a mapping of columns; got 'a'"):
-        gw.PromptEnv(["a"], reward=reward, prompt="{problem}")
-    with pytest.raises(gw.errors.ConfigError, match=r"reasoning-gym:chain_sum has prompts of its own"):
-        gw.PromptEnv("reasoning-gym:chain_sum", prompt="{question}")
+@pytest.mark.parametrize(
+    ("data", "settings", "message"),
+    [
+        (["a"], {"reward": None}, "there is no reward; fix: reward=my_function"),
+        (["a"], {"data_sise": 3}, "unknown setting 'data_sise' of a PromptEnv.*'data_size'"),
+        (["a"], {"reward": None, "reward_fn": len}, "unknown setting 'reward_fn' of a PromptEnv.*'reward'"),
+        (["a"], {"batch_size": 0}, "batch_size = 0: expected at least 1"),
+    ],
+)
+def test_settings_that_an_environment_cannot_have(data, settings, message):
+    with pytest.raises(gw.errors.ConfigError, match=message):
+        gw.PromptEnv(data, **{name: value for name, value in ({"reward": len} | settings).items() if value is not None})
+
+
+def test_completions_that_do_not_fit_an_environment():
     env = gw.PromptEnv(["a", "b"], reward=lambda completions: [0.0] * len(completions), batch_size=2)
     with pytest.raises(gw.errors.DataError, match=r"1 groups, of \[1\] completions, for 0 prompts; fix: reset\(\)"):
         env.step([["x"]])
     env.reset()
-    with pytest.raises(
-        gw.errors.DataError, match=r"2 groups, of \[1, 2\] completions, for 2 prompts; fix: .*equally many"
-    ):
+    with pytest.raises(gw.errors.DataError, match=r"2 groups, of \[1, 2\] completions, for 2 prompts"):
         env.step([["x"], ["x", "y"]])
-    with (
-        pytest.raises(gw.errors.ConfigError, match=r"no prompts are held out; fix: PromptEnv\(data, eval_data"),
-        env.eval_mode(),
-    ):
+    with pytest.raises(gw.errors.ConfigError, match="no prompts are held out; fix: PromptEnv"), env.eval_mode():
         pass
 
 
 def test_an_agent_of_a_chat_model_reads_messages():
-    policy = gw.CausalLM(
-        tiny_model(vocab_size=40), gw.SamplingCfg(**SHORT), tokenizer=character_tokenizer("0123456789", chat=True)
-    )
+    policy = gw.CausalLM(tiny_model(), gw.SamplingCfg(**SHORT), tokenizer=character_tokenizer("0123456789", chat=True))
     agent = gw.LanguageAgent(policy, {"group_size": 2}, system_prompt="1")
     message, system = {"role": "user", "content": "2"}, {"role": "system", "content": "1"}
     prompts = []

@@ -5,45 +5,28 @@ import time
 import pytest
 import torch
 from async_runs import ITERATIONS, PROMPTS, assert_nothing_runs, run
-from safetensors.torch import load_file
-from text_runs import share_copied
+from text_runs import logged, same_weights, share_copied
+from text_updates import SGD, updated
 from tiny_models import tiny_model
 from two_ranks import TwoThreads
 from vllm_double import GENERATE
 
 import groupwise as gw
-from groupwise import run as running
 from groupwise import serving as http
-from groupwise.algorithms.grpo import GRPO
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.engines import Engine
 from groupwise.text import build as connect
-from groupwise.text.data import in_order
+from groupwise.text.collector import TextRow, in_order
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector
-from groupwise.text.transcripts import TextRow, text_rollout
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(running, "plot_curve", lambda *args: None)
-
-
-def weights(run):
-    return load_file(run.path / "checkpoints" / "latest" / "policy.safetensors")
-
-
-def assert_equal(one, other, *names):
-    def logged(run):
-        return [
-            {k: v for k, v in entry.items() if not k.startswith(("time/", "rollout/sync", *names))} for entry in run
-        ]
-
-    assert logged(one.metrics()) == logged(other.metrics())
-    assert all(torch.equal(weights(one)[name], value) for name, value in weights(other).items())
+def assert_equal(one, other):
+    names = ("rollout/sync", "rollout/staleness")
+    assert logged(one, *names) == logged(other, *names)
+    assert same_weights(one, other)
 
 
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(model, double, tmp_path, monkeypatch):
@@ -51,7 +34,7 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(model, double, 
     monkeypatch.setattr(connect, "ServedCollector", AsyncCollector)
     asynchronous = run(model, tmp_path / "asynchronous", double, 0)
     assert {entry["rollout/staleness"] for entry in asynchronous.metrics()} == {0}
-    assert_equal(asynchronous, synchronous, "rollout/staleness")
+    assert_equal(asynchronous, synchronous)
 
 
 @pytest.fixture(params=[False, True], ids=["in order", "in flight"])
@@ -99,7 +82,7 @@ def test_rollouts_are_written_ahead_by_the_weights_that_their_number_tells(model
     double.seconds_per_token = 0.0
     monkeypatch.setattr(connect, "ServedCollector", Delayed)
     delayed = run(model, tmp_path / "delayed", double, 0)
-    assert_equal(ahead, delayed, "rollout/staleness")
+    assert_equal(ahead, delayed)
     assert_nothing_runs()
 
 
@@ -142,59 +125,59 @@ def test_a_run_that_was_killed_takes_every_prompt_once(model, either, tmp_path):
         assert [entry["rollout/staleness"] for entry in again.metrics()][1::2] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("500", "no answer in 1 tries: status 500: .*EngineDeadError"),
-        ("version", "answered by weights 'another', expected '.*-1'"),
-    ],
-)
-def test_an_error_behind_the_learner_ends_the_run(model, either, tmp_path, fault, said):
+SAID = {
+    "500": "no answer in 1 tries: status 500: .*EngineDeadError",
+    "version": "answered by weights 'another', expected '.*-1'",
+}
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_an_error_behind_the_learner_ends_the_run(model, either, tmp_path, fault):
     either.faults[GENERATE] = [None] * 2 * PROMPTS + [fault] * 100  # the third rollout, by the weights of the second
-    with pytest.raises(gw.errors.ServerError, match=said):
+    with pytest.raises(gw.errors.ServerError, match=SAID[fault]):
         run(model, tmp_path / "run", either, 1)
     assert_nothing_runs()
     assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_an_interrupt_does_not_wait_for_the_servers(model, either, tmp_path, monkeypatch):
-    double = either
     monkeypatch.setattr(http, "_HEALTH_INTERVAL", 60.0)
-    double.faults[GENERATE], double.seconds_of_a_hang = [None] * 3 * PROMPTS + ["hang"] * 100, 60.0
+    either.faults[GENERATE], either.seconds_of_a_hang = [None] * 3 * PROMPTS + ["hang"] * 100, 60.0
     begun = []
 
     class Interrupted(Dies):
         def on_rollout_end(self, trainer, rollout):
-            while trainer.iteration == 2 and len(double.faults[GENERATE]) == 100:
+            while trainer.iteration == 2 and len(either.faults[GENERATE]) == 100:
                 time.sleep(0.01)  # until a call hangs
             begun[:] = [time.monotonic()]
             super().on_rollout_end(trainer, rollout)
 
     with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "run", double, 1, callbacks=[Interrupted(KeyboardInterrupt())], retries=5)
+        run(model, tmp_path / "run", either, 1, callbacks=[Interrupted(KeyboardInterrupt())], retries=5)
     assert time.monotonic() - begun[0] < 15  # such a call lasts 20 s
     assert_nothing_runs()
 
 
-def test_what_cannot_be_is_refused(model, double, tmp_path):
-    with pytest.raises(ValueError, match=r"in_flight_updates=True and max_staleness=0: .*; fix: max_staleness=1"):
-        TextRunCfg(generation={"name": "server", "in_flight_updates": True})
-    cfg = {"generation": {"name": "server", "max_staleness": 1}}
-    adapted = load_causal_lm(gw.ModelCfg(path=str(model), lora={"r": 2}), SamplingCfg(max_new_tokens=1))
-    in_flight = TextRunCfg(generation=cfg["generation"] | {"in_flight_updates": True})
-    with pytest.raises(gw.errors.ConfigError, match=r"in_flight_updates=True with adapters: .*, or lora=None"):
-        connect.connect(in_flight, adapted, Engine())
-    for algorithm, said in [
+def test_what_cannot_be_is_refused(model):
+    ahead = {"generation": {"name": "server", "max_staleness": 1}}
+    recomputed, filtered = {"objective": {"old_log_prob": "recomputed"}}, {"collection": {"dynamic_sampling": 1}}
+    for settings, said in [
+        ({"generation": {"name": "server", "in_flight_updates": True}}, "in_flight_updates=True and max_staleness=0"),
         (
-            gw.GRPOCfg(objective={"old_log_prob": "recomputed"}),
+            ahead | {"algorithm": gw.GRPOCfg(**recomputed)},
             "importance_sampling_correction='tis', or old_log_prob=",
         ),
-        (gw.GRPOCfg(collection={"dynamic_sampling": 1}), "fix: dynamic_sampling=None, or max_staleness=0"),
+        (ahead | {"algorithm": gw.GRPOCfg(**filtered)}, "dynamic_sampling=None, or .*max_staleness=0"),
     ]:
         with pytest.raises(ValueError, match=said):
-            TextRunCfg(algorithm=algorithm, **cfg)
-    with pytest.raises(gw.errors.ConfigError, match="max_staleness=1 needs one process, got 2; fix: max_staleness=0"):
-        connect.connect(TextRunCfg(**cfg), CausalLM(tiny_model()), TwoThreads(0, None, None))
+            TextRunCfg(**settings)
+    adapted = load_causal_lm(gw.ModelCfg(path=str(model), lora={"r": 2}), SamplingCfg(max_new_tokens=1))
+    for generation, policy, engine, said in [
+        ({"in_flight_updates": True}, adapted, Engine(), "in_flight_updates=True with adapters"),
+        ({}, CausalLM(tiny_model()), TwoThreads(0, None, None), "max_staleness=1 needs one process, got 2"),
+    ]:
+        with pytest.raises(gw.errors.ConfigError, match=said):
+            connect.connect(TextRunCfg(generation=ahead["generation"] | generation), policy, engine)
 
 
 OBJECTIVES = {
@@ -210,26 +193,17 @@ def test_stale_completions_give_the_gradient_of_the_policy_that_is_trained(kind)
     policy = CausalLM(tiny_model())
     with torch.no_grad():
         policy.head.mul_(10)  # no longer nearly uniform itself
-    size = len(policy.head)
-    reward = torch.arange(size) % 5 / 4
-    rows = [
-        TextRow([5, 6, 7], [token], [-torch.tensor(size).log().item()], reward[token].item(), True, 0)
-        for token in range(size)
-    ]
-    credit = {"baseline": "mean", "scale": "none"}
-    objective = OBJECTIVES[kind] | {"trust_region": "none"}
-    cfg = gw.GRPOCfg(
-        group_size=size, num_epochs=1, minibatch_size=None, learning_rate=1.0, max_grad_norm=1e9,
-        optimizer={"name": "sgd"}, credit=credit, objective=objective,
-    )  # fmt: skip
-    parameter = policy.head
+    size, prompt = len(policy.head), [5, 6, 7]
+    reward, uniform = torch.arange(size) % 5 / 4, [-torch.tensor(size).log().item()]
+    rows = [TextRow(prompt, [token], uniform, reward[token].item(), True, 0) for token in range(size)]
     with torch.enable_grad():
-        probability = policy.model(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
+        probability = policy.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
         ((reward - reward.mean()) * probability).sum().backward()
-    wanted, before = parameter.grad.clone(), parameter.detach().clone()
+    wanted, before = policy.head.grad.clone(), policy.head.detach().clone()
     policy.zero_grad()
-    GRPO(cfg, policy).update(text_rollout(rows))
-    step = parameter.detach() - before
+    settings = SGD | {"group_size": size, "learning_rate": 1.0, "credit": {"baseline": "mean", "scale": "none"}}
+    updated(policy, rows, **settings, objective=OBJECTIVES[kind] | {"trust_region": "none"})
+    step = policy.head.detach() - before
     if kind == "uncorrected":
         assert (step - wanted).norm() > 0.1 * wanted.norm()
     else:

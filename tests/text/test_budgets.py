@@ -1,24 +1,23 @@
 """Budgets in passes over the prompts."""
 
 import pytest
-from text_runs import SETTINGS, numbers, share_copied, train
+from text_runs import numbers, share_copied, train
 
 import groupwise as gw
 from groupwise import config
 from groupwise.errors import ConfigError
 from groupwise.training.checkpoint import load_checkpoint
 
-QUICK = {key: value for key, value in SETTINGS.items() if key != "total_steps"}
 
-
-def task(count=10):
-    return gw.TextTask(numbers()[:count], reward=share_copied)
+def run_of(model, path, algorithm=None, held_out=None, **settings):
+    task = gw.TextTask(numbers()[:10], reward=share_copied, eval_data=held_out)
+    return train(task, model, path, algorithm, total_steps=None, **settings)
 
 
 def test_a_run_of_epochs_takes_every_prompt_as_often(model, tmp_path):
     # 4 prompts an iteration of 10: 20 are taken by the fifth
     algorithm = gw.GRPOCfg(group_size=2, learning_rate=1e-3, schedule={"name": "linear", "warmup": 1})
-    run = train(task(), model, tmp_path / "run", algorithm, total_steps=None, total_epochs=2)
+    run = run_of(model, tmp_path / "run", algorithm, total_epochs=2)
     assert run.summary["stopped"] == "total_epochs"
     assert [entry["rollout/epoch"] for entry in run.metrics()] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     # one epoch up, one down
@@ -28,12 +27,11 @@ def test_a_run_of_epochs_takes_every_prompt_as_often(model, tmp_path):
 
 def test_a_run_of_epochs_goes_on(model, tmp_path):
     given = {"data": numbers()[:10], "reward": share_copied}
-    whole = train(task(), model, tmp_path / "whole", total_steps=None, total_epochs=1.2)
-    train(task(), model, tmp_path / "part", total_steps=None, total_epochs=0.5)
+    whole = run_of(model, tmp_path / "whole", total_epochs=1.2)
+    run_of(model, tmp_path / "part", total_epochs=0.5)
     longer = gw.resume(tmp_path / "part", total_epochs=1.2, **given)
-    assert [entry["reward/share_copied_mean"] for entry in longer.metrics()] == [
-        entry["reward/share_copied_mean"] for entry in whole.metrics()
-    ]
+    rewards = [[entry["reward/share_copied_mean"] for entry in run.metrics()] for run in (longer, whole)]
+    assert rewards[0] == rewards[1]
     assert [entry["rollout/epoch"] for entry in longer.metrics()] == pytest.approx([0.4, 0.8, 1.2])
     with pytest.raises(ConfigError, match=r"total_epochs = 1\.2, but .* has 1\.2 epochs already"):
         gw.resume(tmp_path / "part", total_epochs=1.2, **given)
@@ -43,9 +41,7 @@ def test_a_fork_of_the_best_goes_on_in_the_data(model, tmp_path):
     held_out = {"eval_data": numbers()[10:12], "reward": share_copied}
     # a small rate: the first evaluation is the best one
     algorithm = gw.GRPOCfg(group_size=2, learning_rate=1e-9)
-    run = train(
-        gw.TextTask(numbers()[:10], **held_out), model, tmp_path / "run", algorithm, total_steps=None, total_epochs=1.2
-    )
+    run = run_of(model, tmp_path / "run", algorithm, held_out["eval_data"], total_epochs=1.2)
     assert load_checkpoint(run.path / "checkpoints/best").state["position"] == 4
     forked = gw.fork(run.path, tmp_path / "new", checkpoint="best")
     again = gw.resume(forked, data=numbers()[:10], **held_out)
@@ -56,8 +52,7 @@ def test_a_fork_of_the_best_goes_on_in_the_data(model, tmp_path):
 
 
 def test_each_tenth_of_an_epoch_is_evaluated(model, tmp_path):
-    held_out = gw.TextTask(numbers()[:10], eval_data=numbers()[10:12], reward=share_copied)
-    run = train(held_out, model, tmp_path / "run", total_steps=None, total_epochs=1, num_prompts=1)
+    run = run_of(model, tmp_path / "run", held_out=numbers()[10:12], total_epochs=1, num_prompts=1)
     assert ["eval/return_mean" in entry for entry in run.metrics()] == [True] * 10
 
 

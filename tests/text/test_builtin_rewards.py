@@ -1,14 +1,14 @@
 """Rewards that are registered: what is right, and what only looks so."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reasoning_gym
 
 from groupwise.config.run import RewardCfg
-from groupwise.errors import ConfigError, MissingExtraError, UnknownNameError
-from groupwise.text.data import gym_examples
+from groupwise.errors import GroupwiseError
 from groupwise.text.rewards import REWARDS, RewardSet, make_reward
+from groupwise.text.task import gym_examples
 
 
 @pytest.fixture
@@ -39,70 +39,40 @@ def test_an_exact_answer_is_all_of_it_and_nothing_more(score):
     assert score("exact", texts, columns=columns, case="ignored") == [1, 1, 1, 0, 1, 0, 0]
     assert score("exact", texts, columns=columns, where="tag") == [0, 0, 1, 0, 0, 0, 0]
     assert score("exact", ["a"], columns={"solution": ["a"]}, column="solution") == [1]
-
-
-def test_no_right_answer_is_no_score(score):
-    assert score("exact", ["a", "b"], columns={"answer": [None, "b"]}) == [None, 1]
-
-
-def test_messages_are_scored_by_their_content(score):
+    assert score("exact", ["a", "b"], columns={"answer": [None, "b"]}) == [None, 1]  # no right answer is no score
     messages = ({"role": "user", "content": "?"},)
     assert score("exact", ["4", "5"], prompts=[messages] * 2, columns={"answer": ["4", "4"]}) == [1, 0]
 
 
-def test_a_numeric_answer_is_one_number(score):
+def test_a_numeric_answer_is_one_number_or_near(score):
     texts = ["4", "4.0", "so 2 + 2 = 4.", "40", "14", "4 5", "four", "", "<answer>4 or 5</answer>", r"\boxed{8/2}"]
     assert score("numeric", texts, columns={"answer": ["4"] * 10}) == [1, 1, 1, 0, 0, 0, 0, 0, 0, 1]
     assert score("numeric", texts, columns={"answer": [4] * 10}, where="whole")[:3] == [1, 1, 0]
-
-
-def test_a_numeric_answer_may_be_near(score):
-    # one percent of -200 is 2
-    texts = ["-198", "-202", "-197.9", "200"]
+    texts = ["-198", "-202", "-197.9", "200"]  # one percent of -200 is 2
     assert score("numeric", texts, columns={"answer": ["-200"] * 4}, tolerance=0.01) == [1, 1, 0, 0]
-
-
-def test_gold_that_is_no_number_is_the_data_s_mistake(score):
     with pytest.raises(RuntimeError, match="'many', which is no number"):
         score("numeric", ["4"], columns={"answer": ["many"]})
 
 
 def test_mathematics(score):
     texts = ["0.5", "1/2", r"\boxed{\frac{2}{4}}", "<answer>$1/2$</answer>", "1/2 or 1/3", "2", "", "__import__('os')"]
-    assert score("math", texts, columns={"answer": [r"\frac{1}{2}"] * 8}) == [1, 1, 1, 1, 0, 0, 0, 0]
+    with ThreadPoolExecutor(1) as pool:  # it works outside the main thread
+        found = pool.submit(score, "math", texts, columns={"answer": [r"\frac{1}{2}"] * 8}).result()
+    assert found == [1, 1, 1, 1, 0, 0, 0, 0]
     assert score("math", ["1+x^2", "x^2", "(x+1)^2-2x"], columns={"answer": ["$x^2+1$"] * 3}) == [1, 0, 1]
     assert score("math", ["cat", "act"], columns={"answer": ["act"] * 2}) == [0, 1], "letters are no factors"
 
 
-def test_mathematics_works_outside_the_main_thread(score):
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(score("math", ["2/4"], columns={"answer": ["1/2"]})))
-    thread.start()
-    thread.join()
-    assert found == [1]
-
-
-def test_math_names_the_extra_it_needs(monkeypatch):
-    monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"'math_verify' is not installed; fix: pip install -e '.\[text\]'"):
-        make_reward(RewardCfg(name="math"))
-
-
-def test_a_gym_answer_that_contains_the_right_one_is_wrong(score):
+def test_a_gym_answer_that_contains_the_right_one_is_wrong_and_another_right_one_counts(score):
     example = gym_examples("word_sequence_reversal", size=1)[0]
     gold = example.columns["answer"]
     texts = [gold, f"<answer>{gold}</answer>", f"{gold}, x", f"The answer is {gold}", gold[:-1], "", gold + gold]
     columns = {name: [value] * len(texts) for name, value in example.columns.items()}
     own = reasoning_gym.create_dataset("word_sequence_reversal", size=1)
-    entry = {"answer": gold}
-    assert own.score_answer(f"{gold}, x", entry) > 0.5, "the library itself rewards it, which is why we do not ask it"
+    assert own.score_answer(f"{gold}, x", {"answer": gold}) > 0.5, "the library itself rewards it, so we do not ask it"
     assert score("reasoning_gym", texts, columns=columns) == [1, 1, 0, 0, 0, 0, 0]
-
-
-def test_another_right_answer_counts_where_the_scorer_can_be_trusted(score):
-    example = gym_examples("chain_sum", size=1)[0]
-    columns = {name: [value] for name, value in example.columns.items()}
-    assert score("reasoning_gym", [f"{example.columns['answer']}.0"], columns=columns) == [1]
+    columns = {name: [value] for name, value in gym_examples("chain_sum", size=1)[0].columns.items()}
+    assert score("reasoning_gym", [f"{columns['answer'][0]}.0"], columns=columns) == [1]
     palindrome = {"task": ["palindrome_generation"], "answer": ["abba"], "metadata": [{"letters": list("abab")}]}
     assert score("reasoning_gym", ["baab"], columns=palindrome) == [1]
 
@@ -122,18 +92,16 @@ def test_scorers_leave_the_data_alone(score):
         ("regex", {"pattern": "("}, r"pattern = '\(': missing \)"),
         ("regex", {"pattern": 3}, "pattern = 3: Input should be a valid string"),
         ("regex", {}, "'regex': missing a required argument: 'pattern'"),
-        ("regex", {"patern": "a"}, "unexpected keyword argument 'patern'; did you mean 'pattern'?"),
-        ("exact", {"where": "end"}, "where = 'end': Input should be 'auto', 'tag', 'boxed' or 'whole'"),
-        ("exact", {"case": "lower"}, "case = 'lower': Input should be 'matters' or 'ignored'"),
+        ("regex", {"patern": "a"}, "; did you mean 'pattern'"),
+        ("exact", {"where": "end"}, "where = 'end'"),
+        ("exact", {"case": "lower"}, "case = 'lower'"),
         ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),
+        ("numerik", {}, "unknown reward 'numerik': did you mean 'numeric'"),
+        ("math", {}, "'math_verify' is not installed"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_is_scored(name, kwargs, message):
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_settings_are_refused_before_anything_is_scored(name, kwargs, message, monkeypatch):
+    monkeypatch.setattr("groupwise.errors.find_spec", lambda module: None if module == "math_verify" else True)
+    with pytest.raises(GroupwiseError, match=message):
         make_reward(RewardCfg(name=name, kwargs=kwargs))
-
-
-def test_unknown_names_get_the_nearest():
-    with pytest.raises(UnknownNameError, match="unknown reward 'numerik': did you mean 'numeric'"):
-        make_reward(RewardCfg(name="numerik"))
     assert {"regex", "exact", "numeric", "math", "reasoning_gym"} <= REWARDS.keys()

@@ -2,20 +2,19 @@
 
 import pytest
 import torch
+from text_updates import updated
 from tiny_models import tiny_model
 from tiny_tokenizers import character_tokenizer
 
-from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
-from groupwise.text.collector import TextCollector, pass_at_k, repeated_ngrams
-from groupwise.text.data import Example, PromptEncoder
+from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, overlong_penalty, pass_at_k, repeated_ngrams
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardSet, make_reward
-from groupwise.text.transcripts import Dialogue, TextBuffer, overlong_penalty
+from groupwise.text.task import Example, PromptEncoder
 
 END = 3
 TOKENIZER = character_tokenizer("0123456789")
@@ -64,6 +63,7 @@ def collect(of):
     buffer = TextBuffer(of.policy.action_spec)
     rollout = of.collect(0, buffer.start_rollout())
     buffer.add(rollout)
+    assert buffer.start_rollout().shape == (0, 0)  # nothing is allocated
     return rollout
 
 
@@ -75,13 +75,6 @@ def rows_of(rollout, of):
         found = (rollout["reward"][number].sum().item(), bool(rollout["loss_mask"][number].any()))
         rows.setdefault(text, []).append(found)
     return rows
-
-
-def test_nothing_is_allocated_for_a_rollout_of_texts():
-    of = collector({"12": ["3.", "45"]})
-    buffer = TextBuffer(of.policy.action_spec)
-    buffer.add(of.collect(0, buffer.start_rollout()))
-    assert buffer.start_rollout().shape == (0, 0)
 
 
 def test_a_rollout_by_hand():
@@ -105,13 +98,20 @@ def test_members_that_nobody_can_score_are_none():
     of = collector({"1": ["9.", "4."], "2": ["9.", "9."]})
     assert rows_of(collect(of), of) == {"1": [(0, False), (4, True)], "2": [(0, False)] * 2}
     assert of.metrics()["rollout/unscorable"] == 3
+    of = collector({"1": ["9.", "9."]})
+    collect(of)
+    collect(of)
+    with pytest.raises(DataError, match="no completion of 3 iterations in a row could be scored"):
+        collect(of)
 
 
 @pytest.mark.parametrize(("dynamic_sampling", "asked", "skipped"), [(None, 3, 0), (0.0, 3, 2), (1 / 3, 4, 3)])
-def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(dynamic_sampling, asked, skipped):
+def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budget(
+    dynamic_sampling, asked, skipped, monkeypatch
+):
     script = {"1": ["4.", "5."], "2": ["4.", "4."], "3": ["9.", "4."], "4": ["7.", "7."]}
     of = collector(script, num_prompts=3, collection={"dynamic_sampling": dynamic_sampling})
-    of._prompt = lambda group: of.prompts[group % 4]
+    monkeypatch.setattr("groupwise.text.collector.in_order", lambda prompts, place, seed: prompts[place % 4])
     rollout = collect(of)
     assert sum(map(len, of.generate.asked)) == asked == of.position
     filtered = dynamic_sampling is not None
@@ -121,10 +121,10 @@ def test_groups_that_teach_nothing_are_kept_left_out_or_replaced_within_the_budg
     assert of.last_steps == 4 * asked
 
 
-def test_resampling_ends_as_soon_as_there_are_enough():
+def test_resampling_ends_as_soon_as_there_are_enough(monkeypatch):
     script = {"1": ["4.", "4."], "2": ["4.", "5."], "3": ["1.", "2."]}
     of = collector(script, num_prompts=1, collection={"dynamic_sampling": 9})
-    of._prompt = lambda group: of.prompts[group % 3]
+    monkeypatch.setattr("groupwise.text.collector.in_order", lambda prompts, place, seed: prompts[place])
     collect(of)
     assert of.generate.asked == [["1"], ["2"]]
     assert of.position == 2
@@ -148,18 +148,15 @@ def test_overlong_completions_are_punished_linearly():
     rewards = [reward for rows in rows_of(collect(of), of).values() for reward, _ in rows]
     assert sorted(rewards) == [4 - 0.25, 44 - 0.5, 4444 - 1, 44444 - 1]
     assert of.metrics()["rollout/return_mean"] == pytest.approx((4 + 44 + 4444 + 44444) / 4)
+    # DAPO's: 20480 tokens, of which the last 4096 are punished
+    lengths = torch.tensor([16384, 16385, 18432, 20480, 30000])
+    assert overlong_penalty(lengths, 20480, 4096).tolist() == [0, 1 / 4096, 0.5, 1, 1]
 
 
 def test_a_cut_completion_without_loss_is_still_compared_with():
-    def gradients(**settings):
-        of = collector({"1": ["4.", "5", "6."]}, group_size=3, **settings)
-        objective = {"old_log_prob": "recomputed"}
-        cfg = GRPOCfg(group_size=3, num_epochs=1, minibatch_size=None, optimizer={"name": "sgd"}, objective=objective)
-        algorithm = GRPO(cfg, of.policy)
-        rollout = collect(of)
-        return rollout, algorithm.update(rollout)
-
-    rollout, metrics = gradients(mask_truncated_completions=True)
+    of = collector({"1": ["4.", "5", "6."]}, group_size=3, mask_truncated_completions=True)
+    rollout = collect(of)
+    _, metrics = updated(of.policy, rollout, group_size=3, objective={"old_log_prob": "recomputed"})
     assert rollout["trained"].any(dim=1).tolist() == [True, False, True]
     assert rollout["loss_mask"].any(dim=1).all()
     # advantages -1, 0 and 1 over the deviation 1 + 1e-4: that of the cut row is not lost on its members
@@ -198,6 +195,11 @@ def test_every_epoch_has_every_prompt_once_and_goes_on_from_the_position():
     part.iteration = 2
     collect(part)
     assert part.generate.asked == [asked[4:6]]
+    ranks = [collector(script | {"5": ["4.", "5."]}, num_prompts=3) for _ in range(2)]
+    for rank, of in enumerate(ranks):  # processes take different prompts
+        of.rank, of.world_size = rank, 2
+        collect(of)
+    assert sorted(ranks[0].generate.asked[0] + ranks[1].generate.asked[0]) == [*script, "5"]
 
 
 def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
@@ -220,38 +222,12 @@ def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
     assert asked[-1] == of.generate.asked[1] == of.generate.asked[2]
 
 
-def test_processes_take_different_prompts():
-    script = {str(i): ["4.", "5."] for i in range(6)}
-    parts = [collector(script, num_prompts=3) for _ in range(2)]
-    for rank, of in enumerate(parts):
-        of.rank, of.world_size = rank, 2
-        collect(of)
-    assert sorted(parts[0].generate.asked[0] + parts[1].generate.asked[0]) == sorted(script)
-
-
-def test_nothing_scored_again_and_again_is_an_error():
-    of = collector({"1": ["9.", "9."]})
-    collect(of)
-    collect(of)
-    with pytest.raises(DataError, match="no completion of 3 iterations in a row could be scored"):
-        collect(of)
-
-
-def test_the_punishment_of_dapo_by_hand():
-    # 20480 tokens, of which the last 4096 are punished
-    lengths = torch.tensor([16384, 16385, 18432, 20480, 30000])
-    assert overlong_penalty(lengths, 20480, 4096).tolist() == [0, 1 / 4096, 0.5, 1, 1]
-
-
-def test_repeated_ngrams_by_hand():
+def test_repeated_ngrams_and_pass_at_k_by_hand():
     assert repeated_ngrams([1, 2, 3, 4, 5, 6]) == 0
     assert repeated_ngrams([1, 1, 1, 1, 1, 1]) == pytest.approx(2 / 3)  # 3 n-grams, all the same
     assert repeated_ngrams([1, 2, 3, 4]) == 0
     assert repeated_ngrams([1, 1, 1, 1, 1]) == 0.5  # 2 n-grams, the same
     assert repeated_ngrams([1, 2, 1, 2, 1], n=2) == 0.5  # 12 21 12 21
-
-
-def test_pass_at_k_by_hand():
     # of 4 completions 1 is right: one of 1 drawn 1/4, of 2 drawn 1 - 3/6, of 4 surely
     assert [pass_at_k(4, 1, k) for k in (1, 2, 4)] == [0.25, 0.5, 1]
     assert pass_at_k(5, 0, 5) == 0

@@ -11,85 +11,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.errors import ConfigError, DataError, MissingExtraError, UnknownNameError
-from groupwise.text.data import Example, gym_examples, load_examples, shuffled, without_overlap
+from groupwise.errors import DataError, GroupwiseError
+from groupwise.text.collector import shuffled
+from groupwise.text.task import Example, gym_examples, load_examples, without_overlap
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "a,\u2028b"', "answer": "é"}]
 EXAMPLES = [Example("1+1=", {"answer": "2"}), Example('say "a,\u2028b"', {"answer": "é"})]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
 
 
-def write_jsonl(path):
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n", encoding="utf-8")
+def write_parquet(rows, path):
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
 
 
-def write_json(path):
-    path.write_text(json.dumps(ROWS), encoding="utf-8")
-
-
-def write_csv(path):
-    path.write_text('prompt,answer\n1+1=,2\n"say ""a,\u2028b""",é\n', encoding="utf-8-sig")
-
-
-def write_parquet(path):
-    pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [("a.jsonl", write_jsonl), ("a.json", write_json), ("a.csv", write_csv), ("A.PARQUET", write_parquet)],
-)
-def test_every_kind_of_file_has_the_same_examples(tmp_path, name, write):
-    write(tmp_path / name)
-    assert load_examples(tmp_path / name) == EXAMPLES
-    assert load_examples(str(tmp_path / name)) == EXAMPLES
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_the_mark_that_some_editors_begin_files_with_is_no_part_of_them(tmp_path, name):
-    content = {"a.jsonl": '{"prompt": "a"}', "a.json": '["a"]', "a.csv": "prompt\na\n"}[name]
-    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
-    assert load_examples(tmp_path / name) == [Example("a", {})]
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "marked"])  # that some editors begin files with
+def test_every_kind_of_file_has_the_same_examples(tmp_path, mark):
+    texts = {"a.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n"}
+    texts |= {"a.json": json.dumps(ROWS), "a.csv": 'prompt,answer\n1+1=,2\n"say ""a,\u2028b""",é\n'}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(mark + text.encode())
+    write_parquet(ROWS, tmp_path / "A.PARQUET")
+    for name in (*texts, "A.PARQUET"):
+        assert load_examples(tmp_path / name) == load_examples(str(tmp_path / name)) == EXAMPLES
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, iter, datasets.Dataset.from_list, pd.DataFrame])
 def test_every_kind_of_object_has_the_same_examples(wrap):
     assert load_examples(wrap(ROWS)) == EXAMPLES
-
-
-def test_texts_are_prompts_without_columns():
     assert load_examples(["a", "b"]) == [Example("a", {}), Example("b", {})]
     assert load_examples(["a"], prompt_column="question") == [Example("a", {})]
 
 
 def test_messages_survive_parquet_with_its_empty_fields(tmp_path):
-    path = tmp_path / "a.parquet"
-    rows = [
-        {"prompt": MESSAGES, "level": 1},
-        {"prompt": [{"role": "user", "content": "hi", "name": None}], "level": None},
-    ]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
-    first, second = load_examples(path)
+    named = [{"role": "user", "content": "hi", "name": None}]
+    write_parquet([{"prompt": MESSAGES, "level": 1}, {"prompt": named, "level": None}], tmp_path / "a.parquet")
+    first, second = load_examples(tmp_path / "a.parquet")
     assert first == Example(tuple(MESSAGES), {"level": 1})
     assert second == Example(({"role": "user", "content": "hi"},), {"level": None})
 
 
 def test_another_prompt_column_and_columns_that_rows_lack():
-    rows = [{"question": "a", "x": 1}, {"question": "b", "y": 2}]
-    assert load_examples(rows, prompt_column="question") == [
-        Example("a", {"x": 1, "y": None}),
-        Example("b", {"x": None, "y": 2}),
-    ]
+    found = load_examples([{"question": "a", "x": 1}, {"question": "b", "y": 2}], prompt_column="question")
+    assert found == [Example("a", {"x": 1, "y": None}), Example("b", {"x": None, "y": 2})]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ([], "the data has no examples; fix"),
-        (
-            [{"question": "a", "prompts_": "b"}],
-            r"no column 'prompt'; it has 'prompts_', 'question'; fix: prompt_column",
-        ),
+        ([{"question": "a", "prompts_": "b"}], "no column 'prompt'; it has 'prompts_', 'question'"),
         ([{"prompt": "a"}, 3], r"the data, example 1: expected a mapping of columns or a text; got 3"),
         ([{"prompt": 3}], "example 0: prompt = 3: expected a text or a list of messages"),
         ([{"prompt": None}], "example 0: prompt = None"),
@@ -112,17 +82,13 @@ def test_bad_data_are_named(source, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.jsonl",
-            b'{"prompt": "a"}\n\n{"prompt": ',
-            r"a\.jsonl, line 3: Expecting value; fix: one JSON object a line",
-        ),
+        ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: Expecting value"),
         ("a.jsonl", b"\n", r"a\.jsonl has no examples"),
         ("a.json", b'{"prompt": "a"}', r"a\.json: expected .* list of examples; got {'prompt': 'a'}"),
         ("a.json", b"[1", r"a\.json, Expecting ',' delimiter: line 1 column 3"),
         ("a.csv", b"prompt,answer\n1,2\n1\n", r"a\.csv, near line 3: not as many fields as columns"),
         ("a.csv", b"prompt,answer\n1,2,3\n", r"a\.csv, near line 2: not as many fields as columns"),
-        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, near line 1: .*fix: quotes around"),
+        ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, .*; fix: "),
         ("a.csv", b"prompt,answer\n", r"a\.csv has no examples"),
         ("a.parquet", b"nothing", r"a\.parquet, .*; fix: write it again"),
         ("a.jsonl", b"\xff\xfe", r"a\.jsonl, 'utf-8' codec can't decode .*; fix: .*UTF-8"),
@@ -134,15 +100,12 @@ def test_bad_files_are_named_with_the_line(tmp_path, name, content, message):
         load_examples(tmp_path / name)
 
 
-def test_gym_data_are_always_the_same():
+def test_gym_data_are_always_the_same_and_both_parts_share_no_prompt():
     first = gym_examples("reasoning-gym:chain_sum", size=20)
     assert len(first) == 20
     assert set(first[0].columns) == {"task", "answer", "metadata"}
     assert first[0].columns["task"] == "chain_sum"
     assert first == gym_examples("chain_sum", size=20)
-
-
-def test_both_parts_of_gym_data_share_no_prompt():
     # the library itself draws item i from seed + i: neighbouring seeds have nearly all items in common
     large = {"min_digits": 5, "max_digits": 5}
     train, held_out = (gym_examples("products", size=100, part=part, kwargs=large) for part in ("train", "eval"))
@@ -150,14 +113,15 @@ def test_both_parts_of_gym_data_share_no_prompt():
 
 
 def test_gym_mistakes_get_the_nearest_name(monkeypatch):
-    with pytest.raises(UnknownNameError, match="unknown reasoning-gym task 'chain_sums': did you mean 'chain_sum'"):
-        gym_examples("chain_sums", size=3)
-    with pytest.raises(ConfigError, match=r"data_kwargs of reasoning-gym:chain_sum: .*'max_term'.*; fix: .*max_terms"):
-        gym_examples("chain_sum", size=3, kwargs={"max_term": 2})
-    with pytest.raises(ConfigError, match=r"data_kwargs .*'seed'"):
-        gym_examples("chain_sum", size=3, kwargs={"seed": 2})
+    for task, kwargs, message in [
+        ("chain_sums", {}, "unknown reasoning-gym task 'chain_sums': did you mean 'chain_sum'"),
+        ("chain_sum", {"max_term": 2}, "data_kwargs of reasoning-gym:chain_sum: .*'max_term'.*; fix: .*max_terms"),
+        ("chain_sum", {"seed": 2}, "data_kwargs .*'seed'"),
+    ]:
+        with pytest.raises(GroupwiseError, match=message):
+            gym_examples(task, size=3, kwargs=kwargs)
     monkeypatch.setattr("groupwise.errors.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match="'reasoning_gym' is not installed"):
+    with pytest.raises(GroupwiseError, match="'reasoning_gym' is not installed"):
         gym_examples("chain_sum", size=3)
 
 
@@ -177,14 +141,9 @@ def test_every_epoch_has_every_example_once(size, seed, epoch):
 
 def test_epochs_and_seeds_are_shuffled_differently_and_nothing_else_matters():
     first, second = shuffled(50, 0, 0), shuffled(50, 0, 1)
-    assert first != second
-    assert first != list(range(50))
-    assert shuffled(50, 1, 0) != first
+    assert len({tuple(order) for order in (first, second, shuffled(50, 1, 0), range(50))}) == 4
     random.seed(3)
     shuffled.cache_clear()
     assert shuffled(50, 0, 1) == second
-
-
-def test_the_order_never_changes():
     # recorded: a run that is resumed by a later version takes the same prompts
     assert shuffled(6, 0, 0) + shuffled(6, 0, 1) == [4, 5, 2, 1, 0, 3, 3, 2, 4, 0, 5, 1]

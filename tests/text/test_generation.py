@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import EOS, tiny_model
-from tiny_tokenizers import character_tokenizer
+from tiny_models import EOS, FAMILIES, tiny_model
+from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -19,7 +19,7 @@ from transformers import (
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.speed.decoding import FastDecoder
-from groupwise.text.generation import Decoder, complete
+from groupwise.text.generation import Decoder, DecodingState, complete
 from groupwise.text.policy import CausalLM
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
@@ -34,7 +34,6 @@ SLIDING = {  # windows of 6 tokens, which the longest prompt exceeds and every c
         Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
     ),
 }
-FAMILIES = ["llama", "qwen2", "gpt2", *SLIDING]
 
 
 def sharp_model(family="llama", vocab_size=40):
@@ -59,7 +58,7 @@ def backend(request):
     return make
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, *SLIDING])
 def family(request):
     return request.param
 
@@ -80,16 +79,16 @@ def rows(prompts, completions):
 
 def test_greedy_tokens_are_those_of_plain_generate(backend, family):
     model = sharp_model(family)
-    ours = backend(CausalLM(model))(PROMPTS, seeds(3), SamplingCfg(max_new_tokens=24), deterministic=True)
+    ours = backend(CausalLM(model))(PROMPTS, seeds(3), SamplingCfg(max_new_tokens=80), deterministic=True)
     for prompt, completion in rows(PROMPTS, ours):
         ids = torch.tensor([prompt])
-        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=80)
         assert completion.tokens == theirs[0, len(prompt) :].tolist()
         assert completion.tokens == read(model, prompt, completion.tokens).argmax(dim=-1).tolist()
 
 
 def test_log_probs_are_those_of_a_full_forward_under_the_processed_distribution(backend, family):
-    model, sampling = sharp_model(family), SamplingCfg(temperature=1.7, top_k=5, max_new_tokens=20)
+    model, sampling = sharp_model(family), SamplingCfg(temperature=1.7, top_k=5, max_new_tokens=70)
     written = backend(CausalLM(model))(PROMPTS, seeds(3, 3), sampling)
     for prompt, c in rows(PROMPTS, written):
         logits = read(model, prompt, c.tokens) / 1.7
@@ -199,11 +198,6 @@ def test_a_stop_string_ends_the_text_that_it_is_completed_in(backend):
     assert any(c.tokens[0] == plus and len(c.tokens) > 1 for c in group)
 
 
-def test_stop_strings_need_a_tokenizer(backend):
-    with pytest.raises(ConfigError, match=r"stop=\('x',\) needs a tokenizer"):
-        backend(CausalLM(tiny_model()))([[5]], seeds(1), SamplingCfg(stop=("x",)))
-
-
 def test_prompts_of_any_length_and_no_empty_one(backend):
     policy = CausalLM(sharp_model())
     generate, sampling = backend(policy), SamplingCfg(max_new_tokens=3)
@@ -213,37 +207,84 @@ def test_prompts_of_any_length_and_no_empty_one(backend):
         assert c.tokens == read(policy.model, prompt, c.tokens).argmax(dim=-1).tolist()
     with pytest.raises(DataError, match="prompt 1 has no tokens"):
         generate([[5], []], seeds(2), sampling)
+    with pytest.raises(ConfigError, match=r"stop=\('x',\) needs a tokenizer"):
+        generate([[5]], seeds(1), SamplingCfg(stop=("x",)))
 
 
 def test_the_models_own_generation_settings_say_nothing(backend):
     model = sharp_model()
-    expected = backend(CausalLM(model))(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
-    settings = GenerationConfig(
-        do_sample=True,
-        temperature=0.1,
-        top_k=2,
-        repetition_penalty=3.0,
-        no_repeat_ngram_size=1,
-        suppress_tokens=[expected[0][0].tokens[0]],
-        forced_eos_token_id=7,
-        min_new_tokens=5,
-        max_length=6,
-        num_beams=3,
-        num_return_sequences=2,
-        eos_token_id=EOS,
-    )
-    model.generation_config = settings
-    found = backend(CausalLM(model))(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
+    generate = backend(CausalLM(model))
+    expected = generate(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
+    first = expected[0][0].tokens[0]
+    settings = {"do_sample": True, "temperature": 0.1, "top_k": 2, "repetition_penalty": 3.0, "no_repeat_ngram_size": 1}
+    settings |= {"suppress_tokens": [first], "forced_eos_token_id": 7, "min_new_tokens": 5, "max_length": 6}
+    model.generation_config = GenerationConfig(**settings, num_beams=3, num_return_sequences=2, eos_token_id=EOS)
+    found = generate(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=12))
     assert [c.tokens for _, c in rows(PROMPTS, found)] == [c.tokens for _, c in rows(PROMPTS, expected)]
-    assert model.generation_config is settings
+    assert model.generation_config.num_beams == 3
 
 
 def test_half_precision_samples_from_the_logits_it_states(backend):
     model = sharp_model().bfloat16()
-    sampling = SamplingCfg(max_new_tokens=8, top_k=10)
-    for prompt, c in rows(PROMPTS, backend(CausalLM(model))(PROMPTS, seeds(3, 2), sampling)):
+    written = backend(CausalLM(model))(PROMPTS, seeds(3, 2), SamplingCfg(max_new_tokens=8, top_k=10))
+    for prompt, c in rows(PROMPTS, written):
         kept = torch.stack(c.support).long()
         place = (kept == torch.tensor(c.tokens)[:, None]).int().argmax(dim=1)
         p = torch.distributions.Categorical(logits=read(model, prompt, c.tokens).gather(1, kept))
         # bfloat16 has steps of 1/256: logits of up to 20, computed in another order
         torch.testing.assert_close(torch.tensor(c.log_probs), p.log_prob(place), rtol=0.1, atol=0.3)
+
+
+def test_completions_can_be_had_before_they_are_finished():
+    writing = DecodingState(torch.arange(3), SamplingCfg(max_new_tokens=6), [3])
+    logits = torch.full((3, 8), -10.0)
+    logits[:, 5] = 10
+    writing.write(logits)
+    logits[1, 3] = 30
+    writing.write(logits)
+    assert [c.tokens for c in writing.completions()] == [[5, 5], [5, 3], [5, 5]]
+
+
+def written(texts, sampling, tokenizer):
+    """What becomes of the texts when the model's logits leave it no choice but their tokens."""
+    scripts = [tokenizer(text)["input_ids"] for text in texts]
+    writing = DecodingState(torch.arange(len(texts)), sampling, [EOS], tokenizer)
+    for step in range(sampling.max_new_tokens):
+        logits = torch.full((len(writing.running), len(tokenizer)), -60.0)
+        for place, row in enumerate(writing.running.tolist()):
+            logits[place, scripts[row][step]] = 60.0
+        writing.write(logits)
+        if not len(writing.running):
+            break
+    return writing.completions()
+
+
+def test_stop_strings_end_a_text_at_the_token_that_completes_them():
+    tokenizer = tiny_tokenizer()
+    texts = ["the café is shut, so what", "an answer</answer> and more text", "an answer it is", "abcabd"]
+    short = written(texts, SamplingCfg(max_new_tokens=6, stop=("fé", "</answer>")), tokenizer)
+    assert {c.stop for c in short} == {"length"}
+    long = SamplingCfg(max_new_tokens=12, stop=("é", "r</a"))
+    first, second, *others = written([t + 20 * "x" for t in texts], long, tokenizer)
+    assert (first.stop, tokenizer.decode(first.tokens)) == ("stop", "the café")  # é is two tokens
+    assert second.stop == "stop"
+    assert "r</a" in tokenizer.decode(second.tokens)
+    assert "r</a" not in tokenizer.decode(second.tokens[:-1])
+    assert [c.stop for c in others] == ["length"] * 2
+    # before the last of the three bytes the text reads as another character
+    (c,) = written(["€€€€"], SamplingCfg(max_new_tokens=12, stop=("€€",)), tokenizer)
+    assert (c.stop, len(c.tokens)) == ("stop", 6)
+    # the end of text goes before a stop string that it completes
+    (c,) = written(["a<|im_end|>"], SamplingCfg(max_new_tokens=2, stop=("<|im_end|>",)), tokenizer)
+    assert (c.stop, c.tokens[-1]) == ("eos", EOS)
+
+
+def test_a_stop_string_far_into_a_text_is_found_without_reading_all_of_it_again():
+    tokenizer, read = tiny_tokenizer(), []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda tokens, **how: read.append(len(tokens)) or decode(tokens, **how)
+    text = 40 * "€q " + "€end and on"
+    (c,) = written([text], SamplingCfg(max_new_tokens=240, stop=("€end",)), tokenizer)
+    assert c.stop == "stop"
+    assert decode(c.tokens) == 40 * "€q " + "€end"
+    assert max(read) <= 4 * len("€end") + 8

@@ -1,25 +1,18 @@
 """Tasks of reasoning-gym: right answers count, others do not, and what cannot be told is refused."""
 
 import itertools
-import json
 
 import pytest
 from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
 from groupwise.errors import ConfigError
 from groupwise.text.builtin_rewards import COMPUTED_TASKS, REFUSED_TASKS, SCORED_TASKS, computes, is_right
-from groupwise.text.data import gym_examples
+from groupwise.text.task import gym_examples
 
 
 def solution(example):
     """A right answer of the example."""
-    task, answer, metadata = (example.columns[name] for name in ("task", "answer", "metadata"))
-    if task == "graph_color":
-        return json.dumps(metadata["possible_answer"])
-    if task == "rubiks_cube":
-        turns = reversed(metadata["scramble_moves"].split())
-        return " ".join(turn.removesuffix("'") if turn.endswith("'") else f"{turn}'" for turn in turns)
-    return answer
+    return example.columns["answer"]
 
 
 def judged(example, given):
@@ -34,13 +27,13 @@ def expect_solutions_alone(task, size):
         right = solution(example)
         assert judged(example, right), (task, right)
         wrong = [f"{right} 1", f"x{right}", f"The answer is {right}", f"{right}\n{right}", *JUNK]
-        if other is not None and task not in ("graph_color", "palindrome_generation"):
+        if other is not None and task != "palindrome_generation":
             wrong.append(solution(other))
         accepted = [given for given in wrong if given.strip() != right.strip() and judged(example, given)]
         assert accepted == [], task
 
 
-@pytest.mark.parametrize("task", sorted({*SCORED_TASKS, *COMPUTED_TASKS}))
+@pytest.mark.parametrize("task", sorted(SCORED_TASKS | COMPUTED_TASKS))
 def test_of_tasks_with_several_right_answers_solutions_count_alone(task):
     expect_solutions_alone(task, 4)
 
@@ -49,13 +42,13 @@ def test_of_tasks_with_several_right_answers_solutions_count_alone(task):
 @pytest.mark.filterwarnings("ignore")  # of what the tasks import
 def test_every_task_is_scored_or_refused():
     assert DATASETS.keys() >= {*SCORED_TASKS, *COMPUTED_TASKS, *REFUSED_TASKS}
-    for task in sorted(DATASETS.keys() - REFUSED_TASKS.keys()):
+    for task in sorted(DATASETS.keys() - REFUSED_TASKS):
         expect_solutions_alone(task, 1)
 
 
 @pytest.mark.parametrize("task", sorted(REFUSED_TASKS))
 def test_tasks_that_cannot_be_judged_are_refused(task):
-    with pytest.raises(ConfigError, match=rf"reasoning-gym:{task} .*{REFUSED_TASKS[task]}; fix: a reward of your own"):
+    with pytest.raises(ConfigError, match=rf"reasoning-gym:{task} .*; fix: a reward of your own"):
         is_right(task, "1", "1", {})
 
 
@@ -103,10 +96,4 @@ def test_close_is_not_equal():
 
 
 def test_another_solution_counts():
-    queens = "_ Q _ _\n_ _ _ Q\nQ _ _ _\n_ _ Q _"
-    assert is_right("n_queens", queens, "_ _ Q _\nQ _ _ _\n_ _ _ Q\n_ Q _ _", {"valid_answers": [queens]})
-    assert is_right("polynomial_equations", "2.0,-1.5", "-1.5, 2.0", {})
-    assert not is_right("polynomial_equations", "2.0,-1.5001", "-1.5, 2.0", {})
-    assert not is_right("polynomial_equations", "none", "", {})
-    assert is_right("polynomial_equations", "", "", {})
     assert is_right("countdown", "5 + 1", "1 + 5", {"numbers": [1, 5], "target": 6})

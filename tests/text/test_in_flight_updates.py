@@ -11,22 +11,14 @@ from async_runs import ITERATIONS, PROMPTS, assert_nothing_runs, run
 from vllm_double import GENERATE, VLLMDouble
 
 import groupwise as gw
-from groupwise import run as running
-from groupwise import serving as http
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextTaskCfg
 from groupwise.serving import GroupRequest, HttpClient, VLLMServer
-from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
+from groupwise.text.collector import Dialogue, Transcript
 from groupwise.text.generation import Completion
 from groupwise.text.load import load_causal_lm
 from groupwise.text.served import ServedGenerator
-from groupwise.text.transcripts import Dialogue, Transcript
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(running, "plot_curve", lambda *args: None)
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
 
 
 class Weights(gw.Callback):
@@ -96,11 +88,9 @@ def test_only_the_policy_asked_for_or_a_later_one_of_the_run_may_generate():
 
     assert allowed("run-9", "run-9")
     assert allowed("run-9", "run-10")
-    assert not allowed("run-10", "run-9")
-    assert not allowed("run-9", "other-10")
-    assert not allowed("run-9", "default")
-    assert not allowed("run-9", "run-")
     assert allowed("run-9", "run-9", in_flight=False)
+    assert not any(allowed("run-9", version) for version in ("run-8", "other-10", "default", "run-"))
+    assert not allowed("run-10", "run-9")
     assert not allowed("run-9", "run-10", in_flight=False)
 
 
@@ -114,10 +104,6 @@ def test_servers_never_go_back_to_an_earlier_policy(model, double, tmp_path):
     generate.load(1)
     assert double.version.endswith("-2")
     assert generate.policy_version == 2
-    generate.forget()
-    generate.save(3)
-    generate.load(3)
-    assert double.version.endswith("-3")
 
 
 class OneAtATime:

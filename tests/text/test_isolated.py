@@ -16,7 +16,7 @@ from groupwise.text import builtin_rewards
 from groupwise.text.builtin_rewards import MathReward, RegexReward
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.sandbox import MathVerifier
-from groupwise.text.tools import CALL_WINDOW, IsolatedTool, ask, make_tool
+from groupwise.text.tools import IsolatedTool, ask, make_tool
 
 TIMEOUT = 2.0
 
@@ -45,27 +45,19 @@ def reward_set(*functions, timeout=TIMEOUT):
 
 
 def score(rewards, *completions):
-    return rewards.score(["p"] * len(completions), completions, [[0]] * len(completions), {})
+    columns = {"answer": ["4"] * len(completions)}
+    return rewards.score(["p"] * len(completions), completions, [[0]] * len(completions), columns)
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """The process starts once for several tests."""
+def test_an_isolated_reward_scores_and_logs_as_any_and_what_it_raises_ends_training():
     rewards = reward_set(lengths)
-    yield rewards
-    rewards.close()
-
-
-def test_an_isolated_reward_scores_and_logs_as_any(shared):
-    assert score(shared, "a", "bb").reward == (1, 2)
-    assert score(shared, "ccc").reward == (3,)
-    assert shared.take_logged() == {"characters": 3.0}
-
-
-def test_what_an_isolated_reward_raises_ends_training(shared):
-    with pytest.raises(RewardError, match=r"reward 'lengths' raised ValueError: no number; fix") as caught:
-        score(shared, "raises")
+    assert score(rewards, "a", "bb").reward == (1, 2)
+    assert score(rewards, "ccc").reward == (3,)
+    assert rewards.take_logged() == {"characters": 3.0}
+    with pytest.raises(RewardError, match=r"reward 'lengths' raised .*ValueError: no number; fix") as caught:
+        score(rewards, "raises")
     assert 'raise ValueError("no number")' in caught.value.__cause__.__notes__[0]
+    rewards.close()
 
 
 @pytest.mark.slow
@@ -81,22 +73,6 @@ def test_a_call_that_is_lost_gives_no_reward_and_the_next_one_works(how, caplog)
     assert f"reward 'lengths' failed for 2 of 2 completions: reward 'lengths' {why}" in caplog.text
     assert score(rewards, "a", "bb").reward == (2, 3)
     rewards.close()
-
-
-def failing(completions, **_):
-    return [RewardError("the judge is down") if completion == "bad" else 1.0 for completion in completions]
-
-
-def test_training_stops_above_a_fifth_of_failed_scores():
-    rewards = reward_set(failing, timeout=None)
-    for _ in range(2):
-        assert score(rewards, "bad").reward == (None,)
-    assert score(rewards, "good").reward == (1.0,)
-    with pytest.raises(RewardError, match="more than 20% of the scores of 10 calls failed"):
-        score(rewards, "bad")
-    rewards = reward_set(failing, timeout=None)
-    for _ in range(30):  # exactly a fifth
-        assert score(rewards, "bad", *["good"] * 4).reward[0] is None
 
 
 def forks(completions, **_):
@@ -152,24 +128,16 @@ def tool(text):
     return text.upper()
 
 
-def test_a_tool_that_hangs_is_answered_by_an_error_and_stops_training_above_a_fifth(monkeypatch):
+def test_a_tool_that_hangs_is_answered_by_an_error():
     isolated = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), tool)
     assert isinstance(isolated, IsolatedTool)
     assert ask(isolated, "yes") == "YES"
     assert ask(isolated, "nothing") is None
-    with pytest.raises(ToolError, match=r"the tool raised ValueError: no number\n  its input: 'raises'"):
+    with pytest.raises(ToolError, match=r"the tool raised .*ValueError: no number\n  its input: 'raises'"):
         ask(isolated, "raises")
     assert ask(isolated, "hangs") == "error: the tool took longer than 2 s"
     assert ask(isolated, "yes") == "YES"
-    isolated._lost.extend([True] * (CALL_WINDOW // 5 - 1))
-    assert ask(isolated, "yes") == "YES"
-    isolated._lost.append(True)
-    with pytest.raises(ToolError, match="more than 20% of 100 calls took too long"):
-        ask(isolated, "yes")
     isolated.close()
-
-
-def test_tool_timeout_needs_a_tool():
     with pytest.raises(ValueError, match=r"tool_timeout=1\.0 has no effect without a tool"):
         TextTaskCfg(tool_timeout=1.0)
 
@@ -185,10 +153,8 @@ def test_a_pattern_that_takes_too_long_gives_no_reward(monkeypatch, caplog):
 ENDLESS = "\\boxed{9^{9^{9^{9}}}}"
 
 
-def math_scores(reward, *completions):
-    rewards = RewardSet([make_reward(RewardCfg(name="given"), reward)])
-    columns = {"answer": ["4"] * len(completions)}
-    return rewards.score(["p"] * len(completions), completions, [[0]] * len(completions), columns).reward
+def math_set(**settings):
+    return RewardSet([make_reward(RewardCfg(name="given"), MathReward(**settings))])
 
 
 def test_64_answers_that_take_too_long_are_wrong_end_no_run_and_are_not_remembered(monkeypatch, caplog):
@@ -199,30 +165,28 @@ def test_64_answers_that_take_too_long_are_wrong_end_no_run_and_are_not_remember
         raise TimeoutError
 
     monkeypatch.setattr(MathVerifier, "same", too_long)
-    reward = MathReward()
-    assert math_scores(reward, *[ENDLESS] * 64) == (0.0,) * 64
+    assert score(math_set(), *[ENDLESS] * 64).reward == (0.0,) * 64
     assert len(calls) == 64
     assert not caplog.records
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of CPU time")
 def test_a_comparison_has_cpu_time_and_is_no_failure_when_it_is_used_up(caplog):
-    reward = MathReward(seconds=0.5)
-    began = time.monotonic()
-    assert math_scores(reward, ENDLESS, "\\boxed{2*2}", ENDLESS) == (0.0, 1.0, 0.0)
+    rewards, began = math_set(seconds=0.5), time.monotonic()
+    assert score(rewards, ENDLESS, "\\boxed{2*2}", ENDLESS).reward == (0.0, 1.0, 0.0)
     assert time.monotonic() - began < 60
     assert not caplog.records
-    reward.close()
+    rewards.close()
 
 
 def test_a_comparison_whose_process_dies_gives_no_reward_and_is_tried_again(monkeypatch, caplog):
-    reward = MathReward()
-    assert math_scores(reward, "\\boxed{8/2}") == (1.0,)
+    rewards = math_set()
+    assert score(rewards, "\\boxed{8/2}").reward == (1.0,)
     answer = MathVerifier._ask
     monkeypatch.setattr(MathVerifier, "_ask", lambda self, process, *_: process.kill() or answer(self, process, *_))
     caplog.set_level(logging.WARNING)
-    assert math_scores(reward, "\\boxed{8/2}", "\\boxed{12/3}") == (1.0, None)  # the first one is remembered
+    assert score(rewards, "\\boxed{8/2}", "\\boxed{12/3}").reward == (1.0, None)  # the first one is remembered
     assert "the process that compares answers gave none" in caplog.text
     monkeypatch.undo()
-    assert math_scores(reward, "\\boxed{12/3}") == (1.0,)
-    reward.close()
+    assert score(rewards, "\\boxed{12/3}").reward == (1.0,)
+    rewards.close()

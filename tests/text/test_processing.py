@@ -1,14 +1,13 @@
 import pytest
 import torch
+from text_updates import rows_of, updated
 from tiny_models import moved, tiny_model
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from groupwise.algorithms.grpo import GRPO
-from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
-from groupwise.text.generation import complete, kept_tokens, penalized
+from groupwise.text.collector import TextRow, text_rollout
+from groupwise.text.generation import kept_tokens, penalized
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 
 def test_penalties_by_hand():
@@ -26,20 +25,14 @@ def test_penalty_and_filters_are_those_of_transformers():
     text = torch.randint(300, (50, 40), generator=generator)
     ours, _ = penalized(logits, SamplingCfg(repetition_penalty=1.3), text, text[:, :0])
     torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(1.3)(text, logits.clone()))
-    for sampling, warpers in (
-        (SamplingCfg(top_k=100), [TopKLogitsWarper(100)]),
-        (SamplingCfg(top_p=0.8), [TopPLogitsWarper(0.8)]),
-        (SamplingCfg(min_p=0.1), [MinPLogitsWarper(0.1)]),
-        (
-            SamplingCfg(top_k=20, top_p=0.7, min_p=0.2),
-            [TopKLogitsWarper(20), TopPLogitsWarper(0.7), MinPLogitsWarper(0.2)],
-        ),
-    ):
+    warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    for settings in ({"top_k": 100}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.7, "min_p": 0.2}):
         scores = logits.clone()
-        for warper in warpers:
-            scores = warper(text, scores)
+        for name, value in settings.items():
+            scores = warpers[name](value)(text, scores)
         expected = [row.isfinite().nonzero()[:, 0].tolist() for row in scores]
-        assert [[token for token in row if token >= 0] for row in kept_tokens(logits, sampling).tolist()] == expected
+        kept = kept_tokens(logits, SamplingCfg(**settings)).tolist()
+        assert [[token for token in row if token >= 0] for row in kept] == expected
 
 
 def test_what_is_kept_is_bounded_and_never_empty():
@@ -109,11 +102,9 @@ def test_scores_and_gradients_are_those_of_a_plain_loop(head):
 
 def test_what_was_kept_stays_kept_when_the_policy_changes():
     policy = CausalLM(moved(tiny_model(), 0.3), SamplingCfg(top_p=0.3, max_new_tokens=12), eos_ids=(3,))
-    (group,) = complete(policy, [PROMPT], torch.arange(8)[None])
-    rows = [TextRow(PROMPT, c.tokens, c.log_probs, float(sum(c.tokens)), True, 0, None, c.support) for c in group]
-    rollout = text_rollout(rows)
-    cfg = GRPOCfg(group_size=8, num_epochs=20, minibatch_size=10_000, learning_rate=1e-2, max_grad_norm=100.0)
-    metrics = GRPO(cfg, policy).update(rollout)
+    rollout = text_rollout(rows_of(policy, [PROMPT], torch.arange(8)[None], lambda _, tokens: float(sum(tokens))))
+    settings = {"group_size": 8, "num_epochs": 20, "learning_rate": 1e-2, "max_grad_norm": 100.0}
+    _, metrics = updated(policy, rollout, **settings)
     assert metrics["train/approx_kl"] > 0.01
     mask = rollout["loss_mask"]
     with torch.no_grad():

@@ -6,7 +6,7 @@ from tokenizers.processors import TemplateProcessing
 
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.data import Example, PromptEncoder
+from groupwise.text.task import Example, PromptEncoder
 
 CHAT = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
 USER = {"role": "user", "content": "1+1="}
@@ -122,13 +122,6 @@ def test_long_prompts_are_refused_or_left_out_and_never_cut():
     assert [len(prompt.tokens) for prompt in encoder(tokenizer).select(examples)] == [3, 5, 4]
     with pytest.raises(DataError, match="more than 4 tokens"):
         encoder(tokenizer, max_prompt_tokens=9).select(examples, context=4)
-
-
-def test_completions_are_decoded_without_special_tokens():
-    chat = encoder()
-    tokens = tiny_tokenizer()("4 <answer>é</answer>")["input_ids"]
-    assert chat.decode([*tokens, END]) == "4 <answer>é</answer>"
-    assert chat.decode([]) == ""
 
 
 def test_no_system_prompt_where_there_are_no_conversations():

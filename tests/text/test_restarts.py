@@ -6,29 +6,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served_groups import SAMPLING, TASK, assert_alike, move, native, served
+from served_groups import SAMPLING, TASK, assert_alike, native, served
+from tiny_models import moved
 from vllm_double import VLLMDouble
 
 import groupwise as gw
 from groupwise import serving as http
-from groupwise import serving as placed
 from groupwise.config.policy import SamplingCfg
 from groupwise.serving import HttpClient, VLLMServer
 from groupwise.text import build as connect
 from groupwise.text import served as serving
 from groupwise.text.load import load_causal_lm
 from groupwise.text.served import ServedGenerator
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(http, "_FIRST_WAIT", 0.01)
-
-
-@pytest.fixture
-def double(model):
-    with VLLMDouble(model) as server:
-        yield server
 
 
 class Moving:
@@ -68,10 +57,13 @@ def moving(model):
 
 
 def generator_of(moving, tmp_path):
-    policy = load_causal_lm(gw.ModelCfg(path=str(moving.model)), SamplingCfg(max_new_tokens=4))
-    move(policy)
+    policy = moved(load_causal_lm(gw.ModelCfg(path=str(moving.model)), SamplingCfg(max_new_tokens=4)))
     client = HttpClient(moving.url(), timeout=20.0, retries=2, locate=moving.url)
     return ServedGenerator([VLLMServer(client, adapters=False)], policy, tmp_path / "weights")
+
+
+def assert_native(generate):
+    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
 
 
 MOVES = [VLLMDouble.generate_path, VLLMDouble.load_path]
@@ -84,7 +76,7 @@ def test_a_server_that_is_started_again_elsewhere_gets_its_weights_again(moving,
     before = moving.url()
     moving.move_at(path)
     generate.update(0)
-    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+    assert_native(generate)
     assert generate.servers[0].url == moving.url() != before
 
 
@@ -94,7 +86,7 @@ def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path)
     moving.double.__exit__()
     timer = threading.Timer(2.0, moving.move)  # all tries of a call take 0.03 s
     timer.start()
-    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+    assert_native(generate)
     moving.double.__exit__()
     generate.servers[0]._client.timeout = 0.2
     with pytest.raises(gw.errors.ServerError, match=r"http://.* was lost, and not started again in 0\.4 s"):
@@ -114,15 +106,15 @@ def test_a_server_that_is_lost_while_its_weights_get_their_name_gets_them_again(
     double.fault = restart_once
     generate.update(0)
     assert named
-    assert_alike(generate(**TASK, sampling=SAMPLING["plain"]), native(generate.policy, SAMPLING["plain"]))
+    assert_native(generate)
 
 
 def test_a_run_that_begins_after_a_restart_finds_the_new_address(moving, tmp_path):
-    (place,) = placed.create(tmp_path, 1)
+    (place,) = http.create(tmp_path, 1)
     before = moving.url()
-    place.is_at(before)
+    place.say(url=before)
     moving.move()
-    timer = threading.Timer(0.3, place.is_at, [moving.url()])
+    timer = threading.Timer(0.3, place.say, kwargs={"url": moving.url()})
     timer.start()
     client = connect._client_of(place, {"timeout": 20.0, "retries": 2})
     timer.join()
@@ -130,21 +122,12 @@ def test_a_run_that_begins_after_a_restart_finds_the_new_address(moving, tmp_pat
     VLLMServer(client, adapters=False).check()
 
 
-def test_without_retries_no_restart_is_waited_for():
-    def never():
-        raise AssertionError("asked where the server is, though no call follows")
-
-    client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0, locate=never)
-    with pytest.raises(gw.errors.ServerError, match="no answer in 1 tries"):
-        client.get("/health")
-
-
-def test_calls_of_other_threads_that_fail_do_not_repeat_an_update():
-    client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0)
+def test_without_retries_no_restart_is_waited_for_and_calls_of_other_threads_do_not_repeat_an_update():
+    client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0, locate=lambda: pytest.fail("no call follows"))
 
     def fail():
-        with pytest.raises(gw.errors.ServerError):
-            client.get("/health")
+        with pytest.raises(gw.errors.ServerError, match="no answer in 1 tries"):
+            client.call("/health")
         return client.failures
 
     with ThreadPoolExecutor(1) as pool:

@@ -1,7 +1,7 @@
 import pytest
 
 from groupwise.errors import DataError
-from groupwise.text.transcripts import TextRow, text_rollout
+from groupwise.text.collector import TextRow, text_rollout
 
 ROWS = [
     TextRow([7, 8], [4, 5, 3], [-0.5, -1.0, -1.5], 2.0, True, 0),

@@ -1,54 +1,24 @@
 """Whole runs of a model that has a tool: trained, resumed, evaluated, sampled."""
 
+import itertools
 import json
 
 import pandas
 import pytest
-import torch
-from safetensors.torch import load_file
-from text_runs import numbers, save_model, share_copied, train
+from text_runs import Count, logged, numbers, same_weights, save_model, share_copied, train
 
 import groupwise as gw
 from groupwise import cli
 from groupwise.report.folder import RunFolder
 from groupwise.text import tools
-from groupwise.text.tools import Tool
 
-ENDS = ("5", "6", "7")
+ENDS = Count.stop
 TURNS = {"max_turns": 3, "tool_answer": " {} "}
 
 
-class Count(Tool):
-    """Ends turns at some digits, and answers with how many characters they have."""
-
-    stop = ENDS
-
-    def __call__(self, text):
-        return str(len(text)) if text.endswith(ENDS) else None
-
-
-class Asked(Count):
-    def __init__(self):
-        self.texts = []
-
-    def __call__(self, text):
-        self.texts.append(text)
-        return super().__call__(text)
-
-
-def counting(reward=share_copied, tool=None, rows=None, **settings):
-    rows = rows or numbers()
-    settings = TURNS | settings
-    return gw.TextTask(rows[:40], reward=reward, eval_data=rows[60:64], tool=tool or Count(), **settings)
-
-
-def weights(run):
-    return load_file(run.path / "checkpoints" / "latest" / "policy.safetensors")
-
-
-def timeless(run):
-    ignored = ("time/", "eval/")
-    return [{k: v for k, v in entry.items() if not k.startswith(ignored)} for entry in run.metrics()]
+def counting(reward=share_copied, tool=None):
+    rows = numbers()
+    return gw.TextTask(rows[:40], reward=reward, eval_data=rows[60:64], tool=tool or Count(), **TURNS)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +48,15 @@ def test_sampler_and_trainer_agree_over_turns(sampling, model, tmp_path):
         assert entry["rollout/sampler_kl"] < 1e-8
         assert 1 < entry["rollout/turns_mean"] < 3
     assert run.metrics()[-1]["train/grad_norm"] > 0
+    if not sampling:  # a plain function is asked where the sampling stops
+        settings["sampling"]["stop"] = ENDS
+        same = train(counting(tool=Count().__call__), model, tmp_path / "same", **settings)
+        assert logged(same, "eval/") == logged(run, "eval/")
 
 
-def test_groups_to_look_at_hold_the_answers(counted):
+def test_a_run_leaves_its_tool_in_the_settings_and_groups_with_answers_to_look_at(counted):
+    recorded = json.loads((counted.path / "config.json").read_text())
+    assert (recorded["task"]["tool"], recorded["task"]["max_turns"]) == ("<given in Python>", 3)
     table = pandas.read_parquet(sorted((counted.path / "groups").iterdir())[-1])
     written, answered = table[table.loss_mask], table[~table.loss_mask]
     assert answered.ratio.isna().all()
@@ -92,74 +68,53 @@ def test_groups_to_look_at_hold_the_answers(counted):
     assert (written.groupby(["group", "member"]).size() <= 4 * turns).all()
 
 
-def test_the_tool_is_recorded_with_the_settings(counted):
-    recorded = json.loads((counted.path / "config.json").read_text())
-    assert (recorded["task"]["tool"], recorded["task"]["max_turns"]) == ("<given in Python>", 3)
-
-
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model, tmp_path):
     cfg = gw.GRPOCfg(group_size=4, learning_rate=1e-3, kl_coef=0.1)
     whole = train(counting(), model, tmp_path / "whole", cfg, total_steps=250, checkpoint_interval=1)
     part = train(counting(), model, tmp_path / "part", cfg, total_steps=90, checkpoint_interval=1)
     assert part.summary["iterations"] < whole.summary["iterations"]
-    task = counting()
-    given = task.given | {"tool": None}
-    with pytest.raises(
-        gw.errors.ConfigError,
-        match=r"was given tool in Python; fix: from Python, give the same again, as in gw.resume\(.*, tool=\.\.\.\)",
-    ):
-        gw.resume(part.path, 250, **given)
-    again = gw.resume(part.path, 250, **given | {"tool": Count()})
-    ours, theirs = weights(again), weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert timeless(again) == timeless(whole)
+    given = counting().given
+    with pytest.raises(gw.errors.ConfigError, match=r"was given tool in Python; fix: .*gw.resume\(.*, tool=\.\.\.\)"):
+        gw.resume(part.path, 250, **given | {"tool": None})
+    again = gw.resume(part.path, 250, **given)
+    assert same_weights(again, whole)
+    assert logged(again, "eval/") == logged(whole, "eval/")
 
 
-@pytest.mark.parametrize("preset", ["agilerl_turn", "agilerl_turn_ratio", "remax", "dr_grpo"])
-def test_turns_are_open_to_ratios_and_credit(preset, model, tmp_path):
-    run = train(counting(), model, tmp_path / "run", gw.GRPOCfg(group_size=4, learning_rate=1e-3), preset=preset)
-    assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
+@pytest.mark.parametrize("preset", ["agilerl_turn", "agilerl_turn_ratio", "remax", "dr_grpo", "ppo"])
+def test_turns_are_open_to_ratios_and_credit_which_need_a_tool(preset, model, tmp_path):
+    cfg = gw.GRPOCfg(group_size=4, learning_rate=1e-3)
+    settings = {"algorithm": gw.PPOCfg()} if preset == "ppo" else {"algorithm": cfg, "preset": preset}
+    run = train(counting(), model, tmp_path / "run", **settings)
+    assert all(entry["rollout/sampler_kl"] < 1e-8 and entry["rollout/turns_mean"] > 1 for entry in run.metrics())
     assert max(entry["train/grad_norm"] for entry in run.metrics()) > 0
     if preset == "dr_grpo":  # the longest completion is three turns of four tokens
         assert run.cfg.algorithm.objective.aggregation.max_length == 12
-
-
-@pytest.mark.parametrize(
-    ("preset", "message"),
-    [
-        (
-            "agilerl_turn",
-            r"credit\.returns='turn' needs turns, and without a tool a completion is one turn; fix: task\.tool",
-        ),
-        ("agilerl_turn_ratio", r"objective\.ratio='turn' needs turns, and without a tool .*fix: task\.tool"),
-    ],
-)
-def test_without_a_tool_turns_are_refused(preset, message, model, tmp_path):
-    with pytest.raises(gw.errors.ConfigError, match=message):
-        train(gw.TextTask(numbers(), reward=share_copied), model, tmp_path / "run", "grpo", preset=preset)
-    assert not (tmp_path / "run").exists()
-
-
-def test_ppo_and_the_other_generator_have_turns_too(model, tmp_path):
-    run = train(counting(), model, tmp_path / "run", gw.PPOCfg(), num_prompts=8)
-    assert all(entry["rollout/sampler_kl"] < 1e-8 and entry["rollout/turns_mean"] > 1 for entry in run.metrics())
+    if preset.startswith("agilerl"):
+        setting = {"agilerl_turn": "credit.returns", "agilerl_turn_ratio": "objective.ratio"}[preset]
+        with pytest.raises(gw.errors.ConfigError, match=f"{setting}='turn' needs turns, and without a tool"):
+            train(gw.TextTask(numbers(), reward=share_copied), model, tmp_path / "none", "grpo", preset=preset)
+        assert not (tmp_path / "none").exists()
 
 
 def test_evaluation_plays_the_same_turns(counted):
-    seen = {}
+    seen, asked = {}, []
 
     def copied(prompts, completions, **columns):
         seen.update(zip(prompts, completions, strict=True))
         return share_copied(prompts, completions)
 
-    task, tool = counting(), Asked()
-    given = task.given | {"reward": copied, "tool": tool}
-    found = gw.evaluate(counted.path, **given)
+    class Asked(Count):
+        def __call__(self, text):
+            asked.append(text)
+            return super().__call__(text)
+
+    found = gw.evaluate(counted.path, **counting().given | {"reward": copied, "tool": Asked()})
     assert len(seen) == 4
     turns = {prompt: replayed(text) for prompt, text in seen.items()}
     # a text that was cut is not asked about, nor is the third turn
     calls = [turn for parts in turns.values() for turn in parts[:2] if turn.endswith(ENDS)]
-    assert sorted(text for text in tool.texts if text.endswith(ENDS)) == sorted(calls)
+    assert sorted(text for text in asked if text.endswith(ENDS)) == sorted(calls)
     assert calls
     assert found.rewards == tuple((reward,) for reward in share_copied(seen, seen.values()))
     for length, parts in zip(found.lengths, turns.values(), strict=True):
@@ -180,14 +135,12 @@ def test_of_messages_rewards_get_messages(tmp_path):
     def first_digit(completions, **columns):
         for messages in completions:
             roles.add(tuple(message["role"] for message in messages))
-            assert all(
-                tool["content"] == str(len(said["content"]))
-                for said, tool in zip(messages[::2], messages[1::2], strict=False)
-            )
+            for said, answer in itertools.pairwise(messages):
+                assert answer["role"] != "tool" or answer["content"] == str(len(said["content"]))
         return [float(messages[-1]["content"][:1] == "1") for messages in completions]
 
-    settings = {"tool": Count(), "max_turns": 2}
-    run = train(gw.TextTask(rows[:40], reward=first_digit, eval_data=rows[60:64], **settings), model, tmp_path / "run")
+    task = gw.TextTask(rows[:40], reward=first_digit, eval_data=rows[60:64], tool=Count(), max_turns=2)
+    run = train(task, model, tmp_path / "run")
     assert roles == {("assistant",), ("assistant", "tool", "assistant")}
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
 
@@ -216,15 +169,6 @@ def test_a_tool_that_fails_ends_the_run_and_says_what_it_was_given(model, tmp_pa
     def broken(text):
         raise KeyError("unit")
 
-    settings = {"sampling": {"max_new_tokens": 4, "stop": ENDS}, "run_dir": tmp_path / "run", "model": model}
-    with pytest.raises(
-        gw.errors.ToolError, match=r"the tool raised KeyError: 'unit'\s+its input: '\d*[567]'\s+fix: the tool"
-    ):
-        train(counting(tool=broken), **settings)
-
-
-def test_a_plain_function_is_asked_where_the_sampling_stops(model, tmp_path):
-    settings = {"sampling": {"max_new_tokens": 4, "stop": ENDS}, "total_steps": 60}
-    run = train(counting(tool=Count().__call__), model, tmp_path / "run", **settings)
-    same = train(counting(), model, tmp_path / "same", total_steps=60)
-    assert timeless(run) == timeless(same)
+    sampling = {"max_new_tokens": 4, "stop": ENDS}
+    with pytest.raises(gw.errors.ToolError, match=r"the tool raised KeyError: 'unit'\s+its input: '\d*[567]'\s+fix:"):
+        train(counting(tool=broken), model, tmp_path / "run", sampling=sampling)

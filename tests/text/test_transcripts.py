@@ -10,12 +10,12 @@ from tiny_tokenizers import END, character_tokenizer, tiny_tokenizer
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextTaskCfg
 from groupwise.seeding import derive_seed
-from groupwise.text.data import EncodedPrompt, Example, PromptEncoder
+from groupwise.text.collector import Dialogue, TextRow, Transcript, score, text_rollout, write
 from groupwise.text.generation import Completion, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardFunction, RewardSet
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
 from groupwise.text.tools import Calculator, Tool
-from groupwise.text.transcripts import Dialogue, TextRow, Transcript, score, text_rollout, write
 
 CHARACTERS = "0123456789+=<>/calcresut "
 SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))
@@ -259,7 +259,7 @@ def _expect_transcript(transcript, row, model, cfg, tokenizer, encoder, policy):
         read += written
         turn += [number] * len(written)
         if number < transcript.turns - 1:
-            answered = tokenizer(f"={Digits()(encoder.decode(written))}+")["input_ids"]
+            answered = tokenizer(f"={Digits()(tokenizer.decode(written, skip_special_tokens=True))}+")["input_ids"]
             read += answered
             turn += [-1] * len(answered)
     count = len(read)

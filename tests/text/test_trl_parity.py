@@ -17,8 +17,8 @@ from variants import SETTINGS
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "trl_parity.json").read_text())

@@ -1,17 +1,16 @@
 """Updates on texts of several turns: what was answered trains nothing, ratios and credit of turns, layouts."""
 
 import pytest
+import text_updates
 import torch
 from credit_rollouts import credit, preset
+from text_updates import SGD, flat
 from tiny_models import tiny_model
 
-from groupwise.algorithms.grpo import GRPO
 from groupwise.config import load as presets
-from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import transition_view
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
 PRESETS = ["agilerl_turn", "agilerl_turn_ratio", "gspo", "grpo"]
 
@@ -42,12 +41,8 @@ def some_rows():
 
 
 def updated(rollout, name, **settings):
-    chosen = presets.objective_preset(name).settings
-    fixed = {"group_size": 3, "num_epochs": 1, "minibatch_size": 10_000, "max_grad_norm": None}
-    cfg = GRPOCfg(**fixed | {"optimizer": {"name": "sgd"}, "learning_rate": 0.1} | chosen | settings)
-    policy = CausalLM(tiny_model(), SamplingCfg())
-    metrics = GRPO(cfg, policy).update(rollout)
-    return torch.cat([p.detach().flatten() for p in policy.parameters()]), metrics
+    chosen = SGD | presets.objective_preset(name).settings | {"group_size": 3}
+    return text_updates.updated(CausalLM(tiny_model()), rollout, **chosen | settings)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -68,7 +63,7 @@ def test_what_was_answered_has_neither_loss_nor_gradient(name):
 
 def test_logits_before_what_was_answered_get_no_gradient():
     rollout = text_rollout(some_rows()[:3])
-    policy = CausalLM(tiny_model(), SamplingCfg())
+    policy = CausalLM(tiny_model())
     data = transition_view(rollout)
     seen = []
     read = policy._hidden
@@ -90,17 +85,12 @@ def test_logits_before_what_was_answered_get_no_gradient():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("change", ["micro-batches", "order"])
-def test_an_update_is_the_same_however_its_rows_are_laid_out(name, change):
+def test_an_update_is_the_same_however_its_rows_are_laid_out(name):
     rows = some_rows()
-    expected, _ = updated(text_rollout(rows), name)
-    match change:
-        case "micro-batches":
-            other, _ = updated(text_rollout(rows), name, micro_batch_size=8)
-        case "order":
-            other, _ = updated(text_rollout([rows[i] for i in (4, 1, 3, 0, 5, 2)]), name)
-    torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(expected, torch.cat([p.flatten() for p in tiny_model().parameters()]))
+    expected, _ = updated(rows, name)
+    assert not torch.equal(expected, flat(tiny_model()))
+    for other, size in ((rows, 8), ([rows[i] for i in (4, 1, 3, 0, 5, 2)], None)):
+        torch.testing.assert_close(updated(other, name, micro_batch_size=size)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_ratio_of_a_turn_is_the_mean_over_its_own_tokens():
@@ -115,12 +105,9 @@ def test_the_ratio_of_a_turn_is_the_mean_over_its_own_tokens():
     # over all six: (2 * .5 * 1 + 2 * .5 * 1.2 - 2 * .5 * 1) / 6, as a loss
     assert turn["train/policy_loss"].item() == pytest.approx(-1.2 / 6, abs=1e-5)
     # token by token, the ratios exp(.5) and exp(-.5) of turn 0 are out of range, too
-    _, token = updated(text_rollout(rows), "dr_grpo", objective=token_ratio())
+    by_token = presets.objective_preset("agilerl_turn_ratio").settings["objective"] | {"ratio": "token"}
+    _, token = updated(text_rollout(rows), "dr_grpo", objective=by_token)
     assert token["train/clip_fraction"].item() == pytest.approx(4 / 6)
-
-
-def token_ratio():
-    return presets.objective_preset("agilerl_turn_ratio").settings["objective"] | {"ratio": "token"}
 
 
 def test_credit_of_a_turn_is_among_those_who_played_it():

@@ -6,7 +6,7 @@ from tokenizers.processors import TemplateProcessing
 
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError
-from groupwise.text.data import PromptEncoder
+from groupwise.text.task import PromptEncoder
 
 BODY = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

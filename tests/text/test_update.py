@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 import torch
+from text_updates import ONE_STEP, SGD, flat, rows_of, updated
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from two_ranks import in_two_threads
@@ -12,33 +13,43 @@ from variants import SETTINGS
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
+from groupwise.text.collector import text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import TextRow, text_rollout
 
-RECOMPUTED = {"old_log_prob": "recomputed"}
-
-
-def rows_of(policy, prompts, seeds, score):
-    completions = complete(policy, prompts, seeds)
-    return [
-        TextRow(prompt, c.tokens, c.log_probs, score(prompt, c.tokens), c.stop == "eos", number)
-        for number, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
-        for c in group
-    ]
-
-
-def some_rows(policy):
-    return rows_of(policy, [[5, 6, 7], [9]], torch.arange(8).view(2, 4), lambda _, tokens: float(tokens[0] % 5))
+RECOMPUTED = {"objective": {"old_log_prob": "recomputed"}}
+PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
+CHOICES = [
+    SamplingCfg(temperature=0.8, max_new_tokens=12),
+    SamplingCfg(temperature=0.7, top_k=4, max_new_tokens=12),
+    SamplingCfg(top_k=2, max_new_tokens=12),
+    SamplingCfg(top_p=0.6, max_new_tokens=12),
+    SamplingCfg(min_p=0.2, top_p=0.9, max_new_tokens=12),
+    SamplingCfg(repetition_penalty=1.5, presence_penalty=-1.0, temperature=0.7, max_new_tokens=12),
+    SamplingCfg(repetition_penalty=0.7, presence_penalty=2.0, top_p=0.8, max_new_tokens=12),
+]
 
 
+def policy_of(max_new_tokens=6):
+    return CausalLM(tiny_model(), SamplingCfg(max_new_tokens=max_new_tokens))
+
+
+@pytest.mark.parametrize("sampling", CHOICES, ids=str)
 @pytest.mark.parametrize("old", ["sampled", "recomputed"])
-def test_the_ratio_is_one_where_nothing_has_changed_yet(old):
-    policy = CausalLM(tiny_model(), SamplingCfg(temperature=0.8, max_new_tokens=12))
-    algorithm = GRPO(
-        GRPOCfg(group_size=4, num_epochs=1, minibatch_size=10_000, objective={"old_log_prob": old}), policy
-    )
-    metrics = algorithm.update(text_rollout(some_rows(policy)))
+def test_the_ratio_is_one_under_the_distribution_that_was_sampled(sampling, old):
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)  # so that what is left out matters
+    policy = CausalLM(model, sampling, eos_ids=(3,))
+    rollout = text_rollout(rows_of(policy, PROMPTS))
+    mask = rollout["loss_mask"]
+    scores = policy.evaluate(dict(rollout.items()))
+    torch.testing.assert_close(scores.log_prob[mask], rollout["sample_log_prob"][mask], rtol=1e-4, atol=1e-4)
+    if sampling != CHOICES[0]:
+        free = {key: value for key, value in rollout.items() if key != "support"}
+        everything = CausalLM(model, SamplingCfg(temperature=sampling.temperature)).evaluate(free)
+        assert (everything.log_prob[mask] - rollout["sample_log_prob"][mask]).abs().max() > 0.1
+    _, metrics = updated(policy, rollout, objective={"old_log_prob": old})
     assert metrics["train/approx_kl"].item() == pytest.approx(0, abs=1e-9)
     assert metrics["train/clip_fraction"].item() == 0
     assert metrics["train/grad_norm"].item() > 1e-3
@@ -47,63 +58,35 @@ def test_the_ratio_is_one_where_nothing_has_changed_yet(old):
 @pytest.mark.parametrize("micro_batch_size", [None, 40])
 def test_a_rank_without_rows_that_count_takes_part(micro_batch_size):
     policies = [CausalLM(tiny_model()) for _ in range(2)]
-    before = policies[0].state_dict()["model.model.norm.weight"].clone()
 
     def update(engine):
-        policy = policies[engine.rank]
-        rows = [row._replace(reward=None) if engine.rank else row for row in some_rows(policy)]
-        cfg = GRPOCfg(group_size=4, num_epochs=2, minibatch_size=10_000, micro_batch_size=micro_batch_size)
-        GRPO(cfg, policy, engine).update(text_rollout(rows))
-        return policy.state_dict()
+        rows = [row._replace(reward=None) if engine.rank else row for row in rows_of(policies[engine.rank])]
+        return updated(policies[engine.rank], rows, engine, num_epochs=2, micro_batch_size=micro_batch_size)[0]
 
     first, second = in_two_threads(update)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["model.model.norm.weight"], before)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, flat(tiny_model()))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 @pytest.mark.parametrize("change", ["micro-batches", "order", "unscorable"])
 def test_an_update_is_the_same_however_its_rows_are_laid_out(aggregation, change):
-    def updated(rows, micro_batch_size=None):
-        policy = CausalLM(tiny_model())
-        objective = RECOMPUTED | {"aggregation": aggregation}
-        cfg = GRPOCfg(
-            group_size=4,
-            num_epochs=1,
-            minibatch_size=10_000,
-            micro_batch_size=micro_batch_size,
-            optimizer={"name": "sgd"},
-            learning_rate=0.1,
-            max_grad_norm=None,
-            objective=objective,
-        )
-        GRPO(cfg, policy).update(text_rollout(rows))
-        return torch.cat([p.detach().flatten() for p in policy.parameters()])
-
-    rows = some_rows(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=12)))
-    expected = updated(rows)
-    assert not torch.equal(expected, torch.cat([p.flatten() for p in tiny_model().parameters()]))
-    match change:
-        case "micro-batches":
-            other = updated(rows, micro_batch_size=20)
-        case "order":
-            other = updated([rows[i] for i in (4, 1, 6, 3, 0, 5, 2, 7)])
-        case "unscorable":  # a member that nobody could score is no member
-            other = updated([*rows, rows[0]._replace(reward=None)])
+    objective = RECOMPUTED["objective"] | {"aggregation": aggregation}
+    rows = rows_of(policy_of(12))
+    expected, _ = updated(policy_of(), rows, objective=objective, **SGD)
+    assert not torch.equal(expected, flat(tiny_model()))
+    others = {"order": [rows[i] for i in (4, 1, 6, 3, 0, 5, 2, 7)]}
+    others["unscorable"] = [*rows, rows[0]._replace(reward=None)]  # a member that nobody could score is no member
+    size = 20 if change == "micro-batches" else None
+    other, _ = updated(policy_of(), others.get(change, rows), objective=objective, micro_batch_size=size, **SGD)
     torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("returns", "same"), [("outcome", True), ("return_to_go", False)])
 def test_rewards_of_single_tokens_add_up_in_outcomes_and_count_by_place_in_returns_to_go(returns, same):
-    rows = some_rows(CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6)))
+    rows = rows_of(policy_of())
     early = [row._replace(reward=[row.reward] + [0.0] * (len(row.completion) - 1)) for row in rows]
-    policies = [CausalLM(tiny_model()) for _ in range(2)]
-    for policy, collected in zip(policies, (rows, early), strict=True):
-        cfg = GRPOCfg(
-            group_size=4, num_epochs=1, minibatch_size=10_000, credit={"returns": returns}, objective=RECOMPUTED
-        )
-        GRPO(cfg, policy).update(text_rollout(collected))
-    one, other = (torch.cat([p.detach().flatten() for p in policy.parameters()]) for policy in policies)
+    one, other = (updated(policy_of(), r, credit={"returns": returns}, **RECOMPUTED)[0] for r in (rows, early))
     assert torch.equal(one, other) == same
 
 
@@ -118,24 +101,19 @@ def rows_for(preset, rows):
     return rows
 
 
+# the others are of distributions, and vectors
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", sorted(SETTINGS.keys() - {"optimal_token_baseline", "knn"})
-)  # of distributions, and vectors
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"optimal_token_baseline", "knn"}))
 def test_every_preset_trains_a_language_model(name):
     preset = SETTINGS[name]
     aggregation = preset["objective"].get("aggregation")
-    divides = aggregation in ("constant", "seq_mean_token_sum_norm")
-    objective = preset["objective"] | {
-        "aggregation": {"name": aggregation, "max_length": 6} if divides else aggregation
-    }
-    sizes = {"group_size": 4, "num_epochs": 1, "minibatch_size": 10_000, "kl_coef": 0.01}
-    cfg = GRPOCfg(**preset | sizes | {"objective": objective})
-    policy = CausalLM(tiny_model(), SamplingCfg(max_new_tokens=6))
-    before = torch.cat([p.detach().flatten() for p in policy.parameters()])
-    metrics = GRPO(cfg, policy).update(text_rollout(rows_for(preset, some_rows(policy))))
+    if aggregation in ("constant", "seq_mean_token_sum_norm"):
+        aggregation = {"name": aggregation, "max_length": 6}
+    changes = {"objective": preset["objective"] | {"aggregation": aggregation}, "kl_coef": 0.01}
+    policy = policy_of()
+    weights, metrics = updated(policy, rows_for(preset, rows_of(policy)), **preset | changes)
     assert all(value.isfinite() for value in metrics.values())
-    assert not torch.equal(torch.cat([p.detach().flatten() for p in policy.parameters()]), before)
+    assert not torch.equal(weights, flat(tiny_model()))
 
 
 @pytest.mark.learn
@@ -149,10 +127,8 @@ def share_copied_after_training(seed):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes, bos_token_id=2, eos_token_id=1, pad_token_id=0))
     policy = CausalLM(model, SamplingCfg(max_new_tokens=5))
-    cfg = GRPOCfg(
-        group_size=16, num_epochs=2, minibatch_size=600, learning_rate=2e-3, max_grad_norm=1.0, objective=RECOMPUTED
-    )
-    algorithm = GRPO(cfg, policy)
+    sizes = {"group_size": 16, "num_epochs": 2, "minibatch_size": 600}
+    algorithm = GRPO(GRPOCfg(learning_rate=2e-3, max_grad_norm=1.0, **sizes, **RECOMPUTED), policy)
     generator = torch.Generator().manual_seed(seed)
 
     def share_copied(prompt, tokens):
@@ -170,13 +146,8 @@ def share_copied_after_training(seed):
 
 
 def test_rows_are_halved_when_memory_runs_out(monkeypatch):
-    def update(policy):
-        algorithm = GRPO(GRPOCfg(group_size=4, num_epochs=1, minibatch_size=10_000, learning_rate=1e-3), policy)
-        algorithm.update(text_rollout(some_rows(policy)))
-        return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
-
-    first, second = (CausalLM(tiny_model(), SamplingCfg(max_new_tokens=12)) for _ in range(2))
-    whole = update(first)
+    rows = rows_of(policy_of(12))
+    whole, _ = updated(policy_of(), rows, learning_rate=1e-3)
     backward, sizes = GRPO.backward, []
 
     def limited(self, batch):
@@ -186,5 +157,41 @@ def test_rows_are_halved_when_memory_runs_out(monkeypatch):
         return backward(self, batch)
 
     monkeypatch.setattr(GRPO, "backward", limited)
-    torch.testing.assert_close(update(second), whole, atol=1e-6, rtol=0)
+    torch.testing.assert_close(updated(policy_of(), rows, learning_rate=1e-3)[0], whole, atol=1e-6, rtol=0)
     assert sizes == [8, 4, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 12])
+def test_an_update_tells_a_sampler_that_is_another_policy(micro_batch_size):
+    rows = rows_of(policy_of())
+    settings = SGD | RECOMPUTED | {"micro_batch_size": micro_batch_size}
+    assert updated(policy_of(), rows, **settings)[1]["rollout/sampler_kl"].item() < 1e-10
+    shifted = [row._replace(log_probs=[p + 0.1 for p in row.log_probs]) for row in rows]
+    _, metrics = updated(policy_of(), shifted, **settings | {"num_epochs": 3})
+    # only the first step's forward passes are compared: in the others the policy has changed
+    assert metrics["rollout/sampler_kl"].item() == pytest.approx(0.004837, abs=1e-5)
+    # where probabilities are taken as sampled, the first step is compared
+    _, metrics = updated(policy_of(), rows, **ONE_STEP)
+    assert [name for name in metrics if name.startswith("rollout/sampler_kl")] == ["rollout/sampler_kl"]
+    assert metrics["rollout/sampler_kl"].item() < 1e-10
+
+
+class Counting(CausalLM):
+    calls = 0
+
+    def evaluate(self, batch):
+        self.calls += 1
+        return super().evaluate(batch)
+
+
+def test_a_single_pass_needs_no_forward_of_its_own_for_the_old_probabilities():
+    rows = rows_of(policy_of())
+    rows = [row._replace(log_probs=[p - 0.5 for p in row.log_probs]) for row in rows]
+    once, twice = (Counting(tiny_model()) for _ in range(2))
+    weights, _ = updated(once, rows, **SGD | RECOMPUTED)
+    updated(twice, rows, **SGD | RECOMPUTED | {"minibatch_size": 20})
+    assert (once.calls, twice.calls) == (1, 1 + 2)
+    # the ratio is 1 there, whatever the sampler said: as if it had been asked beforehand
+    rollout = text_rollout(rows)
+    rollout["sample_log_prob"][:, :-1] = policy_of().evaluate(rollout[:, :-1].to_dict()).log_prob.detach()
+    torch.testing.assert_close(updated(policy_of(), rollout, **SGD)[0], weights, rtol=1e-5, atol=1e-7)

@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -230,11 +230,8 @@ def test_mistakes_are_named(given: Any, said: str):
 def test_a_registered_tracker_is_named_like_a_built_in_one(registry: None):
     kept = Slow(0.0)
 
-    @gw.register_choice
-    class KeepCfg(gw.config.TrackerCfg):
+    class KeepCfg(gw.config.TrackerCfg, name="keep"):
         """Keeps the steps in a list."""
-
-        name: Literal["keep"] = "keep"
 
         def build(self, run: gw.config.TrackedRun) -> Tracker:
             return kept

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
 from groupwise.config.base import Fraction, NonNegative, PositiveInt, settings_of
-from groupwise.data.rollout import Nested, TensorDict, TensorSpec
+from groupwise.data.rollout import Nested, TensorDict
 from groupwise.engines import Engine
-from groupwise.errors import ConfigError, DataError, UnknownNameError, require_name
+from groupwise.errors import DataError, require_name
 from groupwise.functional.advantages import (
     Baseline,
     baseline_relative,
     choice_variance,
-    comparable,
     episode_return,
     finished_count,
     gae,
@@ -35,7 +34,7 @@ from groupwise.functional.advantages import (
 )
 from groupwise.functional.reduce import gather_segments, segment_mean, segment_min_max, segment_sum, whiten
 from groupwise.plugins import register
-from groupwise.policies.base import Evaluation, Policy
+from groupwise.policies.base import Evaluation
 
 
 class CreditInput(NamedTuple):
@@ -119,12 +118,9 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages [N, T] by the rule that the config names, 0 outside ``loss_mask``.
 
     Raises:
-        UnknownNameError: no such rule is registered.
         DataError: the rollout lacks data that the rule needs, or the rule did not return advantages.
     """
     mask, rule = credit.batch["loss_mask"], credit.cfg.rule
-    if rule not in CREDIT_RULES:
-        raise UnknownNameError("credit rule", rule, CREDIT_RULES)
     found: object = CREDIT_RULES[rule](credit)
     if not isinstance(found, Tensor) or found.shape != mask.shape:
         what = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(type(found))
@@ -166,15 +162,21 @@ def compared(credit: CreditInput) -> list[tuple[float, Tensor]]:
     Raises:
         DataError: parts are compared, and there are none, or not as many as weights.
     """
-    if not isinstance(credit.cfg.reward, PartsCfg):
-        return [(1.0, credit.reward)]
+    return (
+        _weighted_parts(credit, credit.cfg.reward)
+        if isinstance(credit.cfg.reward, PartsCfg)
+        else [(1.0, credit.reward)]
+    )
+
+
+def _weighted_parts(credit: CreditInput, cfg: PartsCfg) -> list[tuple[float, Tensor]]:
     found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
     if found is None:
         raise DataError(
             "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in credit.reward.names"
         )
     parts = found.unbind(dim=-1)
-    weights = credit.cfg.reward.weights or (1.0,) * len(parts)
+    weights = cfg.weights or (1.0,) * len(parts)
     if len(weights) != len(parts):
         raise DataError(
             f"credit.reward.weights has {len(weights)} weights for {len(parts)} parts of the reward; fix: one for each"
@@ -270,7 +272,8 @@ def _at_moment(
         here = segment_sum(torch.ones_like(credit.reward), key, num_keys)
         among_all = (gather_segments(here, key) == gather_segments(members, batch["group_id"])) & (key >= 0)
     elif rules.singleton == "trajectory":
-        among_all = comparable(key, num_keys, member, zeros)
+        company = segment_sum(torch.ones_like(credit.reward), key, num_keys) + (0 if zeros is None else zeros)
+        among_all = (gather_segments(company, key) > 1) & (key >= 0)
     else:
         return advantage
     return torch.where(among_all, advantage, whole_episodes(credit, outcome))
@@ -302,26 +305,6 @@ def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
     return register("credit rule", CREDIT_RULES, name)
 
 
-def check_credit(cfg: CreditCfg, policy: Policy) -> None:
-    """Refuse settings that cannot work, before the first rollout.
-
-    Raises:
-        UnknownNameError: no such rule is registered.
-        ConfigError: the settings contradict each other, or the baseline cannot work with the policy.
-    """
-    if cfg.rule not in CREDIT_RULES:
-        raise UnknownNameError("credit rule", cfg.rule, CREDIT_RULES)
-    why = BASELINES[cfg.baseline.name].refuses(policy)
-    if why is not None:
-        raise ConfigError(f"credit.baseline={cfg.baseline.name!r} {why}")
-
-
-def next_state(credit: CreditInput) -> Tensor | None:
-    """The next rollout's ``CreditInput.state``."""
-    cfg = credit.cfg.baseline
-    return BASELINES[cfg.name].next_state(credit, **cfg.parameters())
-
-
 # --- baselines ---
 
 
@@ -331,7 +314,6 @@ class BaselineRule(NamedTuple):
     function: Callable[..., Tensor]
     whole: bool
     episodes: bool
-    refuses: Callable[[Policy], str | None]
     next_state: Callable[..., Tensor | None]
 
 
@@ -346,7 +328,6 @@ def register_baseline(
     *,
     whole: bool = False,
     episodes: bool = True,
-    refuses: Callable[[Policy], str | None] = lambda policy: None,
     next_state: Callable[..., Tensor | None] = lambda credit, **settings: None,
     needs: dict[str, tuple[str, ...]] | None = None,
     within_group: bool = True,
@@ -362,7 +343,6 @@ def register_baseline(
     Args:
         whole: it maps a ``CreditInput`` to the advantage of every step instead.
         episodes: it compares whole episodes, too. False: where rules fall back to these, the plain mean is subtracted.
-        refuses: says why it cannot work with a policy. None: it can.
         next_state: maps a ``CreditInput`` and the settings to the next rollout's ``CreditInput.state``.
         needs: required values of other settings of credit.
         within_group: a group of equal returns has advantages 0.
@@ -389,7 +369,7 @@ def register_baseline(
                 greedy_members=greedy_members,
                 needs_scores=needs_scores,
             )
-        BASELINES[name] = BaselineRule(function, whole, episodes, refuses, next_state)
+        BASELINES[name] = BaselineRule(function, whole, episodes, next_state)
         return function
 
     return register
@@ -443,17 +423,9 @@ def length_weighted(scores: Scores) -> Tensor:
     return scores.relative(weight=length)
 
 
-def _needs_categorical(policy: Policy) -> str | None:
-    if policy.gives_distribution and policy.action_spec == TensorSpec((), torch.int64):
-        return None
-    found = f"{type(policy).__name__} with gives_distribution={policy.gives_distribution}, {policy.action_spec}"
-    return f"needs a policy that gives the distribution of a Discrete action; got {found}; fix: baseline='mean'"
-
-
 @register_baseline(
     "optimal_token",
     episodes=False,
-    refuses=_needs_categorical,
     needs={"group_key": ("group_step",), "returns": ("return_to_go",), "finished_members": ("mask",)},
     needs_scores=True,
 )
@@ -464,12 +436,13 @@ def optimal_token(scores: Scores) -> Tensor:
 
     Source: https://github.com/volcengine/verl.
     """
-    credit = scores.credit
-    if credit.start is None or credit.start.dist is None:
+    credit, action = scores.credit, scores.credit.batch["action"]
+    if credit.start is None or credit.start.dist is None or action.dim() > 2 or action.is_floating_point():
         raise DataError(
-            "credit.baseline='optimal_token' got no distributions; fix: CreditInput(start=policy.evaluate(...))"
+            f"credit.baseline='optimal_token' needs distributions of one discrete action, got {action.dtype} "
+            f"{list(action.shape)}; fix: baseline='mean'"
         )
-    variance = choice_variance(credit.start.dist, credit.batch["action"]).masked_fill(~credit.live, 0)
+    variance = choice_variance(credit.start.dist, action).masked_fill(~credit.live, 0)
     return scores.relative(weight=running_sum(variance, credit.batch["episode_id"]))
 
 
@@ -554,17 +527,9 @@ def gigpo(credit: CreditInput, weight: NonNegative = 1.0) -> Tensor:
     return compare(credit) + weight * steps.relative()
 
 
-def _needs_vectors(policy: Policy) -> str | None:
-    space = getattr(policy, "observation_space", None)
-    if space is None or (space.dtype is not None and space.dtype.kind == "f" and len(space.shape) == 1):
-        return None
-    return f"needs vectors of floats as observations, got {space}; fix: baseline='mean' with group_key='group_step'"
-
-
 @register_baseline(
     "knn",
     whole=True,
-    refuses=_needs_vectors,
     needs={"returns": ("return_to_go",), "group_key": ("group",), "scale": ("none",), "reward": ("total",)},
     within_group=False,
 )
@@ -606,11 +571,11 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
 
     # V = mean(score + tail V_last) over the neighbours: values of truncated episodes depend on other values
     pool = torch.arange(0, len(state), -(-len(state) // POOL), device=reward.device)
-    near = nearest(state, episode, pool, k=k, asked=own)
-    last, found = score.new_zeros(int(counts.sum())), near.mean(score[pool])
+    mean_of_nearest = nearest(state, episode, pool, k=k, asked=own)
+    last, found = score.new_zeros(int(counts.sum())), mean_of_nearest(score[pool])
     for _ in range(ROUNDS - 1 if bool(cut.any()) else 0):
         last[episode[cut]] = engine.gather(found[cut[own]])[0]
-        found = near.mean((score + tail * last[episode])[pool])
+        found = mean_of_nearest((score + tail * last[episode])[pool])
     value = torch.zeros_like(reward)
     value[member] = found
     # at truncations the value is the step's own: the final observation has no return
@@ -630,19 +595,6 @@ _FLAT = 1e-6
 """A feature whose standard deviation is a smaller share of its size than this is left out: only rounding changes it."""
 
 
-class Neighbours(NamedTuple):
-    """The nearest states of a pool, for each element."""
-
-    place: Int[Tensor, "element k"]
-    """Indices of the neighbours in the pool."""
-    counts: Bool[Tensor, "element k"]
-    """False for padding, where there are fewer than k."""
-
-    def mean(self, score: Float[Tensor, " pooled"]) -> Float[Tensor, " element"]:
-        """Mean of the pool's scores over the neighbours; 0 where there are none."""
-        return (score[self.place] * self.counts).sum(dim=1) / self.counts.sum(dim=1).clamp(min=1)
-
-
 def nearest(
     state: Float[Tensor, "element feature"],
     episode: Int[Tensor, " element"],
@@ -650,8 +602,10 @@ def nearest(
     *,
     k: int,
     asked: slice = slice(None),
-) -> Neighbours:
-    """The ``k`` states of the pool of other episodes nearest to each given state; all if there are fewer.
+) -> Callable[[Float[Tensor, " pooled"]], Float[Tensor, " element"]]:
+    """For each state a mean over the ``k`` states of the pool of other episodes nearest to it; all if there are fewer.
+
+    It is a function of the pool's numbers, 0 where there are no other episodes.
 
     Distances are Euclidean, of features divided by their standard deviation. An episode's own states are left out: what
     was earned there holds the very noise that a baseline is to take off.
@@ -672,7 +626,8 @@ def nearest(
         distance.masked_fill_(own[:, None] == episode[pool], torch.inf)
         distance, index = distance.topk(min(k, len(pool)), largest=False)
         found.append((index, distance.isfinite()))
-    return Neighbours(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    place, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return lambda score: (score[place] * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
 
 
 # --- gigpo: steps with the same observation ---

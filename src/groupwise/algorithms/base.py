@@ -6,7 +6,6 @@ nor on the number of processes.
 
     optimize      the loop                          loss_inputs, score      inputs of the loss
     _minibatches  cutting of a rollout              Schedule, EntropyBonus  changes while training
-    UpdateStats   means of the loss's metrics
 """
 
 import logging
@@ -15,13 +14,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from groupwise.algorithms.losses import Counts, check_objective, finest_unit, k3, objective_data
+from groupwise.algorithms.losses import Counts, UpdateStart, check_objective, finest_unit, k3, objective_data
 from groupwise.algorithms.memory import EqualMicroBatches, MicroBatches
 from groupwise.config.algorithm import (
     AdaptiveKLCfg,
@@ -36,11 +35,11 @@ from groupwise.config.algorithm import (
     at_progress,
     has_range_schedule,
 )
-from groupwise.data.minibatch import LAYOUTS, cut, take
+from groupwise.data.minibatch import LAYOUTS, take
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DivergedError
-from groupwise.functional.reduce import Aggregation, AllSum, loss_weights, token_mean_weights
+from groupwise.functional.reduce import Aggregation, loss_weights, token_mean_weights
 from groupwise.policies.base import Batch, Evaluation, Policy
 from groupwise.seeding import derive_seed
 
@@ -56,32 +55,9 @@ class LossOutput(NamedTuple):
     """Metrics, in the order of ``metric_names``."""
 
 
-@runtime_checkable
-class FastOptimizer(Protocol):
-    """An optimiser that clips the gradient itself."""
-
-    param_groups: list[dict[str, Any]]
-
-    def zero_grad(self) -> None:
-        """Set all gradients to zero."""
-
-    def clip(self, limit: float | None) -> Tensor:
-        """Clip the gradient's norm; returns the norm before."""
-
-    def step(self) -> None:
-        """One step along the gradient."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State in the layout of torch's optimisers."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved ``state_dict``."""
-
-
-Gradient: TypeAlias = Callable[[dict[str, Nested]], Tensor]
-"""``BaseAlgorithm.backward``."""
-MakeOptimizer: TypeAlias = Callable[[AlgorithmCfg, list[nn.Parameter]], FastOptimizer | None]
-MakeGradient: TypeAlias = Callable[["BaseAlgorithm"], Gradient | None]
+MakeOptimizer: TypeAlias = Callable[[AlgorithmCfg, list[nn.Parameter]], Any]
+"""Makes an optimiser like torch's, with a method ``clip`` that clips the gradient's norm and returns the norm before."""
+MakeGradient: TypeAlias = Callable[["BaseAlgorithm"], Callable[[dict[str, Nested]], Tensor] | None]
 
 
 class BaseAlgorithm(ABC):
@@ -138,12 +114,12 @@ class BaseAlgorithm(ABC):
         """The module that ``optimize`` trains: the policy itself, or a copy of which each rank holds a part."""
         self.parameters = [parameter for parameter in self.learner.parameters() if parameter.requires_grad]
         fast = None if optimizer is None else optimizer(cfg, self.parameters)
-        self.optimizer: torch.optim.Optimizer | FastOptimizer = fast or build_optimizer(cfg, self.parameters)
+        self.optimizer: Any = fast or build_optimizer(cfg, self.parameters)
         if fast is not None:
             self.parameters = fast.param_groups[0]["params"]
-        clip = partial(self.engine.clip_gradients, self.parameters) if fast is None else fast.clip
-        self.clip_gradients: Callable[[float | None], Tensor] = clip
+        self.clip_gradients: Callable[[float | None], Tensor]
         """Clips the gradient's norm; returns the norm before."""
+        self.clip_gradients = fast.clip if fast else partial(self.engine.clip_gradients, self.parameters)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.entropy = EntropyBonus(cfg, policy.device)
         if self.entropy.adaptive and "entropy" not in self.metric_names:
@@ -192,11 +168,15 @@ class BaseAlgorithm(ABC):
             data: keys ``[N, T]``: what ``policy.evaluate`` and ``loss`` read, with ``loss_mask`` and ``episode_id``.
             num_episodes: ids in ``episode_id`` are below it.
         """
-        cfg = self.cfg
+        cfg, names, all_sum = self.cfg, self.metric_names, self.engine.sum
         self.optimize_start = time.perf_counter()
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
+        zeros = torch.zeros(len(names), device=self.policy.device)
+        sums: list[Tensor] = []  # of the metrics, of each micro-batch
+        norms: list[Tensor] = []  # of the gradient, of each step that is taken
+        first, skipped = zeros, 0
+        mismatch = zeros.new_zeros(2, len(DEPTHS), dtype=torch.float64)  # of the sampler, before any weight changes
         recomputed = cfg.objective.old_log_prob == "recomputed"
-        stats = UpdateStats(self.metric_names, self.policy.device, self.engine.sum, recomputed=recomputed)
         watched = cfg.target_kl is not None or self.schedule.adaptive or self.entropy.adaptive
         backward = self.gradient or self.backward
 
@@ -205,28 +185,42 @@ class BaseAlgorithm(ABC):
             return micro_batches, [backward(batch) for batch in micro_batches]
 
         for minibatch in self._minibatches(data, num_episodes):
-            micro_batches, sums = self.micro_batches.run(minibatch, add_up)
-            if recomputed and not stats.steps:
-                stats.compare_sampler(micro_batches)
+            micro_batches, of_step = self.micro_batches.run(minibatch, add_up)
+            if recomputed and not norms:
+                mismatch = sum(map(sampler_kl_sums, micro_batches), mismatch)
             self.engine.sum_gradients(self.parameters)
-            step_metrics = stats.step_means(sums) if watched else {}
+            means = dict(zip(names, all_sum(sum(of_step, zeros)), strict=True)) if watched else {}
             if self.schedule.adaptive:
-                self.schedule.adapt(step_metrics)
+                self.schedule.adapt(means)
             # the policy has moved too far for another step: Stable-Baselines3's rule
-            if cfg.target_kl is not None and float(step_metrics["approx_kl"]) > 1.5 * cfg.target_kl:
+            if cfg.target_kl is not None and float(means["approx_kl"]) > 1.5 * cfg.target_kl:
                 break
-            grad_norm = self.clip_gradients(cfg.max_grad_norm)
-            if not math.isfinite(grad_norm):
-                self._skip_step(stats)
+            norm = self.clip_gradients(cfg.max_grad_norm)
+            if not math.isfinite(norm):
+                self._refuse_step(len(norms), warn=not skipped)
+                skipped += 1
                 continue
-            stats.end_step(sums, grad_norm)
+            first = first if norms else sum(of_step, zeros)
+            sums += of_step
+            norms.append(norm)
             self.optimizer.step()
             if self.entropy.adaptive:
-                self.entropy.adapt(step_metrics)
-        self.optimizer_steps += stats.steps
+                self.entropy.adapt(means)
+        self.optimizer_steps += len(norms)
         self.engine.publish(self.learner, self.policy)
+
+        total, first = all_sum(torch.stack([torch.stack([zeros, *sums]).sum(dim=0), first]))
+        metrics = {f"train/{name}": value / max(len(norms), 1) for name, value in zip(names, total, strict=True)}
+        metrics["train/grad_norm"] = torch.stack(norms).mean() if norms else zeros.new_zeros(())
+        metrics["train/optimizer_steps"] = zeros.new_tensor(float(len(norms)))
         rate = self.schedule.learning_rate * self.schedule.factor
-        metrics = stats.means() | {"train/learning_rate": torch.tensor(rate, dtype=torch.float64)}
+        metrics["train/learning_rate"] = torch.tensor(rate, dtype=torch.float64)
+        if recomputed:
+            metrics |= sampler_kl(all_sum(mismatch))
+        elif "approx_kl" in names:  # no weight has changed yet in the first step
+            metrics["rollout/sampler_kl"] = first[names.index("approx_kl")]
+        if skipped:
+            metrics["train/skipped_steps"] = torch.tensor(float(skipped))
         return metrics | ({"train/ent_coef": self.entropy.coef.clone()} if self.entropy.adaptive else {})
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
@@ -245,18 +239,17 @@ class BaseAlgorithm(ABC):
         sums = (values * torch.stack(shares).flatten(1)).sum(dim=1)
         return (batch["weight"] * loss).sum(), sums.float()
 
-    def _skip_step(self, stats: "UpdateStats") -> None:
-        """Leave out a step whose gradient is NaN or infinite, and warn of the first one of an update; or stop the run."""
+    def _refuse_step(self, number: int, *, warn: bool) -> None:
+        """Warn of a step whose gradient is NaN or infinite, or stop the run."""
         gradients = {name: p.grad for name, p in self.learner.named_parameters() if p.grad is not None}
         bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
-        what = f"the gradient of step {stats.steps + 1} of update {self.iteration + 1} is {'not finite' if bad else 'too large'}"
+        what = f"the gradient of step {number + 1} of update {self.iteration + 1} is {'not finite' if bad else 'too large'}"
         if 0 < len(bad) < len(gradients):  # otherwise clipping made all of it NaN
             what += f" (first {bad[0]})"
         if self.cfg.on_nonfinite == "stop":
             raise DivergedError.because(what)
-        if not stats.skipped:
+        if warn:
             log.warning("%s: such steps are skipped", what)
-        stats.skipped += 1
 
     # --- minibatches ---
 
@@ -278,7 +271,9 @@ class BaseAlgorithm(ABC):
             order, minibatches = self.layout.shuffle(elements, count, size, generator)
             widths = [[part.stop - part.start for part in slices] for slices in minibatches]
             weighted = self._weighted(take(elements, order), [sum(parts) for parts in widths], num_episodes)
-            parts = cut(weighted, [width for widths_of_one in widths for width in widths_of_one])
+            every = [width for widths_of_one in widths for width in widths_of_one]
+            columns = zip(*(values.split(every) for values in weighted.values()), strict=True)  # faster than slices
+            parts = (dict(zip(weighted, views, strict=True)) for views in columns)
             lengths = torch.tensor([len(slices) for slices in minibatches], device=self.policy.device)
             for slices, on_any_rank in zip(minibatches, self.engine.sum(lengths).tolist(), strict=True):
                 if on_any_rank:  # a step on nothing would move on by momentum alone
@@ -294,13 +289,16 @@ class BaseAlgorithm(ABC):
         elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
         elements["weight"] = elements["share"]
         if aggregation.name != "token_mean":
-            length = aggregation.max_length if isinstance(aggregation, FixedLengthCfg) else None
-            weigh = partial(
-                loss_weights, aggregation=cast(Aggregation, aggregation.name), max_length=length, all_sum=all_sum
-            )
-            whole = zip(mask.split(sizes), episode.split(sizes), strict=True)
-            elements["weight"] = torch.cat([weigh(m, e, num_episodes) for m, e in whole])
+            elements["weight"] = self._aggregated(mask, episode, sizes, num_episodes)
         return elements
+
+    def _aggregated(self, mask: Tensor, episode: Tensor, sizes: list[int], num_episodes: int) -> Tensor:
+        """``loss_weights`` of each optimiser step's elements."""
+        aggregation = self.cfg.objective.aggregation
+        length = aggregation.max_length if isinstance(aggregation, FixedLengthCfg) else None
+        name, all_sum = cast(Aggregation, aggregation.name), self.engine.sum
+        steps = zip(torch.split(mask, sizes), torch.split(episode, sizes), strict=True)
+        return torch.cat([loss_weights(m, e, num_episodes, name, max_length=length, all_sum=all_sum) for m, e in steps])
 
     def _num_minibatches(self, mask: Tensor) -> int:
         """Optimiser steps in an epoch; 0 where no step counts on any rank."""
@@ -335,17 +333,14 @@ class BaseAlgorithm(ABC):
         self.advantage = advantage
         mask = inputs["loss_mask"]
         data = self.layout.per_unit({**batch, "advantage": advantage}, mask)
-        more = objective_data(
-            self.cfg.objective,
-            data,
-            data["advantage"],
-            mask,
-            num_episodes,
-            lambda: self.score(self.learner, inputs) if start is None else start,
-            seed=derive_seed(self.seed, "objective", self.iteration),
-            single_pass=self.cfg.num_epochs == 1 and self._num_minibatches(mask) <= 1,
-            all_sum=self.engine.sum,
-        )
+        seed = derive_seed(self.seed, "objective", self.iteration)
+        facts = UpdateStart(data, data["advantage"], mask, data["sample_log_prob"], num_episodes, seed, self.engine.sum)
+        single_pass = self.cfg.num_epochs == 1 and self._num_minibatches(mask) <= 1
+
+        def score() -> Evaluation:
+            return self.score(self.learner, inputs) if start is None else start
+
+        more = objective_data(self.cfg.objective, facts, score, single_pass=single_pass)
         return inputs | {"advantage": data["advantage"]} | more
 
     @torch.no_grad()
@@ -370,14 +365,7 @@ class BaseAlgorithm(ABC):
             joined = torch.cat(known) if order is None else torch.cat(known)[order.argsort()]
             return joined.reshape(*shape, *known[0].shape[dims:])
 
-        log_prob, entropy, value, dist = (join(values) for values in zip(*parts, strict=True))
-        assert log_prob is not None
-        assert entropy is not None
-        return Evaluation(log_prob, entropy, value, dist)
-
-    def of_decisions(self, score: Tensor) -> Float[Tensor, "row step"]:
-        """Scores of units, summed over each decision; unchanged for policies with one unit."""
-        return self.layout.per_decision(score)
+        return Evaluation._make(join(values) for values in zip(*parts, strict=True))
 
     # --- progress and state ---
 
@@ -392,7 +380,7 @@ class BaseAlgorithm(ABC):
         """Everything but the policy that the next update depends on."""
         return {
             "optimizer": self.engine.whole(self.optimizer.state_dict()),
-            "schedule": self.schedule.state_dict(),
+            "schedule": {"factor": self.schedule.factor},
             "entropy": self.entropy.state_dict(),
             "iteration": self.iteration,
             "optimizer_steps": self.optimizer_steps,
@@ -403,7 +391,7 @@ class BaseAlgorithm(ABC):
         saved = state["optimizer"]
         own = self.engine.split(saved["state"], dict(enumerate(self.parameters)))
         self.optimizer.load_state_dict({**saved, "state": own})
-        self.schedule.load_state_dict(state["schedule"])
+        self.schedule.set_factor(state["schedule"]["factor"])
         self.entropy.load_state_dict(state["entropy"])
         self.iteration = state["iteration"]
         self.optimizer_steps = state["optimizer_steps"]
@@ -430,9 +418,7 @@ def build_optimizer(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> to
 class Schedule:
     """Drives an optimiser's learning rate by the progress of training, or by the measured KL."""
 
-    def __init__(
-        self, cfg: ScheduleCfg, optimizer: torch.optim.Optimizer | FastOptimizer, learning_rate: float
-    ) -> None:
+    def __init__(self, cfg: ScheduleCfg, optimizer: Any, learning_rate: float) -> None:
         self.cfg = cfg
         self.optimizer = optimizer
         self.learning_rate = learning_rate
@@ -458,14 +444,6 @@ class Schedule:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * factor
 
-    def state_dict(self) -> dict[str, float]:
-        """The current factor."""
-        return {"factor": self.factor}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a saved factor."""
-        self.set_factor(state["factor"])
-
 
 def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, step: float = 0.0) -> float:
     """Share of the learning rate for an update that begins at a share ``progress`` of training.
@@ -476,11 +454,7 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             transformers.
     """
     if isinstance(cfg, LinearCfg) and cfg.warmup:
-        warmup = cfg.warmup if cfg.warmup < 1 else cfg.warmup / budget
-        if warmup >= 1:
-            raise ConfigError(
-                f"schedule.warmup={cfg.warmup} is all of a budget of {budget:g}; fix: less, or a larger budget"
-            )
+        warmup = _warmup_share(cfg.warmup, budget)
         if progress < warmup:
             return min((progress + step) / warmup, 1.0)
         progress = (progress - warmup) / (1 - warmup)
@@ -495,6 +469,13 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
         case _:
             return 1.0
+
+
+def _warmup_share(warmup: int | float, budget: int | float) -> float:
+    share = warmup if warmup < 1 else warmup / budget
+    if share >= 1:
+        raise ConfigError(f"schedule.warmup={warmup} is all of a budget of {budget:g}; fix: less, or a larger budget")
+    return share
 
 
 class EntropyBonus:
@@ -543,60 +524,6 @@ class EntropyBonus:
 
 DEPTHS = (0, 128, 512, 2048, 8192, 32768)
 """Tokens of context from which on the mismatch is reported separately: errors of caches and positions grow with it."""
-
-
-class UpdateStats:
-    """Sums of metrics, from micro-batches to optimiser steps to the update.
-
-    Args:
-        names: of the metrics, in the order of the sums.
-        recomputed: the trainer computes ``old_log_prob`` itself, so the sampler's can differ.
-    """
-
-    def __init__(
-        self, names: Sequence[str], device: torch.device, all_sum: AllSum, *, recomputed: bool = False
-    ) -> None:
-        self.steps = 0
-        """Optimiser steps taken."""
-        self.skipped = 0
-        """Optimiser steps whose gradient was not finite."""
-        self._names = names
-        self._all_sum = all_sum
-        self._zeros = torch.zeros(len(names), device=device)
-        self._first = self._zeros
-        self._taken: list[Tensor] = []
-        self._norms: list[Tensor] = []
-        self._sampler = torch.zeros(2, len(DEPTHS), dtype=torch.float64, device=device) if recomputed else None
-
-    def compare_sampler(self, micro_batches: Sequence[Batch]) -> None:
-        """Add the KL between sampler and policy at the first optimiser step, before any weight changes."""
-        assert self._sampler is not None
-        self._sampler = sum(map(sampler_kl_sums, micro_batches), self._sampler)
-
-    def step_means(self, sums: Sequence[Float[Tensor, " metric"]]) -> dict[str, Tensor]:
-        """Means over an optimiser step on all ranks, from the sums of its micro-batches."""
-        return dict(zip(self._names, self._all_sum(sum(sums, self._zeros)).unbind(), strict=True))
-
-    def end_step(self, sums: Sequence[Float[Tensor, " metric"]], grad_norm: Float[Tensor, ""]) -> None:
-        """Count an optimiser step that will be taken."""
-        if not self.steps:
-            self._first = sum(sums, self._zeros)
-        self._taken += sums
-        self._norms.append(grad_norm)
-        self.steps += 1
-
-    def means(self) -> dict[str, Tensor]:
-        """0-dim means over the steps taken, on all ranks; 0 without steps."""
-        total = torch.stack([self._zeros, *self._taken]).sum(dim=0)
-        total, first = self._all_sum(torch.stack([total, self._first]))
-        out = {f"train/{name}": value / max(self.steps, 1) for name, value in zip(self._names, total, strict=True)}
-        out["train/grad_norm"] = torch.stack(self._norms).mean() if self._norms else total.new_zeros(())
-        out["train/optimizer_steps"] = total.new_tensor(float(self.steps))
-        if self._sampler is not None:
-            out |= sampler_kl(self._all_sum(self._sampler))
-        elif "approx_kl" in self._names:  # no weight has changed yet in the first step
-            out["rollout/sampler_kl"] = first[self._names.index("approx_kl")]
-        return out | ({"train/skipped_steps": torch.tensor(float(self.skipped))} if self.skipped else {})
 
 
 @torch.no_grad()

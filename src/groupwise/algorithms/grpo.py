@@ -15,19 +15,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.algorithms.advantages import (
+    BASELINES,
+    CREDIT_RULES,
     CreditInput,
     advantages,
-    check_credit,
     compared,
     episode_groups,
-    next_state,
 )
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, LOSSES, multiplied, policy_loss, reference_kl
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.engines import Engine
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, UnknownNameError
 from groupwise.functional.advantages import episode_return, kl_shaping
 from groupwise.functional.reduce import highest, zero_variance_groups
 from groupwise.policies.base import Batch, Evaluation, Policy
@@ -47,7 +47,8 @@ class GRPO(BaseAlgorithm):
         self, cfg: GRPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0, **fast: Any
     ) -> None:
         super().__init__(cfg, policy, engine, seed=seed, **fast)
-        check_credit(cfg.credit, policy)
+        if cfg.credit.rule not in CREDIT_RULES:
+            raise UnknownNameError("credit rule", cfg.credit.rule, CREDIT_RULES)
         if cfg.kl_estimator == "exact" and not policy.gives_distribution:
             raise ConfigError(
                 f"kl_estimator='exact' compares whole distributions, and {type(policy).__name__} gives the probabilities of "
@@ -80,25 +81,17 @@ class GRPO(BaseAlgorithm):
         if kl_in_credit or cfg.credit.baseline.needs_scores or cfg.top_entropy_quantile < 1:
             start = self.score(self.learner, inputs)
 
-        parts = batch.get("reward_parts", None) if cfg.credit.reward.name == "parts" else None
-        credit = CreditInput(
-            batch=batch,
-            reward=self.policy.normalize_reward(batch["reward"]),
-            parts=None if parts is None else self.policy.normalize_reward(parts),
-            cfg=cfg.credit,
-            gamma=cfg.gamma,
-            num_groups=num_groups,
-            num_episodes=num_episodes,
-            engine=self.engine,
-            state=self.baseline_state,
-            start=start,
-        )
-        distance = (
-            self._distance(inputs, start) if kl_in_credit and start is not None else torch.zeros_like(credit.reward)
-        )
+        reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
+        parts = None if parts is None else self.policy.normalize_reward(parts)
+        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, num_groups, num_episodes, self.engine)
+        credit = credit._replace(parts=parts, state=self.baseline_state, start=start)
+        distance = torch.zeros_like(reward)
+        if kl_in_credit and start is not None:
+            distance = self._distance(inputs, start)
         if cfg.credit.kl_placement == "reward":
-            credit = credit._replace(reward=credit.reward - distance.masked_fill(~mask, 0))
-        self.baseline_state = next_state(credit)
+            credit = credit._replace(reward=reward - distance.masked_fill(~mask, 0))
+        baseline = cfg.credit.baseline
+        self.baseline_state = BASELINES[baseline.name].next_state(credit, **baseline.parameters())
         advantage = advantages(credit)
         if cfg.credit.kl_placement == "advantage":
             advantage = advantage + kl_shaping(distance, episode, num_episodes, mask)
@@ -140,7 +133,9 @@ class GRPO(BaseAlgorithm):
     def _distance(self, inputs: dict[str, Nested], start: Evaluation) -> Float[Tensor, "row step"]:
         """``kl_coef`` times the KL to the reference at the update's start, where the ratio is 1."""
         at_start = inputs | {"old_log_prob": start.log_prob}
-        return self.cfg.kl_coef * self.of_decisions(reference_kl(self.cfg.kl_estimator, self.policy, start, at_start))
+        return self.cfg.kl_coef * self.layout.per_decision(
+            reference_kl(self.cfg.kl_estimator, self.policy, start, at_start)
+        )
 
     def _warn_of_equal_returns(self, advantage: Tensor) -> None:
         """Warn after a first update without advantages. A KL has no gradient yet; later this may be the end of learning."""

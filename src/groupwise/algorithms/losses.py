@@ -37,7 +37,6 @@ from groupwise.functional.reduce import (
     covariance,
     element_noise,
     gather_segments,
-    local,
     random_fraction,
     segment_mean,
     segment_sum,
@@ -111,17 +110,24 @@ def policy_ratio(
       advantages may differ within an episode;
     - ``sequence_product``: product over the episode, its true ratio, whose spread grows exponentially with its length.
     """
-    old = batch["old_log_prob"]
     if cfg.ratio == "token":
-        return bounded_exp(log_prob - old)
-    mask, of_turns = batch["loss_mask"], cfg.ratio == "turn"
-    segment, number = (batch["turn"], counts.turns) if of_turns else (batch["episode_id"], counts.episodes)
+        return bounded_exp(log_prob - batch["old_log_prob"])
+    return _segment_ratio(cfg, log_prob, batch, counts)
+
+
+def _segment_ratio(
+    cfg: ObjectiveCfg, log_prob: Float[Tensor, "*batch"], batch: Batch, counts: Counts
+) -> Float[Tensor, "*batch"]:
+    moved, mask = log_prob - batch["old_log_prob"], batch["loss_mask"]
+    segment, number = batch["episode_id"], counts.episodes
+    if cfg.ratio == "turn":
+        segment, number = batch["turn"], counts.turns
     if cfg.ratio == "sequence_product":
-        return bounded_exp(_over_segments(segment_sum, log_prob - old, mask, segment, number))
+        return bounded_exp(_over_segments(segment_sum, moved, mask, segment, number))
     if cfg.ratio == "sequence_token":
-        mean = _over_segments(segment_mean, log_prob.detach() - old, mask, segment, number)
+        mean = _over_segments(segment_mean, moved.detach(), mask, segment, number)
         return bounded_exp(mean + (log_prob - log_prob.detach()).masked_fill(~mask, 0))
-    return bounded_exp(_over_segments(segment_mean, log_prob - old, mask, segment, number))
+    return bounded_exp(_over_segments(segment_mean, moved, mask, segment, number))
 
 
 def _over_segments(
@@ -552,12 +558,6 @@ def sampler_weight(start: UpdateStart, level: Literal["token", "sequence"]) -> F
     return bounded_exp(moved)
 
 
-def mask_threshold(correction: CorrectionCfg) -> float | None:
-    """Limit of ``off_policy_keeps``. None: no step is dropped."""
-    threshold: float | None = correction.parameters().get("off_policy_mask_threshold")
-    return threshold
-
-
 @torch.no_grad()
 def off_policy_keeps(x: LossInputs, limit: float) -> Bool[Tensor, "*batch"]:
     """False at negative advantage in episodes whose mean of ``sample_log_prob - log_prob`` exceeds the limit.
@@ -657,15 +657,14 @@ def policy_loss(
     cfg: ObjectiveCfg, log_prob: Float[Tensor, "*batch"], batch: Batch, counts: Counts
 ) -> tuple[Float[Tensor, "*batch"], tuple[Tensor, ...]]:
     """Policy loss of each element, and ``DIAGNOSTICS``: the trust region's, times correction and selections."""
-    region, old, mask, episode = cfg.trust_region, batch["old_log_prob"], batch["loss_mask"], batch["episode_id"]
-    ratio, sampled = policy_ratio(cfg, log_prob, batch, counts), batch.get("sample_log_prob", old)
-    x = LossInputs(
-        log_prob, old, sampled, ratio, batch["advantage"], mask, episode, counts.episodes, batch.get("chosen", mask)
-    )
+    region, old, mask = cfg.trust_region, batch["old_log_prob"], batch["loss_mask"]
+    sampled, chosen, episode = batch.get("sample_log_prob", old), batch.get("chosen", mask), batch["episode_id"]
+    ratio = policy_ratio(cfg, log_prob, batch, counts)
+    x = LossInputs(log_prob, old, sampled, ratio, batch["advantage"], mask, episode, counts.episodes, chosen)
     loss: Tensor = LOSSES[region.name].function(x, **region.parameters())
     if "policy_factor" in batch:
         loss = loss * batch["policy_factor"]
-    limit = mask_threshold(cfg.importance_sampling_correction)
+    limit = cfg.importance_sampling_correction.parameters().get("off_policy_mask_threshold")
     if limit is not None:
         loss = loss.masked_fill(~off_policy_keeps(x, limit), 0)
     with torch.no_grad():
@@ -675,32 +674,22 @@ def policy_loss(
 
 
 def clip_range(region: TrustRegionCfg) -> tuple[float, float]:
-    """Distances below and above 1 from which a ratio counts as clipped; of schedules, at the beginning of training."""
+    """Distances below and above 1 from which a ratio counts as clipped."""
     settings = region.parameters()
-    return range_at(settings.get("clip_low", 0.2)), range_at(settings.get("clip_high", 0.2))
+    return settings.get("clip_low", 0.2), settings.get("clip_high", 0.2)
 
 
 # --- data computed once per update ---
 
 
 def objective_data(
-    cfg: ObjectiveCfg,
-    batch: TensorDict | Batch,
-    advantage: Float[Tensor, "row step *unit"],
-    mask: Bool[Tensor, "row step *unit"],
-    num_episodes: int,
-    score: Callable[[], Evaluation],
-    *,
-    seed: int,
-    single_pass: bool = False,
-    all_sum: AllSum = local,
+    cfg: ObjectiveCfg, start: UpdateStart, score: Callable[[], Evaluation], *, single_pass: bool = False
 ) -> dict[str, Nested]:
     """Inputs of the objective, of each step, besides the advantage, ``[N, T]``.
 
     Args:
-        mask: steps that are trained on.
+        start: with the sampler's log-probabilities as ``old_log_prob``.
         score: the policy's scores of every step at the update's start; called only if something needs them.
-        seed: of this update's random choices, the same on every rank.
         single_pass: the update is one optimiser step. The policy's scores in it are those at the start, and a recomputed
             ``old_log_prob`` is left to it.
 
@@ -708,28 +697,33 @@ def objective_data(
         DataError: ratios of turns, and the rollout has no ``turn_id``.
     """
     region, correction = cfg.trust_region, cfg.importance_sampling_correction
-    loss, sampled = LOSSES[region.name], batch["sample_log_prob"]
+    loss, sampled = LOSSES[region.name], start.old_log_prob
     recomputes = cfg.old_log_prob == "recomputed"
     left_out = recomputes and single_pass and not correction.reweights and not region.needs_old_log_prob
-    old = score().log_prob if recomputes and not left_out else sampled
-    start = UpdateStart(batch, advantage, mask, old, num_episodes, seed, all_sum)
-    data: dict[str, Nested] = {} if left_out else {"old_log_prob": old}
-    if loss.reads_sampler or mask_threshold(correction) is not None:
+    if recomputes and not left_out:
+        start = start._replace(old_log_prob=score().log_prob)
+    data: dict[str, Nested] = {} if left_out else {"old_log_prob": start.old_log_prob}
+    if loss.reads_sampler or correction.parameters().get("off_policy_mask_threshold") is not None:
         data["sample_log_prob"] = sampled
     if cfg.ratio == "turn":
-        turn, episode = batch.get("turn_id", None), batch["episode_id"]
-        if turn is None:
-            raise DataError(
-                "ratio='turn' needs turn_id in the rollout, the index of the turn within the episode; fix: ratio='token', "
-                "where every step is a turn of its own"
-            )
-        inside = (episode >= 0) & (turn >= 0)  # one id for each turn of each episode, dense in this rank's rollout
-        key = torch.where(inside, episode * (int(turn.max()) + 1) + turn, -1)
-        data["turn"] = torch.where(inside, torch.unique(key, return_inverse=True)[1], -1)
+        data["turn"] = _turns(start.batch)
     if loss.select is not None:
         data["chosen"] = loss.select(start, **region.parameters())
     weight = CORRECTIONS[correction.name](start, **correction.parameters())
     return data if weight is None else multiplied(data, weight)
+
+
+def _turns(batch: TensorDict | Batch) -> Int[Tensor, "row step"]:
+    """One id for each turn of each episode, dense in this rank's rollout; -1 outside."""
+    turn, episode = batch.get("turn_id", None), batch["episode_id"]
+    if turn is None:
+        raise DataError(
+            "ratio='turn' needs turn_id in the rollout, the index of the turn within the episode; fix: ratio='token', "
+            "where every step is a turn of its own"
+        )
+    inside = (episode >= 0) & (turn >= 0)
+    key = torch.where(inside, episode * (int(turn.max()) + 1) + turn, -1)
+    return torch.where(inside, torch.unique(key, return_inverse=True)[1], -1)
 
 
 def multiplied(data: dict[str, Nested], factor: Tensor) -> dict[str, Nested]:
@@ -743,7 +737,7 @@ def finest_unit(cfg: ObjectiveCfg) -> Unit:
     by_step = (
         cfg.ratio == "token"
         and not LOSSES[cfg.trust_region.name].whole_episodes
-        and mask_threshold(cfg.importance_sampling_correction) is None
+        and cfg.importance_sampling_correction.parameters().get("off_policy_mask_threshold") is None
         and not cfg.aggregation.by_episode
     )
     return "transition" if by_step else "episode"

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, policy_loss, value_loss
-from groupwise.config.algorithm import PPOCfg, range_at
+from groupwise.config.algorithm import LinearRangeCfg, PPOCfg
 from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
-from groupwise.functional import advantages
+from groupwise.functional.advantages import gae
 from groupwise.functional.reduce import explained_variance, whiten, whiten_segments
 from groupwise.policies.base import Batch, Evaluation, Policy
 
@@ -48,15 +48,8 @@ class PPO(BaseAlgorithm):
             if rollout.get(key, None) is None:
                 raise DataError(f"the rollout has no {key!r}; fix: collect it with a policy that has a critic")
         batch = transition_view(rollout)
-        advantage = advantages.gae(
-            self.policy.normalize_reward(batch["reward"]),
-            batch["value"],
-            batch["next_value"],
-            batch["terminated"],
-            batch["truncated"],
-            gamma=gamma,
-            gae_lambda=gae_lambda,
-        )
+        reward, ends = self.policy.normalize_reward(batch["reward"]), (batch["terminated"], batch["truncated"])
+        advantage = gae(reward, batch["value"], batch["next_value"], *ends, gamma=gamma, gae_lambda=gae_lambda)
         return advantage, advantage + batch["value"]
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -86,8 +79,8 @@ class PPO(BaseAlgorithm):
         cfg = self.cfg
         assert evaluation.value is not None
         policy, measured = policy_loss(cfg.objective, evaluation.log_prob, batch, self.counts)
-        clip = None if cfg.clip_range_vf is None else range_at(cfg.clip_range_vf)
-        value = value_loss(evaluation.value, batch["returns"], batch["old_value"], clip)
+        assert not isinstance(cfg.clip_range_vf, LinearRangeCfg)  # ``at_progress`` puts a number there
+        value = value_loss(evaluation.value, batch["returns"], batch["old_value"], cfg.clip_range_vf)
         loss = torch.add(policy, value, alpha=cfg.vf_coef)
         if self.entropy.enabled:
             loss = loss + self.entropy.loss(evaluation.entropy)

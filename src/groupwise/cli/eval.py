@@ -4,9 +4,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from groupwise.cli.options import Parser, count
+from groupwise.cli.options import Parser, count, parse_json
 from groupwise.config.load import read_file
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
@@ -14,6 +14,7 @@ from groupwise.system import printable, show
 
 FILES = {"onnx": "policy.onnx", "safetensors": "policy.safetensors", "transformers": "transformers"}
 """Formats of ``export``, and where in the run folder they go by default."""
+CHECKPOINTS = ("latest", "best")
 
 
 def eval_command(parser: Parser, argv: Sequence[str]) -> None:
@@ -34,7 +35,7 @@ def eval_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--sampled", dest="deterministic", action="store_const", const=False, help=sampled)
     parser.add_argument("--seed", type=int, help="of the episodes (default: not used in training)")
     parser.add_argument("--video", action="store_true", help="also record an episode")
-    _add_checkpoint(parser)
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="latest", help="whose policy (default: latest)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with each return")
     options = vars(parser.read(argv))
     as_json, run = options.pop("json"), options.pop("run")
@@ -60,10 +61,6 @@ def eval_command(parser: Parser, argv: Sequence[str]) -> None:
         show(f"video: {video}")
 
 
-def _add_checkpoint(parser: Parser) -> None:
-    parser.add_choice("--checkpoint", ("latest", "best"), default="latest", help="whose policy (default: latest)")
-
-
 def sample_command(parser: Parser, argv: Sequence[str]) -> None:
     """Complete prompts with the language model of a run.
 
@@ -78,27 +75,19 @@ def sample_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--count", type=count, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
-    _add_checkpoint(parser)
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="latest", help="whose policy (default: latest)")
     options = vars(parser.read(argv))
 
     from groupwise.run import sample
 
     prompts = options.pop("prompts")
     if options.pop("messages"):
-        prompts = [_messages(word) for word in prompts]
+        prompts = [parse_json("--messages", word) for word in prompts]
+        if not all(isinstance(messages, list) for messages in prompts):
+            fix = """'[{"role": "user", "content": "..."}]'"""
+            raise ConfigError(f"--messages: expected lists of messages in JSON; fix: {fix}")
     texts = sample(options.pop("run"), prompts, options.pop("count"), **options)
     show(f"\n{'=' * 20}\n".join(f"\n{'-' * 20}\n".join(completions) for completions in texts))
-
-
-def _messages(word: str) -> list[Any]:
-    try:
-        messages = json.loads(word)
-    except ValueError:
-        messages = None
-    if isinstance(messages, list):
-        return messages
-    fix = """'[{"role": "user", "content": "..."}]'"""
-    raise ConfigError(f"--messages: {word!r:.80} is no list of messages in JSON; fix: {fix}")
 
 
 def export_command(parser: Parser, argv: Sequence[str]) -> None:
@@ -110,9 +99,9 @@ def export_command(parser: Parser, argv: Sequence[str]) -> None:
       groupwise export runs/<run> --to transformers     a language model, or its PEFT adapter
     """
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_choice("--to", tuple(FILES), required=True)
+    parser.add_argument("--to", choices=FILES, required=True)
     parser.add_argument("--out", type=Path, metavar="PATH", help="new file or folder (default: in the run's folder)")
-    _add_checkpoint(parser)
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="latest", help="whose policy (default: latest)")
     options = parser.read(argv)
 
     from groupwise.policies.export import export
@@ -143,7 +132,8 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--finished-only", action="store_true", help=finished)
     scores = 'scores that count as 0 and 1, as {"CartPole-v1": [20, 500]}: compares over all environments, too'
     parser.add_argument("--reference", type=Path, metavar="FILE.json", help=scores)
-    parser.add_choice("--metric", get_args(EvaluationMetric), default="return", help="the score (default: return)")
+    metrics = get_args(EvaluationMetric)
+    parser.add_argument("--metric", choices=metrics, default="return", help="the score (default: return)")
     options = parser.read(argv)
     reference = None
     if options.reference is not None:

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from groupwise import plugins
@@ -54,8 +55,8 @@ COMMANDS = {
     "config": "other", "check-env": "other", "plan": "other", "demos": "other", "serve": "other", "list": "other",
 }  # fmt: skip
 """Modules of the commands. The docstring of a command's function is its help."""
-WITH_SETTINGS = ("train", "evolve", "plan", "config", "check-env", "demos")
-"""Commands that take settings as options, and so print their own help."""
+WITH_SETTINGS = ("train", "config", "check-env")
+"""Commands whose help has the settings of an environment."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, rest = shared.parse_known_args(argv)
         plugins.load(options.plugin)
-        return _dispatch(rest)
+        if not rest or rest[0] in ("-h", "--help"):
+            print(USAGE, end="")
+            return 0 if rest else 2
+        name, *words = rest
+        if name == "--version":
+            print(f"groupwise {version('groupwise')}")
+            return 0
+        if name not in COMMANDS:
+            raise UnknownNameError("command", name, [*COMMANDS, "--help", "--version"])
+        module = importlib.import_module(f"groupwise.cli.{COMMANDS[name]}")
+        command, helps = getattr(module, f"{name.replace('-', '_')}_command"), name not in WITH_SETTINGS
+        parser = Parser(prog=f"groupwise {name}", description=inspect.getdoc(command), add_help=helps)
+        return int(command(parser, words) or 0)
     except KeyboardInterrupt as error:
         show(f"groupwise: {str(error) or 'interrupted'}", to="stderr")
         return 130
@@ -87,21 +100,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except SystemExit as stop:  # argparse exits after --help
         return stop.code if isinstance(stop.code, int) else 0
-
-
-def _dispatch(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0 if argv else 2
-    name, *words = argv
-    if name == "--version":
-        from importlib.metadata import version
-
-        print(f"groupwise {version('groupwise')}")
-        return 0
-    if name not in COMMANDS:
-        raise UnknownNameError("command", name, [*COMMANDS, "--help", "--version"])
-    module = importlib.import_module(f"groupwise.cli.{COMMANDS[name]}")
-    command = getattr(module, f"{name.replace('-', '_')}_command")
-    parser = Parser(prog=f"groupwise {name}", description=inspect.getdoc(command), add_help=name not in WITH_SETTINGS)
-    return int(command(parser, words) or 0)

@@ -24,7 +24,7 @@ from groupwise.config.base import OTHER_NAMES, Cfg, Choice
 from groupwise.config.load import SUFFIXES, Tree
 from groupwise.config.run import EnvCfg, RunCfg, TextRunCfg, TextTaskCfg
 from groupwise.envs.names import check_id, import_package, unknown_environment
-from groupwise.errors import ConfigError, nearest
+from groupwise.errors import ConfigError
 
 SHARED = ("--plugin", "--debug", "--help")
 """Options of every command."""
@@ -57,16 +57,6 @@ class Parser(ArgumentParser):
         self.flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **options)
 
-    def add_choice(self, name: str, known: Sequence[str], **options: Any) -> None:
-        """Add an option that takes one of these words."""
-
-        def check(word: str) -> str:
-            if word not in known:
-                raise ArgumentTypeError(f"expected {' or '.join(known)}, got {word!r}{nearest(word, known)}")
-            return word
-
-        self.add_argument(name, type=check, metavar="|".join(known), **options)
-
     def read(self, argv: Sequence[str]) -> Namespace:
         """The arguments.
 
@@ -82,7 +72,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message."""
-        raise ConfigError(message if "did you mean" in message else f"{message}; fix: see {self.prog} --help")
+        raise ConfigError(f"{message}; fix: see {self.prog} --help")
 
 
 def count(word: str) -> int:
@@ -95,15 +85,12 @@ def count(word: str) -> int:
 
 def unknown_option(flag: str, known: Iterable[str], more: str) -> ConfigError:
     """The error of an option that does not exist: the nearest names, and where all are."""
-    typed, paths = _path(flag), [_path(name) for name in known]
+    typed = _path(flag)
     own = typed.rpartition(".")[2]
     own = OTHER_NAMES.get(own, own)
-    last = {path: path.rpartition(".")[2] for path in paths if not typed.startswith(f"{path}.")}
-    like = get_close_matches(own, last.values(), n=1, cutoff=0.6)
-    near = (
-        [path for path in last if last[path] == own]
-        or get_close_matches(typed, last, n=1, cutoff=0.8)
-        or [path for path in last if last[path] in like]
+    paths = [path for path in map(_path, known) if not typed.startswith(f"{path}.")]
+    near = [path for path in paths if path.rpartition(".")[2] == own] or get_close_matches(
+        typed, paths, n=1, cutoff=0.8
     )
     hint = f"did you mean {' or '.join(map(_flag, near[:3]))}? " if near else ""
     return ConfigError(f"unknown option {_flag(typed)}; {hint}all options: {more}")
@@ -146,6 +133,14 @@ class Option(NamedTuple):
             schema["items"] = {**definition["anyOf"][0], "type": _CHOICE}
         found: list[dict[str, Any]] = schema.get("anyOf", [schema])
         return [{"type": "object"} if "$ref" in kind else kind for kind in found]  # a number, or a choice
+
+    @property
+    def values(self) -> str:
+        """``FLOAT|none``; of a flag the one that turns it off."""
+        if self.annotation is bool:
+            outer, dot, last = self.path.rpartition(".")
+            return f"| {_flag(f'{outer}{dot}no_{last}')}"
+        return "|".join(dict.fromkeys(map(_type_name, self.types)))
 
 
 _FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_from", str, None, ""))
@@ -258,38 +253,44 @@ def _tree(options: Sequence[Option], given: Mapping[str, list[str]]) -> Tree:
         if option.path in given:
             *outer, last = f"{option.path}.name".split(".") if option.choice else option.path.split(".")
             inside = functools.reduce(lambda settings, key: settings.setdefault(key, {}), outer, tree)
-            inside[last] = _value(option, given[option.path])
+            inside[last] = value_of(option, given[option.path])
     return tree
 
 
-def _value(option: Option, words: Sequence[str]) -> Any:
+def value_of(option: Option, words: Sequence[str]) -> Any:
     """Value of an option from the words after it; the config checks their types."""
-    types = {kind.get("type") for kind in option.types}
-    if types == {"boolean"} and not words:
+    kinds = option.types
+    own = {kind.get("type") for kind in kinds}
+    if own == {"boolean"} and not words:
         return True
-    if not words and "array" not in types:
+    if not words and "array" not in own:
         raise ConfigError(f"{option.flag}: expected a value")
-    items = [item for kind in option.types for item in (kind.get("items", {}), *kind.get("prefixItems", ()))]
-    values = [_convert(option.flag, word, types.union(item.get("type") for item in items)) for word in words]
-    single = [None, *(kind.get("const") for kind in option.types)]
-    return values[0] if len(values) == 1 and ("array" not in types or values[0] in single) else values
+    items = [item for kind in kinds for item in (kind.get("items", {}), *kind.get("prefixItems", ()))]
+    types = own.union(item["type"] for item in items if "type" in item)
+
+    def convert(word: str) -> Any:
+        if "null" in types and word in ("None", "none", "null"):
+            return None
+        if types <= {"object", "null"} or (word.startswith("{") and not types.isdisjoint(("object", _CHOICE))):
+            return parse_json(option.flag, word)
+        if "boolean" in types and word in ("true", "false"):
+            return word == "true"
+        if not types.isdisjoint(("integer", "number")):
+            for number in (int, float):
+                with suppress(ValueError):
+                    return number(word)
+        return word
+
+    values, single = list(map(convert, words)), [None, *(kind.get("const") for kind in kinds)]
+    return values[0] if len(values) == 1 and ("array" not in own or values[0] in single) else values
 
 
-def _convert(flag: str, word: str, types: set[Any]) -> Any:
-    if "null" in types and word in ("None", "none", "null"):
-        return None
-    if types <= {"object", "null", None} or (word.startswith("{") and not types.isdisjoint(("object", _CHOICE))):
-        try:
-            return files.parse_json(os.fsencode(word))
-        except ValueError as error:
-            raise ConfigError(f"{flag}: {word!r:.200} is broken JSON: {error}") from error
-    if "boolean" in types and word in ("true", "false"):
-        return word == "true"
-    if not types.isdisjoint(("integer", "number")):
-        for number in (int, float):
-            with suppress(ValueError):
-                return number(word)
-    return word
+def parse_json(flag: str, word: str) -> Any:
+    """The value of a JSON text after an option."""
+    try:
+        return files.parse_json(os.fsencode(word))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {word!r:.200} is broken JSON: {error}") from error
 
 
 # Help
@@ -298,31 +299,23 @@ def _convert(flag: str, word: str, types: set[Any]) -> Any:
 def _show_help(options: Sequence[Option], prog: str, description: str, *, in_full: bool) -> NoReturn:
     """Print the common options, or all of them, and exit."""
     print(f"usage: {prog} [options]\n\n{description}")
-    if in_full or len(options) < _FEW:
-        width = min(shutil.get_terminal_size().columns, 120)
-        wrap = functools.partial(textwrap.fill, width=width, break_on_hyphens=False)
-        for option in options:
-            print(f"  {option.flag} {_metavar(option)}")
-            body = f"{option.text} (default: {_shown(option.default)})"
-            print(wrap(body, initial_indent=" " * 6, subsequent_indent=" " * 6))
-        raise SystemExit(0)
     by_path = {option.path: option for option in options}
+    if in_full or len(options) < _FEW:
+        wrap = functools.partial(textwrap.fill, width=min(shutil.get_terminal_size().columns, 120))
+        for option in options:
+            print(f"  {option.flag} {option.values}")
+            body = f"{option.text} (default: {_shown(option.default)})"
+            print(wrap(body, break_on_hyphens=False, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        raise SystemExit(0)
     unused = {"algorithm.num_steps"} if "num_prompts" in by_path else set()
     common = [by_path[path] for path in COMMON if path in by_path and path not in unused]
     for option in common:
         text = textwrap.shorten(option.text.partition(". ")[0].rstrip("."), 80, placeholder=" ...")
         of_none = re.search(r"None: ([^.]+)", option.text)
         default = of_none[1] if option.default is None and of_none else _shown(option.default)
-        print(f"{f'  {option.flag} {_metavar(option)}':<38}{text} ({default})")
+        print(f"{f'  {option.flag} {option.values}':<38}{text} ({default})")
     print(f"\n{len(options) - len(common)} further settings: --help-all")
     raise SystemExit(0)
-
-
-def _metavar(option: Option) -> str:
-    if option.annotation is bool:
-        outer, dot, last = option.path.rpartition(".")
-        return f"| {_flag(f'{outer}{dot}no_{last}')}"
-    return "|".join(map(_type_name, option.types))
 
 
 def _type_name(schema: Mapping[str, Any]) -> str:

@@ -66,21 +66,17 @@ def demos_command(parser: Parser, argv: Sequence[str]) -> None:
       groupwise demos FetchPush-v4 --episodes 20 --noise 0.2 --out demos/push
       groupwise train FetchPush-v4 --algorithm bc --algorithm.data demos/push
 
-    Options:
-      --episodes 50       how many to keep
-      --out FOLDER        new or empty (default: demos/<environment>)
-      --noise 0.1         standard deviation of noise on the executed actions, as a share of half their range; the
-                          stored actions are without it
-      --seed 0            of starts and noise
-      --keep-failures     keep episodes without success, too
-
-    Settings of the environment:
+    Further options: --env.kwargs JSON, --env.max-episode-steps N
     """
-    parser.add_argument("--episodes", type=count, default=50)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--noise", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep-failures", action="store_true")
+    parser.usage = "groupwise demos ENV [options]"
+    parser.add_argument("--episodes", type=count, default=50, help="how many to keep (default: 50)")
+    parser.add_argument("--out", type=Path, help="a new or empty folder (default: demos/<environment>)")
+    noise = (
+        "standard deviation of noise on executed (not stored) actions, as a share of half their range (default: 0.1)"
+    )
+    parser.add_argument("--noise", type=float, default=0.1, help=noise)
+    parser.add_argument("--seed", type=int, default=0, help="of starts and noise (default: 0)")
+    parser.add_argument("--keep-failures", action="store_true", help="keep episodes without success, too")
     options, rest = parser.parse_known_args(argv)
     env = parse_env(rest, parser, only=("env.kwargs", "env.max_episode_steps"))
 
@@ -193,25 +189,18 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise plan text.json --gpus 8 --gpu h100 --engine fsdp --model.precision bfloat16
       groupwise plan text.json --gpu l40s --model.lora.r 16 --json
 
-    Options, then those of train:
-      --gpus 1                     processes, each with a GPU of its own; servers have further ones
-      --gpu h100                   or a100, h200, b200, l40s, rtx4090
-      --prompt-tokens 256          tokens of a prompt (default: task.max_prompt_tokens)
-      --json                       print everything as JSON, in bytes
-      --preset NAME                credit and objective of a paper; see: groupwise list
+    Further options are those of train: groupwise train FILE --help
     """
-    parser.add_argument("--gpus", type=count, default=1)
-    parser.add_argument("--gpu", default="h100")
-    parser.add_argument("--prompt-tokens", type=count)
-    parser.add_argument("--json", action="store_true")
+    parser.usage = "groupwise plan FILE [options]"
+    gpus = "processes, each with a GPU of its own; servers have further ones (default: 1)"
+    parser.add_argument("--gpus", type=count, default=1, help=gpus)
+    parser.add_argument("--gpu", default="h100", help="h100 (the default), a100, h200, b200, l40s or rtx4090")
+    prompt = "tokens of a prompt (default: task.max_prompt_tokens, or 256)"
+    parser.add_argument("--prompt-tokens", type=count, help=prompt)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, in bytes")
     options, rest = parser.parse_known_args(argv)
     if not rest:
         raise ConfigError("expected a file of settings first, as in: groupwise plan text.json --gpus 8 --gpu h100")
-    if rest[0] in ("-h", "--help"):
-        print(
-            f"usage: groupwise plan FILE [options]\n\n{parser.description}\n\nAll settings: groupwise plan FILE --help"
-        )
-        return 0
     cfg = parse_options(rest, parser)
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{rest[0]} is a run on an environment; plan is for runs on texts; fix: a file with a task")
@@ -220,8 +209,8 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
 
     if options.gpu not in GPUS:
         raise UnknownNameError("GPU", options.gpu, GPUS)
-    prompt = options.prompt_tokens or cfg.task.max_prompt_tokens or 256
-    plan = plan_run(cfg, options.gpus, GPUS[options.gpu], prompt)
+    tokens_of_prompt = options.prompt_tokens or cfg.task.max_prompt_tokens or 256
+    plan = plan_run(cfg, options.gpus, GPUS[options.gpu], tokens_of_prompt)
     changes = {} if plan.fits else fixes(plan)
     if options.json:
         memory = {name: getattr(plan, name) for name in ("kept", "passing", "host", "peak", "room")}

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from groupwise.cli.options import Parser
 from groupwise.errors import EnvError, GroupwiseError, RunFolderError, installing, require_extra
+from groupwise.report.folder import RunFolder
 from groupwise.report.health import WORDS, Finding, diagnose
 from groupwise.report.page import answer, words_of, write_page
 from groupwise.report.video import draw_one_frame
@@ -85,28 +86,23 @@ def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
     """
     parser.add_argument("run", type=Path, nargs="?", help="folder of a run")
     options = parser.read(argv)
-    findings = _of_run(options.run) if options.run else check_installation()
-    trouble = False
+    trouble, findings = False, check_installation()
+    if options.run is not None:
+        folder = RunFolder.open(options.run)
+        metrics = folder.read_metrics()
+        _, score, sample = words_of(folder.read_config())
+        learned = answer(metrics, score, sample)
+        show(f"Did it learn? {learned.word}. {learned.text}")
+        sick = [finding for finding in diagnose(folder) if finding.verdict != "good"]
+        if not sick:
+            show("Nothing looks wrong." if metrics else "There is nothing to look at yet.")
+        findings = iter(sick)
     for finding in findings:  # printed as they come
         show(f"{WORDS[finding.verdict]:<8} {finding.title}: {finding.text}")
         if finding.advice:
             show(f"{'':<8} fix: {finding.advice}")
         trouble |= finding.verdict == "bad"
     return int(trouble)
-
-
-def _of_run(path: Path) -> list[Finding]:
-    from groupwise.report.folder import RunFolder
-
-    folder = RunFolder.open(path)
-    metrics = folder.read_metrics()
-    _, score, sample = words_of(folder.read_config())
-    learned = answer(metrics, score, sample)
-    show(f"Did it learn? {learned.word}. {learned.text}")
-    sick = [finding for finding in diagnose(folder) if finding.verdict != "good"]
-    if not sick:
-        show("Nothing looks wrong." if metrics else "There is nothing to look at yet.")
-    return sick
 
 
 # Installation
@@ -117,9 +113,6 @@ def check_installation() -> Iterator[Finding]:
     yield device()
     yield threads()
     yield packages()
-    yield extras()
-    yield folder(Path("runs"))
-    yield folder(Path(tempfile.gettempdir()))
     yield rendering("CartPole-v1")
     if not missing(Requirement("gymnasium[mujoco]")):
         yield rendering("InvertedPendulum-v5")
@@ -161,28 +154,21 @@ def threads() -> Finding:
 
 
 def packages() -> Finding:
-    """Packages that every run needs."""
-    own = [one for one in map(Requirement, requires("groupwise") or ()) if one.marker is None]
-    if found := [text for requirement in own for text in missing(requirement)]:
-        return Finding("Packages", (), "bad", f"{'; '.join(found)}.", "pip install -e . in the checkout.")
-    return Finding("Packages", (), "good", "All required ones are there.")
-
-
-def extras() -> Finding:
-    """Extras that are there, and those that are there in part or in another version."""
+    """Packages that every run needs, and those of the extras."""
     texts = requires("groupwise") or ()
-    names = {text.partition('extra == "')[2].removesuffix('"') for text in texts} - {"", "dev", "docs"}
-    lacking = {name: _missing_of(texts, name) for name in sorted(names)}
-    wrong = {name: [text for text in found if "expected" in text] for name, found in lacking.items()}
-    wrong = {name: found for name, found in wrong.items() if found}
-    there = ", ".join(name for name in lacking if not lacking[name]) or "none"
-    absent = ", ".join(name for name in lacking if lacking[name] and name not in wrong) or "none"
-    text = f"there: {there}; not complete: {absent}."
-    if not wrong:
-        return Finding("Extras", (), "good", text)
-    versions = "; ".join(f"of {name}, {' and '.join(found)}" for name, found in wrong.items())
-    text += f" Wrong versions: {versions}."
-    return Finding("Extras", (), "look", text, f"{'; '.join(map(installing, wrong))}.")
+    extras = {text.partition('extra == "')[2].removesuffix('"') for text in texts} - {"", "dev", "docs"}
+    lacking = {name: _missing_of(texts, name) for name in sorted(extras)}
+    wrong = {name: text for name, found in lacking.items() for text in found if "expected" in text}
+    there, absent = (", ".join(name for name in lacking if bool(lacking[name]) == gone) or "none" for gone in (0, 1))
+    text = f"extras that are there: {there}; not complete: {absent}."
+    required = [one for one in map(Requirement, texts) if one.marker is None]
+    if found := [text for requirement in required for text in missing(requirement)]:
+        return Finding("Packages", (), "bad", f"{'; '.join(found)}.", "pip install -e . in the checkout.")
+    if wrong:
+        versions = "; ".join(f"of {name}, {found}" for name, found in wrong.items())
+        fix = "; ".join(map(installing, wrong))
+        return Finding("Packages", (), "look", f"{text} Wrong versions: {versions}.", f"{fix}.")
+    return Finding("Packages", (), "good", f"All required ones are there; {text}")
 
 
 def missing(requirement: Requirement) -> list[str]:
@@ -204,22 +190,6 @@ def _missing_of(texts: Sequence[str], extra: str) -> list[str]:
         if (marker := requirement.marker) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
     ]
     return [text for requirement in asked for text in missing(requirement)]
-
-
-def folder(path: Path) -> Finding:
-    """A folder in which runs write."""
-    title = f"Folder {path}"
-    place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
-    try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            file.write(b"x")
-    except OSError as error:
-        return Finding(title, (), "bad", f"It cannot be written: {error}.", "Another --run-dir, or rights.")
-    free = shutil.disk_usage(place).free / 2**30
-    text = f"It can be written; {free:,.1f} GiB are free."
-    if free < 1:
-        return Finding(title, (), "look", text, "Make room: checkpoints need some.")
-    return Finding(title, (), "good", text)
 
 
 def rendering(env_id: str) -> Finding:

@@ -1,5 +1,6 @@
 """Commands that train: ``train``, ``resume`` and ``evolve``."""
 
+import json
 import logging
 import math
 import os
@@ -11,12 +12,13 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from groupwise import plugins
 from groupwise import system as files
-from groupwise.cli.options import Parser, count, parse_options
+from groupwise.cli.options import Option, Parser, count, parse_options, value_of
 from groupwise.config import to_json
+from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
 from groupwise.config.run import BUDGETS, CommonCfg
@@ -77,17 +79,16 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
             raise ConfigError("--profile is not for --launcher ray; fix: --launcher torchrun")
         from groupwise.integrations.ray import train_from_config_on_ray
 
-        run = train_from_config_on_ray(cfg, **on_ray(launch))
-    elif options.profile is not None:
-        from groupwise.run import train_from_config
+        return print_run(train_from_config_on_ray(cfg, **on_ray(launch)), quiet=options.progress == "none")
+
+    from groupwise.run import train_from_config
+
+    callbacks: list[Any] = []
+    if options.profile is not None:
         from groupwise.training.trackers import Profiler
 
-        run = train_from_config(cfg, callbacks=[Profiler(options.profile)])
-    else:
-        from groupwise.run import train_from_config
-
-        run = train_from_config(cfg)
-    return print_run(run, quiet=options.progress == "none")
+        callbacks.append(Profiler(options.profile))
+    return print_run(train_from_config(cfg, callbacks=callbacks), quiet=options.progress == "none")
 
 
 def resume_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -101,56 +102,56 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
     """
     if argv and (Path(argv[0]) / "population.json").is_file():
-        return _resume_population(parser, argv)
+        parser.add_argument("population", type=Path, help="folder of the population")
+        options = _add_fields(parser, LaunchCfg)
+        found = vars(parser.read(argv))
+        given = {name: value_of(options[name], [found[name]]) for name in options if found[name] is not None}
+
+        from groupwise.evolution.population import Population
+
+        return _print_population(Population.resume(found["population"], **given))
+
     launch, words = parse_launch(parser, argv)
     if launch["launcher"] != "local" and any(word.partition("=")[0] == "--fork" for word in words):
         raise ConfigError("--fork is of one process; fix: make a copy without --launcher, then resume that")
     if launch["launcher"] == "torchrun":
         torchrun(["resume", *words], launch)
     if launch["launcher"] == "ray":
-        from groupwise.integrations.ray import resume_on_ray
-
         if len(words) != 1:
             got = " ".join(words)
             raise ConfigError(f"--launcher ray takes the run folder alone, got {got!r}; fix: --launcher torchrun")
+        from groupwise.integrations.ray import resume_on_ray
+
         return print_run(resume_on_ray(words[0], **on_ray(launch)))
 
     parser.add_argument("run", type=Path, help="folder of the run")
-    total = "new total budget in {} (default: unchanged)"
-    parser.add_argument("--total-steps", type=count, help=total.format("steps"))
-    parser.add_argument("--total-iterations", type=count, help=total.format("iterations"))
-    parser.add_argument("--total-epochs", type=float, help=total.format("epochs"))
+    for name, kind in {"steps": count, "iterations": count, "epochs": float}.items():
+        parser.add_argument(f"--total-{name}", type=kind, help=f"new total budget in {name} (default: unchanged)")
     fork = "continue in a new run folder; takes train's settings"
     parser.add_argument("--fork", type=Path, metavar="NEW_DIR", help=fork)
     chosen = "with --fork: latest, best, or the environment steps of a checkpoint (default: latest)"
-    parser.add_argument("--from", dest="checkpoint", type=_checkpoint, metavar="CHECKPOINT", help=chosen)
-    options, settings = parser.parse_known_args(words)
+    checkpoint = lambda word: word if word in ("latest", "best") else count(word)  # noqa: E731
+    parser.add_argument("--from", dest="checkpoint", type=checkpoint, metavar="CHECKPOINT", help=chosen)
+    options, changed = parser.parse_known_args(words)
     totals = {name: total for name in BUDGETS if (total := getattr(options, name)) is not None}
-    if options.fork is not None:
-        settings += [f"--{name.replace('_', '-')}={total}" for name, total in totals.items()]
-        return print_run(_fork(parser, options.run, options.fork, options.checkpoint or "latest", settings))
-    if options.checkpoint is not None:
-        raise ConfigError("--from would overwrite what was trained since; fix: --fork NEW_DIR, too")
-    if settings and settings[0].startswith("--") and "." in settings[0]:
-        raise ConfigError(f"{settings[0]} makes another run of it; fix: --fork NEW_DIR, too")
-    parser.read(words)
+    if options.fork is None:
+        if options.checkpoint is not None:
+            raise ConfigError("--from would overwrite what was trained since; fix: --fork NEW_DIR, too")
+        if changed and changed[0].startswith("--") and "." in changed[0]:
+            raise ConfigError(f"{changed[0]} makes another run of it; fix: --fork NEW_DIR, too")
+        parser.read(words)
 
     from groupwise.run import resume
 
-    return print_run(resume(options.run, **totals))
-
-
-def _checkpoint(word: str) -> str | int:
-    return word if word in ("latest", "best") else count(word)
-
-
-def _fork(parser: Parser, run: Path, run_dir: Path, checkpoint: Any, settings: Sequence[str]) -> Any:
-    from groupwise.run import resume
+    if options.fork is None:
+        return print_run(resume(options.run, **totals))
     from groupwise.training.checkpoint import fork_run
 
-    made = fork_run(run, run_dir, checkpoint, lambda config: parse_options([str(config), *settings], parser))
+    changed += [f"--{name.replace('_', '-')}={total}" for name, total in totals.items()]
+    read = lambda config: parse_options([str(config), *changed], parser)  # noqa: E731
+    made = fork_run(options.run, options.fork, options.checkpoint or "latest", read)
     try:
-        return resume(made)
+        return print_run(resume(made))
     except GroupwiseError:
         if not RunFolder(made).summary.exists():  # an error before training, such as a wrong setting
             files.remove(made)
@@ -178,17 +179,17 @@ def print_run(run: Any, quiet: bool = False) -> int:
             reached += f", success {100 * rate:.0f} % (95 % interval {low:.0f} to {high:.0f})"
             best += f", success {100 * found['best_success_rate']:.0f} %,"
         reached += f". Best {best} at step {found['best_env_steps']:,}"
-    where = f" Run folder: {run.path}" if quiet else ""
-    show(f"Done in {found['seconds']:.1f} s{reached}.{where}")
+    show(f"Done in {found['seconds']:.1f} s{reached}.{f' Run folder: {run.path}' if quiet else ''}")
     if found["stopped"] not in BUDGETS:
         show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
     if 0 < found.get("updates_without_gradient", 0) == found["iterations"]:
         show("Nothing was learned: the gradient of every update was 0 (docs/troubleshooting.md).")
-    steps, iterations = found.get("unsaved_env_steps"), found.get("unlogged_iterations")
-    if steps or iterations:
-        what = f"the last {steps:,} steps" if steps else f"metrics of {iterations:,} iterations"
-        again = f", then {plugins.command('resume', run.path)}" if steps else ""
-        show(f"NOT SAVED: {what}; fix: make room{again}", to="stderr")
+    if steps := found.get("unsaved_env_steps"):
+        again = plugins.command("resume", run.path)
+        show(f"NOT SAVED: the last {steps:,} steps; fix: make room, then {again}", to="stderr")
+        return 1
+    if iterations := found.get("unlogged_iterations"):
+        show(f"NOT SAVED: metrics of {iterations:,} iterations; fix: make room", to="stderr")
         return 1
     if not quiet:
         show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command('eval', run.path)}")
@@ -201,7 +202,7 @@ def print_run(run: Any, quiet: bool = False) -> int:
 def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The launcher with its options, and the words that are left for the processes that it starts."""
     own = Parser(prog=parser.prog, add_help=False)
-    own.add_choice("--launcher", ("local", "torchrun", "ray"), default="local")
+    own.add_argument("--launcher", choices=("local", "torchrun", "ray"), default="local")
     for name in ("--workers", "--servers"):
         own.add_argument(name, type=count)
     for name, kind in {"--cpus": float, "--gpus": int, "--server-cpus": float, "--server-gpus": int}.items():
@@ -355,70 +356,37 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
       algorithm.learning_rate: {min: 1e-5, max: 1e-2, log: true}
       algorithm.num_epochs: [1, 2, 4, 8]
 
-    Options, then those of train:
-      --search FILE|JSON           settings to search
-      --population 8               members
-      --rounds 10                  rounds of training, evaluation and selection
-      --round-steps 10000          environment steps (tokens for text) of each member in a round
-      --episodes 20                episodes of each evaluation, the same for all members
-      --fitness mean               or lower_bound: the lower end of the 95 % interval
-      --selection tournament       or truncation, halving; or JSON: '{"name": "tournament", "size": 3}'
-      --mutation grow_shrink       or log_normal; or JSON
-      --weight-noise 0             noise on the weights of clones (AgileRL: 0.1)
-      --workers N                  members at once (default: one per core, or what a cluster has room for)
-      --launcher processes         or ray: a Ray cluster whose nodes share the folder
-      --cpus 1, --gpus 0           reserved by Ray for each member, also a share of a GPU
-      --preset NAME                credit and objective of a paper; see: groupwise list
+    Further options are those of train: groupwise train ENV --help
     """
-    parser.add_argument("--search")
-    for name in ("--population", "--rounds", "--round-steps", "--episodes"):
-        parser.add_argument(name, type=count)
-    parser.add_choice("--fitness", get_args(EvolutionCfg.model_fields["fitness"].annotation))
-    for name in ("--selection", "--mutation"):
-        parser.add_argument(name)
-    parser.add_argument("--weight-noise", type=float)
-    _add_launch(parser)
-    options, rest = parser.parse_known_args(argv)
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    launch = LaunchCfg(**{name: given.pop(name) for name in LaunchCfg.model_fields if name in given})
-    for name in BUDGETS:
-        if any(word.partition("=")[0].replace("-", "_") == f"__{name}" for word in rest):
-            raise ConfigError(f"--{name.replace('_', '-')}: the budget is --rounds times --round-steps; fix: set these")
+    parser.usage = "groupwise evolve ENV|FILE [options]"
+    options = _add_fields(parser, EvolutionCfg) | _add_fields(parser, LaunchCfg)
+    found, rest = parser.parse_known_args(argv)
+    given = {name: word for name, word in vars(found).items() if word is not None}
+    flags = {word.partition("=")[0].replace("-", "_") for word in rest}
+    if named := [name for name in BUDGETS if f"__{name}" in flags]:
+        raise ConfigError(f"{named[0]}: the budget is --rounds times --round-steps; fix: set these")
     base = parse_options(rest, parser)
     if "search" not in given:
         raise ConfigError("--search is missing: the settings that change; fix: see groupwise evolve --help")
-    for name in {"search", "selection", "mutation"} & given.keys():
-        if given[name].lstrip().startswith("{"):
-            try:
-                given[name] = files.parse_json(given[name].encode())
-            except ValueError as error:
-                raise ConfigError(f"--{name}: {given[name]!r:.200} is broken JSON: {error}") from error
-        elif name == "search":
-            given[name] = read_file(Path(given[name]))
-    cfg = EvolutionCfg(**given)
+    if not given["search"].lstrip().startswith("{"):
+        given["search"] = json.dumps(read_file(Path(given["search"])))
+    values = {name: value_of(options[name], [word]) for name, word in given.items()}
+    launch = LaunchCfg(**{name: values.pop(name) for name in LaunchCfg.model_fields if name in values})
+    cfg = EvolutionCfg(**values)
 
     from groupwise.evolution.evolve import evolve_from_config
 
     return _print_population(evolve_from_config(cfg, base, run_dir=base.run_dir, launch=launch))
 
 
-def _resume_population(parser: Parser, argv: Sequence[str]) -> int:
-    parser.add_argument("population", type=Path, help="folder of the population")
-    _add_launch(parser)
-    options = vars(parser.read(argv))
-
-    from groupwise.evolution.population import Population
-
-    path = options.pop("population")
-    launch = {name: value for name, value in options.items() if value is not None}
-    return _print_population(Population.resume(path, **launch))
-
-
-def _add_launch(parser: Parser) -> None:
-    parser.add_argument("--workers", type=count)
-    parser.add_choice("--launcher", get_args(LaunchCfg.model_fields["launcher"].annotation))
-    parser.add_argument("--cpus", type=float)
-    parser.add_argument("--gpus", type=float)
+def _add_fields(parser: Parser, cfg: type[Cfg]) -> dict[str, Option]:
+    """Add an option for each field."""
+    options: dict[str, Option] = {}
+    for name, field in cfg.model_fields.items():
+        default = "required" if field.is_required() else f"default: {getattr(field.default, 'name', field.default)}"
+        option = options[name] = Option(name, field.annotation, field.default, f"{field.description} ({default})")
+        parser.add_argument(option.flag, metavar=option.values, help=option.text.replace("%", "%%").replace("``", ""))
+    return options
 
 
 def _print_population(found: Any) -> int:

@@ -16,10 +16,8 @@ from groupwise.data.rollout import Nested, TensorDict
 from groupwise.envs.base import EnvStep, GroupEnv
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError
-from groupwise.policies.base import Policy
+from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
-
-# Groups during collection: the episode of each row, and the status of each group
 
 MAX_RETRIES = 5
 """Most new starts of an episode; more errors are unlikely to be bad luck."""
@@ -79,23 +77,16 @@ class GroupTracker:
         """Column of the next step."""
         self.steps = 0
         """Environment steps taken."""
-        self.filtered_steps = self.env_errors = 0
+        self.filtered_steps = self.env_errors = self._num_groups = 0
         self.running, self.greedy = np.zeros((2, env.num_envs), dtype=np.bool_)
         self.members: list[Member] = []
         """Members in the order in which they began."""
         self._env, self._cfg, self._num_steps = env, cfg, num_steps
-        self._group_size, self.greedy_members, self._num_members = (
-            group_size,
-            greedy_members,
-            group_size + greedy_members,
-        )
-        self._num_groups = 0
+        self._group_size, self.greedy_members = group_size, greedy_members
         self._waiting: deque[Member] = deque()
         """Episodes in the order in which rows take them."""
         self._in_row: dict[int, Member] = {}
         """The episodes that run."""
-        self._start = np.zeros(env.num_envs, dtype=np.int64)
-        """Column of the first step of each row's episode."""
 
     def assign(self) -> list[Member]:
         """The episodes that free rows begin now."""
@@ -104,13 +95,13 @@ class GroupTracker:
         most = self._num_steps * (1 + (self._cfg.dynamic_sampling or 0))
         wants_steps = self.steps - self.filtered_steps < self._num_steps and self.steps < most
         while wants_steps and len(self._waiting) < len(free):
-            group = Group(self._num_groups)
-            self._waiting.extend(Member(group, i, greedy=i >= self._group_size) for i in range(self._num_members))
+            group, size = Group(self._num_groups), self._group_size
+            self._waiting.extend(Member(group, i, greedy=i >= size) for i in range(size + self.greedy_members))
             self._num_groups += 1
         begun = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
         for member, row in zip(begun, free, strict=False):
             member.row, member.start = row, self.step
-            self._in_row[row], self._start[row] = member, self.step
+            self._in_row[row] = member
             self.running[row], self.greedy[row] = True, member.greedy
         self.members += begun
         return begun
@@ -119,9 +110,12 @@ class GroupTracker:
         """Count the step that every running row took; returns it with the episodes that ``horizon`` truncates."""
         self.steps += len(self._in_row)
         self.step += 1
-        if self._cfg.horizon is None:
-            return step
-        is_long = torch.from_numpy(self.running & (self.step - self._start >= self._cfg.horizon))
+        return step if self._cfg.horizon is None else self._cut_long(step, self._cfg.horizon)
+
+    def _cut_long(self, step: EnvStep, horizon: int) -> EnvStep:
+        is_long = torch.zeros(len(self.running), dtype=torch.bool)
+        for row, member in self._in_row.items():
+            is_long[row] = self.step - member.start >= horizon
         goes_on = ~step.terminated if step.failed is None else ~(step.terminated | step.failed)
         return step._replace(truncated=step.truncated | is_long.to(step.truncated.device) & goes_on)
 
@@ -130,7 +124,7 @@ class GroupTracker:
         for member in self._free((step.terminated | step.truncated).nonzero()[:, 0].tolist()):
             group, member.ended = member.group, True
             group.members.append(member)
-            if len(group.members) == self._num_members:
+            if len(group.members) == self._group_size + self.greedy_members:
                 group.status = "complete"
                 if self._cfg.dynamic_sampling is not None and has_equal_returns(group, rollout):
                     group.status = "filtered"
@@ -256,14 +250,7 @@ class GroupCollector(EnvCollector):
             writer.observe(t, obs)
             action = act(obs, generator=generator)
             if tracker.greedy.any():
-                mode, is_greedy = (
-                    act(obs, deterministic=True),
-                    torch.from_numpy(tracker.greedy).to(action.log_prob.device),
-                )
-                action = action._replace(
-                    action=_select(is_greedy, mode.action, action.action),
-                    log_prob=_select(is_greedy, mode.log_prob, action.log_prob),
-                )
+                action = _with_modes(action, act(obs, deterministic=True), torch.from_numpy(tracker.greedy))
             writer.act(t, action)
             step = tracker.count_step(self.step_env(action))
             writer.outcome(t, step)
@@ -304,11 +291,12 @@ class GroupCollector(EnvCollector):
             again = ("again", member.retries) if member.retries else ()
             stream = "noise", self.rank, self.iteration, member.group.number
             noise_seed[member.row] = derive_seed(self.seed, *stream, *own, *again)
-        return self.env.start(mask, start_seed, noise_seed)
+        obs = self.env.start(mask, start_seed, noise_seed)
+        return self._begun(obs, mask) if self.policy.state_size else obs
 
     def _count(self, rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> None:
         """Count steps, groups, and episodes in the order of their ends, without greedy ones."""
-        steps, members = tracker.steps, tracker.members
+        members = tracker.members
         reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
         ended = sorted((m for m in members if m.ended and not m.greedy), key=lambda member: member.end)
         outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
@@ -317,20 +305,23 @@ class GroupCollector(EnvCollector):
             Episode(total, member.length, bool(terminated[member.row, member.end - 1]), *outcome)
             for total, member, outcome in zip(returns, ended, outcomes, strict=True)
         )
-        self.last_steps = env_steps(rollout, steps)
+        self.last_steps = env_steps(rollout, tracker.steps)
         groups = {member.group for member in members if member.in_whole_group}
         wasted = sum(member.length for member in members if not member.in_whole_group)
         self._metrics = {
             "rollout/groups": float(len(groups)),
-            "rollout/idle_fraction": 1.0 - steps / (self.env.num_envs * tracker.step),
-            "rollout/wasted_steps": wasted / steps,
+            "rollout/idle_fraction": 1.0 - tracker.steps / (self.env.num_envs * tracker.step),
+            "rollout/wasted_steps": wasted / tracker.steps,
         }
-        if self.collection.on_env_error != "raise":
-            self._metrics["rollout/env_errors"] = float(tracker.env_errors)
-            self._empty = 0 if groups else self._empty + 1
         if self.collection.dynamic_sampling is not None:
             self._metrics["rollout/filtered_groups"] = float(sum(group.status == "filtered" for group in groups))
-            self._metrics["rollout/filtered_steps"] = tracker.filtered_steps / steps
+            self._metrics["rollout/filtered_steps"] = tracker.filtered_steps / tracker.steps
+        if self.collection.on_env_error != "raise":
+            self._metrics["rollout/env_errors"] = float(tracker.env_errors)
+            self._count_empty(len(groups))
+
+    def _count_empty(self, num_groups: int) -> None:
+        self._empty = 0 if num_groups else self._empty + 1
         if self._empty == MAX_EMPTY:
             raise EnvError(
                 f"every group of {MAX_EMPTY} iterations in a row was dropped, because {self.env.env_id} failed; fix: the "
@@ -359,5 +350,11 @@ class GroupCollector(EnvCollector):
             raise EnvError(f"{blocks}, so an episode cannot be retried alone; fix: on_env_error='drop'")
 
 
-def _select(rows: Bool[Tensor, " row"], yes: Tensor, no: Tensor) -> Tensor:
-    return torch.where(rows.view(-1, *[1] * (no.dim() - 1)), yes, no)
+def _with_modes(action: Action, modes: Action, rows: Bool[Tensor, " row"]) -> Action:
+    """The actions, but the most likely ones in some rows."""
+
+    def chosen(mode: Tensor, drawn: Tensor) -> Tensor:
+        return torch.where(rows.to(drawn.device).view(-1, *[1] * (drawn.dim() - 1)), mode, drawn)
+
+    mine, log_prob = chosen(modes.action, action.action), chosen(modes.log_prob, action.log_prob)
+    return action._replace(action=mine, log_prob=log_prob)

@@ -13,91 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.data.rollout import Nested, TensorDict, all_finite, find_nonfinite, lengthen
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, VectorEnv, successes_by_task
+from groupwise.envs.base import EnvStep, Mask, VectorEnv, successes_by_task
 from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
-
-# Environments for a recurrent policy: observations with the policy's state
-
-
-class RecurrentEnv(GroupEnv):
-    """Environments with the policy's state in each row's observation: ``{"obs": [N, ...], "state": [N, S]}``.
-
-    The state is 0 where an episode begins, otherwise the one after the policy's last action. Final
-    observations have the state that follows the last action, so that their values can be computed.
-    """
-
-    outcome: EnvStep
-    """Outcome of the last step, without states."""
-
-    def __init__(self, env: VectorEnv, policy: Policy) -> None:
-        self.env = env
-        self.env_id, self.num_envs, self.device = env.env_id, env.num_envs, env.device
-        self.max_episode_steps, self.autoreset = env.max_episode_steps, env.autoreset
-        self.block_size = env.block_size if isinstance(env, GroupEnv) else 1
-        self._state = torch.zeros(env.num_envs, policy.state_size, device=policy.device)
-        self._resetting = torch.zeros(env.num_envs, dtype=torch.bool, device=policy.device)
-        """Rows whose next step only resets them, with ``next_step``."""
-
-    def remember(self, action: Action) -> None:
-        """Keep the state that the actions left. Call it before ``step``."""
-        assert action.state is not None
-        self._state = action.state
-
-    def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
-        """First observations; rows that are not reset keep theirs, and their states."""
-        obs = self.env.reset(seed=seed, mask=mask)
-        self._resetting = torch.zeros_like(self._resetting)
-        return self._begin(obs, mask)
-
-    def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
-        """First observations of episodes from given seeds; other rows keep theirs."""
-        assert isinstance(self.env, GroupEnv)
-        return self._begin(self.env.start(mask, start_seed, noise_seed), mask)
-
-    def step(self, action: Tensor) -> EnvStep:
-        """One step of every row."""
-        step, state = self.env.step(action), self._state
-        self.outcome = step
-        done = step.terminated | step.truncated
-        if self.autoreset == "same_step":
-            if step.final_obs is not None:
-                step = step._replace(final_obs=with_state(step.final_obs, state))
-            state = _zeroed(state, done)
-        elif self.autoreset == "next_step":
-            state, self._resetting = _zeroed(state, self._resetting), done
-        return step._replace(obs=with_state(step.obs, state))
-
-    def pause(self, mask: Mask) -> None:
-        """Pause the rows of ``mask``."""
-        assert isinstance(self.env, GroupEnv)
-        self.env.pause(mask)
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """The state of the environments. The policy's states are in the observations."""
-        env = self.env.state_dict()
-        return None if env is None else {"env": env, "resetting": self._resetting}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved ``state_dict``."""
-        self.env.load_state_dict(state["env"])
-        self._resetting = state["resetting"].to(self._resetting.device)
-
-    def close(self) -> None:
-        """Free the environments."""
-        self.env.close()
-
-    def _begin(self, obs: Nested, mask: Mask | None) -> TensorDict:
-        """Observations after episodes began in the rows of ``mask``, in all of None."""
-        begun = torch.ones_like(self._resetting) if mask is None else torch.from_numpy(mask).to(self._state.device)
-        self._state = _zeroed(self._state, begun)
-        return with_state(obs, self._state)
-
-
-def _zeroed(state: Tensor, rows: Bool[Tensor, " row"]) -> Tensor:
-    return state.masked_fill(rows.unsqueeze(-1), 0.0)
-
 
 # Interface of collectors, which fill rollouts with a policy's experience
 
@@ -225,12 +144,16 @@ class EnvCollector(Collector):
 
     def __init__(self, env: VectorEnv, policy: Policy, *, seed: int, rank: int, actor: MakeActor | None = None) -> None:
         super().__init__()
-        self._make_actor = actor
-        self._hooks: list[StepHook] = []
-        self.env = RecurrentEnv(env, policy) if policy.state_size else env
+        self.env = env
         self.policy = policy
         self.seed = seed
         self.rank = rank
+        self._make_actor = actor
+        self._hooks: list[StepHook] = []
+        self._state = torch.zeros(env.num_envs, policy.state_size, device=policy.device)
+        """State of a recurrent policy in each row."""
+        self._resetting = torch.zeros(env.num_envs, dtype=torch.bool, device=policy.device)
+        """Rows whose next step only resets them, with ``next_step`` and a recurrent policy."""
 
     def close(self) -> None:
         """Free the environments."""
@@ -250,15 +173,29 @@ class EnvCollector(Collector):
             self._hooks.remove(hook)
 
     def step_env(self, action: Action) -> EnvStep:
-        """The outcome of an action in every row."""
-        if isinstance(self.env, RecurrentEnv):
-            self.env.remember(action)
+        """The outcome of an action in every row; observations for a recurrent policy have its state."""
         env_action = self.policy.env_action(action.action)
         outcome = self.env.step(env_action)
-        seen = self.env.outcome if isinstance(self.env, RecurrentEnv) else outcome
         for hook in self._hooks:
-            hook(env_action, seen)
-        return outcome
+            hook(env_action, outcome)
+        return outcome if action.state is None else self._remember(outcome, action.state)
+
+    def _remember(self, step: EnvStep, state: Tensor) -> EnvStep:
+        """A step with the state that the actions left; 0 where an episode begins. Final observations have it for their values."""
+        done = (step.terminated | step.truncated).to(state.device)
+        if self.env.autoreset == "same_step":
+            if step.final_obs is not None:
+                step = step._replace(final_obs=with_state(step.final_obs, state))
+            state = state.masked_fill(done.unsqueeze(-1), 0.0)
+        elif self.env.autoreset == "next_step":
+            state, self._resetting = state.masked_fill(self._resetting.unsqueeze(-1), 0.0), done
+        self._state = state
+        return step._replace(obs=with_state(step.obs, state))
+
+    def _begun(self, obs: Nested, mask: Mask) -> Nested:
+        """Observations for a recurrent policy after episodes began in the rows of ``mask``, where its state is 0."""
+        self._state = self._state.masked_fill(torch.from_numpy(mask).to(self._state.device).unsqueeze(-1), 0.0)
+        return with_state(obs, self._state)
 
     def action_generator(self) -> torch.Generator:
         """Draws the actions of this iteration."""
@@ -316,11 +253,10 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
 
 Outcome: TypeAlias = tuple[bool | None, str | None, dict[str, float] | None]
 """Success, task and ``env.log_info`` of an episode; None where the environment does not report it."""
-_Columns: TypeAlias = np.ndarray | tuple[Tensor, ...] | dict[str, Any]  # Any: _Columns again
 
 
 class RolloutWriter:
-    """Writes through views of a rollout's tensors, which is far cheaper than ``rollout[:, t] = ...``.
+    """Writes through views of a rollout's tensors, which is cheaper than ``rollout[:, t] = ...``.
 
     A full rollout is lengthened.
 
@@ -330,11 +266,10 @@ class RolloutWriter:
 
     def __init__(self, rollout: TensorDict, policy: Policy) -> None:
         self._policy = policy
-        self._final_obs: list[Nested] = []
-        self._cut_rows: list[Tensor] = []
-        self._cut_steps: list[Tensor] = []
-        self._reports: dict[int, dict[str, Any]] = {}
-        """Copies of ``EnvStep.info`` at steps that end episodes."""
+        self._cut: list[tuple[Tensor, Tensor, Nested]] = []
+        """Rows, steps and final observations of truncated episodes."""
+        self._reports: dict[int, Mapping[str, Any]] = {}
+        """``EnvStep.info`` of steps that end episodes."""
         self._open(rollout)
 
     def observe(self, step: int, obs: Nested) -> None:
@@ -361,23 +296,19 @@ class RolloutWriter:
 
     def outcome(self, step: int, outcome: EnvStep) -> None:
         """Write the outcome of a step."""
-        columns, info = self._columns, outcome.info
-        _write(columns["reward"], step, outcome.reward)
-        _write(columns["terminated"], step, outcome.terminated)
-        _write(columns["truncated"], step, outcome.truncated)
+        _write(self._columns["reward"], step, outcome.reward)
+        _write(self._columns["terminated"], step, outcome.terminated)
+        _write(self._columns["truncated"], step, outcome.truncated)
         for key in self._from_info:
-            _write(columns[key], step, info[key])
-        if "success" in info or "log_info" in info:
-            copies: dict[str, Callable[[Any], Any]] = {"success": torch.clone, "task": np.copy, "log_info": dict}
-            self._reports[step] = {key: made(info[key]) for key, made in copies.items() if key in info}
+            _write(self._columns[key], step, outcome.info[key])
+        if "success" in outcome.info or "log_info" in outcome.info:
+            self._reports[step] = outcome.info
 
     def cut(self, step: int, truncated: Bool[Tensor, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
         if not self._policy.actor_only and truncated.any():
             rows = truncated.nonzero()[:, 0]
-            self._final_obs.append(obs[rows.to(obs.device)])
-            self._cut_rows.append(rows)
-            self._cut_steps.append(torch.full_like(rows, step))
+            self._cut.append((rows, torch.full_like(rows, step), obs[rows.to(obs.device)]))
 
     def finish(self, num_steps: int, obs: Nested) -> TensorDict:
         """The rollout of ``num_steps`` steps, with ``obs`` [N, ...] in its last slot and all values."""
@@ -386,52 +317,45 @@ class RolloutWriter:
         if self._policy.actor_only:
             return rollout
         value, next_value = rollout["value"], rollout["next_value"]
-        values = self._policy.value(torch.cat([obs, *self._final_obs])).to(value)  # one forward pass
+        values = self._policy.value(torch.cat([obs, *(final for *_, final in self._cut)])).to(value)  # one forward pass
         value[:, -1] = values[: len(value)]
         next_value[:, :-1] = value[:, 1:]
         next_value[rollout["terminated"]] = 0.0
-        if self._cut_rows:
-            rows, steps = (torch.cat(parts).to(value.device) for parts in (self._cut_rows, self._cut_steps))
+        if self._cut:
+            rows, steps = (torch.cat(parts).to(value.device) for parts in list(zip(*self._cut, strict=True))[:2])
             next_value[rows, steps] = values[len(value) :]
         return rollout
 
     def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
         """Reports of the environment on the episodes that ended in these rows with these steps."""
-        # flags on a GPU take one host sync
-        flags = {step: report["success"] for step, report in self._reports.items() if "success" in report}
-        success = dict(zip(flags, torch.stack([*flags.values()]).cpu().numpy() if flags else (), strict=True))
+        success = {step: info["success"].tolist() for step, info in self._reports.items() if "success" in info}
         found: list[Outcome] = []
         for row, step in zip(rows, steps, strict=True):
-            report = self._reports.get(step, {})
-            task = str(report["task"][row]) or None if "task" in report else None
-            numbers = {name: float(values[row]) for name, values in report.get("log_info", {}).items()}
+            info = self._reports.get(step, {})
+            task = str(info["task"][row]) or None if "task" in info else None
+            numbers = {name: float(values[row]) for name, values in info.get("log_info", {}).items()}
             is_known = numbers and not any(map(math.isnan, numbers.values()))
-            succeeded = bool(success[step][row]) if step in success else None
-            found.append((succeeded, task, numbers if is_known else None))
+            found.append((success[step][row] if step in success else None, task, numbers if is_known else None))
         return found
 
     def _open(self, rollout: TensorDict) -> None:
         self.rollout = rollout
-        columns = self._columns = {key: _columns(stored) for key, stored in rollout.items()}
+        self._columns = columns = _columns(rollout)
         self._obs = {key: columns[key] for key in ("obs", "state")} if "state" in columns else columns["obs"]
         self._from_info = [key for key in ("executed", "reward_parts") if key in columns]
 
 
-def _columns(stored: Nested) -> _Columns:
-    """Views of all rows by step. NumPy indexes them faster than torch."""
-    if not isinstance(stored, Tensor):
-        return {key: _columns(leaf) for key, leaf in stored.items()}
-    return stored.numpy().swapaxes(0, 1) if stored.device.type == "cpu" else stored.unbind(1)
+def _columns(stored: Nested) -> Any:
+    """Views of all rows by step."""
+    return stored.unbind(1) if isinstance(stored, Tensor) else {key: _columns(leaf) for key, leaf in stored.items()}
 
 
-def _write(columns: _Columns, step: int, value: Any) -> None:
+def _write(columns: Any, step: int, value: Any) -> None:
     if isinstance(columns, dict):
         for key, child in columns.items():
             _write(child, step, value[key])
-    elif isinstance(columns, tuple):
-        columns[step].copy_(value)
     else:
-        columns[step] = (value.float() if value.dtype == torch.bfloat16 else value).numpy(force=True)
+        columns[step].copy_(value.detach())
 
 
 class VectorCollector(EnvCollector):
@@ -523,13 +447,17 @@ class VectorCollector(EnvCollector):
         obs, device = running["obs"], self.policy.device
         self._obs = obs.to(device) if isinstance(obs, Tensor) else TensorDict(obs, [self.env.num_envs], device=device)
         self._dead, self._age, self._return = running["dead"], running["age"], running["return"]
+        if self.policy.state_size:
+            self._state, self._resetting = obs["state"].to(device), torch.from_numpy(self._dead).to(device)
 
     def _begin(self) -> Nested:
         rows = self.env.num_envs
         self._dead = np.zeros(rows, dtype=np.bool_)
         self._age = np.zeros(rows, dtype=np.int64)
         self._return = np.zeros(rows, dtype=np.float64)
-        return self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
+        self._resetting.zero_()
+        obs = self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
+        return self._begun(obs, np.ones(rows, np.bool_)) if self.policy.state_size else obs
 
     def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
         """Act, step and write; the observations to act on next."""
@@ -546,7 +474,9 @@ class VectorCollector(EnvCollector):
                 assert final_obs is not None
                 writer.cut(t, step.truncated & ~step.terminated, final_obs)
                 if self.env.autoreset == "disabled":
-                    obs = self.env.reset(mask=done.cpu().numpy())
+                    mask = done.cpu().numpy()
+                    obs = self.env.reset(mask=mask)
+                    obs = self._begun(obs, mask) if self.policy.state_size else obs
         return obs
 
 

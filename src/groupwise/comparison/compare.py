@@ -3,7 +3,7 @@
 import glob
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,22 +142,29 @@ def compare(
         _check_steps(environment, members)
         methods = _by_method(environment, members)
         settings[environment] = differences({label: one[0].method for label, one in methods.items()})
-        notes += _notes_of_runs(environment, members)
+        evaluations = [flat({"evaluation": run.config.get("evaluation", {})}) for run in members]
+        ignored = {"evaluation.interval", "evaluation.num_logged_groups"}
+        if names := [name for name in differing(evaluations) if name not in ignored]:
+            notes.append(f"{environment}: runs were evaluated differently: {', '.join(names)}")
+        if any("env" in run.given for run in members):
+            notes.append(f"{environment}: an environment given in Python may not be the same in all runs")
         measure: Measure = "evaluation" if all(run.points["evaluation"] for run in members) else "training"
         for label, one in methods.items():
-            records += [
-                _record(environment, label, run, measure, metric) for run in sorted(one, key=lambda r: r.config["seed"])
-            ]
+            for run in sorted(one, key=lambda run: run.config["seed"]):
+                if not run.points[measure]:
+                    raise RunFolderError(f"{run.path} holds no {metric.replace('_', ' ')}s; fix: leave it out")
+                steps, returns = zip(*run.points[measure], strict=True)
+                unit = "tokens written" if "task" in run.config else "environment steps"
+                seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory_mib")
+                seed, source = run.config["seed"], str(run.path)
+                records.append(
+                    RunRecord(environment, label, seed, steps, returns, measure, unit, seconds, memory, source, metric)
+                )
     return compare_records(records, reference, settings=settings, notes=notes)
 
 
 def _folders(named: Mapping[Any, Paths]) -> dict[Path, str | None]:
-    """Run folders, each with the name of its method.
-
-    Raises:
-        RunFolderError: a path has no runs.
-        ConfigError: a folder under two names.
-    """
+    """Run folders, each with the name of its method; a ``ConfigError`` if one has two."""
     found: dict[Path, tuple[Path, str | None]] = {}
     for name, paths in named.items():
         for pattern in [paths] if isinstance(paths, Path | str) else paths:
@@ -187,17 +194,12 @@ def _expand(path: Path) -> list[Path]:
 
 
 def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
-    """A run.
-
-    Raises:
-        RunFolderError: it is unfinished, damaged, or no run.
-    """
+    """A run; a ``RunFolderError`` if it is unfinished, damaged, or no run."""
     folder = RunFolder.open(path)
     config, summary = folder.read_config(), folder.read_summary()
-    numbers = [config.get("seed"), *(config[name] for name in BUDGETS if config.get(name) is not None)]
-    parts = [config.get("algorithm"), config.get("env") or config.get("task")]
-    is_run = len(numbers) == 2 and all(isinstance(number, int | float) for number in numbers)
-    if not (is_run and all(isinstance(part, dict) for part in parts)):
+    if sum(isinstance(config.get(name), int | float) for name in BUDGETS) != 1 or not (
+        config.get("env") or config.get("task")
+    ):
         raise RunFolderError(f"{folder.config} holds no settings of a run; fix: give folders that training made")
     metrics, budget = folder.read_metrics(), _budget(config)
     last = metrics[-1] if metrics else {}
@@ -213,16 +215,14 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
         raise RunFolderError(f"stopped early {at} ({stopped})")
     given = folder.read_provenance()["given_in_python"]
     method = method_of(config) | {"given_in_python": sorted(given)}
-    points = {measure: _points(metrics, f"{prefix}/{SCORES[metric]}") for measure, prefix in _PREFIXES.items()}
+    points: dict[Measure, list[tuple[int, float]]] = {}
+    for measure, prefix in _PREFIXES.items():
+        key = f"{prefix}/{SCORES[metric]}"
+        points[measure] = [(entry["env_steps"], entry[key]) for entry in metrics if key in entry]
+        for steps, value in points[measure]:
+            if not math.isfinite(value):
+                raise RunFolderError(f"damaged: {key} is {value} at step {steps:,}")
     return _Run(path, name, config, method, points, summary, given)
-
-
-def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    points = [(entry["env_steps"], entry[key]) for entry in metrics if key in entry]
-    for steps, value in points:
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise RunFolderError(f"damaged: {key} is {value} at step {steps:,}")
-    return points
 
 
 def _by_environment(runs: Sequence[_Run]) -> dict[str, list[_Run]]:
@@ -275,23 +275,3 @@ def _by_method(environment: str, runs: Sequence[_Run]) -> dict[str, list[_Run]]:
             )
         found[label] = members
     return found
-
-
-def _record(environment: str, method: str, run: _Run, measure: Measure, metric: EvaluationMetric) -> RunRecord:
-    if not run.points[measure]:
-        raise RunFolderError(f"{run.path} holds no {metric.replace('_', ' ')}s; fix: leave it out")
-    steps, returns = zip(*run.points[measure], strict=True)
-    unit = "tokens written" if "task" in run.config else "environment steps"
-    seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory_mib")
-    return RunRecord(
-        environment, method, run.config["seed"], steps, returns, measure, unit, seconds, memory, str(run.path), metric
-    )
-
-
-def _notes_of_runs(environment: str, runs: Sequence[_Run]) -> Iterator[str]:
-    evaluations = [flat({"evaluation": run.config.get("evaluation", {})}) for run in runs]
-    ignored = ("evaluation.interval", "evaluation.num_logged_groups")
-    if names := [name for name in differing(evaluations) if name not in ignored]:
-        yield f"{environment}: runs were evaluated differently: {', '.join(names)}"
-    if any("env" in run.given for run in runs):
-        yield f"{environment}: an environment given in Python may not be the same in all runs"

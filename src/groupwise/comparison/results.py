@@ -295,16 +295,36 @@ def compare_records(
         raise DataError("no runs to compare; fix: give at least one")
     cells: dict[str, dict[str, list[RunRecord]]] = {}
     for record in records:
+        _check(record)
         cells.setdefault(record.environment, {}).setdefault(record.method, []).append(record)
-    found = tuple(_in_environment(name, methods, (settings or {}).get(name, {})) for name, methods in cells.items())
-    all_notes = [*notes, *(note for one in found for note in _notes(one))]
+    found, all_notes = [], [*notes]
+    for name, methods in cells.items():
+        runs = [run for many in methods.values() for run in many]
+        if len({run.metric for run in runs}) > 1 or len({run.measure for run in runs}) > 1:
+            raise DataError(f"{name}: returns of evaluations and of training, or success rates; fix: all of one kind")
+        grid = common_grid([run.env_steps for run in runs])
+        results = tuple(_of_method(method, many, grid) for method, many in methods.items())
+        improvements = _improvements({result.method: [np.array(result.scores)] for result in results})
+        kind, differing = runs[0], (settings or {}).get(name, {})
+        found.append(EnvironmentResult(name, kind.measure, kind.unit, results, improvements, differing, kind.metric))
+        if kind.measure == "training":
+            all_notes.append(f"{name}: not every run was evaluated; scores are those of training episodes")
+        if few := ", ".join(result.method for result in results if len(result.seeds) < ENOUGH_RUNS):
+            all_notes.append(
+                f"{name}: fewer than {ENOUGH_RUNS} runs of {few}, too few for a reliable interval; fix: more seeds"
+            )
+        steps = [result.env_steps for result in results]
+        if max(steps) > 1.05 * min(steps):
+            all_notes.append(
+                f"{name}: methods took {min(steps):,.0f} to {max(steps):,.0f} steps; curves end with the shortest run"
+            )
     overall = None
     if reference is not None:
         overall = _over_environments(found, reference)
         left = sorted({m.method for one in found for m in one.methods} - {m.method for m in overall.methods})
         if left:
             all_notes.append(f"over all environments without {', '.join(left)}: no runs in some of them")
-    return Comparison(found, overall, tuple(all_notes))
+    return Comparison(tuple(found), overall, tuple(all_notes))
 
 
 def figure(value: Number) -> str:
@@ -318,24 +338,6 @@ def shown(found: Estimate, number: Callable[[Number], str] = figure) -> str:
     """An estimate as text."""
     ends = "" if found.interval is None else f" [{', '.join(map(number, found.interval))}]"
     return number(found.value) + ends
-
-
-def _in_environment(
-    environment: str, methods: Mapping[str, list[RunRecord]], settings: dict[str, dict[str, Any]]
-) -> EnvironmentResult:
-    runs = [run for many in methods.values() for run in many]
-    for run in runs:
-        _check(run)
-    measures, metrics = {run.measure for run in runs}, {run.metric for run in runs}
-    if len(metrics) > 1:
-        raise DataError(f"{environment}: returns and success rates; fix: all of one kind")
-    if len(measures) > 1:
-        raise DataError(f"{environment}: returns of evaluations and of training; fix: all of one kind")
-    grid = common_grid([run.env_steps for run in runs])
-    results = tuple(_of_method(name, many, grid) for name, many in methods.items())
-    scores = {result.method: [np.array(result.scores)] for result in results}
-    improvements = _improvements(scores)
-    return EnvironmentResult(environment, measures.pop(), runs[0].unit, results, improvements, settings, metrics.pop())
 
 
 def _check(run: RunRecord) -> None:
@@ -361,8 +363,7 @@ def _of_method(method: str, runs: list[RunRecord], grid: Array) -> MethodResult:
     scores = np.array([run.returns[-1] for run in runs], dtype=np.float64)
 
     def median(numbers: Sequence[Number | None]) -> float | None:
-        known = [number for number in numbers if number is not None]
-        return float(np.median(known)) if len(known) == len(runs) else None
+        return None if None in numbers else float(np.median(np.array(numbers, np.float64)))
 
     returns = np.stack([np.interp(grid, run.env_steps, run.returns) for run in runs], axis=1)
     return MethodResult(
@@ -417,23 +418,6 @@ def _over_environments(found: Sequence[EnvironmentResult], reference: Reference)
     return Overall(scales, methods, _improvements(everywhere))
 
 
-def _notes(found: EnvironmentResult) -> Iterator[str]:
-    """Weak points of a comparison."""
-    if found.measure == "training":
-        yield f"{found.environment}: not every run was evaluated; scores are those of training episodes"
-    if few := [result.method for result in found.methods if len(result.seeds) < ENOUGH_RUNS]:
-        yield (
-            f"{found.environment}: fewer than {ENOUGH_RUNS} runs of {', '.join(few)}, too few for a reliable interval; "
-            "fix: more seeds"
-        )
-    steps = [result.env_steps for result in found.methods]
-    if max(steps) > 1.05 * min(steps):
-        yield (
-            f"{found.environment}: methods took {min(steps):,.0f} to {max(steps):,.0f} steps; curves end with the "
-            "shortest run"
-        )
-
-
 COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9")
 """Seaborn's palette ``colorblind``."""
 STYLES = ("-", "--", ":")
@@ -454,7 +438,17 @@ def comparison_figure(found: Comparison) -> "Figure":
     figure = Figure(figsize=(11, height + 0.3), dpi=130, layout="constrained")
     grid = figure.add_gridspec(rows, 2, width_ratios=(3, 2))
     for row, one in enumerate(found.environments):
-        _curves(figure.add_subplot(grid[row, 0]), one, looks)
+        axes = figure.add_subplot(grid[row, 0])
+        for result in one.methods:
+            curve, look = result.curve, looks[result.method]
+            line(axes, curve.env_steps, curve.iqm, linewidth=1.6, label=fill(result.method, NAME_WIDTH), **look)
+            if curve.low is not None and curve.high is not None:
+                axes.fill_between(curve.env_steps, curve.low, curve.high, color=look["color"], alpha=0.18, linewidth=0)
+                if len(curve.env_steps) == 1:
+                    axes.vlines(curve.env_steps, curve.low, curve.high, color=look["color"], linewidth=1)
+        axes.set(title=one.environment, xlabel=one.unit, ylabel=f"{one.score}, IQM of runs")
+        against_steps(axes)
+        axes.legend(frameon=False, loc="best", fontsize="small")
         ends = {result.method: result.iqm for result in one.methods}
         each = {result.method: result.scores for result in one.methods}
         _intervals(figure.add_subplot(grid[row, 1]), ends, each, looks, f"final {one.score}")
@@ -463,19 +457,6 @@ def comparison_figure(found: Comparison) -> "Figure":
         title = "all environments, normalised final scores"
         _intervals(figure.add_subplot(grid[rows - 1, :]), ends, {}, looks, title)
     return figure
-
-
-def _curves(axes: "Axes", found: EnvironmentResult, looks: dict[str, dict[str, Any]]) -> None:
-    for result in found.methods:
-        curve, look = result.curve, looks[result.method]
-        line(axes, curve.env_steps, curve.iqm, linewidth=1.6, label=fill(result.method, NAME_WIDTH), **look)
-        if curve.low is not None and curve.high is not None:
-            axes.fill_between(curve.env_steps, curve.low, curve.high, color=look["color"], alpha=0.18, linewidth=0)
-            if len(curve.env_steps) == 1:
-                axes.vlines(curve.env_steps, curve.low, curve.high, color=look["color"], linewidth=1)
-    axes.set(title=found.environment, xlabel=found.unit, ylabel=f"{found.score}, IQM of runs")
-    against_steps(axes)
-    axes.legend(frameon=False, loc="best", fontsize="small")
 
 
 def _intervals(

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, Field, SerializeAsAny, TypeAdapter, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    TypeAdapter,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
 from groupwise.errors import ConfigError
@@ -39,7 +48,6 @@ def _number_or_schedule(value: object, handler: Callable[[object], Any]) -> floa
 
 ClipRange: TypeAlias = Annotated[Positive | LinearRangeCfg, WrapValidator(_number_or_schedule)]
 """A number, or ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
-_CLIP_RANGE: TypeAdapter[float | LinearRangeCfg] = TypeAdapter(ClipRange)
 
 
 def range_at(value: float | LinearRangeCfg, progress: float = 0.0) -> float:
@@ -60,16 +68,13 @@ class TrustRegionCfg(Choice, family="trust region", default="clip"):
     """Whether it reads ``old_log_prob`` before the first optimiser step."""
 
 
-@register_choice
-class ClipCfg(TrustRegionCfg):
+class ClipCfg(TrustRegionCfg, name="clip", source="https://arxiv.org/abs/1707.06347"):
     """PPO's minimum of raw and clipped; with clip_high above clip_low DAPO's clip-higher."""
 
-    name: Literal["clip"] = "clip"
     clip_low: ClipRange = 0.2
     """The ratio is clipped at 1 - clip_low. A number, or a schedule over training: ``{"name": "linear", "start": 0.2, "end": 0.05}``."""
     clip_high: ClipRange = 0.2
     """The ratio is clipped at 1 + clip_high. A number or a schedule."""
-    source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
 class CorrectionCfg(Choice, family="importance sampling correction", default="none"):
@@ -80,12 +85,8 @@ class CorrectionCfg(Choice, family="importance sampling correction", default="no
     """Whether it weighs steps by ``old_log_prob`` against the sampler's, which needs ``old_log_prob="recomputed"``."""
 
 
-@register_choice
-class NoCorrectionCfg(CorrectionCfg):
+class NoCorrectionCfg(CorrectionCfg, name="none", source="https://arxiv.org/abs/1707.06347"):
     """No correction."""
-
-    name: Literal["none"] = "none"
-    source: ClassVar = "https://arxiv.org/abs/1707.06347"
 
 
 class AggregationCfg(Choice, family="aggregation", default="token_mean"):
@@ -95,29 +96,18 @@ class AggregationCfg(Choice, family="aggregation", default="token_mean"):
     """Whether minibatches must keep episodes whole."""
 
 
-@register_choice
-class TokenMeanCfg(AggregationCfg):
+class TokenMeanCfg(AggregationCfg, name="token_mean", source="https://arxiv.org/abs/2503.14476"):
     """Mean over all steps of the minibatch (DAPO)."""
 
-    name: Literal["token_mean"] = "token_mean"
-    source: ClassVar = "https://arxiv.org/abs/2503.14476"
     by_episode: ClassVar = False
 
 
-@register_choice
-class SeqMeanTokenMeanCfg(AggregationCfg):
+class SeqMeanTokenMeanCfg(AggregationCfg, name="seq_mean_token_mean", source="https://arxiv.org/abs/2402.03300"):
     """Mean of episode means."""
 
-    name: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
-    source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
-
-@register_choice
-class SeqMeanTokenSumCfg(AggregationCfg):
+class SeqMeanTokenSumCfg(AggregationCfg, name="seq_mean_token_sum", source="https://arxiv.org/abs/2402.14740"):
     """Mean of episode sums."""
-
-    name: Literal["seq_mean_token_sum"] = "seq_mean_token_sum"
-    source: ClassVar = "https://arxiv.org/abs/2402.14740"
 
 
 class FixedLengthCfg(AggregationCfg):
@@ -127,20 +117,15 @@ class FixedLengthCfg(AggregationCfg):
     """Length of the longest episode. None: the step limit of the environment, or the token limit of a completion."""
 
 
-@register_choice
-class ConstantLengthCfg(FixedLengthCfg):
+class ConstantLengthCfg(FixedLengthCfg, name="constant", source="https://arxiv.org/abs/2503.20783"):
     """Sum over episodes times ``max_length`` (Dr. GRPO)."""
 
-    name: Literal["constant"] = "constant"
-    source: ClassVar = "https://arxiv.org/abs/2503.20783"
 
-
-@register_choice
-class SeqMeanTokenSumNormCfg(FixedLengthCfg):
+class SeqMeanTokenSumNormCfg(
+    FixedLengthCfg, name="seq_mean_token_sum_norm", source="https://github.com/volcengine/verl"
+):
     """Sum over ``max_length`` (Dr. GRPO in verl); grows with the batch."""
 
-    name: Literal["seq_mean_token_sum_norm"] = "seq_mean_token_sum_norm"
-    source: ClassVar = "https://github.com/volcengine/verl"
     by_episode: ClassVar = False
 
 
@@ -195,56 +180,38 @@ class BaselineCfg(Choice, family="baseline", default="mean"):
     """Whether it reads ``CreditInput.start``."""
 
 
-@register_choice
-class MeanCfg(BaselineCfg):
+class MeanCfg(BaselineCfg, name="mean", source="https://arxiv.org/abs/2402.03300"):
     """The mean of those compared."""
-
-    name: Literal["mean"] = "mean"
-    source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
 
 class CreditRewardCfg(Choice, family="reward", default="total"):
     """Which reward is compared."""
 
 
-@register_choice
-class TotalCfg(CreditRewardCfg):
+class TotalCfg(CreditRewardCfg, name="total", source="https://arxiv.org/abs/2402.03300"):
     """The reward as one number."""
 
-    name: Literal["total"] = "total"
-    source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
-
-@register_choice
-class PartsCfg(CreditRewardCfg):
+class PartsCfg(CreditRewardCfg, name="parts", source="https://arxiv.org/abs/2601.05242"):
     """Each part of the reward on its own, advantages added up (GDPO)."""
 
-    name: Literal["parts"] = "parts"
     names: tuple[str, ...] = ()
     """Entries of ``info`` that make up the reward, such as ``reward_forward``. Empty for texts, where each reward function is a part."""
     weights: tuple[float, ...] = ()
     """Weight of each part's advantage. Empty: 1 each."""
-    source: ClassVar = "https://arxiv.org/abs/2601.05242"
 
 
 class GroupKeyCfg(Choice, family="group key", default="group"):
     """Returns that are compared with one another."""
 
 
-@register_choice
-class WholeGroupCfg(GroupKeyCfg):
+class WholeGroupCfg(GroupKeyCfg, name="group", source="https://arxiv.org/abs/2402.03300"):
     """Members are compared as a whole."""
 
-    name: Literal["group"] = "group"
-    source: ClassVar = "https://arxiv.org/abs/2402.03300"
 
-
-@register_choice
-class GroupStepCfg(GroupKeyCfg):
+class GroupStepCfg(GroupKeyCfg, name="group_step", source="https://github.com/DexForce/EmbodiChain"):
     """Members are compared at the same time step (with ``returns="turn"``: at the same turn)."""
 
-    name: Literal["group_step"] = "group_step"
-    source: ClassVar = "https://github.com/DexForce/EmbodiChain"
     finished_members: Literal["zero", "mask", "trajectory"] = "mask"
     """After a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
     singleton: Literal["zero", "trajectory"] = "zero"
@@ -319,40 +286,32 @@ class OptimizerCfg(Choice, family="optimizer", default="adam"):
     """Which optimiser, and its settings other than the learning rate."""
 
 
-@register_choice
-class AdamCfg(OptimizerCfg):
+class AdamCfg(OptimizerCfg, name="adam"):
     """Adam."""
 
-    name: Literal["adam"] = "adam"
     eps: Positive = 1e-5
     """Added to the denominator. Default: the reference PPO's; torch has 1e-8."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay of the moments."""
 
 
-@register_choice
-class AdamWCfg(AdamCfg):
+class AdamWCfg(AdamCfg, name="adamw"):
     """Adam with decoupled weight decay."""
 
-    name: Literal["adamw"] = "adamw"  # type: ignore[assignment]
     weight_decay: NonNegative = 0.0
     """Weight decay."""
 
 
-@register_choice
-class SGDCfg(OptimizerCfg):
+class SGDCfg(OptimizerCfg, name="sgd"):
     """Stochastic gradient descent."""
 
-    name: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.0
     """Momentum."""
 
 
-@register_choice
-class RMSpropCfg(OptimizerCfg):
+class RMSpropCfg(OptimizerCfg, name="rmsprop"):
     """RMSprop."""
 
-    name: Literal["rmsprop"] = "rmsprop"
     momentum: Fraction = 0.0
     """Momentum."""
     eps: Positive = 1e-5
@@ -363,54 +322,39 @@ class ScheduleCfg(Choice, family="schedule", default="none"):
     """How the learning rate changes over training."""
 
 
-@register_choice
-class ConstantCfg(ScheduleCfg):
+class ConstantCfg(ScheduleCfg, name="none"):
     """A constant learning rate."""
 
-    name: Literal["none"] = "none"
 
-
-@register_choice
-class LinearCfg(ScheduleCfg):
+class LinearCfg(ScheduleCfg, name="linear"):
     """The learning rate falls linearly over training."""
 
-    name: Literal["linear"] = "linear"
     final: Fraction = 0.0
     """Share of the learning rate left at the end. 1: constant."""
     warmup: Annotated[float, Ge(0), Lt(1)] | PositiveInt = 0.0
     """The rate first rises linearly, then falls: over a share of training, or from 1 on over a number in the unit of the budget (steps, iterations, epochs). The first of n iterations has 1/n of the rate."""
 
 
-@register_choice
-class CosineCfg(LinearCfg):
+class CosineCfg(LinearCfg, name="cosine"):
     """The learning rate falls along half a cosine."""
 
-    name: Literal["cosine"] = "cosine"  # type: ignore[assignment]
 
-
-@register_choice
-class StepCfg(ScheduleCfg):
+class StepCfg(ScheduleCfg, name="step"):
     """The learning rate drops at intervals."""
 
-    name: Literal["step"] = "step"
     decay: Annotated[float, Gt(0), Le(1)] = 0.5
     """Factor over one interval."""
     interval: Annotated[float, Gt(0), Le(1)] = 0.25
     """Share of training between two decays."""
 
 
-@register_choice
-class ExponentialCfg(StepCfg):
+class ExponentialCfg(StepCfg, name="exponential"):
     """The learning rate decays continuously, by ``decay`` over one interval."""
 
-    name: Literal["exponential"] = "exponential"  # type: ignore[assignment]
 
-
-@register_choice
-class AdaptiveKLCfg(ScheduleCfg):
+class AdaptiveKLCfg(ScheduleCfg, name="adaptive_kl"):
     """The learning rate follows the measured KL, by rsl_rl's rule."""
 
-    name: Literal["adaptive_kl"] = "adaptive_kl"
     desired_kl: Positive = 0.01
     """Above twice this the rate is divided by 1.5, below half of it multiplied. Default: rsl_rl's."""
     min_factor: Positive = 0.01
@@ -477,7 +421,7 @@ class Groups(NamedTuple):
 
 
 class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
-    """Settings of every algorithm. Subclass it for your own and give ``name`` a default."""
+    """Settings of every algorithm. Subclass it for your own, with a name."""
 
     algorithm: ClassVar[type[Any] | None] = None
     """The ``BaseAlgorithm`` that ``register_algorithm`` gave these settings; ``training.build`` knows the built-in ones."""
@@ -526,24 +470,19 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
         """Whether training keeps a reference policy."""
         return False
 
-    @model_validator(mode="before")
+    @field_validator("objective", mode="before")
     @classmethod
-    def _apply_clip_coef(cls, data: object) -> object:
+    def _apply_clip_coef(cls, objective: Any, info: ValidationInfo) -> Any:
         """Set the trust region's range to ``clip_coef``."""
-        if not isinstance(data, dict) or data.get("clip_coef") is None:
-            return data
-        try:
-            coef = _CLIP_RANGE.validate_python(data["clip_coef"])
-        except ValidationError:
-            return data  # the field's own check says what is wrong
-        objective = data.get("objective", {})
-        values = dict(objective) if isinstance(objective, dict | ObjectiveCfg) else {}
+        coef = info.data.get("clip_coef")
+        if coef is None or not isinstance(objective, dict | ObjectiveCfg):
+            return objective
+        values = dict(objective)
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
         if "clip_low" not in type(region).model_fields:
             raise ValueError(f"clip_coef={coef!r} sets a clip range, which trust_region={region.name!r} does not have")
         given = {name: value for name, value in region if name in region.model_fields_set}
-        both = given | {"clip_low": coef, "clip_high": coef}
-        return {**data, "objective": values | {"trust_region": both}}
+        return values | {"trust_region": given | {"clip_low": coef, "clip_high": coef}}
 
 
 A = TypeVar("A", bound=AlgorithmCfg)

@@ -72,24 +72,27 @@ class Cfg(BaseModel):
     @classmethod
     def _refuse_unknown_keys_and_other_types(cls, data: object, handler: Callable[[object], Any]) -> Any:
         given = data if isinstance(data, Mapping) else {}
-        if unknown := [str(key) for key in given if key not in cls.model_fields]:
-            raise ValueError(" ".join(f"unknown key {key!r}{_meant(cls, key)}" for key in unknown))
+        if unknown := [cls._unknown(str(key)) for key in given if key not in cls.model_fields]:
+            raise ValueError(" ".join(unknown))
         made = handler(data)
         for key, value in given.items():
             if _of_another_type(value, taken := vars(made)[key]):
                 raise ValueError(f"{key} = {value!r:.200} has the wrong type; fix: {json.dumps(taken)}")
         return made
 
-
-def _meant(cls: type[Cfg], key: str) -> str:
-    """The end of a message on an unknown key: the field that was meant here or one level below, or all fields."""
-    known, name = sorted(cls.model_fields), OTHER_NAMES.get(key, key)
-    groups = {part: getattr(type(field.default), "model_fields", ()) for part, field in cls.model_fields.items()}
-    found = [repr(name)] if name in known else [f"{part}.{name}" for part, fields in groups.items() if name in fields]
-    if not found and (near := nearest(key, known, cutoff=0.6)):  # Adam's epsilon is its eps
-        return near
-    found = found or ([name] if name != key else [])
-    return f"; did you mean {' or '.join(found)}?" if found else f"; known: {', '.join(known)}"
+    @classmethod
+    def _unknown(cls, key: str) -> str:
+        """The message on an unknown key: the field that was meant here or one level below, or all fields."""
+        known, name = sorted(cls.model_fields), OTHER_NAMES.get(key, key)
+        groups = {part: getattr(type(field.default), "model_fields", ()) for part, field in cls.model_fields.items()}
+        found = (
+            [repr(name)] if name in known else [f"{part}.{name}" for part, fields in groups.items() if name in fields]
+        )
+        if not found and (near := nearest(key, known, cutoff=0.6)):  # Adam's epsilon is its eps
+            return f"unknown key {key!r}{near}"
+        found = found or ([name] if name != key else [])
+        hint = f"did you mean {' or '.join(found)}?" if found else f"known: {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}"
 
 
 def refuse_unknown(settings: Iterable[str], known: Collection[str], owner: str) -> None:
@@ -142,7 +145,10 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Choice(Cfg):
-    """A member of a family of choices, described by the first line of its docstring."""
+    """A member of a family of choices, described by the first line of its docstring.
+
+    ``class Mine(Family, name="mine")`` registers it, and raises a ``ConfigError`` if another class has the name.
+    """
 
     name: str
     """Name in the registry."""
@@ -155,11 +161,23 @@ class Choice(Cfg):
     known: ClassVar[dict[str, type[Any] | str]] = {}
     """Members by name: classes, or modules that register them on import."""
 
-    def __init_subclass__(cls, family: str = "", default: str = "", **config: Any) -> None:
-        """Make it a family of its own, if it is given a name."""
+    def __init_subclass__(
+        cls, family: str = "", default: str = "", name: str = "", source: str = "", **config: Any
+    ) -> None:
+        """Make it a family, with the name of its default member, or a member, with a name."""
         super().__init_subclass__(**config)
+        cls.source = source or cls.source
         if family:
             cls.family, cls.default, cls.known = family, default, dict(vars(cls).get("known", {}))
+        if name:  # pydantic makes fields of annotations after this
+            cls.__annotations__ = {"name": Literal[name]} | vars(cls).get("__annotations__", {})
+            cls.name = name
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, name: str = "", **_: Any) -> None:
+        """Register it, once it is complete."""
+        if name:
+            register_choice(cls)
 
     def __init__(self, /, **fields: Any) -> None:
         super().__init__(**{"name": type(self).own_name()} | fields)
@@ -223,14 +241,14 @@ C = TypeVar("C", bound=type[Choice])
 
 
 def register_choice(choice: C) -> C:
-    """Class decorator that registers a tracker, a schedule or another choice under the default of its ``name``.
+    """Register a choice under the default of its ``name``.
 
     Raises:
         ConfigError: ``name`` has no default, or belongs to another class.
     """
     name = choice.own_name()
     if not name:
-        raise ConfigError(f"{choice.__name__} has no name; fix: name: Literal['my_name'] = 'my_name'")
+        raise ConfigError(f"{choice.__name__} has no name; fix: class {choice.__name__}(..., name='my_name')")
     taken = choice.known.get(name)
     again = repr(taken) == repr(choice)  # defined again, as when a notebook's cell runs twice
     if taken not in (None, choice.__module__) and not again:
@@ -275,21 +293,18 @@ def settings_of(
         return self
 
     source = re.search(r"^Source: .*?(https://[^\s,;]+)", doc, re.MULTILINE)
-    made: dict[str, Any] = {
-        "__validators__": {"checked": model_validator(mode="after")(checked)},
-        "name": (Literal[name], name),
-        **fields,
-    }
+    site = source[1].rstrip(".") if source else ""
     settings: Any = create_model(
         f"{name.title().replace('_', '')}Cfg",
         __base__=family,
         __doc__=doc,
         __module__=function.__module__,
         __qualname__=f"{function.__qualname__}.Settings",
-        __cls_kwargs__={"use_attribute_docstrings": False},  # texts are above; looking for them takes 0.1 s a class
-        **made,
+        # docstrings of attributes are above; looking for them takes 0.1 s a class
+        __cls_kwargs__={"use_attribute_docstrings": False, "name": name, "source": site},
+        __validators__={"checked": model_validator(mode="after")(checked)},
+        **fields,
     )
-    for attribute, value in {"source": source[1].rstrip(".") if source else Choice.source, **attributes}.items():
+    for attribute, value in attributes.items():
         setattr(settings, attribute, value)
-    register_choice(settings)
     vars(function)["Settings"] = settings

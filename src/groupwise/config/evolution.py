@@ -2,12 +2,12 @@
 
 import math
 from random import Random
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, SerializeAsAny, model_validator
 
-from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, register_choice
+from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt
 
 Value: TypeAlias = bool | int | float | str | None
 
@@ -43,12 +43,9 @@ Choices: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=2)]
 """Values to choose from, ordered so that neighbours are similar."""
 
 
-class MutationCfg(Choice):
-    """How a setting changes. Subclass it with a ``scale``, and ``@register_choice`` it."""
+class MutationCfg(Choice, family="mutation", default="grow_shrink"):
+    """How a setting changes. Subclass it with a name and a ``scale``."""
 
-    family: ClassVar = "mutation"
-    default: ClassVar = "grow_shrink"
-    known: ClassVar = {}
     probability: Fraction = 0.5
     """Chance of each setting to change; at least one changes."""
 
@@ -77,12 +74,9 @@ class MutationCfg(Choice):
         return settings | changed
 
 
-@register_choice
-class GrowShrinkCfg(MutationCfg):
+class GrowShrinkCfg(MutationCfg, name="grow_shrink", source="https://github.com/AgileRL/AgileRL"):
     """Numbers grow or shrink by a factor, with equal chance (AgileRL)."""
 
-    name: Literal["grow_shrink"] = "grow_shrink"
-    source: ClassVar = "https://github.com/AgileRL/AgileRL"
     grow: Annotated[float, Gt(1)] = 1.2
     """Factor of growth."""
     shrink: Annotated[float, Gt(0), Lt(1)] = 0.8
@@ -93,12 +87,9 @@ class GrowShrinkCfg(MutationCfg):
         return random.choice((self.grow, self.shrink))
 
 
-@register_choice
-class LogNormalCfg(MutationCfg):
+class LogNormalCfg(MutationCfg, name="log_normal", source="https://doi.org/10.1023/A:1015059928466"):
     """Numbers are multiplied by ``exp(N(0, std))``."""
 
-    name: Literal["log_normal"] = "log_normal"
-    source: ClassVar = "https://doi.org/10.1023/A:1015059928466"
     std: Positive = 0.3
     """Standard deviation of the logarithm."""
 
@@ -116,12 +107,8 @@ class Place(NamedTuple):
     """Whether a new member begins with the parent's weights and mutated settings; otherwise the member continues as it is."""
 
 
-class SelectionCfg(Choice):
-    """Which members survive a round. Subclass it with a ``select``, and ``@register_choice`` it."""
-
-    family: ClassVar = "selection"
-    default: ClassVar = "tournament"
-    known: ClassVar = {}
+class SelectionCfg(Choice, family="selection", default="tournament"):
+    """Which members survive a round. Subclass it with a name and a ``select``."""
 
     def select(self, ranking: list[int], alive: int, random: Random) -> list[Place]:
         """Places of the next round.
@@ -133,12 +120,9 @@ class SelectionCfg(Choice):
         raise NotImplementedError(f"{type(self).__name__} has no select()")
 
 
-@register_choice
-class TournamentCfg(SelectionCfg):
+class TournamentCfg(SelectionCfg, name="tournament", source="https://github.com/AgileRL/AgileRL"):
     """Each place goes to the best of ``size`` members drawn at random, as a mutated clone (AgileRL)."""
 
-    name: Literal["tournament"] = "tournament"
-    source: ClassVar = "https://github.com/AgileRL/AgileRL"
     size: PositiveInt = 2
     """Members that compete for a place."""
     elitism: bool = True
@@ -153,12 +137,9 @@ class TournamentCfg(SelectionCfg):
         return places
 
 
-@register_choice
-class TruncationCfg(SelectionCfg):
+class TruncationCfg(SelectionCfg, name="truncation", source="https://arxiv.org/abs/1711.09846"):
     """The worst members are replaced by mutated clones of the best; the others continue (PBT)."""
 
-    name: Literal["truncation"] = "truncation"
-    source: ClassVar = "https://arxiv.org/abs/1711.09846"
     share: Annotated[float, Gt(0), Le(0.5)] = 0.25
     """Share of the members that is replaced, and of those that are cloned."""
 
@@ -170,12 +151,9 @@ class TruncationCfg(SelectionCfg):
         return [Place(member, clone=False) for member in ranking[:kept]] + clones
 
 
-@register_choice
-class HalvingCfg(SelectionCfg):
+class HalvingCfg(SelectionCfg, name="halving", source="https://arxiv.org/abs/1502.07943"):
     """The worst members end; nothing is cloned (successive halving)."""
 
-    name: Literal["halving"] = "halving"
-    source: ClassVar = "https://arxiv.org/abs/1502.07943"
     factor: Annotated[int, Ge(2)] = 2
     """Members for each one that survives."""
 

@@ -253,35 +253,6 @@ def json_schema() -> Tree:
 def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) -> RunCfg | TextRunCfg:
     """The config from the user's settings, later layers over earlier ones, over the presets."""
     kind = TextRunCfg if "task" in layers[0] else RunCfg
-    cfg_type = _algorithm_type(layers)
-    given = functools.reduce(_over, layers)
-    files = ["text", "text_lora"] if adapters or _names_adapters(_table(given, "model")) else ["text"]
-    trees = [env_preset(str(given["env"]["id"]))] if kind is RunCfg else list(map(read, files))
-    base = functools.reduce(merge, (_preset_for(tree, cfg_type) for tree in trees))
-    if kind is RunCfg:  # settings of the preset's policy are not those of another one
-        base = merge({"policy": {"name": AnyPolicyCfg.default}}, base)
-    policy = given.get("policy")
-    source = policy.get("init_from") if isinstance(policy, dict) else None
-    if isinstance(source, str | Path) and source:
-        base = merge(base, {"policy": _policy_of(Path(source))})
-    if preset not in (None, "auto"):
-        base = _with_objective(base, str(preset), cfg_type)
-    base = merge(base, {"algorithm": {"name": cfg_type.own_name()}})
-    try:
-        return kind.model_validate(_over(base, given))
-    except ValidationError as error:
-        raise ConfigError("\n".join(map(explain, error.errors()))) from error
-
-
-def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
-    given: Tree = {key: _plain(value) for key, value in fields.items() if value is not None}
-    if algorithm is not None:
-        given["algorithm"] = {"name": algorithm} if isinstance(algorithm, str) else _plain(algorithm)
-    return given
-
-
-def _algorithm_type(layers: list[Tree]) -> type[AlgorithmCfg]:
-    """The config class of the algorithm that the last layer names."""
     first = _table(layers[0], "algorithm")
     own = first.get("name", AlgorithmCfg.default)
     name = str(_table(layers[-1], "algorithm").get("name", own))
@@ -289,7 +260,41 @@ def _algorithm_type(layers: list[Tree]) -> type[AlgorithmCfg]:
         raise ConfigError(
             f"settings of algorithm {own!r} do not fit algorithm {name!r}; fix: keep {own!r}, or a new run without them"
         )
-    return AlgorithmCfg.named(name)
+    cfg_type, given = AlgorithmCfg.named(name), functools.reduce(_over, layers)
+    if kind is RunCfg:
+        base = _preset_for(env_preset(str(given["env"]["id"])), cfg_type)
+        base = merge({"policy": {"name": AnyPolicyCfg.default}}, base)  # its settings are not those of another policy
+    else:
+        base, model = _preset_for(read("text"), cfg_type), _table(given, "model")
+        path = model.get("path")
+        saved = isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+        if adapters or saved or model.get("lora") is not None:
+            base = merge(base, _preset_for(read("text_lora"), cfg_type))
+
+    policy = given.get("policy")
+    source = policy.get("init_from") if isinstance(policy, dict) else None
+    if isinstance(source, str | Path) and source:  # a run, or a checkpoint inside one
+        configs = [folder / "config.json" for folder in (Path(source), *Path(source).parents[:2])]
+        if config := next(filter(Path.is_file, configs), None):
+            settings = _table(read_file(config, follow=False), "policy")
+            kept = {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
+            base = merge(base, {"policy": {"name": AnyPolicyCfg.default, **kept}})
+    if preset not in (None, "auto"):  # its credit and objective replace those of the environment as a whole
+        settings = dict(objective_preset(str(preset)).settings)
+        if not issubclass(cfg_type, GRPOCfg):
+            raise ConfigError(
+                f"preset {preset!r} sets the credit of grpo, which algorithm {cfg_type.own_name()!r} lacks; fix: choose one of the two"
+            )
+        table = _table(base, "algorithm")
+        sampler = {key: value for key, value in _table(table, "objective").items() if key == "old_log_prob"}
+        if sampler:  # depends on the sampler, not on the paper
+            settings["objective"] = sampler | settings.get("objective", {})
+        base = base | {"algorithm": table | settings}
+    base = merge(base, {"algorithm": {"name": cfg_type.own_name()}})
+    try:
+        return kind.model_validate(_over(base, given))
+    except ValidationError as error:
+        raise ConfigError("\n".join(map(explain, error.errors()))) from error
 
 
 def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> Tree:
@@ -303,36 +308,11 @@ def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> 
     return {}
 
 
-def _names_adapters(model: Tree) -> bool:
-    """Whether adapters are trained: new ones, or those in the model's folder."""
-    path = model.get("path")
-    return model.get("lora") is not None or (
-        isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
-    )
-
-
-def _policy_of(source: Path) -> Tree:
-    """Settings of the policy of a run, or of a checkpoint inside one; none where there is no run."""
-    for folder in (source, *source.parents[:2]):
-        if (folder / "config.json").is_file():
-            settings = _table(read_file(folder / "config.json", follow=False), "policy")
-            kept = {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
-            return {"name": AnyPolicyCfg.default, **kept}
-    return {}
-
-
-def _with_objective(tree: Tree, preset: str, cfg_type: type[AlgorithmCfg]) -> Tree:
-    """The tree with the preset's credit and objective, which replace its own as a whole."""
-    settings = objective_preset(preset).settings
-    if not issubclass(cfg_type, GRPOCfg):
-        raise ConfigError(
-            f"preset {preset!r} sets the credit of grpo, which algorithm {cfg_type.own_name()!r} lacks; fix: choose one of the two"
-        )
-    own = _table(tree, "algorithm")
-    objective = _table(settings, "objective")
-    if "old_log_prob" in _table(own, "objective"):  # depends on the sampler, not on the paper
-        objective = {"old_log_prob": own["objective"]["old_log_prob"], **objective}
-    return {**tree, "algorithm": {**own, **settings, **({"objective": objective} if objective else {})}}
+def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
+    given: Tree = {key: _plain(value) for key, value in fields.items() if value is not None}
+    if algorithm is not None:
+        given["algorithm"] = {"name": algorithm} if isinstance(algorithm, str) else _plain(algorithm)
+    return given
 
 
 def _table(tree: Tree, key: str) -> Tree:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
-from pydantic import Field, create_model, model_validator
+from pydantic import create_model, model_validator
 
-from groupwise.config.base import Cfg, Choice, Keys, Positive, PositiveInt, register_choice
+from groupwise.config.base import Cfg, Choice, Keys, Positive, PositiveInt
 from groupwise.errors import require_name
 
 
@@ -21,11 +21,8 @@ class AnyPolicyCfg(Choice, family="policy", default="actor_critic"):
     """Run folder, or checkpoint, whose weights the policy begins with; a critic that is not in it starts fresh, and the statistics of observations stay as they are there. The run's settings of the policy replace those of the preset. None: random weights."""
 
 
-@register_choice
-class PolicyCfg(AnyPolicyCfg):
+class PolicyCfg(AnyPolicyCfg, name="actor_critic"):
     """Networks, action distribution and normalisers of a control policy."""
-
-    name: Literal["actor_critic"] = "actor_critic"
 
     hidden_sizes: tuple[Annotated[int, Ge(1)], ...] = (64, 64)
     """Width of each hidden layer."""
@@ -71,22 +68,15 @@ def register_policy(name: str, cfg: type[AnyPolicyCfg] = PolicyCfg) -> Callable[
     require_name("policy", name)
 
     def register(policy: T) -> T:
-        named: Any = create_model(
-            f"{policy.__name__}Cfg", __base__=cfg, __module__=policy.__module__, __doc__=policy.__doc__,
-            name=(cast(Any, Literal[name]), Field(name, description="Name in the registry.")),
-        )  # fmt: skip
-        named.policy = policy
-        register_choice(named)
+        words: Any = {"__module__": policy.__module__, "__doc__": policy.__doc__, "__cls_kwargs__": {"name": name}}
+        create_model(f"{policy.__name__}Cfg", __base__=cfg, **words).policy = policy
         return policy
 
     return register
 
 
-@register_choice
-class RecurrentCfg(PolicyCfg):
+class RecurrentCfg(PolicyCfg, name="recurrent"):
     """A control policy with a memory: an LSTM or GRU between encoder and layers. Actor and critic have one each, unless ``trunk`` is ``shared``."""
-
-    name: Literal["recurrent"] = "recurrent"  # type: ignore[assignment]
 
     cell: Literal["lstm", "gru"] = "lstm"
     """Kind of recurrent layer."""
@@ -105,12 +95,9 @@ class LoRACfg(Cfg):
     """Modules that get an adapter, by the ends of their names. ``all-linear``: every linear layer except the output head."""
 
 
-@register_choice
-class VLACfg(AnyPolicyCfg):
+class VLACfg(AnyPolicyCfg, name="vla", source="https://arxiv.org/abs/2502.19645"):
     """A vision-language-action policy: transformers' SigLIP and Llama, or a model of yours, with action tokens."""
 
-    name: Literal["vla"] = "vla"
-    source: ClassVar = "https://arxiv.org/abs/2502.19645"
     path: str = ""
     """Folder, or id of the Hugging Face hub, of a model for images and text. Empty: a new one, with random weights and the sizes below."""
     lora: LoRACfg | None = None
@@ -172,11 +159,6 @@ class SamplingCfg(Cfg):
     def has_penalties(self) -> bool:
         """Whether the logits depend on the text by more than the model."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0
-
-    @property
-    def processes_logits(self) -> bool:
-        """Whether tokens are drawn from other logits than the model's."""
-        return self.has_filters or self.has_penalties
 
 
 class ModelCfg(Cfg):

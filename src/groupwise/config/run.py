@@ -1,14 +1,14 @@
 """The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, LinearCfg, PartsCfg, PPOCfg
-from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveInt, register_choice
+from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveInt
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
 
@@ -125,29 +125,21 @@ class TrackedRun(NamedTuple):
     """All settings, as plain data."""
 
 
-class TrackerCfg(Choice):
-    """A place that metrics are sent to. Subclass it with a ``build``, and ``@register_choice`` it."""
-
-    family: ClassVar = "tracker"
-    known: ClassVar = {}
+class TrackerCfg(Choice, family="tracker"):
+    """A place that metrics are sent to. Subclass it with a name and a ``build``."""
 
     def build(self, run: TrackedRun) -> Any:
         """The tracker of a run, as ``groupwise.training.trackers.Tracker`` describes it."""
         raise NotImplementedError(f"{type(self).__name__} has no build(run)")
 
 
-@register_choice
-class TensorBoardCfg(TrackerCfg):
+class TensorBoardCfg(TrackerCfg, name="tensorboard"):
     """TensorBoard, in the run folder."""
 
-    name: Literal["tensorboard"] = "tensorboard"
 
-
-@register_choice
-class WandBCfg(TrackerCfg):
+class WandBCfg(TrackerCfg, name="wandb"):
     """Weights & Biases. ``WANDB_*`` variables hold where a setting is None."""
 
-    name: Literal["wandb"] = "wandb"
     project: str | None = None
     """Project. None: ``WANDB_PROJECT``, or ``groupwise``."""
     entity: str | None = None
@@ -162,11 +154,9 @@ class WandBCfg(TrackerCfg):
     """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
 
 
-@register_choice
-class TrackioCfg(TrackerCfg):
+class TrackioCfg(TrackerCfg, name="trackio"):
     """Trackio, on this machine or in a Space."""
 
-    name: Literal["trackio"] = "trackio"
     project: str = "groupwise"
     """Project."""
     run_name: str | None = None
@@ -265,18 +255,13 @@ class GenerationCfg(Choice, family="generation", default="native"):
     """Where completions are generated in training."""
 
 
-@register_choice
-class NativeGenerationCfg(GenerationCfg):
+class NativeGenerationCfg(GenerationCfg, name="native"):
     """By the model that is trained, in the process of training."""
 
-    name: Literal["native"] = "native"
 
-
-@register_choice
-class ServerGenerationCfg(GenerationCfg):
+class ServerGenerationCfg(GenerationCfg, name="server"):
     """By vLLM servers, which read the new weights before each iteration."""
 
-    name: Literal["server"] = "server"
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ("http://127.0.0.1:8000",)
     """Servers that run already. They take groups in turn; a group stays on one server."""
     python: Path | None = None
@@ -532,7 +517,6 @@ class TextRunCfg(CommonCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":
-        self._check_algorithm_of_texts()
         if self.cpu_offload and self.engine != "fsdp":
             raise ValueError("cpu_offload=True has no effect with engine='ddp'; fix: engine='fsdp'")
         if self.engine == "fsdp" and self.model.quantization != "none":
@@ -548,9 +532,6 @@ class TextRunCfg(CommonCfg):
             raise ValueError(
                 f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}; fix: a smaller one"
             )
-        return self
-
-    def _check_algorithm_of_texts(self) -> None:
         algorithm, objective = self.algorithm, self.algorithm.objective
         if isinstance(algorithm, BCCfg):
             raise ValueError("algorithm='bc' clones demonstrations in environments; fix: algorithm='grpo'")
@@ -585,3 +566,4 @@ class TextRunCfg(CommonCfg):
                 f"generation.max_staleness={staleness} asks for prompts before collection.dynamic_sampling has chosen; "
                 "fix: dynamic_sampling=None, or max_staleness=0"
             )
+        return self

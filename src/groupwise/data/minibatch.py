@@ -10,9 +10,9 @@ policy's ``scored_by``. So the algorithms have no branch on it.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,31 +33,10 @@ class Epoch(NamedTuple):
     """Slices of ``order`` for the micro-batches of each optimiser step; none if this rank has no share."""
 
 
-@runtime_checkable
-class Scored(Protocol):
-    """The part of a policy that a layout reads."""
-
-    @property
-    def batch_keys(self) -> Collection[str]:
-        """Keys that it scores."""
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether members of a group in one micro-batch share their common prefix."""
-
-    def unit_mask(self, batch: Mapping[str, Nested]) -> Tensor:
-        """Units of each decision that were acted with."""
-
-
-@runtime_checkable
-class Maskable(Protocol):
-    """A policy's scores."""
-
-    def masked(self, padding: Tensor) -> Any:
-        """Scores with 0 at the padding."""
-
-
-Scores = TypeVar("Scores", bound=Maskable)
+Scored: TypeAlias = Any
+"""A ``Policy``, whose module imports this layer."""
+Scores: TypeAlias = Any
+"""An ``Evaluation``."""
 
 
 class Steps:
@@ -101,10 +80,17 @@ class Steps:
         self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator
     ) -> Epoch:
         """A random order of the elements, cut into minibatches, and these into micro-batches of at most ``most`` steps."""
-        mask, episode = elements["loss_mask"], elements["episode_id"]
-        how: Any = {"num_minibatches": num_minibatches, "micro_batch_size": most, "generator": generator}
-        whole = self.unit == "episode"
-        return shuffle_items(episode, mask.long(), **how) if whole else shuffle_transitions(len(mask), **how)
+        mask, count = elements["loss_mask"], len(elements["loss_mask"])
+        if self.unit == "episode":
+            return shuffle_items(elements["episode_id"], mask.long(), num_minibatches, most, generator)
+        edges = [
+            round(k * count / num_minibatches) for k in range(num_minibatches + 1)
+        ]  # sizes differ by one step at most
+        minibatches = []
+        for start, stop in pairwise(edges):
+            width = most or max(stop - start, 1)
+            minibatches.append([slice(i, min(i + width, stop)) for i in range(start, stop, width)])
+        return Epoch(torch.randperm(count, generator=generator), minibatches)
 
     def in_order(
         self, elements: Mapping[str, Nested], most: int | None, policy: Scored
@@ -140,26 +126,20 @@ class Rows(Steps):
         self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator
     ) -> Epoch:
         """A random order of the rows; members spread over the minibatches."""
-        sizes = self._sizes(elements, self.policy)
-        return shuffle_rows(sizes, num_minibatches=num_minibatches, micro_batch_size=most, generator=generator)
+        sizes = RowSizes.of(elements, shared=self.policy.shares_prefixes)
+        return shuffle_rows(sizes, num_minibatches, most, generator)
 
     def in_order(
         self, elements: Mapping[str, Nested], most: int | None, policy: Scored
     ) -> tuple[Int[Tensor, " element"] | None, list[slice]]:
         """Packed rows."""
         mask = elements["loss_mask"]
-        return pack(self._sizes(elements, policy), torch.arange(len(mask), device=mask.device), most)
+        sizes = RowSizes.of(elements, shared=policy.shares_prefixes)
+        return pack(sizes, torch.arange(len(mask), device=mask.device), most)
 
     def finish(self, scores: Scores, mask: Tensor) -> Scores:
         """Scores with 0 at the padding, where they may be NaN."""
-        finished: Scores = scores.masked(~mask)
-        return finished
-
-    def _sizes(self, rows: Mapping[str, Nested], policy: Scored) -> "RowSizes":
-        sizes = RowSizes.of(rows["valid"], rows["loss_mask"], rows["group_id"])
-        if policy.shares_prefixes:
-            return sizes
-        return sizes._replace(group=torch.arange(len(sizes.group), device=sizes.group.device))  # none has members
+        return scores.masked(~mask)
 
 
 class Units(Steps):
@@ -194,8 +174,7 @@ class Units(Steps):
 
     def finish(self, scores: Scores, mask: Tensor) -> Scores:
         """Scores with 0 at units that count for nothing, and values for each unit."""
-        finished: Scores = scores.masked(~mask)
-        return finished
+        return scores.masked(~mask)
 
     def per_decision(self, score: Float[Tensor, "row step *unit"]) -> Float[Tensor, "row step"]:
         """Sums over the units."""
@@ -213,37 +192,14 @@ def take(batch: Mapping[str, Nested], index: Tensor | slice) -> dict[str, Nested
 
 def flat(batch: Mapping[str, Nested]) -> dict[str, Nested]:
     """Every key ``[N, T, ...]`` as transitions ``[N * T, ...]``."""
-    return {
-        key: value.reshape(-1, *value.shape[2:]) if isinstance(value, Tensor) else value.reshape(-1)
-        for key, value in batch.items()
-    }
-
-
-def cut(batch: Mapping[str, Nested], sizes: list[int]) -> Iterator[dict[str, Nested]]:
-    """Consecutive views of these sizes, in half the time of slicing each one."""
-    for parts in zip(*(tensor.split(sizes) for tensor in batch.values()), strict=True):
-        yield dict(zip(batch, parts, strict=True))
-
-
-def shuffle_transitions(
-    count: int, *, num_minibatches: int, micro_batch_size: int | None, generator: torch.Generator
-) -> Epoch:
-    """A random order of ``count`` transitions, cut into minibatches of equal size (but for one transition)."""
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    edges = [round(k * count / num_minibatches) for k in range(num_minibatches + 1)]
-    minibatches = []
-    for start, stop in pairwise(edges):
-        width = micro_batch_size or max(stop - start, 1)
-        minibatches.append([slice(i, min(i + width, stop)) for i in range(start, stop, width)])
-    return Epoch(order, minibatches)
+    return {key: value.flatten(0, 1) for key, value in batch.items()}
 
 
 def shuffle_items(
     item: Int[Tensor, " element"],
     size: Int[Tensor, " element"],
-    *,
     num_minibatches: int,
-    micro_batch_size: int | None,
+    most: int | None,
     generator: torch.Generator,
 ) -> Epoch:
     """A random order of the elements that keeps items together, cut into minibatches of nearly equal size.
@@ -251,7 +207,7 @@ def shuffle_items(
     Args:
         item: number of the item of each element, any non-negative ones; elements of one item are never parted.
         size: steps of each element: 1 for a transition, the tokens of a row.
-        micro_batch_size: most steps in a slice, unless a single item has more. None: one slice a minibatch.
+        most: steps in a slice, unless a single item has more. None: one slice a minibatch.
     """
     count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of the data that the others train on
     chance = torch.randperm(count, generator=generator, device=generator.device).to(item.device)
@@ -270,11 +226,7 @@ def shuffle_items(
     for first, final in pairwise([*cuts, len(ends) - 1]):
         borders = [first]
         for i in range(first, final):
-            if (
-                micro_batch_size is not None
-                and i > borders[-1]
-                and totals[i + 1] - totals[borders[-1]] > micro_batch_size
-            ):
+            if most is not None and i > borders[-1] and totals[i + 1] - totals[borders[-1]] > most:
                 borders.append(i)
         borders += [final] if final > first else []
         minibatches.append([slice(ends[a], ends[b]) for a, b in pairwise(borders)])
@@ -299,37 +251,32 @@ class RowSizes(NamedTuple):
     """Tokens that count."""
 
     @classmethod
-    def of(
-        cls, valid: Bool[Tensor, "row step"], loss_mask: Bool[Tensor, "row step"], group_id: Int[Tensor, "row step"]
-    ) -> "RowSizes":
-        """Sizes of rows; a row without a group is a group of its own."""
-        group = group_id.amax(dim=1)
+    def of(cls, rows: Mapping[str, Nested], *, shared: bool) -> "RowSizes":
+        """Sizes of rows; a row without a group is a group of its own, and so are all where no prefixes are ``shared``."""
+        valid, loss_mask, group = rows["valid"], rows["loss_mask"], rows["group_id"].amax(dim=1)
+        own = torch.arange(len(group), device=group.device)
         # a rank may have no rows of the data that the others train on
-        alone = max(group.tolist(), default=-1) + 1 + torch.arange(len(group), device=group.device)
+        group = torch.where(group >= 0, group, max(group.tolist(), default=-1) + 1 + own) if shared else own
         length = valid.sum(dim=1)
         # if no token counts, the common prefix is unknown: an empty one is safe
         start = torch.where(loss_mask.any(dim=1), loss_mask.long().argmax(dim=1) - valid.long().argmax(dim=1), 0)
-        return cls(torch.where(group >= 0, group, alone), start, length - start, loss_mask.sum(dim=1))
+        return cls(group, start, length - start, loss_mask.sum(dim=1))
 
 
-def shuffle_rows(
-    sizes: RowSizes, *, num_minibatches: int, micro_batch_size: int | None, generator: torch.Generator
-) -> Epoch:
+def shuffle_rows(sizes: RowSizes, num_minibatches: int, most: int | None, generator: torch.Generator) -> Epoch:
     """A random order of the rows, cut into minibatches of nearly equal counted tokens, and each of these packed.
 
     Members spread over the minibatches, so that each sees as many groups as it can.
 
     Args:
-        micro_batch_size: most tokens in a slice (see ``pack``). None: one slice a minibatch.
+        most: tokens in a slice (see ``pack``). None: one slice a minibatch.
     """
     number = torch.arange(len(sizes.group), device=sizes.group.device)
-    shuffled = shuffle_items(
-        number, sizes.counted, num_minibatches=num_minibatches, micro_batch_size=None, generator=generator
-    )
+    shuffled = shuffle_items(number, sizes.counted, num_minibatches, None, generator)
     orders, minibatches, done = [], [], 0
     for whole in shuffled.minibatches:
         rows = shuffled.order[whole[0]] if whole else shuffled.order[:0]
-        order, slices = pack(sizes, rows, micro_batch_size)
+        order, slices = pack(sizes, rows, most)
         orders.append(order)
         minibatches.append([slice(s.start + done, s.stop + done) for s in slices])
         done += len(order)

@@ -14,7 +14,6 @@ Spaces come in as ``Any``: this module never imports Gymnasium, and recognises i
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -44,13 +43,8 @@ _DTYPES: dict[SpaceKind, torch.dtype] = {
 
 def space_kind(space: Any) -> SpaceKind:
     """The one of Gymnasium's spaces that this is, subclasses included, found by the names of its class and bases."""
-    return _class_kind(type(space))  # type: ignore[arg-type]  # mypy: no type is Hashable
-
-
-@cache
-def _class_kind(cls: type) -> SpaceKind:
-    ours = (base for base in cls.__mro__ if base.__module__.partition(".")[0] == "gymnasium")
-    return next((_KINDS[base.__name__] for base in ours if base.__name__ in _KINDS), "unsupported")
+    ours = (base.__name__ for base in type(space).__mro__ if base.__module__.partition(".")[0] == "gymnasium")
+    return next((_KINDS[name] for name in ours if name in _KINDS), "unsupported")
 
 
 def obs_spec(space: Any) -> Spec:
@@ -277,7 +271,9 @@ def nested_action(space: Any, action: np.ndarray | np.generic) -> Any:
     children = subspaces(space)
     if children is None:
         return action.astype(space.dtype, copy=False)
-    ends = np.cumsum([_num_numbers(child) for child in children.values()])
+    ends = np.cumsum(
+        [sum(math.prod(leaf.shape) for leaf in leaf_spaces(child).values()) for child in children.values()]
+    )
     vectors = np.split(action, ends[:-1], axis=-1)
     parts = {key: _part(child, vector) for (key, child), vector in zip(children.items(), vectors, strict=True)}
     return parts if space_kind(space) == "dict" else tuple(parts.values())
@@ -298,7 +294,3 @@ def _part(space: Any, vector: np.ndarray) -> Any:
         return nested_action(space, vector)
     array = nested_action(space, vector.reshape((*vector.shape[:-1], *space.shape)))
     return array[()] if space_kind(space) == "discrete" else array  # a number, which can be a key of dictionaries
-
-
-def _num_numbers(space: Any) -> int:
-    return sum(math.prod(leaf.shape) for leaf in leaf_spaces(space).values())

@@ -85,8 +85,8 @@ class VectorEnv(ABC):
             GroupStartError: they do not, or cannot.
         """
         raise GroupStartError(
-            f"rows of {self.env_id} do not start from given seeds, so members could not share a start; fix: ppo, or "
-            "derive a GroupEnv"
+            f"rows of {self.env_id} do not start from given seeds, so members could not share a start; fix: ppo, an id or "
+            "a callable that makes one gymnasium.Env (with vectorization='sync'), or derive a GroupEnv"
         )
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Gymnasium's vector environments as tensors, in any of its three autoreset modes, and wrappers of single environments."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat, cast
 
 import gymnasium
@@ -29,8 +29,7 @@ from groupwise.data.spaces import (
     subspaces,
 )
 from groupwise.envs import snapshots as states
-from groupwise.envs.base import SUCCESS_KEYS, Autoreset, EnvStep, Mask, VectorEnv, outcomes_of_rows
-from groupwise.envs.rows import by_name, explained_step, logged, refuse_misfit
+from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv, outcomes_of_rows
 from groupwise.envs.snapshots import DrawsOnDemand
 from groupwise.errors import EnvError
 from groupwise.seeding import row_seeds
@@ -49,23 +48,20 @@ def kept_space(space: Any, keys: tuple[str, ...] | None) -> tuple[Any, tuple[str
     """
     if keys is not None:
         return chosen_entries(space, keys, "env.obs_keys"), ()
-    kept = _storable(space) or space
-    rest = leaf_spaces(kept)
-    missing = {path: leaf for path, leaf in leaf_spaces(space).items() if path not in rest}
-    if not missing:
-        return kept, ()
+    missing = {path: leaf for path, leaf in leaf_spaces(space).items() if space_kind(leaf) == "unsupported"}
+    kept = _storable(space) if missing else space
+    if not missing or kept is None:
+        return space, ()
     names = ", ".join(f"{'.'.join(path)} ({type(leaf).__name__})" for path, leaf in missing.items())
     return kept, (f"Left out of the observation, because it has no fixed shape: {names}.",)
 
 
 def _storable(space: Any) -> Any | None:
-    """The space without leaves of unsupported kinds; the space itself if it has none, None if nothing is left."""
+    """The space without leaves of unsupported kinds; None if nothing is left."""
     children = subspaces(space)
     if children is None:
         return None if space_kind(space) == "unsupported" else space
     kept = {key: found for key, child in children.items() if (found := _storable(child)) is not None}
-    if len(kept) == len(children) and all(kept[key] is child for key, child in children.items()):
-        return space
     return gymnasium.spaces.Dict(kept) if kept else None
 
 
@@ -77,8 +73,6 @@ class GymnasiumVectorEnv(VectorEnv):
     stream; sync and async ones get a seed a row.
 
     Args:
-        obs_keys: entries of a Dict observation to keep, as ``EnvCfg.obs_keys``.
-        log_info: entries of the info that a ``LeanSyncVectorEnv`` logs.
         device: where observations go.
 
     Raises:
@@ -92,13 +86,11 @@ class GymnasiumVectorEnv(VectorEnv):
         *,
         env_id: str,
         max_episode_steps: int | None,
-        obs_keys: tuple[str, ...] | None = None,
-        log_info: Sequence[str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         self.env_id = env_id
         self.num_envs = env.num_envs
-        self.observation_space, self.notes = kept_space(env.single_observation_space, obs_keys)
+        self.observation_space, self.notes = kept_space(env.single_observation_space, None)
         self.action_space = env.single_action_space
         self.obs_spec = obs_spec(self.observation_space)
         self.max_episode_steps = max_episode_steps
@@ -110,7 +102,6 @@ class GymnasiumVectorEnv(VectorEnv):
         self.autoreset = cast(Autoreset, mode.name.lower())
         self.device = torch.device(device)
         self._env = env
-        self._log_info = log_info
         self._seeds_rows = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
@@ -123,11 +114,7 @@ class GymnasiumVectorEnv(VectorEnv):
         seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
         options = None if mask is None else {"reset_mask": mask}
-        try:
-            obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
-        except Exception:
-            self._refuse_misfits("reset")
-            raise
+        obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
         return self._tensor(obs)
 
     def step(self, action: Tensor) -> EnvStep:
@@ -135,11 +122,7 @@ class GymnasiumVectorEnv(VectorEnv):
         actions = action.cpu().numpy()
         if subspaces(self.action_space) is not None:
             actions = nested_action(self.action_space, actions)
-        try:
-            obs, reward, terminated, truncated, info = self._env.step(actions)
-        except Exception as error:
-            self._refuse_misfits("step")
-            raise explained_step(error, self.env_id) from error.__cause__
+        obs, reward, terminated, truncated, info = self._env.step(actions)
         final_obs = None
         if self.autoreset == "same_step" and (terminated | truncated).any():
             if "final_obs" not in info:
@@ -154,18 +137,13 @@ class GymnasiumVectorEnv(VectorEnv):
                 space = self._env.single_observation_space
                 final = concatenate(space, rows, create_empty_array(space, self.num_envs))  # type: ignore[arg-type]
             final_obs = self._tensor(final)
-        reported = outcomes_of_rows(info, self.num_envs)
-        if "executed" in info:
-            reported["executed"] = torch.from_numpy(info["executed"])
-        if _LOGGED in info:
-            reported["log_info"] = by_name(info[_LOGGED], self._log_info)
         return EnvStep(
             self._tensor(obs),
             torch.from_numpy(np.asarray(reward, dtype=np.float32)),
             torch.from_numpy(terminated),
             torch.from_numpy(truncated),
             final_obs,
-            info=reported,
+            info=outcomes_of_rows(info, self.num_envs),
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -183,39 +161,6 @@ class GymnasiumVectorEnv(VectorEnv):
 
     def _tensor(self, obs: Any) -> Nested:
         return obs_to_tensor(self.observation_space, obs, self.device, batched=True)
-
-    def _refuse_misfits(self, method: str) -> None:
-        """Name the observation that Gymnasium could not store, if that is why it failed."""
-        if isinstance(self._env, LeanSyncVectorEnv):
-            for obs in self._env.last_obs():
-                refuse_misfit(obs, self.observation_space, f"{method}() of {self.env_id}")
-
-
-_AT_END = (*SUCCESS_KEYS, "task")
-_LOGGED = "groupwise/log_info"
-
-
-class LeanSyncVectorEnv(SyncVectorEnv):
-    """Gymnasium's rows in this process. Their ``info`` keeps ``executed``, and of episodes that end success, task and logged numbers.
-
-    Collecting all of it takes a tenth of a step of 8 HalfCheetahs.
-    """
-
-    def __init__(self, *args: Any, log_info: Sequence[str] = (), **kwargs: Any) -> None:
-        self._log_info = log_info
-        super().__init__(*args, **kwargs)
-
-    def last_obs(self) -> Iterator[Any]:
-        """The last observation of each row, as its environment returned it."""
-        return (obs for obs in self._env_obs if obs is not None)
-
-    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
-        kept = {"executed": env_info["executed"]} if "executed" in env_info else {}
-        if self._terminations[env_num] or self._truncations[env_num]:
-            kept |= {key: env_info[key] for key in _AT_END if key in env_info}
-            if self._log_info:
-                kept[_LOGGED] = np.array(logged(env_info, self._log_info))
-        return super()._add_info(vector_infos, kept, env_num) if kept else vector_infos
 
 
 # Wrappers of single environments
@@ -281,6 +226,7 @@ class RandomNoops(gymnasium.Wrapper):
         super().__init__(env)
         self._num_random_noops = num_random_noops
         self._actions = copy.deepcopy(env.action_space)
+        self._has_mask = has_mask(env.observation_space, env.action_space)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """The first observation after the random actions; where they end the episode, the one of another reset."""
@@ -288,7 +234,10 @@ class RandomNoops(gymnasium.Wrapper):
         if seed is not None:
             self._actions.seed(seed)
         for _ in range(self._actions.np_random.integers(self._num_random_noops + 1)):
-            action = allowed_sample(self._actions, first[0])
+            action = self._actions.sample()
+            if self._has_mask:
+                mask = {KEY: torch.as_tensor(first[0][KEY])[None]}
+                action = allowed_action(torch.from_numpy(np.asarray(action)[None]), mask, self._actions)[0].numpy()
             obs, _, terminated, truncated, info = self.env.step(action)
             first = self.env.reset(options=options) if terminated or truncated else (obs, info)
         return first
@@ -325,15 +274,6 @@ def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
             f"Action masks: info[{KEY!r}] is not used; env.action_masks=True has the policy take only allowed actions.",
         )
     return ()
-
-
-def allowed_sample(action_space: Any, obs: Any) -> Any:
-    """A random action of the space, allowed where the observation has a mask."""
-    action = action_space.sample()
-    if not isinstance(obs, dict) or KEY not in obs or not options(action_space):
-        return action
-    tensor = torch.from_numpy(np.asarray(action)[None])
-    return allowed_action(tensor, {KEY: torch.as_tensor(obs[KEY])[None]}, action_space)[0].numpy()
 
 
 class Masked(gymnasium.Wrapper):

@@ -12,7 +12,6 @@ import gymnasium
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit
 
 from groupwise.config.run import EnvCfg
@@ -20,7 +19,6 @@ from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import (
     ActionChunk,
     GymnasiumVectorEnv,
-    LeanSyncVectorEnv,
     RandomNoops,
     kept_space,
     mask_notes,
@@ -72,7 +70,7 @@ def _from_single(
         observation_space=space,
         action_space=probe.action_space,
         max_episode_steps=None if limit is None else math.ceil(limit / cfg.actions_executed),
-        start_mode="none",
+        start_mode="seed" if cfg.start_mode == "auto" else cfg.start_mode,
         reward_parts=reward_parts,
         log_info=cfg.log_info,
         chunked=cfg.action_chunk > 1,
@@ -80,39 +78,21 @@ def _from_single(
         notes=notes,
         timeout=cfg.timeout,
     )
-    num_workers = num_cpus() if in_workers else 0
-    if grouped:
-        shared, report = cfg.start_mode != "none", None
-        if verify and shared:
-            report = choose_start(rows, cfg.start_mode)
-            mode = report.start_mode
-        else:
-            mode = "seed" if cfg.start_mode == "auto" else cfg.start_mode
-        made = RowsGroupEnv(rows._replace(start_mode=mode), num_envs, num_workers=num_workers, device=device)
-        made.start_report = report if shared else GroupStartReport(cfg.id, "none", start_varies=True, noise_varies=True)
-        if report is not None and in_workers:
-            try:
-                verify_rows(made)
-            except BaseException:
-                made.close()
-                raise
-        return made
-    if in_workers:
-        return RowsGroupEnv(rows, num_envs, num_workers=num_workers, device=device)
-    with explained(cfg.id):
-        vector = LeanSyncVectorEnv(
-            [rows.make] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED, log_info=cfg.log_info
-        )
-    alone = GymnasiumVectorEnv(
-        vector,
-        env_id=rows.env_id,
-        max_episode_steps=rows.max_episode_steps,
-        obs_keys=cfg.kept_keys,
-        log_info=cfg.log_info,
-        device=device,
-    )
-    alone.notes = notes
-    return alone
+    report = None
+    if grouped and cfg.start_mode == "none":
+        report = GroupStartReport(cfg.id, "none", start_varies=True, noise_varies=True)
+    elif grouped and verify:
+        report = choose_start(rows, cfg.start_mode)
+        rows = rows._replace(start_mode=report.start_mode)
+    made = RowsGroupEnv(rows, num_envs, num_workers=num_cpus() if in_workers else 0, device=device)
+    made.start_report = report
+    if report is not None and report.start_mode != "none" and in_workers:
+        try:
+            verify_rows(made)
+        except BaseException:
+            made.close()
+            raise
+    return made
 
 
 def _with_limit(cfg: EnvCfg) -> dict[str, Any]:
@@ -181,11 +161,6 @@ def makes_rows(env: object) -> bool:
     return callable(env) and "num_envs" in _parameters(env)
 
 
-def torch_fix(env_id: str) -> str:
-    """The fix for users who need the task in torch, if there is one."""
-    return "env.vectorization='torch', or " if env_id == "CartPole-v1" else ""
-
-
 def _parameters(env: Callable[..., Any]) -> set[str]:
     try:
         return set(inspect.signature(env).parameters)
@@ -230,8 +205,7 @@ def make_env(
         verify: try out how members share their start, and choose the best start mode (grouped only). Without it rows
             start by unchecked seeded resets, which is enough for evaluation.
         on_error: ``report`` turns errors in a row's ``step`` into ``EnvStep.failed`` (single environments only).
-        reward_parts: entries of ``info`` that make up the reward, for ``EnvStep.reward_parts`` (grouped single
-            environments only).
+        reward_parts: entries of ``info`` that make up the reward, for ``EnvStep.reward_parts`` (single environments only).
         device: where observations go.
 
     Raises:
@@ -240,23 +214,14 @@ def make_env(
         GroupStartError: members could not share a start in this kind of environment.
         EnvError: the settings do not fit together or the environment, or ``cfg.id`` names a module to import.
     """
-    if reward_parts and not grouped:
-        raise EnvError(
-            f"reward_parts = {reward_parts!r} are for groups of episodes; fix: grouped=True, or leave them out"
-        )
     if cfg.start_mode != "auto" and not grouped:
         raise EnvError(
             f"env.start_mode = {cfg.start_mode!r} is for groups of episodes; fix: env.start_mode='auto', or an algorithm "
             "with groups (grpo)"
         )
     made: VectorEnv
-    if isinstance(env, VectorEnv):
-        made = env
-        _check_ready(made, cfg, num_envs, device)
-    elif isinstance(env, gymnasium.vector.VectorEnv):
-        env_id = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
-        fix = "pass the id or a callable that returns one gymnasium.Env, or derive a GroupEnv of yours"
-        made = _adopt(env, env_id, grouped, device, fix)
+    if isinstance(env, VectorEnv | gymnasium.vector.VectorEnv):
+        made = env if isinstance(env, VectorEnv) else _adopt(env, device)
         _check_ready(made, cfg, num_envs, device)
     elif env is not None and not callable(env):
         raise EnvError(
@@ -278,11 +243,8 @@ def make_env(
                     f"{cfg.id} is not written in torch, only CartPole-v1 is; fix: env.vectorization='auto', or a "
                     "TorchGroupEnv of yours, given as a class in Python"
                 )
-            if cfg.kwargs:
-                raise EnvError(
-                    f"{cfg.id} in torch takes no env.kwargs, got {cfg.kwargs}; fix: env.vectorization='auto'"
-                )
-            made = _from_maker(TorchCartPole, cfg, num_envs, device)
+            with explained(cfg.id):
+                made = _from_maker(TorchCartPole, cfg, num_envs, device)
         elif way == "entry_point" or (
             way == "auto"
             and env is None
@@ -293,8 +255,7 @@ def make_env(
                 vector = gymnasium.make_vec(
                     cfg.id, num_envs, vectorization_mode="vector_entry_point", **_with_limit(cfg)
                 )
-            adopts = grouped or isinstance(vector, CartPoleVectorEnv)
-            made = _adopt(vector, cfg.id, adopts, device, "vectorization='sync'")
+            made = _adopt(vector, device)
         else:
             how: dict[str, Any] = {"verify": verify, "on_error": on_error, "reward_parts": reward_parts}
             return _from_single(cfg, env, num_envs, grouped=grouped, in_workers=way == "async", **how, device=device)
@@ -352,17 +313,9 @@ def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torc
         )
 
 
-def _adopt(
-    env: gymnasium.vector.VectorEnv, env_id: str, grouped: bool, device: torch.device | str, fix: str
-) -> VectorEnv:
-    if isinstance(env, CartPoleVectorEnv) and grouped:
-        return CartPoleGroupEnv(env, env_id=env_id, device=device)
-    if grouped:
-        raise GroupStartError(
-            f"rows of {env_id} ({type(env).__name__}) cannot be started one by one, so members of a group could not "
-            f"share a start; fix: {fix}"
-        )
-    limit = None if env.spec is None else env.spec.max_episode_steps
+def _adopt(env: gymnasium.vector.VectorEnv, device: torch.device | str) -> VectorEnv:
+    env_id = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
     if isinstance(env, CartPoleVectorEnv):
-        limit = env.max_episode_steps
+        return CartPoleGroupEnv(env, env_id=env_id, device=device)
+    limit = None if env.spec is None else env.spec.max_episode_steps
     return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=limit, device=device)

@@ -17,7 +17,6 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 import torch
-from gymnasium.vector import SyncVectorEnv
 from torch import Tensor
 
 from groupwise import plugins
@@ -25,10 +24,11 @@ from groupwise import system as processes
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import leaf_spaces, nested_action, obs_spec, obs_to_tensor, subspaces
+from groupwise.envs import snapshots
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, success_of_row, task_of_row
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.errors import DataError, EnvError, GroupwiseError, nearest
-from groupwise.seeding import derive_seed
+from groupwise.seeding import row_seeds
 
 log = logging.getLogger(__name__)
 
@@ -125,13 +125,19 @@ class LocalRows:
     def start(self, rows: npt.NDArray[Any], start_seeds: npt.NDArray[Any], noise_seeds: npt.NDArray[Any]) -> None:
         """Begin episodes in these rows, from the starts of their seeds, with noise of their own afterwards.
 
-        With ``start_mode`` ``none``, the seed of the noise decides the start, too.
+        With ``start_mode`` ``none``, the seed of the noise decides the start, too. A negative seed of the noise stands for a
+        plain reset, and a negative seed of its start continues the environment's own stream.
         """
-        start_seeds = noise_seeds if self._cfg.start_mode == "none" else start_seeds
         for row, start, noise in zip(rows.tolist(), start_seeds.tolist(), noise_seeds.tolist(), strict=True):
             try:
-                obs = self._reset(row, start) if self._adapter is None else self._restore(row, start, self._adapter)
-                reseed_noise(self.envs[row], noise)
+                if noise < 0:
+                    obs, self._was_reset[row] = self.envs[row].reset(seed=None if start < 0 else start)[0], True
+                elif self._adapter is not None:
+                    obs = self._restore(row, start, self._adapter)
+                else:
+                    obs = self._reset(row, noise if self._cfg.start_mode == "none" else start)
+                if noise >= 0:
+                    reseed_noise(self.envs[row], noise)
             except Exception as error:
                 self._fail(row, error)
                 continue
@@ -209,11 +215,6 @@ def logged(info: Mapping[str, Any], keys: Sequence[str]) -> list[float]:
     return numbers
 
 
-def by_name(numbers: npt.NDArray[Any], keys: Sequence[str]) -> dict[str, Tensor]:
-    """The entries [N] of all rows, by name, from their numbers [N, K]."""
-    return dict(zip(keys, torch.from_numpy(numbers.copy()).unbind(1), strict=True))
-
-
 def refuse_misfit(obs: Any, space: Any, source: str) -> None:
     """Raise a ``DataError`` with given and declared values, if the space does not allow those of ``source``."""
     try:
@@ -225,7 +226,7 @@ def refuse_misfit(obs: Any, space: Any, source: str) -> None:
 def explained_step(error: Exception, env_id: str) -> Exception:
     """An error of a step: the environment's own, or one that says what it must return where that could not be stored."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    if isinstance(error, GroupwiseError) or frame.f_globals.get("__name__") not in (__name__, SyncVectorEnv.__module__):
+    if isinstance(error, GroupwiseError) or frame.f_globals.get("__name__") != __name__:
         return error
     explained = DataError(
         f"step() of {env_id} returned something else than (observation, reward, terminated, truncated, info) with a number "
@@ -436,8 +437,6 @@ class RowsGroupEnv(GroupEnv):
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._live_rows = np.flatnonzero(self._live)
         self._not_started: Mask = np.zeros(num_envs, dtype=np.bool_)
-        self._reset_seed = 0
-        self._num_resets = [0] * num_envs
         layout = layout_of(cfg)
         self._rows: LocalRows | WorkerRows
         if num_workers:
@@ -456,16 +455,10 @@ class RowsGroupEnv(GroupEnv):
         self._zeroed = [*(arrays[name] for name in OUTCOMES), *of_step.values()]
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
-        """First observations [N, ...]; see ``VectorEnv.reset``. Each row has its own stream of resets."""
-        if seed is not None:
-            self._reset_seed, self._num_resets = seed, [0] * self.num_envs
+        """First observations [N, ...]; see ``VectorEnv.reset``. Each row has its own stream."""
         mask = np.ones_like(self._live) if mask is None else mask
-        start_seed, noise_seed = np.zeros(self.num_envs, np.int64), np.zeros(self.num_envs, np.int64)
-        for row in np.flatnonzero(mask).tolist():
-            start_seed[row] = derive_seed(self._reset_seed, "start", row, self._num_resets[row])
-            noise_seed[row] = derive_seed(self._reset_seed, "noise", row, self._num_resets[row])
-            self._num_resets[row] += 1
-        return self.start(mask, start_seed, noise_seed)
+        own_stream = np.full(self.num_envs, -1)
+        return self.start(mask, own_stream if seed is None else np.array(row_seeds(seed, self.num_envs)), own_stream)
 
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``; see ``GroupEnv.start``.
@@ -503,12 +496,28 @@ class RowsGroupEnv(GroupEnv):
             self.pause((self._terminated | self._truncated | self._failed).numpy())
             failed = self._failed.clone() if self._failed.any() else None
             if self._success.any():
-                info |= {"success": self._success == 2, "task": arrays["task"]}
+                info |= {"success": self._success == 2, "task": arrays["task"].copy()}
             if self._cfg.log_info:
-                info["log_info"] = by_name(arrays["log_info"], self._cfg.log_info)
+                logged_numbers = torch.from_numpy(arrays["log_info"].copy()).unbind(1)
+                info["log_info"] = dict(zip(self._cfg.log_info, logged_numbers, strict=True))
         return EnvStep(
             self._obs.to(self.device), self._reward, self._terminated, self._truncated, failed=failed, info=info
         )
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The state of all rows as plain data; None for rows in other processes and simulators that cannot be read."""
+        if isinstance(self._rows, WorkerRows):
+            return None
+        rows = [snapshots.capture(env) for env in self._rows.envs]
+        return None if None in rows else {"rows": rows, "live": self._live}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved ``state_dict``; paused rows show no observation until they are started again."""
+        assert isinstance(self._rows, LocalRows)
+        self.reset(seed=0)  # the first reset creates some of an environment's attributes
+        for env, row in zip(self._rows.envs, state["rows"], strict=True):
+            snapshots.restore(env, row)
+        self._set_live(state["live"])
 
     def close(self) -> None:
         """Free the environments and the processes."""

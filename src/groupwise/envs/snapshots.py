@@ -371,7 +371,8 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
             "items": [[_captured(key, seen, budget), _captured(part, seen, budget)] for key, part in value.items()],
         }
     if kind_of(value) == MUJOCO_DATA:
-        return {"kind": "mujoco", **_mujoco_arrays(value)}
+        arrays = {name: array.copy() for name, array in _mujoco_arrays(value)}
+        return {"kind": "mujoco", "time": value.time, "arrays": arrays}
     if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != ALE):
         return {"kind": "stays"}
     raise _CannotCaptureError
@@ -393,7 +394,12 @@ def _restored(now: Any, saved: Any) -> Any:
         case "random":
             now.setstate(saved["state"])
         case "mujoco":
-            _put_mujoco(now, saved)
+            import mujoco
+
+            mujoco.mj_resetData(now.model, now)
+            now.time = saved["time"]
+            for name, array in _mujoco_arrays(now):
+                array[...] = saved["arrays"][name]
         case "env":
             mine, attributes = vars(now), saved["attributes"]
             for name in [name for name in mine if name not in attributes]:
@@ -413,31 +419,16 @@ def _restored(now: Any, saved: Any) -> Any:
     return now
 
 
-def _mujoco_arrays(data: Any) -> dict[str, np.ndarray]:
-    """Every array of ``MjData`` of fixed size, joined by dtype; also derived ones, since rewards read them."""
-    parts: dict[str, list[np.ndarray]] = {}
-    for array in _mujoco_views(data):
-        parts.setdefault(array.dtype.name, []).append(array.reshape(-1))
-    return {name: np.concatenate(arrays) for name, arrays in parts.items()} | {"time": np.array(data.time)}
+def _mujoco_arrays(data: Any) -> list[tuple[str, np.ndarray]]:
+    """The arrays of ``MjData`` whose size follows from the model, also derived ones, since rewards read them.
 
-
-def _put_mujoco(data: Any, saved: Mapping[str, Any]) -> None:
-    import mujoco
-
-    mujoco.mj_resetData(data.model, data)
-    data.time = float(saved["time"])
-    taken = dict.fromkeys(saved, 0)
-    for array in _mujoco_views(data):
-        name, begin = array.dtype.name, taken[array.dtype.name]
-        array[...] = saved[name][begin : begin + array.size].reshape(array.shape)
-        taken[name] += array.size
-
-
-def _mujoco_views(data: Any) -> list[np.ndarray]:
-    """The arrays whose size follows from the model; contacts and constraints are recomputed in each step."""
+    Contacts and constraints are recomputed in each step.
+    """
     import mujoco
 
     empty = mujoco.MjData(data.model)
-    names = [name for name, part in vars(type(data)).items() if isinstance(part, property)]
-    pairs = [(getattr(empty, name), getattr(data, name)) for name in sorted(names)]
-    return [now for before, now in pairs if isinstance(now, np.ndarray) and now.size and now.shape == before.shape]
+    names = sorted(name for name, part in vars(type(data)).items() if isinstance(part, property))
+    arrays = [(name, getattr(data, name), getattr(empty, name)) for name in names]
+    return [
+        (name, now) for name, now, new in arrays if isinstance(now, np.ndarray) and now.size and now.shape == new.shape
+    ]

@@ -3,7 +3,6 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -262,12 +261,6 @@ def _select(mask: Bool[Tensor, " row"], yes: Mapping[str, Tensor], no: Mapping[s
 # Gymnasium's vectorised CartPole, with rows that start independently
 
 
-@lru_cache(maxsize=1024)
-def _start_state(seed: int) -> npt.NDArray[np.float64]:
-    """The state [4] in which the single CartPole begins after ``reset(seed=seed)``. Members ask for the same one."""
-    return np.random.default_rng(seed).uniform(-0.05, 0.05, size=4)
-
-
 class CartPoleGroupEnv(GroupEnv):
     """Gymnasium's ``CartPoleVectorEnv``, whose rows start one by one and are paused once they have finished.
 
@@ -303,7 +296,8 @@ class CartPoleGroupEnv(GroupEnv):
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, 4] after starting the rows of ``mask``; see ``GroupEnv.start``."""
         if mask.any():
-            self._begin(mask, np.stack([_start_state(seed) for seed in start_seed[mask].tolist()], axis=1))
+            single = [np.random.default_rng(seed).uniform(-0.05, 0.05, size=4) for seed in start_seed[mask].tolist()]
+            self._begin(mask, np.stack(single, axis=1))
         return self._obs()
 
     def pause(self, mask: Mask) -> None:

@@ -1,25 +1,23 @@
 """Evolution: rounds of training, evaluation on common starts, selection and mutation.
 
 Every member is a run folder. The decisions of a round follow from the seed and the members' scores alone, so
-neither the number of processes nor a kill changes them. ``population.json`` is written
-when a round has ended, and each member records the rounds that it finished.
+neither the number of processes nor a kill changes them. ``population.json`` is written when a round has ended, and each
+member records the rounds that it finished.
 """
 
 import gc
 import logging
 import math
 import os
-import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import datetime
-from io import BytesIO
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import cloudpickle
 import torch
@@ -30,11 +28,12 @@ from groupwise import system as processes
 from groupwise.config import load_config
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
-from groupwise.config.evolution import EvolutionCfg, LaunchCfg, RangeCfg, Value
+from groupwise.config.evolution import EvolutionCfg, LaunchCfg, RangeCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
 from groupwise.errors import ConfigError, DivergedError, MemberError
 from groupwise.evolution.population import (
     Member,
+    OnMutation,
     Population,
     Round,
     check_search,
@@ -44,7 +43,7 @@ from groupwise.evolution.population import (
     with_settings,
 )
 from groupwise.report.folder import RunFolder
-from groupwise.run import peak_memory, read_settings
+from groupwise.run import read_settings
 from groupwise.seeding import derive_seed
 from groupwise.system import num_cpus, show
 from groupwise.training.build import UserObjects
@@ -56,30 +55,19 @@ MAX_CRASHES = 3
 """Failures of a member in one round that end the search."""
 
 
-class Answer(NamedTuple):
-    """Result of a round of a member."""
-
-    result: dict[str, Any] | None
-    failure: str = ""
-    """Reason why there is no result."""
-    peak_mib: float = 0.0
-    """Peak memory of the process."""
-
-
 class Pool(Protocol):
     """Workers that play rounds and may die."""
 
+    size: float
+    """Rounds at once."""
     busy: dict[Any, Round]
     """Busy workers and their rounds."""
-
-    def has_room(self) -> bool:
-        """Whether another round can begin."""
 
     def begin(self, task: Round) -> Any:
         """Start a round; returns its worker."""
 
-    def answers(self) -> Iterable[tuple[Any, Answer]]:
-        """Answers of busy workers; waits for at least one."""
+    def answers(self) -> Iterable[tuple[Any, dict[str, Any] | str]]:
+        """Results of busy workers, or why there is none; waits for at least one."""
 
     def close(self) -> None:
         """End all workers."""
@@ -94,80 +82,62 @@ def play_all(pool: Pool, rounds: Sequence[Round], output: Path) -> Iterator[tupl
     waiting, lost = list(rounds), ""
     failures = dict.fromkeys((task.folder for task in rounds), 0)
     while waiting or pool.busy:
-        while waiting and pool.has_room():
+        while waiting and len(pool.busy) < pool.size:
             task = waiting.pop(0)
             pool.busy[pool.begin(task)] = task
         for worker, answer in pool.answers():
             task = pool.busy.pop(worker)
-            if answer.result is not None:
-                yield task, answer.result
+            if not isinstance(answer, str):
+                yield task, answer
                 continue
             failures[task.folder] += 1
-            log.warning("%s failed (time %d): %s", task.folder.name, failures[task.folder], answer.failure)
+            log.warning("%s failed (time %d): %s", task.folder.name, failures[task.folder], answer)
             if failures[task.folder] < MAX_CRASHES:
                 waiting.insert(0, task)
             else:
-                lost = f"{task.folder} failed {MAX_CRASHES} times in round {task.number + 1}: {answer.failure}"
+                lost = f"{task.folder} failed {MAX_CRASHES} times in round {task.number + 1}: {answer}"
     if lost:
         raise MemberError(f"{lost}; {output} has more; fix: remove the cause, then resume the population")
 
 
-class _Process(NamedTuple):
-    process: BaseProcess
-    connection: Any
-
-
 class Processes:
-    """A pool of processes of this machine, fewer where memory is short."""
+    """A pool of processes of this machine, which are known by their connections."""
 
-    def __init__(self, count: int, given: UserObjects, output: Path) -> None:
-        self.busy: dict[_Process, Round] = {}
-        self.peak_mib = 0.0
-        """Peak memory of the largest process so far."""
-        self._count, self._output = count, output
-        self._payload = plugins.pickled(given)
-        self._idle: list[_Process] = []
+    def __init__(self, size: int, given: UserObjects, output: Path) -> None:
+        self.size, self._output, self._payload = size, str(output), plugins.pickled(given)
+        self.busy: dict[Any, Round] = {}
+        self._processes: dict[Any, BaseProcess] = {}
 
-    def has_room(self) -> bool:
-        """Whether another process may run, and fits in memory."""
-        meminfo = Path("/proc/meminfo")
-        found = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
-        fits = not self.busy or found is None or int(found[1]) / 1024 > 1.2 * self.peak_mib
-        return len(self.busy) < self._count and fits
-
-    def begin(self, task: Round) -> _Process:
+    def begin(self, task: Round) -> Any:
         """Send a round to an idle process or a new one."""
-        if self._idle:
-            worker = self._idle.pop()
-        else:
-            ours, theirs = processes.context().Pipe()
-            args = (theirs, self._payload, tuple(plugins.loaded()), str(self._output))
-            worker = _Process(processes.start(_work, *args, name="groupwise member", daemon=False), ours)
+        worker = next((worker for worker in self._processes if worker not in self.busy), None)
+        if worker is None:
+            worker, theirs = processes.context().Pipe()
+            args = (theirs, self._payload, tuple(plugins.loaded()), self._output)
+            self._processes[worker] = processes.start(_work, *args, name="groupwise member", daemon=False)
             theirs.close()
-        worker.connection.send(task)
+        worker.send(task)
         return worker
 
-    def answers(self) -> Iterator[tuple[_Process, Answer]]:
+    def answers(self) -> Iterator[tuple[Any, dict[str, Any] | str]]:
         """Answers of processes, which are idle again unless they died."""
-        ready = connection.wait([worker.connection for worker in self.busy])
-        for worker in [worker for worker in self.busy if worker.connection in ready]:
+        for worker in connection.wait(list(self.busy)):
             try:
-                answer: Answer = worker.connection.recv()
-                self._idle.append(worker)
-                self.peak_mib = max(self.peak_mib, answer.peak_mib)
+                answer = worker.recv()  # type: ignore[union-attr]
             except (EOFError, OSError):
-                worker.process.join(1.0)
-                processes.kill(worker.process)
-                answer = Answer(None, f"its process ended with exit code {worker.process.exitcode}")
+                process = self._processes.pop(worker)
+                process.join(1.0)
+                processes.kill(process)
+                answer = f"its process ended with exit code {process.exitcode}"
             yield worker, answer
 
     def close(self) -> None:
         """End all processes."""
-        for worker in (*self._idle, *self.busy):
-            processes.kill(worker.process)
+        for process in self._processes.values():
+            processes.kill(process)
 
 
-def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Answer:
+def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> dict[str, Any] | str:
     """The result of a round, or its error, which is printed, too.
 
     Args:
@@ -177,11 +147,10 @@ def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Answ
         torch.set_num_threads(1)
         if plugins.loaded() != [*plugin_files]:
             plugins.load([*map(Path, plugin_files)])
-        result = play(task, cloudpickle.loads(payload))
-        return Answer(result, peak_mib=peak_memory(torch.device("cpu")).get("peak_memory_mib", 0.0))
+        return play(task, cloudpickle.loads(payload))
     except Exception as error:  # the parent decides about every kind of error
         traceback.print_exc()
-        return Answer(None, f"{type(error).__name__}: {error}")
+        return f"{type(error).__name__}: {error}"
     finally:
         gc.collect()  # parts of a run refer to each other: its model would stay until the next one is loaded
 
@@ -197,9 +166,6 @@ def _work(requests: Any, payload: bytes, plugin_files: tuple[str, ...], output: 
 
 
 # The search
-
-OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[str, Value] | None]
-"""Called with a clone's name, its parent's settings and its own; may return others."""
 
 
 def evolve(
@@ -278,8 +244,7 @@ def evolve_from_config(
     name = f"{base.subject}-{base.algorithm.name}-population-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     path = Path(run_dir or Path("runs", name))
     RunFolder.check_free(path)
-    population = Population(path, cfg, base)
-    population.hooked = on_mutation is not None
+    population = Population(path, cfg, base, hooked=on_mutation is not None)
     for place in range(cfg.population):
         random = Random(_seed(base, "first", place))
         values = {
@@ -291,30 +256,29 @@ def evolve_from_config(
     population.goes_on = list(population.members)
     (path / "members").mkdir(parents=True)
     population.save()
-    return _run(population, given or UserObjects(), launch or LaunchCfg(), on_mutation)
+    return go_on(population, given or UserObjects(), launch or LaunchCfg(), on_mutation)
 
 
-def go_on(population: Population, on_mutation: OnMutation | None, fields: dict[str, Any]) -> Population:
-    """See ``Population.resume``."""
+def go_on(population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None) -> Population:
+    """All remaining rounds; work that a kill interrupted is repeated or continued."""
+    cfg, base, output = population.cfg, population.base, population.path / "members.log"
     if population.hooked != (on_mutation is not None):
         had = "with" if population.hooked else "without"
         raise ConfigError(f"{population.path} was started {had} on_mutation; fix: resume it {had} it")
-    launch = LaunchCfg(**_taken(fields, LaunchCfg))
-    return _run(population, UserObjects.again(fields), launch, on_mutation)
-
-
-def _run(population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None) -> Population:
-    """All remaining rounds; work that a kill interrupted is repeated or continued."""
-    cfg, base, output = population.cfg, population.base, population.path / "members.log"
     with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
         while population.round < cfg.rounds:
             number, active, tasks = population.round, population.active(), []
             for member in active:
                 folder, seed = population.folder(member.name), _seed(base, "member", member.name)
-                if member.parent is not None and not folder.exists():
-                    _fork(population.folder(member.parent), folder, member.settings, seed)
-                is_noisy = member.parent is not None and cfg.weight_noise > 0
-                noise = (cfg.weight_noise, _seed(base, "noise", member.name)) if is_noisy else None
+                noise = None
+                if member.parent is not None:
+                    noise = (cfg.weight_noise, _seed(base, "noise", member.name)) if cfg.weight_noise > 0 else None
+                    if not folder.exists():  # cloned whole or not at all
+                        parent, unfinished = population.folder(member.parent), folder.with_name(f".{folder.name}")
+                        files.remove(unfinished)
+                        own = with_settings(load_config(parent / "config.json"), member.settings, seed=seed)
+                        fork_run(parent, unfinished, "latest", lambda _, own=own: own, finished=True)
+                        unfinished.rename(folder)
                 settings, until = with_settings(base, member.settings, seed=seed), (number + 1) * cfg.round_steps
                 common = _seed(base, "evaluation of members")
                 tasks.append(Round(number, folder, settings, until, cfg.episodes, common, noise))
@@ -325,7 +289,6 @@ def _run(population: Population, given: UserObjects, launch: LaunchCfg, on_mutat
             _select(population, active, number, on_mutation)
             population.save()
         population.write_best()
-        write_table(population)
     return population
 
 
@@ -336,15 +299,6 @@ def start_pool(launch: LaunchCfg, count: int, given: UserObjects, output: Path) 
     from groupwise.integrations.ray import RayMembers
 
     return RayMembers(launch, given, output)
-
-
-def _fork(parent: Path, folder: Path, settings: Mapping[str, Value], seed: int) -> None:
-    """Clone a run whole or not at all."""
-    unfinished = folder.with_name(f".{folder.name}")
-    files.remove(unfinished)
-    read = lambda config: with_settings(load_config(config), settings, seed=seed)  # noqa: E731
-    fork_run(parent, unfinished, "latest", read, finished=True)
-    unfinished.rename(folder)
 
 
 def _select(population: Population, active: list[Member], number: int, on_mutation: OnMutation | None) -> None:
@@ -377,17 +331,6 @@ def _select(population: Population, active: list[Member], number: int, on_mutati
             member = Member(name, member.name, number + 1, settings)
         population.members[member.name] = member
         population.goes_on.append(member.name)
-
-
-def write_table(population: Population) -> None:
-    """Write ``population.parquet``."""
-    import pyarrow
-    import pyarrow.parquet
-
-    path, data = population.path / "population.parquet", BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(population.rows())), data)
-    with files.warning_if_unwritable(path):
-        files.write(path, data.getvalue())
 
 
 def _taken(fields: dict[str, Any], cfg: type[Cfg]) -> dict[str, Any]:

@@ -3,17 +3,17 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from groupwise import system as files
 from groupwise.config.base import explain
-from groupwise.config.evolution import Choices, EvolutionCfg, RangeCfg, Value
+from groupwise.config.evolution import Choices, EvolutionCfg, LaunchCfg, RangeCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, DivergedError, RunFolderError, nearest
@@ -23,12 +23,9 @@ from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import is_fixed
 from groupwise.training.trainer import PAUSED, Callback, Trainer
 
-if TYPE_CHECKING:
-    from groupwise.evolution.evolve import OnMutation
-
-
 FILE = "population.json"
-FORMAT = 1
+OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[str, Value] | None]
+"""Called with a clone's name, its parent's settings and its own; may return others."""
 
 
 @dataclass
@@ -47,33 +44,29 @@ class Member:
     """Results by round: ``mean`` and ``ci95`` of the evaluation, ``env_steps``, and ``status`` (``ok`` or ``diverged``)."""
 
 
+@dataclass(repr=False, eq=False)
 class Population:
-    """The runs of ``gw.evolve``, in memory and on disk.
+    """The runs of ``gw.evolve``, in memory and on disk."""
 
-    Args:
-        path: the folder, with the members' run folders in ``members/`` and a copy of the best one in ``best/``.
-        cfg: settings of the search.
-        base: settings of the runs.
-    """
-
-    def __init__(self, path: Path, cfg: EvolutionCfg, base: CommonCfg) -> None:
-        self.path = path
-        self.cfg = cfg
-        self.base = base
-        self.members: dict[str, Member] = {}
-        """All members that ever were, by name."""
-        self.goes_on: list[str] = []
-        """Names of the members of the current round."""
-        self.round = 0
-        """Finished rounds."""
-        self.hooked = False
-        """Whether ``on_mutation`` was given."""
+    path: Path
+    """The folder, with the members' run folders in ``members/`` and a copy of the best one in ``best/``."""
+    cfg: EvolutionCfg
+    base: CommonCfg
+    """Settings of the runs."""
+    members: dict[str, Member] = field(default_factory=dict)
+    """All members that ever were, by name."""
+    goes_on: list[str] = field(default_factory=list)
+    """Names of the members of the current round."""
+    round: int = 0
+    """Finished rounds."""
+    hooked: bool = False
+    """Whether ``on_mutation`` was given."""
 
     def __repr__(self) -> str:
         return f"Population({str(self.path)!r}, {len(self.members)} members, {self.round}/{self.cfg.rounds} rounds)"
 
     @classmethod
-    def resume(cls, path: Path | str, *, on_mutation: "OnMutation | None" = None, **fields: Any) -> "Population":
+    def resume(cls, path: Path | str, *, on_mutation: OnMutation | None = None, **fields: Any) -> "Population":
         """Continue a population, as if it had never stopped; returns it.
 
         Args:
@@ -83,7 +76,8 @@ class Population:
         """
         from groupwise.evolution.evolve import go_on  # it makes populations
 
-        return go_on(cls.load(path), on_mutation, fields)
+        launch = LaunchCfg(**{name: fields.pop(name) for name in LaunchCfg.model_fields if name in fields})
+        return go_on(cls.load(path), UserObjects.again(fields), launch, on_mutation)
 
     @classmethod
     def load(cls, path: Path | str) -> "Population":
@@ -109,7 +103,7 @@ class Population:
     def save(self) -> None:
         """Write ``population.json``."""
         tree = {
-            "format": FORMAT,
+            "format": 1,
             "search": self.cfg.model_dump(mode="json"),
             "run": self.base.model_dump(mode="json"),
             "hooked": self.hooked,

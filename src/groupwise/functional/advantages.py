@@ -134,23 +134,16 @@ def group_relative(
     size = live + zeros
     mean = segment_sum(score, key, num_keys, mask) / size.clamp(min=1)
     centred = score - gather_segments(mean, key)
-    match baseline:
-        case "mean":
-            advantage = centred
-            if weight is not None:
-                total = segment_sum(weight.double(), key, num_keys, mask)
-                weighted = segment_sum(weight.double() * score, key, num_keys, mask) / total
-                advantage = score - gather_segments(torch.where(total > 0, weighted, mean), key)
-        case "leave_one_out":
-            advantage = centred * gather_segments(size / (size - 1).clamp(min=1), key)
-        case "second_best":  # the best again if two have it, minus infinity for a member alone
-            _, highest = segment_min_max(score, key, num_keys, mask)
-            best = mask & (score == gather_segments(highest, key))
-            _, below = segment_min_max(score, key, num_keys, mask & ~best)
-            tied = segment_sum(best.to(score), key, num_keys) > 1
-            advantage = (score - gather_segments(torch.where(tied, highest, below), key)).clamp(min=0)
-        case _:
-            assert_never(baseline)
+    if baseline == "second_best":
+        advantage = _above_second_best(score, key, num_keys, mask)
+    elif baseline == "leave_one_out":
+        advantage = centred * gather_segments(size / (size - 1).clamp(min=1), key)
+    elif weight is not None:
+        total = segment_sum(weight.double(), key, num_keys, mask)
+        weighted = segment_sum(weight.double() * score, key, num_keys, mask) / total
+        advantage = score - gather_segments(torch.where(total > 0, weighted, mean), key)
+    else:
+        advantage = centred
     match scale:
         case "std" | "population_std":
             square = segment_sum(centred.square(), key, num_keys, mask) + zeros * mean.square()
@@ -166,6 +159,16 @@ def group_relative(
     highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
     all_equal = gather_segments((highest - lowest == 0).to(score), key) > 0  # infinite scores are never equal
     return advantage.masked_fill(~mask | all_equal, 0).to(dtype)
+
+
+def _above_second_best(
+    score: Float[Tensor, "*batch"], key: Int[Tensor, "*batch"], num_keys: int, mask: Bool[Tensor, "*batch"]
+) -> Float[Tensor, "*batch"]:
+    _, highest = segment_min_max(score, key, num_keys, mask)
+    best = mask & (score == gather_segments(highest, key))
+    _, below = segment_min_max(score, key, num_keys, mask & ~best)  # minus infinity for a member alone
+    tied = segment_sum(best.to(score), key, num_keys) > 1
+    return (score - gather_segments(torch.where(tied, highest, below), key)).clamp(min=0)
 
 
 def baseline_relative(
@@ -238,22 +241,6 @@ def kl_shaping(
     length = segment_sum(torch.ones_like(distance), episode_id, num_episodes, mask)
     mean = segment_sum(distance, episode_id, num_episodes, mask) / length.clamp(min=1)
     return (gather_segments(mean, episode_id) - distance).masked_fill(~mask, 0)
-
-
-def comparable(
-    key: Int[Tensor, "*batch"],
-    num_keys: int,
-    member: Bool[Tensor, "*batch"] | None = None,
-    zeros: Float[Tensor, " key"] | None = None,
-) -> Bool[Tensor, "*batch"]:
-    """True where an element is a member of its key and has company there.
-
-    Args:
-        member, zeros: as in ``group_relative``; a further member with score 0 is company too.
-    """
-    mask = key >= 0 if member is None else (key >= 0) & member
-    size = segment_sum(mask.float(), key, num_keys)
-    return mask & (gather_segments(size if zeros is None else size + zeros, key) > 1)
 
 
 def finished_count(

@@ -34,7 +34,7 @@ def hash_pair(seed: Int[Tensor, "..."], counter: Int[Tensor, "..."]) -> Int[Tens
 
 def unit(number: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The upper 24 bits of each hash as float32 in [0, 1), which holds them exactly."""
-    return _unit(_shift(number, 40))
+    return _shift(number, 40).to(torch.float32) * _ULP
 
 
 def _shift(number: Tensor, bits: int) -> Tensor:
@@ -67,7 +67,7 @@ class RowRandom:
         """
         bits = self._bits(shape)
         radius = torch.sqrt(-2.0 * torch.log(1.0 - unit(bits)))
-        angle = (2.0 * math.pi) * _unit(bits & 0xFFFFFF)
+        angle = (2.0 * math.pi) * ((bits & 0xFFFFFF).to(torch.float32) * _ULP)
         return std * radius * torch.cos(angle) + mean
 
     def integers(self, high: int, *shape: int) -> Int[Tensor, "row ..."]:
@@ -81,8 +81,3 @@ class RowRandom:
         places = torch.arange(self._drawn, self._drawn + count, device=self._key.device)
         self._drawn += count
         return hash_pair(self._key[:, None], places).reshape(-1, *shape)
-
-
-def _unit(bits: Tensor) -> Tensor:
-    """Integers of 24 bits as float32 in [0, 1), which holds them exactly."""
-    return bits.to(torch.float32) * _ULP

@@ -72,18 +72,6 @@ def masked_mean(x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], all_su
     return mean
 
 
-def masked_var(
-    x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], *, unbiased: bool, all_sum: AllSum = local
-) -> Float[Tensor, ""]:
-    """Variance over the mask and all ranks; exactly 0 when all elements are equal, or none or one is left.
-
-    Args:
-        unbiased: divide by the count less one.
-    """
-    centred, count = _centre(x, mask, all_sum)
-    return all_sum(centred.square().sum()) / (count - int(unbiased)).clamp(min=1)
-
-
 def whiten(
     x: Float[Tensor, "*batch"], mask: Bool[Tensor, "*batch"], *, eps: float = 1e-8, all_sum: AllSum = local
 ) -> Float[Tensor, "*batch"]:
@@ -102,7 +90,6 @@ def whiten_segments(
     num_segments: int,
     mask: Bool[Tensor, "*batch"],
     *,
-    eps: float = 1e-8,
     all_sum: AllSum = local,
 ) -> Float[Tensor, "*batch"]:
     """``whiten`` of each segment by itself, segments with a number being one over all ranks; 0 where the id is -1."""
@@ -116,7 +103,7 @@ def whiten_segments(
     for _ in range(2):  # as in ``_centre``
         centred = centred - gather_segments(total(centred) / count.clamp(min=1), segment)
     deviation = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()
-    return (centred / (gather_segments(deviation, segment) + eps)).masked_fill(~mask, 0)
+    return (centred / (gather_segments(deviation, segment) + 1e-8)).masked_fill(~mask, 0)
 
 
 def loss_weights(
@@ -334,8 +321,10 @@ def explained_variance(
     all_sum: AllSum = local,
 ) -> Float[Tensor, ""]:
     """``1 - Var(target - value) / Var(target)``: 1 is perfect, 0 no better than a constant; 0 if the target is constant."""
-    total = masked_var(target, mask, unbiased=False, all_sum=all_sum)
-    unexplained = masked_var(target - value, mask, unbiased=False, all_sum=all_sum)
+    centred, count = _centre(target, mask, all_sum)
+    total = all_sum(centred.square().sum()) / count.clamp(min=1)
+    centred, _ = _centre(target - value, mask, all_sum)
+    unexplained = all_sum(centred.square().sum()) / count.clamp(min=1)
     return (1 - unexplained / total).masked_fill(total == 0, 0)
 
 

@@ -22,7 +22,7 @@ from groupwise.config.evolution import LaunchCfg
 from groupwise.config.run import CommonCfg, ServerGenerationCfg, TextRunCfg
 from groupwise.engines import backend_of
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
-from groupwise.evolution.evolve import Answer, answered
+from groupwise.evolution.evolve import answered
 from groupwise.evolution.population import Round
 from groupwise.report.folder import RunFolder
 from groupwise.run import Run, read_settings, reopen, resume, train_from_config
@@ -296,12 +296,12 @@ def _serve(server: PlacedServer, timeout: float, folder: str) -> bool:
     try:
         with closing(LocalServer(server.command(), server.log, timeout, host=address)) as running:
             running.wait()
-            server.is_at(running.url)
+            server.say(url=running.url)
             ready = True
             running.join()
     except Exception as error:
         if not ready:
-            server.cannot_start(str(error) if isinstance(error, GroupwiseError) else repr(error))
+            server.say(error=str(error) if isinstance(error, GroupwiseError) else repr(error))
     return ready
 
 
@@ -310,7 +310,7 @@ class RayMembers:
 
     def __init__(self, cfg: LaunchCfg, given: UserObjects, output: Path) -> None:
         self.busy: dict[Any, Round] = {}
-        self._count, self._output = cfg.workers, str(output.absolute())
+        self.size, self._output = cfg.workers or math.inf, str(output.absolute())  # tasks wait for room
         with ExitStack() as stack:
             stack.enter_context(connected())
             rooms = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -322,22 +322,18 @@ class RayMembers:
         self._play = ray.remote(_play).options(num_cpus=cfg.cpus, num_gpus=cfg.gpus, max_retries=0)
         self._stored = ray.put(plugins.pickled(given))
 
-    def has_room(self) -> bool:
-        """Whether another task may begin; without a limit Ray lets it wait for room."""
-        return self._count is None or len(self.busy) < self._count
-
     def begin(self, task: Round) -> Any:
         """Start a task of Ray."""
         task = replace(task, folder=task.folder.absolute())
         return self._play.remote(task, self._stored, tuple(plugins.loaded()), self._output)
 
-    def answers(self) -> Iterator[tuple[Any, Answer]]:
+    def answers(self) -> Iterator[tuple[Any, dict[str, Any] | str]]:
         """Answers of tasks that ended."""
         for task in ray.wait(list(self.busy))[0]:
             try:
                 yield task, ray.get(task)
             except RayError as error:
-                yield task, Answer(None, f"{type(error).__name__}: {error}")
+                yield task, f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """End all tasks, and the connection if it was made here."""
@@ -346,6 +342,6 @@ class RayMembers:
         self._connection.close()
 
 
-def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str) -> Answer:
+def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str) -> dict[str, Any] | str:
     with open(output, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         return answered(task, payload, plugin_files)

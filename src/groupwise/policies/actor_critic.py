@@ -51,6 +51,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": elu,
     "silu": silu,
 }
+_LARGE = (32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)
+_SMALL = (32, 3, 1, 1), (64, 3, 2, 1)
+"""Outputs, kernel, stride and padding of the convolutions for large and for small images."""
 
 
 def orthogonal(layer: Layer, gain: float = HIDDEN_GAIN) -> Layer:
@@ -90,48 +93,6 @@ class MLP(nn.Module):
         return x if self.head is None else _linear(self.head, x)
 
 
-class NatureCNN(nn.Sequential):
-    """512 features of an image of 36x36 or more.
-
-    Source: Mnih et al. 2015, https://doi.org/10.1038/nature14236.
-    """
-
-    num_features = 512
-    min_size = 36
-
-    def __init__(self, channels: int, height: int, width: int) -> None:
-        h, w = (((((size - 8) // 4 + 1) - 4) // 2 + 1) - 2 for size in (height, width))
-        super().__init__(
-            orthogonal(nn.Conv2d(channels, 32, 8, stride=4)),
-            nn.ReLU(),
-            orthogonal(nn.Conv2d(32, 64, 4, stride=2)),
-            nn.ReLU(),
-            orthogonal(nn.Conv2d(64, 64, 3)),
-            nn.ReLU(),
-            nn.Flatten(),
-            orthogonal(nn.Linear(64 * h * w, self.num_features)),
-            nn.ReLU(),
-        )
-
-
-class SmallCNN(nn.Sequential):
-    """128 features of a small image, such as a grid of cells."""
-
-    num_features = 128
-    min_size = 1
-
-    def __init__(self, channels: int, height: int, width: int) -> None:
-        super().__init__(
-            orthogonal(nn.Conv2d(channels, 32, 3, padding=1)),
-            nn.ReLU(),
-            orthogonal(nn.Conv2d(32, 64, 3, stride=2, padding=1)),
-            nn.ReLU(),
-            nn.Flatten(),
-            orthogonal(nn.Linear(64 * ((height + 1) // 2) * ((width + 1) // 2), self.num_features)),
-            nn.ReLU(),
-        )
-
-
 def image_layout(space: Any) -> tuple[int, int, int, bool] | None:
     """Channels, height, width, and whether channels come first; None if the space is no image.
 
@@ -168,7 +129,7 @@ class ObsEncoder(nn.Module):
                     _OneHot(np.array(leaf.n if kind == "discrete" else leaf.nvec), np.array(leaf.start))
                 )
             else:
-                self.encoders.append(_Flat(tuple(leaf.shape)) if layout is None else _Image(layout, cfg))
+                self.encoders.append(_Flat(tuple(leaf.shape)) if layout is None else _Image(layout))
         self.num_features = sum(encoder.num_features for encoder in self.encoders)  # type: ignore[misc]
 
     def forward(self, obs: Nested) -> Float[Tensor, "*batch feature"]:
@@ -214,12 +175,22 @@ class _OneHot(nn.Module):
 
 
 class _Image(nn.Module):
-    def __init__(self, layout: tuple[int, int, int, bool], cfg: PolicyCfg) -> None:
+    """512 features of an image of 36x36 or more, by the network of DQN; 128 of a smaller one, such as a grid of cells.
+
+    Source: Mnih et al. 2015, https://doi.org/10.1038/nature14236.
+    """
+
+    def __init__(self, layout: tuple[int, int, int, bool]) -> None:
         super().__init__()
         channels, height, width, self.channels_first = layout
-        network = NatureCNN if min(height, width) >= NatureCNN.min_size else SmallCNN
-        self.network: Any = network(channels, height, width)
-        self.num_features = network.num_features
+        sizes, is_small = [height, width], min(height, width) < 36
+        layers: list[nn.Module] = []
+        for outputs, kernel, stride, padding in _SMALL if is_small else _LARGE:
+            layers += [orthogonal(nn.Conv2d(channels, outputs, kernel, stride, padding)), nn.ReLU()]
+            channels, sizes = outputs, [(size + 2 * padding - kernel) // stride + 1 for size in sizes]
+        self.num_features = 128 if is_small else 512
+        layers += [nn.Flatten(), orthogonal(nn.Linear(channels * math.prod(sizes), self.num_features)), nn.ReLU()]
+        self.network: Any = nn.Sequential(*layers)
 
     def forward(self, obs: Shaped[Tensor, "*batch a b c"]) -> Float[Tensor, "*batch feature"]:
         image = obs if self.channels_first else obs.movedim(-1, -3)
@@ -262,6 +233,8 @@ class RunningMeanStd(nn.Module):
         """Take in the elements of ``x`` ``[*batch, *shape]`` where the mask is True, those of all ranks together.
 
         Masked-out elements may hold anything, NaN included.
+
+        Source: Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
         """
         outside = ~mask.reshape(-1, *[1] * self.mean.dim())
         flat = x.reshape(-1, *self.mean.shape).double().masked_fill(outside, 0)
@@ -269,15 +242,7 @@ class RunningMeanStd(nn.Module):
         count = sums[-1]
         mean = sums[:-1].reshape(self.mean.shape) / count.clamp(min=1)
         squares = (flat - mean).square().masked_fill(outside, 0).sum(dim=0)
-        self.update_from_moments(mean, all_sum(squares) / count.clamp(min=1), count)
-
-    def update_from_moments(
-        self, mean: Float[Tensor, "*shape"], var: Float[Tensor, "*shape"], count: Float[Tensor, ""]
-    ) -> None:
-        """Take in ``count`` elements known by their mean and population variance.
-
-        Source: Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
-        """
+        var = all_sum(squares) / count.clamp(min=1)
         total = self.count + count
         share = count / total.clamp(min=1)
         delta = mean - self.mean
@@ -298,7 +263,8 @@ class ObsNormalizer(nn.Module):
 
     def __init__(self, space: Any) -> None:
         super().__init__()
-        leaves = {path: leaf for path, leaf in leaf_spaces(space).items() if _is_float_box(leaf)}
+        every = leaf_spaces(space).items()
+        leaves = {path: leaf for path, leaf in every if space_kind(leaf) == "box" and leaf.dtype.kind == "f"}
         self.paths = list(leaves)
         self.statistics = nn.ModuleList(RunningMeanStd(tuple(leaf.shape)) for leaf in leaves.values())
 
@@ -344,10 +310,6 @@ class RewardNormalizer(nn.Module):
         done = rollout["terminated"] | rollout["truncated"] | ~valid
         returns = return_to_go(rollout["reward"].masked_fill(~valid, 0), done, self.gamma)
         self.statistics.update(returns, valid & returns.isfinite(), all_sum)  # sums of large rewards may overflow
-
-
-def _is_float_box(space: Any) -> bool:
-    return space_kind(space) == "box" and space.dtype.kind == "f"
 
 
 _DEFAULT = PolicyCfg()

@@ -6,7 +6,8 @@ Algorithms and collectors know this module only; no class here knows an environm
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,23 +54,7 @@ class Evaluation(NamedTuple):
                 scores = scores.unsqueeze(-1).expand_as(padding)
             return scores.masked_fill(padding if scores.dim() == padding.dim() else padding.unsqueeze(-1), 0.0)
 
-        return Evaluation(
-            fill(self.log_prob),
-            fill(self.entropy),
-            None if self.value is None else fill(self.value),
-            None if self.dist is None else fill(self.dist),
-        )
-
-
-@runtime_checkable
-class Player(Protocol):
-    """Plays whole episodes, one in each row, from their first observations on."""
-
-    def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Acts as ``Policy.act`` does."""
-
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Predicts as ``Policy.predict`` does."""
+        return Evaluation._make(None if scores is None else fill(scores) for scores in self)
 
 
 class Policy(nn.Module, ABC):
@@ -108,8 +93,8 @@ class Policy(nn.Module, ABC):
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""
 
-    def player(self) -> Player:
-        """A player of episodes that begin now; a recurrent policy's player keeps the hidden state."""
+    def player(self) -> Any:
+        """A player of episodes that begin now, with the policy's ``act`` and ``predict``; a recurrent one keeps the hidden state."""
         return self
 
     def value(self, obs: Nested) -> Tensor:
@@ -169,13 +154,12 @@ class Policy(nn.Module, ABC):
     @torch.no_grad()
     def move_towards(self, policy: "Policy", share: float) -> None:
         """Move parameters and statistics towards those of ``policy``, by this share of the way; 1 copies them."""
-        for parameter, target in zip(self.parameters(), policy.parameters(), strict=True):
-            parameter.lerp_(target, share)
-        for buffer, source in zip(self.buffers(), policy.buffers(), strict=True):
-            if buffer.is_floating_point():
-                buffer.lerp_(source, share)
+        theirs = chain(policy.parameters(), policy.buffers())
+        for own, other in zip(chain(self.parameters(), self.buffers()), theirs, strict=True):
+            if own.is_floating_point():
+                own.lerp_(other, share)
             else:
-                buffer.copy_(source)
+                own.copy_(other)
 
     def clone(self) -> "Policy":
         """A deep copy that shares nothing."""

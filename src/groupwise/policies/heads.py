@@ -60,6 +60,9 @@ class ActionHead(nn.Module, ABC):
         """The policy's own action for the environment's: the inverse of ``env_action``."""
         return action.to(self.action_spec.dtype)
 
+    def _shaped(self, flat: Tensor) -> Tensor:
+        return flat.reshape(flat.shape[:-1] + self.action_spec.shape)
+
 
 # Discrete actions
 
@@ -141,9 +144,6 @@ class MultiCategorical(ActionHead):
     def _flat(self, action: Tensor) -> Tensor:
         return action.reshape(*action.shape[: action.dim() - len(self.action_spec.shape)], len(self.table))
 
-    def _shaped(self, index: Tensor) -> Tensor:
-        return index.reshape(index.shape[:-1] + self.action_spec.shape)
-
     def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
         """Random indices, each choice by the Gumbel-max trick."""
         return self._shaped(_sample_index(self._logits(params), generator))
@@ -189,14 +189,11 @@ class Bernoulli(ActionHead):
     def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
         """Random zeros and ones."""
         uniform = torch.rand(params.shape, generator=generator, dtype=params.dtype, device=params.device)
-        return self._shaped(uniform < params.sigmoid())
+        return self._shaped((uniform < params.sigmoid()).to(torch.int8))
 
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
         """1 where its probability exceeds one half."""
-        return self._shaped(params > 0)
-
-    def _shaped(self, bits: Tensor) -> Tensor:
-        return bits.to(torch.int8).reshape(bits.shape[:-1] + self.action_spec.shape)
+        return self._shaped((params > 0).to(torch.int8))
 
     def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
         """``sum log sigmoid(+-logit)``."""
@@ -267,9 +264,6 @@ class DiagGaussian(ActionHead):
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
         """The mean."""
         return self._shaped(params.chunk(2, dim=-1)[0])
-
-    def _shaped(self, flat: Tensor) -> Tensor:
-        return flat.reshape(flat.shape[:-1] + self.action_spec.shape)
 
     def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
         """Log-density of the unclipped action."""

@@ -19,7 +19,7 @@ from io import BufferedReader, BufferedWriter, BytesIO
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 from uuid import uuid4
 
 import numpy as np
@@ -31,67 +31,6 @@ from groupwise.config.base import explain
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import RunFolderError
 from groupwise.system import printable
-
-# Lock of a run folder, so that one process trains in it; flock is released when its process ends, even if it is killed
-
-_TRIES = 25
-_SECONDS_BETWEEN = 0.02
-_MAX_BYTES = 4096
-
-
-def is_held(path: Path) -> bool:
-    """Whether a process holds the lock."""
-    try:
-        with files.reading(path, _MAX_BYTES) as file:
-            return not _lock(file, exclusive=False)
-    except (OSError, ValueError):
-        return False
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Keep other processes out; the file says which process trains.
-
-    Raises:
-        RunFolderError: another process holds the lock (names it).
-        OSError: it cannot be written.
-    """
-    with files.appending(path) as file:
-        for _ in range(_TRIES):  # ``is_held`` keeps the lock for a moment
-            if _lock(file, exclusive=True):
-                break
-            time.sleep(_SECONDS_BETWEEN)
-        else:
-            holder = printable(files.read(path, _MAX_BYTES).decode(errors="replace")) or "another process"
-            raise RunFolderError(f"{path.parent} is in use: {holder} trains in it; fix: wait until it ends, or stop it")
-        if sys.platform != "win32":
-            os.register_at_fork(
-                after_in_child=file.close
-            )  # otherwise a child that outlives this process keeps the lock
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()!r}".encode())
-        file.flush()
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                file.truncate(0)
-
-
-def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
-    """Lock an open file; False if another process holds it. On a system or disk without ``flock`` nothing is locked."""
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
 
 # Provenance: facts needed to repeat a run, in addition to its settings
 
@@ -162,15 +101,14 @@ MAX_LINE = files.MIB
 WANDB = "wandb"
 """Folder in which W&B keeps its files and links."""
 LOCK = ".groupwise.lock"
-Model = TypeVar("Model", bound=BaseModel)
+"""File with the process that trains in the folder; its flock is released when that process ends, even if it is killed."""
+_MAX_LOCK = 4096
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Provenance(BaseModel, strict=True, extra="allow"):
-    """Provenance in ``config.json``."""
-
     format: int = 1
-    run_id: str
+    run_id: str = ""
     plugins: list[str] = []
     given_in_python: list[str] = []
     versions: dict[str, Any] = {}
@@ -182,8 +120,8 @@ class _Named(BaseModel, strict=True, extra="allow"):
     name: str
 
 
-class _Settings(BaseModel, strict=True, extra="allow"):
-    """Settings that are needed where ``config.json`` is read without the classes of settings."""
+class _Config(BaseModel, strict=True, extra="allow"):
+    """Settings that are needed where ``config.json`` is read without the classes of settings, and provenance."""
 
     algorithm: _Named
     seed: int
@@ -191,6 +129,7 @@ class _Settings(BaseModel, strict=True, extra="allow"):
     task: dict[str, Any] = {}
     policy: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
+    provenance: _Provenance = _Provenance()
 
 
 _COUNTS = (
@@ -244,7 +183,13 @@ class RunFolder:
             RunFolderError: ``path`` is a file, or a folder that is not empty.
         """
         if path is None:
-            path = _fresh_path(name)
+            stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
+            for number in count(1):
+                path = Path("runs", stem if number == 1 else f"{stem}-{number}")
+                with suppress(FileExistsError):
+                    path.mkdir(parents=True)
+                    break
+        assert path is not None
         cls.check_free(path)
         folder = cls(path)
         made = {**config, "provenance": {**provenance(), **{key: list(names) for key, names in known.items()}}}
@@ -258,7 +203,11 @@ class RunFolder:
     @property
     def is_training(self) -> bool:
         """Whether a process trains in the folder."""
-        return is_held(self.path / LOCK)
+        try:
+            with files.reading(self.path / LOCK, _MAX_LOCK) as file:
+                return not _lock(file, exclusive=False)
+        except (OSError, ValueError):
+            return False
 
     @contextmanager
     def locked(self, rank: int = 0) -> Iterator[None]:
@@ -270,11 +219,29 @@ class RunFolder:
         if rank != 0:
             yield
             return
-        with ExitStack() as lock:
+        with ExitStack() as stack:
             with _writing(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-                lock.enter_context(held(self.path / LOCK))
-            yield
+                file = stack.enter_context(files.appending(self.path / LOCK))
+                for _ in range(25):  # ``is_training`` keeps the lock for a moment
+                    if _lock(file, exclusive=True):
+                        break
+                    time.sleep(0.02)
+                else:
+                    holder = files.read(self.path / LOCK, _MAX_LOCK).decode(errors="replace") or "another process"
+                    raise RunFolderError(
+                        f"{self.path} is in use: {printable(holder)} trains in it; fix: wait until it ends, or stop it"
+                    )
+                if sys.platform != "win32":  # otherwise a child that outlives this process keeps the lock
+                    os.register_at_fork(after_in_child=file.close)
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()!r}".encode())
+                file.flush()
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    file.truncate(0)
 
     @staticmethod
     def check_free(path: Path) -> None:
@@ -284,9 +251,9 @@ class RunFolder:
             RunFolderError: ``path`` is a file, or a folder that is not empty.
         """
         if not is_free(path):
+            again = plugins.command("resume", path)
             raise RunFolderError(
-                f"run folder {str(path)!r} is taken; fix: give another one, or continue that run: "
-                f"{plugins.command('resume', path)}"
+                f"run folder {str(path)!r} is taken; fix: give another one, or continue that run: {again}"
             )
 
     @classmethod
@@ -297,11 +264,8 @@ class RunFolder:
             RunFolderError: it does not exist, is no run folder, or has a link that leads out of it.
         """
         folder = cls(path)
-        if path.is_file():
-            fix = f"its folder, {path.parent}" if path.name == folder.config.name else "gw.load_config reads settings"
-            raise RunFolderError(f"{path} is a file, expected a run folder; fix: {fix}")
         if not path.is_dir():
-            raise RunFolderError(f"there is no run folder {str(path)!r}; fix: give the path that training printed")
+            raise RunFolderError(f"there is no run folder {str(path)!r}; fix: give the folder that training printed")
         if not folder.config.is_file():
             inside = [child.name for child in sorted(path.iterdir()) if cls(child).config.is_file()]
             fix = f"a run in it, as {path / inside[0]}" if inside else "a folder that training made"
@@ -317,17 +281,9 @@ class RunFolder:
         """The settings of the run, without its provenance.
 
         Raises:
-            RunFolderError: the file is damaged, or another program's.
+            RunFolderError: the file is damaged.
         """
-        config = _read_object(self.config)
-        try:
-            _Settings.model_validate(config)
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            raise RunFolderError(
-                f"{self.config} holds no settings of a run ({'.'.join(map(str, wrong['loc']))}: {wrong['msg']}); "
-                "fix: a folder that training made"
-            ) from error
+        config = _read_object(self.config, _Config)
         return {key: value for key, value in config.items() if key != "provenance"}
 
     def check_format(self) -> None:
@@ -348,14 +304,11 @@ class RunFolder:
         Raises:
             RunFolderError: the file is damaged.
         """
-        kept = _read_object(self.config).get("provenance") or {}
-        if isinstance(kept, dict):
-            kept = {"run_id": self.path.name} | kept
-        return _checked(_Provenance, kept, self.config).model_dump()
+        return _Config.model_validate(_read_object(self.config, _Config)).provenance.model_dump()
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
         """Replace the settings, as a resume with more steps does; provenance stays."""
-        kept = _read_object(self.config).get("provenance")
+        kept = _read_object(self.config, _Config).get("provenance", {})
         with _writing(self.config):
             files.write(self.config, _to_json({**config, "provenance": kept}))
 
@@ -369,11 +322,7 @@ class RunFolder:
         Raises:
             RunFolderError: the file is damaged.
         """
-        if not self.summary.is_file():
-            return {}
-        summary = _read_object(self.summary)
-        _checked(_Summary, summary, self.summary)
-        return summary
+        return _read_object(self.summary, _Summary) if self.summary.is_file() else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """One dictionary per iteration; an incomplete last line is left out.
@@ -381,7 +330,19 @@ class RunFolder:
         Raises:
             RunFolderError: another line is damaged (names it).
         """
-        return [_parse_entry(self.metrics, number, line) for number, line in enumerate(self._lines(), start=1)]
+        entries: list[dict[str, Any]] = []
+        if not self.metrics.is_file():
+            return entries
+        try:
+            with files.reading(self.metrics, MAX_METRICS) as file:
+                while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
+                    entry = files.parse_json(line)
+                    _Entry.model_validate(entry)
+                    entries.append(entry)
+                files.check_size(len(line), MAX_LINE)
+        except (OSError, ValueError) as error:
+            raise _damaged(f"{self.metrics}, line {len(entries) + 1}", error, "delete that line") from error
+        return entries
 
     def truncate_metrics(self, iteration: int) -> None:
         """Drop the log after ``iteration``; a resumed run writes it again."""
@@ -418,18 +379,6 @@ class RunFolder:
             for path in folder.glob(".*.partial"):
                 files.remove(path)
 
-    def _lines(self) -> Iterator[bytes]:
-        """The complete lines of ``metrics.jsonl``."""
-        if not self.metrics.is_file():
-            return
-        try:
-            with files.reading(self.metrics, MAX_METRICS) as file:
-                while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
-                    yield line
-                files.check_size(len(line), MAX_LINE)
-        except (OSError, ValueError) as error:
-            raise _damaged(self.metrics, error) from error
-
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
@@ -440,16 +389,6 @@ def _writing(path: Path) -> Iterator[None]:
         raise RunFolderError(f"{path} cannot be written ({error}); fix: make room, or give rights to write") from error
 
 
-def _parse_entry(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        entry: dict[str, Any] = files.parse_json(line)
-        _Entry.model_validate(entry)
-    except ValueError as error:
-        why = explain(error.errors()[0]) if isinstance(error, ValidationError) else error
-        raise RunFolderError(f"{path}, line {number} is damaged: {why!s:.200}; fix: delete that line") from error
-    return entry
-
-
 def is_free(path: Path) -> bool:
     """Whether it does not exist, or is a folder that is empty or was left by a kill before its settings were complete."""
     return not path.exists() or (
@@ -457,39 +396,37 @@ def is_free(path: Path) -> bool:
     )
 
 
-def _fresh_path(name: str) -> Path:
-    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
-    for number in count(1):
-        path = Path("runs", stem if number == 1 else f"{stem}-{number}")
-        with suppress(FileExistsError):
-            path.mkdir(parents=True)
-            break
-    return path
-
-
 def _to_json(data: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(data, indent=2)}\n".encode()
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
+    """Lock an open file; False if another process holds it. On a system or disk without ``flock`` nothing is locked."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
+def _read_object(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
+    """A JSON object that has what ``kind`` needs."""
     try:
-        data = files.parse_json(files.read(path, files.MAX_SETTINGS))
+        data: dict[str, Any] = files.parse_json(files.read(path, files.MAX_SETTINGS))
+        kind.model_validate(data)
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
-    if not isinstance(data, dict):
-        raise _damaged(path, "it holds no JSON object")
     return data
 
 
-def _damaged(path: Path, why: object) -> RunFolderError:
-    return RunFolderError(f"{path} is damaged: {why}; fix: restore it, or train again")
-
-
-def _checked(kind: type[Model], data: object, path: Path) -> Model:
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        raise _damaged(path, explain(error.errors()[0])) from error
+def _damaged(place: object, error: Exception, fix: str = "restore it, or train again") -> RunFolderError:
+    why = explain(error.errors()[0]) if isinstance(error, ValidationError) else error
+    return RunFolderError(f"{place} is damaged: {why!s:.200}; fix: {fix}")
 
 
 # Scores of a run, and confidence intervals
@@ -536,23 +473,18 @@ def interval_of(entry: Mapping[str, Any], score: str = "return_mean") -> tuple[f
 
 
 def mean_ci95(mean: float, std: float, count: int) -> tuple[float, float] | None:
-    """Student's 95 % confidence interval of a mean; None for a single score. Arguments as of ``half_width_95``."""
-    half = half_width_95(std, count)
-    return None if math.isnan(half) else (mean - half, mean + half)
-
-
-def half_width_95(std: float, count: int) -> float:
-    """Half of Student's 95 % confidence interval of a mean; NaN for a single score.
+    """Student's 95 % confidence interval of a mean; None for a single score.
 
     Args:
         std: unbiased standard deviation of the scores.
         count: how many scores.
     """
-    if count <= 1:
-        return math.nan
+    if count <= 1 or math.isnan(std):
+        return None
     from scipy.special import stdtrit  # slow to import
 
-    return float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
+    half = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
+    return mean - half, mean + half
 
 
 def wilson_95(share: float, count: int) -> tuple[float, float]:
@@ -615,17 +547,17 @@ def read_groups(path: Path) -> dict[str, list[Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    fix = "fix: delete it"
     try:
         data = BytesIO(files.read(path, MAX_MIB * files.MIB))
         # `read_table` would import pandas where it is installed; a process that ends while threads begin is aborted
         table = pyarrow.parquet.ParquetFile(data, pre_buffer=False).read(use_threads=False)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise RunFolderError(f"{path} is damaged: {error!s:.200}; {fix}") from error
+        raise _damaged(path, error, "delete it") from error
     if not table.schema.equals(schema()):
-        raise RunFolderError(f"{path} has columns {', '.join(table.column_names)}, which are no kept groups; {fix}")
-    columns: dict[str, list[Any]] = table.to_pydict()
-    return columns
+        raise RunFolderError(
+            f"{path} has columns {', '.join(table.column_names)}, which are no kept groups; fix: delete it"
+        )
+    return dict(table.to_pydict())
 
 
 def schema() -> Any:
@@ -688,7 +620,6 @@ def _make_room(folder: Path) -> None:
 
 MAX_FRAME_SIZE = 160
 """Pixels; larger frames are scaled down."""
-_MAX_FILE = files.MIB
 
 
 class Frames(BaseModel, strict=True):
@@ -716,6 +647,6 @@ def read_frames(path: Path) -> Frames | None:
     if not path.is_file():
         return None
     try:
-        return Frames.model_validate(files.parse_json(files.read(path, _MAX_FILE)))
-    except (OSError, ValueError, ValidationError) as error:
-        raise RunFolderError(f"{path} is damaged: {error!s:.200}; fix: delete it") from error
+        return Frames.model_validate(files.parse_json(files.read(path, files.MIB)))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error, "delete it") from error

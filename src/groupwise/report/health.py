@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from groupwise import plugins
-from groupwise.report.folder import RunFolder, half_width_95, kept_iterations, read_groups
+from groupwise.report.folder import RunFolder, kept_iterations, mean_ci95, read_groups
 
 Verdict = Literal["good", "look", "bad"]
 WORDS: dict[Verdict, str] = {"good": "good", "look": "look", "bad": "trouble"}  # as people read them
@@ -131,8 +131,12 @@ def _undecided(m: Metrics, v: Series) -> bool:
 
 def _got_worse(m: Metrics, v: Series) -> bool:
     """Whether the last evaluation is below the best one by more than noise, in a run that learned."""
-    noise, seen = half_width_95(m["eval/return_std"].last, int(m["eval/episodes"].last)), v.values + m[RETURN].values
-    return v.max - v.last > max(noise, 0.3 * (max(seen) - min(seen))) and any(m["train/grad_norm"].values or [1])
+    interval, seen = (
+        mean_ci95(v.last, m["eval/return_std"].last, int(m["eval/episodes"].last)),
+        v.values + m[RETURN].values,
+    )
+    fell = interval is not None and v.max > interval[1] and v.max - v.last > 0.3 * (max(seen) - min(seen))
+    return fell and any(m["train/grad_norm"].values or [1])
 
 
 # fmt: off

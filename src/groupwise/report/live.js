@@ -1,28 +1,22 @@
 "use strict";
 (() => {
-  const source = new EventSource(document.currentScript.dataset.events);
+  let version = document.currentScript.dataset.version;
   const link = document.getElementById("link");
-  let busy = false, again = false;
 
   async function refresh() {
-    if (busy) {
-      again = true;
-      return;
-    }
-    busy = true;
+    const start = performance.now();
     try {
-      const response = await fetch(location.href);
-      const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
-      if (response.ok) take(fresh);
+      const response = await fetch(location.href, { headers: { "If-None-Match": version } });
+      if (response.ok) {
+        take(new DOMParser().parseFromString(await response.text(), "text/html"));
+        version = response.headers.get("ETag");
+      }
+      link.textContent = "This page follows the files.";
     } catch {
-      // the connection is gone; the next event tries again
-    } finally {
-      busy = false;
+      link.textContent = "No connection: groupwise view has ended, or does not answer.";
     }
-    if (again) {
-      again = false;
-      refresh();
-    }
+    // it waits 25 times as long as the page took, so that training nearby stays fast
+    setTimeout(refresh, Math.min(Math.max(2000, 25 * (performance.now() - start)), 60000));
   }
 
   function take(fresh) {
@@ -35,8 +29,6 @@
     else if (data) document.dispatchEvent(new CustomEvent("groups", { detail: JSON.parse(data.textContent) }));
   }
 
-  source.onmessage = refresh;
-  source.onopen = () => { link.textContent = "This page follows the files."; };
-  source.onerror = () => { link.textContent = "No connection: groupwise view has ended, or does not answer."; };
+  refresh();
   document.addEventListener("change", (event) => event.target.form?.requestSubmit());
 })();

@@ -5,6 +5,7 @@ import math
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import SequenceMatcher
 from html import escape
 from importlib.resources import files as resources
@@ -22,7 +23,7 @@ from groupwise import plugins
 from groupwise import system as files
 from groupwise.config import resolve
 from groupwise.config.base import flat
-from groupwise.config.run import BUDGETS, RunCfg, TextRunCfg
+from groupwise.config.run import BUDGETS, TextRunCfg
 from groupwise.errors import ConfigError
 from groupwise.report.curve import curve_figure, histogram, learning_curve, small, to_png
 from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_frames, read_groups, scores_of
@@ -42,7 +43,6 @@ MAX_NUMBERS = 64
 """Length of an observation or action; longer ones, such as pictures, are not shown."""
 _WORD = re.compile(r"\s*\S+|\s+$")
 Number: TypeAlias = float | int | None
-_Step = dict[str, Any]
 
 
 def load_groups(folder: Path) -> list[dict[str, Any]]:
@@ -51,7 +51,12 @@ def load_groups(folder: Path) -> list[dict[str, Any]]:
     Raises:
         RunFolderError: a file is damaged.
     """
-    waiting = [_ranked(read_groups(path)) for path in kept_iterations(folder).values()]
+    waiting = []
+    for path in kept_iterations(folder).values():
+        columns = read_groups(path)
+        steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        groups = [_group(list(members)) for _, members in groupby(steps, key=lambda step: step["group"])]
+        waiting.append(sorted(groups, key=lambda group: -group["spread"]))
     waiting = waiting[-1:] + waiting[:-1]
     chosen: list[dict[str, Any]] = []
     size = 0
@@ -70,14 +75,7 @@ def to_json(data: object) -> Markup:
     return Markup(text.replace("<", "\\u003c"))  # noqa: S704  without < nothing ends the element
 
 
-def _ranked(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """The groups of a file, the largest spread first."""
-    steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    groups = [_group(list(members)) for _, members in groupby(steps, key=lambda step: step["group"])]
-    return sorted(groups, key=lambda group: -group["spread"])
-
-
-def _group(steps: list[_Step]) -> dict[str, Any]:
+def _group(steps: list[dict[str, Any]]) -> dict[str, Any]:
     episodes = [list(steps) for _, steps in groupby(steps, key=lambda step: step["member"])]
     is_text = steps[0]["token"] is not None
     # a token is a cell
@@ -106,7 +104,7 @@ def extremes(members: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _member(steps: list[_Step], stride: int) -> dict[str, Any]:
+def _member(steps: list[dict[str, Any]], stride: int) -> dict[str, Any]:
     cells = [steps[first : first + stride] for first in range(0, len(steps), stride)]
     rewards = [sum(step["reward"] for step in cell) for cell in cells]
     member = {
@@ -159,10 +157,10 @@ class Live(NamedTuple):
 
     home: str
     """Address of all runs."""
-    events: str
-    """Address that reports changes."""
+    version: str
+    """ETag of what is shown."""
     script: str
-    """Takes the changes in."""
+    """Asks for later versions."""
 
 
 class Answer(NamedTuple):
@@ -189,14 +187,12 @@ def write_page(run: Path, out: Path | None = None) -> Path:
 
 
 def render(folder: RunFolder, live: Live | None = None) -> str:
-    """The page.
-
-    Args:
-        live: of a page that follows the run.
-    """
+    """The page; with ``live`` it follows the run."""
     config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
     metrics, groups = folder.read_metrics(), load_groups(folder.groups)
     unit, score, sample = words_of(config)
+    given, others = settings_of(config)
+    has_video = folder.video.is_file() and folder.video.stat().st_size <= MAX_VIDEO
     frames, shown = read_frames(folder.frames), {(group["iteration"], group["group"]) for group in groups}
     return (
         templates(__package__)
@@ -213,7 +209,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             answer=answer(metrics, score, sample),
             success=_success(metrics),
             curve=learning_curve(metrics, (unit, score)) if metrics else "",
-            video=_video(folder.video),
+            video=b64encode(files.read(folder.video, MAX_VIDEO)).decode() if has_video else "",
             completions=_completions(groups),
             health=_health(metrics, folder),
             groups=groups,
@@ -223,7 +219,8 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             frames=frames.model_dump() if frames and shown.intersection([(frames.iteration, frames.group)]) else None,
             num_iterations=len({group["iteration"] for group in groups}),
             why_no_groups=_why_no_groups(config),
-            settings=settings_of(config),
+            given=given,
+            others=others,
             versions=_without_none(provenance.get("versions") or {}),
             facts=_facts(provenance, summary),
             commands=_commands(folder, provenance),
@@ -329,13 +326,6 @@ def _ending(folder: RunFolder, metrics: list[dict[str, Any]], unit: str) -> str:
     return f"Ended by {stopped} after {done}."
 
 
-def _video(path: Path) -> str:
-    """The video as an address that holds it; empty where there is none, or it is too large."""
-    if not path.is_file() or path.stat().st_size > MAX_VIDEO:
-        return ""
-    return f"data:image/gif;base64,{b64encode(files.read(path, MAX_VIDEO)).decode()}"
-
-
 def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The best and the worst completion, for a language model, of some groups of the first and the last iteration."""
     if not groups or not groups[0]["text"]:
@@ -372,33 +362,21 @@ def _why_no_groups(config: Mapping[str, Any]) -> str:
     return "No groups yet: a run keeps some with each evaluation."
 
 
-class Settings(NamedTuple):
-    """The settings of a run, by where they come from."""
-
-    given: dict[str, str]
-    preset: dict[str, str]
-    """Defaults of the environment, where they differ from the library's."""
-    default: dict[str, str]
-
-
-def settings_of(config: Mapping[str, Any]) -> Settings:
-    """The settings of a run, as they are shown."""
-    name, found = config["algorithm"]["name"], Settings({}, {}, {})
-    try:
-        default = (TextRunCfg if "task" in config else RunCfg).model_validate({"algorithm": {"name": name}})
-        expected = default if "task" in config else resolve(config["env"]["id"], name)
-    except (ConfigError, KeyError, ValidationError):  # an algorithm of a plugin that is not loaded
-        return found._replace(given={key: _setting(value) for key, value in flat(dict(config)).items()})
-    library, usual = (flat(cfg.model_dump(mode="json")) for cfg in (default, expected))
+def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The settings of a run that were set, with their defaults, and all others."""
+    name, usual, given, others = config["algorithm"]["name"], dict[str, Any](), {}, {}
+    with suppress(ConfigError, KeyError, ValidationError):  # an algorithm of a plugin that is not loaded
+        is_text = "task" in config
+        of_texts = {"algorithm": {"name": name}}
+        cfg = TextRunCfg.model_validate(of_texts) if is_text else resolve(config["env"]["id"], name)
+        usual = flat(cfg.model_dump(mode="json"))
     for key, value in flat(dict(config)).items():
-        if key not in usual or usual[key] != value:
-            instead = f" (default {_setting(usual[key])})" if key in usual and key != "env.id" else ""
-            found.given[key] = f"{_setting(value)}{instead}"
-        elif key not in library or library[key] != value:
-            found.preset[key] = _setting(value)
+        if key in usual and usual[key] == value:
+            others[key] = _setting(value)
         else:
-            found.default[key] = _setting(value)
-    return found
+            instead = f" (default {_setting(usual[key])})" if key in usual and key != "env.id" else ""
+            given[key] = f"{_setting(value)}{instead}"
+    return given, others
 
 
 def _setting(value: object) -> str:

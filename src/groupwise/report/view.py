@@ -1,37 +1,37 @@
 """The web application: a list of runs, and the page of each, which follow the files. It only reads."""
 
 import os
-import time
-from asyncio import sleep
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from functools import lru_cache
 from hashlib import sha256
 from importlib.resources import files as resources
 from pathlib import Path
 from secrets import compare_digest
 from threading import Lock
 from typing import NamedTuple
-from urllib.parse import quote
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from groupwise.errors import RunFolderError
 from groupwise.report.curve import overlay, points
 from groupwise.report.folder import RunFolder
 from groupwise.report.page import Live, render, style, subject, templates
-from groupwise.system import num_cpus
-
-# Runs below a folder, for the viewer's list
 
 MAX_DEPTH = 3
 """Folders between the one that is shown and a run."""
+MAX_CURVES = 10
+"""Runs whose curves are drawn unless the reader chooses."""
+HEADERS = {
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",  # the address holds the token
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
 Points = list[tuple[int, float]]
 
 
@@ -75,23 +75,9 @@ def version_of(*paths: Path) -> str:
     return sha256(repr(stamps).encode()).hexdigest()[:16]
 
 
-class Overview:
-    """Rows of runs, each read again when it has changed."""
-
-    def __init__(self) -> None:
-        self._rows: dict[Path, tuple[str, Row]] = {}
-
-    def row(self, name: str, path: Path) -> Row:
-        """A run."""
-        version = version_of(path)
-        known = self._rows.get(path)
-        if known is None or known[0] != version:
-            known = self._rows[path] = version, _read(name, path)
-        row = known[1]
-        return row._replace(state="training") if RunFolder(path).is_training else row
-
-
-def _read(name: str, path: Path) -> Row:
+@lru_cache(maxsize=1000)
+def read_row(name: str, path: Path, version: str) -> Row:
+    """The row of a run, read again when its version has changed."""
     try:
         folder = RunFolder.open(path)
         config, metrics, summary = folder.read_config(), folder.read_metrics(), folder.read_summary()
@@ -102,19 +88,11 @@ def _read(name: str, path: Path) -> Row:
         subject=subject(config, summary),
         algorithm=config["algorithm"]["name"],
         seed=str(config["seed"]),
-        state=str(summary.get("stopped") or "killed"),
+        state="training" if folder.is_training else str(summary.get("stopped") or "killed"),
         env_steps=metrics[-1].get("env_steps", 0) if metrics else 0,
         training=points(metrics, "rollout/return_mean"),
         evaluations=points(metrics, "eval/return_mean"),
     )
-
-
-def by_subject(rows: list[Row]) -> Mapping[str, list[Row]]:
-    """Rows of each subject."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.subject, []).append(row)
-    return found
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -125,21 +103,6 @@ def _stamp(path: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-HEADERS = {
-    "cache-control": "no-store",
-    "referrer-policy": "no-referrer",  # the address holds the token
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-}
-MAX_CURVES = 10
-"""Runs whose curves are drawn unless the reader chooses."""
-PAUSE = 2.0
-"""Seconds between two looks at the files."""
-LONGEST_PAUSE = 60.0
-SHARE = 0.02
-"""Pages take about this share of the machine's processors, so that training nearby stays fast."""
-
-
 class Viewer:
     """The pages of the runs in a folder.
 
@@ -148,96 +111,52 @@ class Viewer:
     """
 
     def __init__(self, root: Path, token: str) -> None:
-        self.root = root
-        self.token = token
-        self.pause = PAUSE
-        """Seconds until files are looked at again."""
-        self._overview = Overview()
+        self.root, self.token = root, token
+        self._home = f"/{token}/"
         self._one_at_a_time = Lock()  # matplotlib's settings are those of the process
-        self._latest = ("", "", "")
         self._script = resources(__package__).joinpath("live.js").read_text(encoding="utf-8")
 
     def app(self) -> Starlette:
         """The application; it answers GET under the token, and 404 to everything else."""
-        pages = {"/": self.index, "/runs/{name:path}": self.run, "/events": self.events}
         return Starlette(
-            routes=[Route("/{token}" + path, self._guarded(page), methods=["GET"]) for path, page in pages.items()],
+            routes=[Route("/{token}" + path, self.answer, methods=["GET"]) for path in ("/", "/runs/{name:path}")],
             # a page of a stranger could reach this server by a name of his own that leads to 127.0.0.1
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
-            exception_handlers={RunFolderError: _explain},
+            exception_handlers={
+                RunFolderError: lambda _, error: PlainTextResponse(str(error), status_code=500, headers=HEADERS)
+            },
         )
 
-    def index(self, request: Request) -> Response:
-        """All runs, and the curves of some."""
-        runs = find_runs(self.root)
-        chosen = set(request.query_params.getlist("run")) or set(list(runs)[:MAX_CURVES])
-        live = self._live("", version_of(*runs.values()))
-        with self._one_at_a_time, self._working():
-            rows = [self._overview.row(name, path) for name, path in runs.items()]
-            drawn = by_subject([row for row in rows if row.name in chosen and row.training + row.evaluations])
-            curves = [
-                overlay({row.name: (row.training, row.evaluations) for row in some}, title, f"c{number}")
-                for number, (title, some) in enumerate(drawn.items())
-            ]
+    def answer(self, request: Request) -> Response:
+        """The list of runs, or the page of one; 304 to a reader whose page shows the files as they are.
+
+        A name is looked up among the runs that were found, and is never made a path.
+        """
+        if not compare_digest(request.path_params["token"].encode(), self.token.encode()):
+            raise HTTPException(404)
+        runs, name = find_runs(self.root), request.path_params.get("name")
+        if name is not None and name not in runs:
+            raise HTTPException(404)
+        version = f'"{version_of(*(runs.values() if name is None else [runs[name]]))}"'
+        headers = HEADERS | {"etag": version}
+        if request.headers.get("if-none-match") == version:
+            return Response(status_code=304, headers=headers)
+        live = Live(self._home, version, self._script)
+        with self._one_at_a_time:
+            if name is not None:
+                return HTMLResponse(render(RunFolder.open(runs[name]), live), headers=headers)
+            return HTMLResponse(self._list(runs, set(request.query_params.getlist("run")), live), headers=headers)
+
+    def _list(self, runs: dict[str, Path], chosen: set[str], live: Live) -> str:
+        """All runs, and the curves of some, a figure for each task."""
+        chosen = chosen or set(list(runs)[:MAX_CURVES])
+        rows = [read_row(name, path, version_of(path)) for name, path in runs.items()]
+        drawn = [row for row in rows if row.name in chosen and row.training + row.evaluations]
+        curves: list[str] = []
+        for title in dict.fromkeys(row.subject for row in drawn):
+            lines = {row.name: (row.training, row.evaluations) for row in drawn if row.subject == title}
+            curves.append(overlay(lines, title, f"c{len(curves)}"))
         page = templates(__package__).get_template("list.html")
-        text = page.render(
+        return page.render(
             rows=rows, chosen=chosen, curves=curves, live=live, style=style(), home=self._home, root=self.root
         )
-        return HTMLResponse(text, headers=HEADERS)
-
-    def run(self, request: Request) -> Response:
-        """The page of a run. Its name is looked up among those found, and is never made a path."""
-        name = request.path_params["name"]
-        path = find_runs(self.root).get(name)
-        if path is None:
-            raise HTTPException(404)
-        version = version_of(path)
-        with self._one_at_a_time:
-            if self._latest[:2] != (name, version):
-                with self._working():
-                    self._latest = name, version, render(RunFolder.open(path), self._live(name, version))
-            return HTMLResponse(self._latest[2], headers=HEADERS)
-
-    def events(self, request: Request) -> Response:
-        """Server-sent events: one whenever the run, or any run, has changed since the page was drawn."""
-        changes = self.changes(request.query_params.get("run", ""), request.query_params.get("seen", ""))
-        return StreamingResponse(changes, media_type="text/event-stream", headers=HEADERS)
-
-    async def changes(self, name: str, seen: str) -> AsyncIterator[str]:
-        """Events, until the reader leaves."""
-        while True:
-            version = await run_in_threadpool(self._version, name)
-            yield f": {version}\n\n" if version == seen else f"data: {version}\n\n"  # a comment shows a reader who left
-            seen = version
-            await sleep(self.pause)
-
-    def _version(self, name: str) -> str:
-        runs = find_runs(self.root)
-        return version_of(*(runs.values() if not name else [runs[name]] if name in runs else []))
-
-    @property
-    def _home(self) -> str:
-        return f"/{self.token}/"
-
-    def _live(self, name: str, version: str) -> Live:
-        return Live(self._home, f"{self._home}events?run={quote(name, safe='')}&seen={version}", self._script)
-
-    def _guarded(self, page: Callable[[Request], Response]) -> Callable[[Request], Response]:
-        def answer(request: Request) -> Response:
-            if not compare_digest(request.path_params["token"].encode(), self.token.encode()):
-                raise HTTPException(404)
-            return page(request)
-
-        return answer
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """The longer a page takes, the longer the next change waits."""
-        start = time.perf_counter()
-        yield
-        took = time.perf_counter() - start
-        self.pause = min(max(PAUSE, took / (SHARE * num_cpus())), LONGEST_PAUSE)
-
-
-def _explain(request: Request, error: Exception) -> Response:
-    return PlainTextResponse(str(error), status_code=500, headers=HEADERS)

@@ -1,23 +1,20 @@
 """Fast paths of small networks on a CPU; each gives the reference's results, and each is an argument of a constructor.
 
 flat_adam          parameters as one vector: clipping and stepping a dozen small tensors is nearly all overhead
-numpy_actor        acting on a few rows in NumPy, whose operations have a third of torch's overhead
 compiled_gradient  the gradient of a micro-batch as one compiled function
 compiled_stepper   acting and stepping of torch environments as one compiled function
 """
 
-import copy
 import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -27,14 +24,12 @@ from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.losses import finest_unit
 from groupwise.algorithms.ppo import PPO
 from groupwise.collectors.torch import StepOutput, TorchCollector
-from groupwise.collectors.vector import Collector
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import space_kind, subspaces
+from groupwise.data.spaces import subspaces
 from groupwise.errors import ConfigError, SlowPathWarning
-from groupwise.policies.actor_critic import CLIP, MLP, ActorCritic, ObsEncoder
-from groupwise.policies.base import Action, Policy, has_hooks
-from groupwise.policies.heads import Categorical, DiagGaussian
+from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.base import has_hooks
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +54,6 @@ class FlatAdam:
         self.param_groups: list[dict[str, Any]] = [group | {"params": [self.vector]}]
         moments = {name: torch.zeros_like(self.vector.detach()) for name in ("exp_avg", "exp_avg_sq")}
         self.state: dict[str, Tensor] = {"step": torch.zeros((), device=self.vector.device), **moments}
-        self._lay_out()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatAdam":
-        """Copied parameters are tensors of their own, so they become views of the copied vector again."""
-        copied = memo[id(self)] = object.__new__(FlatAdam)
-        for name in ("parameters", "vector", "param_groups", "state"):
-            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
-        copied._lay_out()
-        return copied
-
-    def _lay_out(self) -> None:
         self.sizes = [parameter.numel() for parameter in self.parameters]
         self.gradient = torch.zeros_like(self.vector, requires_grad=False)
         for parameter, part in zip(self.parameters, torch.split(self.vector.detach(), self.sizes), strict=True):
@@ -110,21 +94,11 @@ class FlatAdam:
         group, state = self.param_groups[0], self.state
         move = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         state["step"].add_(1)
-        move(
-            [self.vector.detach()],
-            [self.gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+        beta1, beta2 = group["betas"]
+        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+        vector, gradient = [self.vector.detach()], [self.gradient]
+        move(vector, gradient, *moments, [], [state["step"]], beta1=beta1, beta2=beta2, **settings)
 
     def state_dict(self) -> dict[str, Any]:
         """State in the layout of ``torch.optim.Adam``."""
@@ -151,115 +125,6 @@ def flat_adam(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam
     return FlatAdam(parameters, own | unused | decoupled)
 
 
-# --- acting in NumPy ---
-
-MAX_ROWS = 32
-"""NumPy is faster up to here, and its products use a single thread."""
-
-_HALF_LOG_2PI = np.float32(0.5 * math.log(2 * math.pi))
-_TINY = torch.finfo(torch.float32).tiny
-_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"tanh": np.tanh, "relu": partial(np.maximum, np.float32(0))}
-
-Rows: TypeAlias = Float32[np.ndarray, "row _"]
-
-
-class Layer(NamedTuple):
-    """A linear layer and the activation that follows."""
-
-    weight: Float32[np.ndarray, "input output"]
-    bias: Float32[np.ndarray, " output"]
-    activation: Callable[[Any], Any] | None
-
-
-class NumPyActor:
-    """``policy.act``, prepared for steps between which no parameter changes."""
-
-    def __init__(self, policy: ActorCritic) -> None:
-        self._policy = policy
-        self._trunk, self._actor, self._critic = map(_layers, (policy.trunk, policy.actor, policy.critic))
-        self._draw = _draw_index if policy.log_std is None else partial(_draw_gaussian, policy.log_std.detach().numpy())
-        self._shape = (-1, *policy.head.action_spec.shape)
-        normalizer = policy.obs_normalizer
-        self._statistics: Any = None if normalizer is None else normalizer.statistics[0]
-
-    def __call__(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """Act like ``policy.act``."""
-        if not isinstance(obs, Tensor) or len(obs) > MAX_ROWS:
-            return self._policy.act(obs, deterministic, generator)
-        with np.errstate(all="ignore"):  # a policy that diverged shows in its actions, as in torch
-            rows = obs.numpy()
-            if self._statistics is not None:
-                rows = (rows - self._statistics.shift.numpy()) * self._statistics.scale.numpy()
-                np.maximum(rows, -CLIP, out=rows)  # with the next in a fifth of np.clip's time
-                np.minimum(rows, CLIP, out=rows)
-            features = _forward(rows, self._trunk)
-            action, log_prob = self._draw(_forward(features, self._actor), deterministic, generator)
-            value = torch.from_numpy(_forward(features, self._critic)[:, 0]) if self._critic else None
-        return Action(torch.from_numpy(action).view(self._shape), torch.from_numpy(log_prob), value)
-
-
-def numpy_actor(policy: Policy) -> Callable[..., Action]:
-    """The policy's ``act``, in NumPy for a plain ``ActorCritic`` on vectors of floats on a CPU."""
-    if type(policy) is not ActorCritic or has_hooks(policy):
-        return policy.act
-    space, head = policy.observation_space, type(policy.head)
-    networks = [network for network in (policy.trunk, policy.actor, policy.critic) if network is not None]
-    modules = [module for network in networks for module in network.modules()]
-    plain = (
-        space_kind(space) == "box"
-        and space.dtype.kind == "f"
-        and len(space.shape) == 1
-        and (head is Categorical or (head is DiagGaussian and policy.log_std is not None))
-        and type(policy.encoder) is ObsEncoder
-        and all(type(module) in (MLP, nn.Linear, nn.ModuleList) for module in modules)
-        and all(module.activation in _ACTIVATIONS for module in modules if isinstance(module, MLP))
-        and all(module.bias is not None for module in modules if isinstance(module, nn.Linear))
-        and all(p.device.type == "cpu" and p.dtype == torch.float32 for p in policy.parameters())
-    )
-    return NumPyActor(policy) if plain else policy.act
-
-
-def _layers(network: nn.Module | None) -> list[Layer]:
-    if network is None:
-        return []
-    linears: list[tuple[Any, Callable[[Any], Any] | None]] = [(network, None)]
-    if isinstance(network, MLP):
-        head = [] if network.head is None else [(network.head, None)]
-        linears = [*((linear, _ACTIVATIONS[network.activation]) for linear in network.hidden), *head]
-    return [Layer(one.weight.detach().numpy().T, one.bias.detach().numpy(), activation) for one, activation in linears]
-
-
-def _forward(x: Rows, layers: list[Layer]) -> Rows:
-    for weight, bias, activation in layers:
-        x = np.dot(x, weight) + bias
-        if activation is not None:
-            x = activation(x)
-    return x
-
-
-def _draw_index(
-    logits: Rows, deterministic: bool, generator: torch.Generator | None
-) -> tuple[Int64[np.ndarray, " row"], Float32[np.ndarray, " row"]]:
-    """Indices by the Gumbel-max trick, or the largest logit; and the log-softmax there."""
-    if deterministic:
-        index = logits.argmax(axis=1)
-    else:
-        uniform = torch.rand(logits.shape, generator=generator).numpy()
-        index = (logits - np.log(-np.log(np.maximum(uniform, _TINY)))).argmax(axis=1)
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    return index, shifted[np.arange(len(index)), index] - np.log(np.exp(shifted).sum(axis=1))
-
-
-def _draw_gaussian(
-    log_std: Float32[np.ndarray, " width"], mean: Rows, deterministic: bool, generator: torch.Generator | None
-) -> tuple[Rows, Float32[np.ndarray, " row"]]:
-    """Draws around means, with standard deviations that do not depend on the observation, or the means; and their log-densities."""
-    deviation = np.exp(log_std)
-    action = mean if deterministic else mean + deviation * torch.randn(mean.shape, generator=generator).numpy()
-    distance = (action - mean) / deviation
-    return action, -(log_std + 0.5 * distance * distance + _HALF_LOG_2PI).sum(axis=1)
-
-
 # --- the gradient of a micro-batch, compiled ---
 
 WORTH_STEPS = 20_000
@@ -279,31 +144,28 @@ Batch = dict[str, Nested]
 Built = TypeVar("Built")
 
 
-def why_not_compiled(algorithm: BaseAlgorithm) -> str | None:
-    """The reason that keeps the loss from being a function of parameters, buffers and micro-batch alone; None if nothing does."""
-    cfg, policy = algorithm.cfg, algorithm.policy
-    if not isinstance(algorithm.optimizer, FlatAdam):
-        return "parameters are many or of several types, or the optimiser is not Adam"
-    known = type(algorithm).loss in (PPO.loss, GRPO.loss) and type(algorithm).backward is BaseAlgorithm.backward
-    if not known or type(policy).evaluate is not ActorCritic.evaluate:
-        return "the loss or the policy's scores are a subclass's own"
-    assert isinstance(policy, ActorCritic)
-    if subspaces(policy.observation_space) is not None:
-        return "observations have several parts"
-    if policy.device.type != "cpu" or any(True for _ in policy.encoder.parameters()):
-        return "networks are large or not on a CPU"
-    if finest_unit(cfg.objective) != "transition" or algorithm.entropy.adaptive:
-        return "the objective looks at whole episodes, or changes its entropy bonus"
-    if algorithm.range_schedules is not None:
-        return "the clip range has a schedule"
-    if cfg.objective.old_log_prob == "recomputed" or has_hooks(policy):
-        return "old_log_prob is recomputed, or there are hooks"
-    return None
-
-
 def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
-    """A compiled ``backward``, for ``BaseAlgorithm(gradient=compiled_gradient)``; None where it cannot be compiled."""
-    return CompiledBackward(algorithm) if why_not_compiled(algorithm) is None else None
+    """A compiled ``backward``, for ``BaseAlgorithm(gradient=compiled_gradient)``.
+
+    None unless the loss is a function of parameters, buffers and micro-batch alone, of a small ``ActorCritic`` on a CPU.
+    """
+    cfg, policy, kind = algorithm.cfg, algorithm.policy, type(algorithm)
+    pure = (
+        isinstance(algorithm.optimizer, FlatAdam)
+        and kind.loss in (PPO.loss, GRPO.loss)
+        and kind.backward is BaseAlgorithm.backward
+        and isinstance(policy, ActorCritic)
+        and type(policy).evaluate is ActorCritic.evaluate
+        and subspaces(policy.observation_space) is None
+        and policy.device.type == "cpu"
+        and not any(True for _ in policy.encoder.parameters())
+        and finest_unit(cfg.objective) == "transition"
+        and cfg.objective.old_log_prob != "recomputed"
+        and algorithm.range_schedules is None
+        and not algorithm.entropy.adaptive
+        and not has_hooks(policy)
+    )
+    return CompiledBackward(algorithm) if pure else None
 
 
 def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -355,16 +217,6 @@ class CompiledBackward:
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.failed = False
         """Whether it cannot be compiled."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledBackward":
-        """The compiled function reads this policy's buffers, so the copy compiles its own."""
-        copied = memo[id(self)] = object.__new__(CompiledBackward)
-        copied._algorithm = copy.deepcopy(self._algorithm, memo)
-        copied._flat = copy.deepcopy(self._flat, memo)
-        copied._vector = copied._flat.vector.detach()
-        copied._function = copied._compiled = None
-        copied.failed = False
-        return copied
 
     def __call__(self, batch: Batch) -> Float[Tensor, " metric"]:
         """Add the gradient of a micro-batch to that of the parameters; returns the sums of its metrics."""
@@ -474,19 +326,13 @@ Step: TypeAlias = Callable[..., StepOutput]
 
 
 def compiled_stepper(collector: TorchCollector) -> "CompiledStepper | None":
-    """A compiled ``stepper``, for ``TorchCollector(stepper=compiled_stepper)``; None where it cannot be compiled."""
-    return CompiledStepper(collector) if why_rollouts_not_compiled(collector) is None else None
+    """A compiled ``stepper``, for ``TorchCollector(stepper=compiled_stepper)``.
 
-
-def why_rollouts_not_compiled(collector: Collector) -> str | None:
-    """The reason that keeps acting and stepping from being a function of tensors and draws alone; None if nothing does."""
-    if not isinstance(collector, TorchCollector):
-        return "the environment is no torch environment"
-    if collector.env.device.type != "cpu" or not collector.env.traceable:
-        return "the environment is not on a CPU, or takes more than operations of torch"
-    if type(collector.policy) is not ActorCritic or has_hooks(collector.policy):
-        return "the policy is a subclass, or has hooks"
-    return None
+    None unless acting and stepping are functions of tensors and draws alone, on a CPU.
+    """
+    on_cpu = collector.env.device.type == "cpu" and collector.env.traceable
+    pure = on_cpu and type(collector.policy) is ActorCritic and not has_hooks(collector.policy)
+    return CompiledStepper(collector) if pure else None
 
 
 class CompiledStepper:
@@ -579,11 +425,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _check_rollouts(found: Any, expected: Any) -> None:
-    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
-    for number, (one, other) in enumerate(pairs):
-        if other is None:
-            continue
-        exact = not other.is_floating_point()
-        same = torch.equal(one, other) if exact else torch.allclose(one, other, rtol=_RTOL, atol=_ATOL, equal_nan=True)
-        if not same:
-            raise RuntimeError(f"result {number} differs from the reference")
+    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        if other is not None:
+            rtol, atol = (_RTOL, _ATOL) if other.is_floating_point() else (0, 0)
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)

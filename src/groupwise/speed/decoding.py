@@ -24,12 +24,8 @@ from groupwise.text.policy import CausalLM
 
 _Map = Callable[[Tensor], Tensor]
 
-PACKED = 2**18
-"""Smaller matrices are not packed for oneDNN: it would not pay."""
 ROOM = 64
 """Tokens by which a cache grows."""
-_BATCH = 32
-"""Number of rows that weights are packed for; they serve any other number, too."""
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose angles do not depend on the length of the text."""
@@ -40,21 +36,6 @@ class FastDecoder(Decoder):
 
     def __init__(self) -> None:
         self.used: Literal["untried", "llama", "transformers"] = "untried"
-
-    def context(self, policy: CausalLM) -> AbstractContextManager:
-        """``inference_mode``, which saves small models a sixth of the time; hooks and unknown modules may keep tensors."""
-        known = self.used == "llama" and not has_hooks(policy.network)
-        return torch.inference_mode() if known else torch.no_grad()
-
-    def head(self, policy: CausalLM) -> Head:
-        """The output embeddings, packed for the processor."""
-        product = linear_map(policy.head.float())
-
-        def logits(hidden: Tensor) -> Tensor:
-            with autocast_off(hidden.device.type):
-                return product(hidden.float())
-
-        return logits
 
     def step(self, policy: CausalLM, prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
         """The step that extends the rows, whose first tokens are ``token``.
@@ -119,7 +100,7 @@ class LlamaStep(Step):
     def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
         base, cached = policy.network.base_model, prompts.cache.layers
         valid, most = prompts.valid.repeat_interleave(prompts.group_size, dim=0), prompts.max_new_tokens
-        self._embed, self._norm = base.embed_tokens, _norm(base.norm)
+        self._embed, self._norm = base.embed_tokens, _norm(base.norm.weight, base.norm.variance_epsilon)
         self._layers = [_layer(policy, layer) for layer in base.layers]
         self._head_width, self._groups = cached[0].keys.shape[-1], cached[0].keys.shape[1]
         self._stores = [_store(layer, prompts.group_size) for layer in cached]
@@ -197,30 +178,26 @@ def autocast_off(device: str) -> AbstractContextManager:
 
 
 def _layer(policy: CausalLM, layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp, before, between = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     head_norm = None
     if type(attention).__name__ == "Qwen3Attention":
         heads = [attention.q_norm.weight] * attention.config.num_attention_heads
         weight = torch.stack(heads + [attention.k_norm.weight] * attention.config.num_key_value_heads)
-        head_norm = _root_mean_square(weight, attention.q_norm.variance_epsilon)
+        head_norm = _norm(weight, attention.q_norm.variance_epsilon)
     return _Layer(
-        norm=_norm(layer.input_layernorm),
+        norm=_norm(before.weight, before.variance_epsilon),
         qkv=_linear(policy, attention.q_proj, attention.k_proj, attention.v_proj),
         head_norm=head_norm,
         out=_linear(policy, attention.o_proj),
-        mlp_norm=_norm(layer.post_attention_layernorm),
+        mlp_norm=_norm(between.weight, between.variance_epsilon),
         gate_up=_linear(policy, mlp.gate_proj, mlp.up_proj),
         act=mlp.act_fn,
         down=_linear(policy, mlp.down_proj),
     )
 
 
-def _norm(module: Any) -> _Map:
-    return _root_mean_square(module.weight, module.variance_epsilon)
-
-
-def _root_mean_square(weight: Float[Tensor, "*head width"], epsilon: float) -> _Map:
-    """RMSNorm with this weight."""
+def _norm(weight: Float[Tensor, "*head width"], epsilon: float) -> _Map:
+    """RMSNorm."""
     width = weight.shape[-1]
     scaled, root = weight.float() * math.sqrt(width), torch.tensor(width * epsilon, device=weight.device).sqrt()
 
@@ -246,26 +223,8 @@ def _linear(policy: CausalLM, *modules: Any) -> _Map:
         return called
     dtype = policy.autocast or modules[0].weight.dtype
     weight = torch.cat([module.weight.to(dtype) for module in modules])
-    product = linear_map(weight, torch.cat(biases).to(dtype) if biases else None)
-    return product if policy.autocast is None else lambda x: product(x.to(dtype))
-
-
-def linear_map(weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None) -> _Map:
-    """The linear map with weights packed for oneDNN, which saves a quarter of the time on a CPU."""
-    if weight.numel() < PACKED or not _can_pack(weight):
-        return lambda x: functional.linear(x, weight, bias)
-    operations = torch.ops.mkldnn
-    packed = operations._reorder_linear_weight(weight, _BATCH)
-    return lambda x: operations._linear_pointwise(x, packed, bias, "none", [], "")
-
-
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN packs such weights on this machine; many processors do not support bfloat16."""
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    bias = torch.cat(biases).to(dtype) if biases else None
+    return lambda x: functional.linear(x if policy.autocast is None else x.to(dtype), weight, bias)
 
 
 def _store(layer: Any, group_size: int) -> Float[Tensor, "2 row group room width"]:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,25 +13,35 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
-from groupwise.config.run import GYM, TextRunCfg, TextTaskCfg
+from groupwise.config.run import TextRunCfg, TextTaskCfg
 from groupwise.data.rollout import TensorDict, TensorSpec
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError
 from groupwise.report.folder import RunFolder
 from groupwise.text.build import SAMPLER_FIX, build_algorithm, filled_in, identity_of
-from groupwise.text.collector import read_prompts
-from groupwise.text.data import Completion, Example, Prompt, PromptEncoder, in_order, read_rows
+from groupwise.text.collector import (
+    Dialogue,
+    TextBuffer,
+    Transcript,
+    in_order,
+    open_group,
+    read_prompts,
+    score,
+    text_rollout,
+    training_row,
+    write,
+)
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.rewards import TrainingState
-from groupwise.text.task import TextTask, text_cfg
-from groupwise.text.transcripts import Dialogue, TextBuffer, Transcript, open_group, text_rollout, training_row, write
+from groupwise.text.rewards import Prompt, TrainingState
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, text_cfg
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
 
@@ -39,10 +49,7 @@ from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_poli
 
 
 class Completions(list[Tensor]):
-    """Groups of completions: for each of B prompts, token ids ``[G, L]`` of prompt and completion, padded with 0.
-
-    Besides the ids it holds the texts, and the sampling data of each token.
-    """
+    """Groups of completions: for each of B prompts, token ids ``[G, L]`` of prompt and completion, padded with 0; and their texts."""
 
     def __init__(self, groups: Sequence[Sequence[Transcript]]) -> None:
         rows = [[torch.tensor([*member.prompt.tokens, *member.tokens]) for member in group] for group in groups]
@@ -54,25 +61,21 @@ class Completions(list[Tensor]):
         """The completions without their prompts and without special tokens."""
         return [[member.text for member in group] for group in self.groups]
 
-    @property
-    def tokens(self) -> list[list[list[int]]]:
-        """The tokens of each completion, without padding."""
-        return [[member.tokens for member in group] for group in self.groups]
-
     def masks(self) -> list[Tensor]:
         """Masks ``[G, L - 1]`` of each prompt: True where the next token belongs to the completion."""
         masks = []
         for ids, group in zip(self, self.groups, strict=True):
-            place = torch.arange(1, ids.shape[1])
-            prompt = torch.tensor([len(member.prompt.tokens) for member in group])[:, None]
-            written = torch.tensor([len(member.tokens) for member in group])[:, None]
-            masks.append((place >= prompt) & (place < prompt + written))
+            first = torch.tensor([len(member.prompt.tokens) for member in group])[:, None] - 1
+            place, count = (
+                torch.arange(ids.shape[1] - 1),
+                torch.tensor([len(member.tokens) for member in group])[:, None],
+            )
+            masks.append((place >= first) & (place < first + count))
         return masks
 
 
 # Prompts and rewards as an environment of one step
 
-MakePrompt = str | Callable[[Mapping[str, Any]], Any]
 _SETTINGS = ("data_kwargs", "data_size", "eval_size", "eval_overlap", "prompt_column", "reward_timeout")
 
 
@@ -83,8 +86,6 @@ class PromptEnv:
 
     Args:
         data, eval_data, reward, reward_weights: as ``TextTask`` takes them.
-        prompt: makes the prompt of a row: a template over its columns, ``"What is {question}?"``, or a function that returns a
-            text or messages. None: the column ``prompt``.
         batch_size: prompts at a time.
         settings: ``prompt_column``, ``data_size``, ``eval_size``, ``data_kwargs``, ``eval_overlap`` and ``reward_timeout`` of
             ``TextTaskCfg``.
@@ -101,22 +102,16 @@ class PromptEnv:
         *,
         reward: object = None,
         reward_weights: Sequence[float] | None = None,
-        prompt: MakePrompt | None = None,
         batch_size: int = 8,
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        refuse_unknown(settings, (*_SETTINGS, "reward", "reward_weights", "prompt", "batch_size", "seed"), "PromptEnv")
+        refuse_unknown(settings, (*_SETTINGS, "reward", "reward_weights", "batch_size", "seed"), "PromptEnv")
         if batch_size < 1:
             raise ConfigError(f"batch_size = {batch_size}: expected at least 1")
-        if prompt is not None:
-            if "prompt_column" in settings:
-                raise ConfigError("prompt makes the prompts that prompt_column would name; fix: one of the two")
-            data, eval_data = (None if rows is None else with_prompts(rows, prompt) for rows in (data, eval_data))
         task = TextTask(data, reward=reward, eval_data=eval_data, reward_weights=reward_weights, **settings)
         self.batch_size, self.seed = batch_size, seed
         self.rewards = task.rewards()
-        """The reward functions."""
         self.train_set, self.eval_set = task.load()
         for examples, name in ((self.train_set, "data"), (self.eval_set, "eval_data")):
             if examples:
@@ -125,8 +120,7 @@ class PromptEnv:
         """Means of metrics that functions logged by ``log_metric`` at the last step."""
         self._evaluating = False
         self._batch: list[Example] = []
-        self._trained = self._evaluated = 0
-        """Training prompts, and held-out ones, before the batch."""
+        self._trained = self._evaluated = 0  # prompts before the batch
 
     def __len__(self) -> int:
         """Number of training prompts; in ``eval_mode`` of held-out ones."""
@@ -160,25 +154,18 @@ class PromptEnv:
             DataError: not one group for each prompt.
             RewardError: a function failed.
         """
-        texts = completions.texts if isinstance(completions, Completions) else completions
-        count, sizes = len(texts), {len(group) for group in texts}
+        groups = completions.groups if isinstance(completions, Completions) else [*map(_transcripts, completions)]
+        count, sizes = len(groups), {len(group) for group in groups}
         if count != len(self._batch) or len(sizes) != 1:
             raise DataError(
                 f"{count} groups, of {sorted(sizes)} completions, for {len(self._batch)} prompts; fix: reset(), then one for "
                 "each, of equally many"
             )
-        tokens = completions.tokens if isinstance(completions, Completions) else [[[]] * len(group) for group in texts]
-        examples = [example for example, group in zip(self._batch, texts, strict=True) for _ in group]
-        columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-        answers: list[Completion] = [  # after messages a message
-            text if isinstance(example.prompt, str) else [{"role": "assistant", "content": text}]
-            for example, text in zip(examples, chain(*texts), strict=True)
-        ]
+        prompts = [EncodedPrompt(example, ()) for example in self._batch]
+        members = [replace(one, prompt=prompt) for prompt, group in zip(prompts, groups, strict=True) for one in group]
         steps = 0 if self._evaluating else self._trained
-        state = TrainingState(global_step=steps // self.batch_size, epoch=steps / len(self.train_set))
-        prompts = [example.prompt for example in examples]
-        scores = self.rewards.score(prompts, answers, list(chain(*tokens)), columns, state)
-        rewards = torch.tensor([math.nan if reward is None else reward for reward in scores.reward]).view(count, -1)
+        score(members, self.rewards, TrainingState(steps // self.batch_size, epoch=steps / len(self.train_set)))
+        rewards = torch.tensor([math.nan if one.reward is None else one.reward for one in members]).view(count, -1)
         self.logged = self.rewards.take_logged()
         if self._evaluating:
             self._evaluated += count
@@ -215,29 +202,9 @@ class PromptEnv:
         return [example.prompt for example in self._batch]
 
 
-def with_prompts(data: object, prompt: MakePrompt) -> list[dict[str, Any]]:
-    """The rows of the data with a column ``prompt``.
-
-    Raises:
-        DataError: a row lacks a column of the template, or the data cannot be read.
-    """
-    if isinstance(data, str) and data.startswith(GYM):
-        raise ConfigError(f"{data} has prompts of its own; fix: prompt=None")
-    make = prompt.format_map if isinstance(prompt, str) else prompt
-    rows = []
-    for number, row in enumerate(read_rows(data)):
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"example {number}: expected a mapping of columns; got {row!r:.80}; fix: {{'question': ...}}"
-            )
-        try:
-            rows.append({**row, "prompt": make(row)})
-        except KeyError as error:
-            raise DataError(
-                f"example {number} has no column {error} for the prompt; it has {', '.join(map(repr, row))}; fix: another "
-                "prompt, or {{ and }} for braces"
-            ) from error
-    return rows
+def _transcripts(texts: Sequence[str]) -> list[Transcript]:
+    none = EncodedPrompt(Example("", {}), ())
+    return [Transcript(none, 0, 0, text=one, messages=[{"role": "assistant", "content": one}]) for one in texts]
 
 
 Experiences = tuple[Any, Sequence[Tensor], Any]
@@ -279,9 +246,8 @@ class LanguageAgent:
     ) -> None:
         refuse_unknown(settings, (*_OF_PROMPTS, *_OF_RUN), "LanguageAgent")
         given = model if isinstance(model, CausalLM) else None
-        task = TextTaskCfg(**{name: value for name, value in settings.items() if name in _OF_PROMPTS})
-        of_run = {name: value for name, value in settings.items() if name in _OF_RUN}
-        of_run |= {"model": None if given else model, "lora": lora, "sampling": sampling, "seed": seed}
+        task = TextTaskCfg(**{name: settings.pop(name) for name in _OF_PROMPTS if name in settings})
+        of_run = {**settings, "model": None if given else model, "lora": lora, "sampling": sampling, "seed": seed}
         self._build(text_cfg(task, algorithm, preset, given, of_run), given, index)
 
     def _build(self, cfg: TextRunCfg, given: CausalLM | None, index: int) -> None:
@@ -302,7 +268,7 @@ class LanguageAgent:
         """Metrics of the last ``learn``, by the names of ``metrics.jsonl``."""
         self.iteration = 0
         """Batches of completions sampled in training."""
-        self._given_in_python = [] if given is None else ["policy"]
+        self._given_in_python = ["policy"] if given else []
         self._encoder = PromptEncoder(self.policy.tokenizer, self.cfg.task)
         self._mismatch = CheckSamplerMismatch(self.cfg.sampler_mismatch, SAMPLER_FIX)
         assert isinstance(self.policy.action_spec, TensorSpec)
@@ -406,12 +372,8 @@ class LanguageAgent:
             folder.rewrite_config(settings)
         else:
             folder = RunFolder.create(settings, Path(path), given_in_python=self._given_in_python)
-        state = {
-            "env_steps": 0,
-            "iteration": self.iteration,
-            "index": self.index,
-            "algorithm": self.algorithm.state_dict(),
-        }
+        state: dict[str, Any] = {"env_steps": 0, "iteration": self.iteration, "index": self.index}
+        state["algorithm"] = self.algorithm.state_dict()
         save_checkpoint(folder.latest, Checkpoint(self.policy.state_dict(), state), identity_of(self.cfg, self.policy))
 
     @classmethod
@@ -442,26 +404,19 @@ class LanguageAgent:
     def _rollout(self, completions: Completions, masks: Sequence[Tensor], rewards: Any) -> TensorDict:
         """The rollout that is learned from, with no loss where a mask is False."""
         scores = torch.as_tensor(rewards, dtype=torch.float64)
-        shape = len(completions), len(completions.groups[0])
-        if scores.shape != shape or len(masks) != len(completions):
+        shape, shapes = (len(completions), len(completions.groups[0])), [tuple(mask.shape) for mask in masks]
+        if scores.shape != shape or shapes != [(len(ids), ids.shape[1] - 1) for ids in completions]:
             raise DataError(
-                f"rewards of shape {tuple(scores.shape)} and {len(masks)} masks for {shape[0]} groups of {shape[1]} completions; "
-                f"fix: rewards of shape {shape}, and a mask for each group"
+                f"rewards of shape {tuple(scores.shape)} and masks of shapes {shapes} for {shape[0]} groups of {shape[1]} "
+                "completions; fix: rewards [B, G], and a mask [G, L - 1] for each group"
             )
-        members = list(chain(*completions.groups))
-        known = [None if math.isnan(score) else score for score in scores.flatten().tolist()]
-        scored = [replace(member, reward=reward) for member, reward in zip(members, known, strict=True)]
-        rollout = text_rollout([training_row(member, self.cfg) for member in scored], device=self.policy.device)
-        trained = torch.zeros(rollout.shape, dtype=torch.bool)
-        first = 0
-        for ids, mask in zip(completions, masks, strict=True):
-            if mask.shape != (len(ids), ids.shape[1] - 1):
-                raise DataError(
-                    f"a mask of shape {tuple(mask.shape)} for ids of shape {tuple(ids.shape)}; fix: [G, L - 1]"
-                )
-            trained[first : first + len(ids), : mask.shape[1]] = mask.bool()
-            first += len(ids)
-        trained = trained.to(rollout.device)
+        rows = [
+            training_row(replace(member, reward=None if math.isnan(reward) else reward), self.cfg)
+            for member, reward in zip(chain(*completions.groups), scores.flatten().tolist(), strict=True)
+        ]
+        rollout = text_rollout(rows, device=self.policy.device)
+        padded = [functional.pad(mask.bool(), (0, rollout.shape[1] - mask.shape[1])) for mask in masks]
+        trained = torch.cat(padded).to(rollout.device)
         if bool((rollout["loss_mask"] & ~trained).any()):
             rollout["trained"] = trained & rollout.get("trained", rollout["valid"])
         return rollout

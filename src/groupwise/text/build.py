@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from groupwise import serving
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import with_max_length, with_rewards
 from groupwise.config.run import ServerGenerationCfg, TextRunCfg
@@ -24,28 +25,13 @@ from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
-from groupwise.serving import (
-    HEALTH,
-    HttpClient,
-    LocalServer,
-    PlacedServer,
-    RestartedError,
-    VLLMServer,
-    command,
-    folder_of_run,
-    give_command,
-    in_folder,
-    last_lines,
-)
 from groupwise.speed.decoding import FastDecoder
-from groupwise.text.collector import TextCollector, TextEvaluator
-from groupwise.text.data import Example, PromptEncoder
+from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, TextEvaluator
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
-from groupwise.text.task import TextTask
-from groupwise.text.transcripts import Dialogue, TextBuffer
+from groupwise.text.task import Example, PromptEncoder, TextTask
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
@@ -55,10 +41,8 @@ from groupwise.training.trainer import Callback
 
 
 def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **options: Any) -> ServedCollector:
-    """The collector of a run on servers: those that the settings name, or one that is started here.
-
-    Args:
-        parts, options: arguments of ``TextCollector`` besides the policy and the generator.
+    """The collector of a run on servers: those that the settings name, or one that is started here. Further arguments are those
+    of ``TextCollector``.
     """
     how = cfg.generation
     assert isinstance(how, ServerGenerationCfg)
@@ -72,42 +56,38 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
             "in_flight_updates=False, or lora=None"
         )
     limits: dict[str, Any] = {"timeout": how.timeout, "retries": how.retries}
-    own: LocalServer | None = None
     with ExitStack() as stack:
-        if (placed := folder_of_run()) is not None:
+        if (placed := serving.folder_of_run()) is not None:
             folder = placed
             if engine.rank == 0:
-                give_command(placed, _command(cfg, how, policy))
-            clients = [_client_of(server, limits) for server in in_folder(placed)]
+                serving.give_command(placed, _command(cfg, how, policy))
+            clients = [_client_of(server, limits) for server in serving.in_folder(placed)]
         else:
             folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
             folder.mkdir(parents=True, exist_ok=True)
-            clients = [HttpClient(url, **limits) for url in how.urls]
+            clients = [serving.HttpClient(url, **limits) for url in how.urls]
             if how.python is not None:
                 if engine.world_size > 1:
                     raise ConfigError(
                         f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
                     )
-                own = LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
+                own = serving.LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
                 stack.callback(own.close)
                 own.wait()
-                clients = [HttpClient(own.url, **limits, last_lines=partial(last_lines, own.log))]
-        servers = [
-            VLLMServer(client, adapters=policy.has_adapters, in_flight_updates=how.in_flight_updates)
-            for client in clients
-        ]
+                clients = [serving.HttpClient(own.url, **limits, last_lines=partial(serving.last_lines, own.log))]
+        how_loaded = {"adapters": policy.has_adapters, "in_flight_updates": how.in_flight_updates}
+        servers = [serving.VLLMServer(client, **how_loaded) for client in clients]
         kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
-        generator = ServedGenerator(servers, policy, folder, engine)
-        collector = kind(generator, own, cleanup, *parts, **options)
+        collector = kind(ServedGenerator(servers, policy, folder, engine), cleanup, *parts, **options)
         cleanup.enter_context(stack.pop_all())  # an error before ends the server at once
     return collector
 
 
-def _client_of(server: PlacedServer, limits: dict[str, Any]) -> HttpClient:
+def _client_of(server: serving.PlacedServer, limits: dict[str, Any]) -> serving.HttpClient:
     url = server.wait(2 * limits["timeout"])
-    client = HttpClient(url, **limits, last_lines=partial(last_lines, server.log), locate=server.url)
-    with suppress(RestartedError):  # the address was that of an earlier start
-        client.get(HEALTH)
+    client = serving.HttpClient(url, **limits, last_lines=partial(serving.last_lines, server.log), locate=server.url)
+    with suppress(serving.LostWeightsError):  # the address was that of an earlier start
+        client.call(serving.HEALTH)
     return client
 
 
@@ -119,7 +99,7 @@ def _command(cfg: TextRunCfg, how: ServerGenerationCfg, policy: CausalLM) -> lis
     dtype = "float32" if cfg.model.precision == "float32" else "bfloat16"
     rank = policy.model.peft_config["default"].r if policy.has_adapters else None
     assert how.python is not None
-    return command(how.python, model, ["--dtype", dtype, *how.args], lora_rank=rank)
+    return serving.command(how.python, model, ["--dtype", dtype, *how.args], lora_rank=rank)
 
 
 SAMPLER_FIX = (
@@ -196,11 +176,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
 
 
 def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> BaseAlgorithm:
-    """The algorithm with its language model: all that learns, without prompts and rewards.
-
-    Args:
-        given: the policy, if it was made in Python.
-    """
+    """The algorithm with its language model, which may be ``given``: all that learns, without prompts and rewards."""
     algorithm_type = algorithm_class(cfg.algorithm)
     actor_only: bool = algorithm_type.actor_only
     if given is None:
@@ -233,10 +209,9 @@ def load_algorithm(
 ) -> BaseAlgorithm:
     """The algorithm of an earlier run with the policy of a checkpoint, without prompts, rewards and reference.
 
-    Args:
-        given: the policy that the run was given in Python; it gets the checkpoint's weights.
+    A policy that the run was given in Python is ``given`` again, and gets the checkpoint's weights.
     """
-    if cfg.algorithm.has_reference:  # it reference would be a second model in memory, which only training reads
+    if cfg.algorithm.has_reference:  # it would be a second model in memory, which only training reads
         cfg = cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"kl_coef": 0.0})})
     algorithm = build_algorithm(cfg, given, Engine())
     policy = algorithm.policy

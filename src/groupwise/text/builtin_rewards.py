@@ -3,11 +3,9 @@
 An answer is right as a whole or not at all: it is not searched for in a longer one, and never run as code.
 """
 
-import ast
 import contextlib
 import functools
 import io
-import operator
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -18,18 +16,13 @@ from typing import Any, Literal
 
 from groupwise.config.run import GYM
 from groupwise.errors import ConfigError, RewardError, require_extra
-from groupwise.text.data import Completion
-from groupwise.text.rewards import RewardObject, Score, register_reward
+from groupwise.text.rewards import Completion, RewardObject, Score, register_reward
 from groupwise.text.sandbox import MathVerifier
+from groupwise.text.tools import ARITHMETIC_ERRORS, value_of
 
 # Tasks of reasoning-gym: right answers, and tasks that cannot be scored
 
-_ANY = r"[\s\S]*"
-_DECIMAL = r"-?\d+(\.\d+)?"
-_COLOR = r'"\d+"\s*:\s*\d+'
-_TURN = r"[UDLRFB]'?"
-_HANOI = r"Move disk \d+ from Peg \d+ to Peg \d+"
-SCORED_TASKS = dict.fromkeys(
+SCORED_TASKS = frozenset(
     [
         "chain_sum",
         "decimal_chain_sum",
@@ -40,98 +33,64 @@ SCORED_TASKS = dict.fromkeys(
         "palindrome_partitioning",
         "products",
         "shortest_path",
-    ],
-    _ANY,
-) | {
-    "graph_color": rf"\{{\s*{_COLOR}(\s*,\s*{_COLOR})*\s*\}}",
-    "n_queens": r"[Q_\s]+",
-    "polynomial_equations": rf"{_DECIMAL}(\s*,\s*{_DECIMAL})*",
-    "quantum_lock": r"[ABC](\s*→\s*[ABC])*",
-    "rubiks_cube": rf"{_TURN}(\s+{_TURN})*",
-    "sokoban": r"[UDLR]+",
-    "tower_of_hanoi": rf"{_HANOI}(\s*\n\s*{_HANOI})*",
-}
-"""Tasks with several right answers, and the form of an answer, to which their own scorer gives full marks only if it is
-right. Without the form, some would run an answer as code, or skip parts that they cannot read."""
-
-COMPUTED_TASKS = ("countdown", "puzzle24")
+    ]
+)
+"""Tasks with several right answers, to which their own scorer gives full marks only if the answer is right."""
+COMPUTED_TASKS = frozenset(["countdown", "puzzle24"])
 """Tasks whose expressions are computed here, exactly: their own scorers run them as code, and accept results that are close."""
-
-REFUSED_TASKS = {
-    "boxnet": "its scorer skips moves that are not allowed, and fails at malformed plans",
-    "composite": "its scorer needs the data set that it was made from",
-    "intermediate_integration": "its scorer runs the answer as code",
-    "propositional_logic": "its scorer accepts malformed statements",
-    "rush_hour": "its scorer skips moves that are not allowed",
-    "simple_integration": "its scorer runs the answer as code",
-}
-"""Tasks with several right answers that cannot be distinguished from wrong ones, and why."""
-
+REFUSED_TASKS = frozenset(
+    [
+        "boxnet",
+        "composite",
+        "graph_color",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_equations",
+        "propositional_logic",
+        "quantum_lock",
+        "rubiks_cube",
+        "rush_hour",
+        "simple_integration",
+        "sokoban",
+        "tower_of_hanoi",
+    ]
+)
+"""Tasks with several right answers whose own scorers run answers as code, or accept malformed ones."""
 _LONGEST = 10_000
-_LONGEST_EXPRESSION = 200
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+_EXPRESSION = re.compile(r"(?!.*(\*\*|//))[0-9\s()+*/-]{1,200}", re.DOTALL)
 
 
 def is_right(task: str, given: str, answer: str | None, metadata: Mapping[str, Any]) -> bool:
-    """Whether the given answer solves the task: by its text where one answer is right, else by the rules above.
-
-    Args:
-        answer: the example's own, if it has one.
-        metadata: of the example; it stays as it is.
-
-    Raises:
-        ConfigError: the task is one of ``REFUSED_TASKS``.
-    """
+    """Whether the given answer solves the task of an example; a ``ConfigError`` if it is one of ``REFUSED_TASKS``."""
     if task in REFUSED_TASKS:
-        raise ConfigError(f"{GYM}{task} has many right answers, and {REFUSED_TASKS[task]}; fix: a reward of your own")
+        raise ConfigError(
+            f"{GYM}{task} has many right answers, which its own scorer cannot tell from wrong ones; fix: a reward of your own"
+        )
     if answer is not None and given == answer.strip():
         return True
     if not given or len(given) > _LONGEST:
         return False
     if task in COMPUTED_TASKS:
         return computes(given, metadata["numbers"], metadata.get("target", 24))
-    if task not in SCORED_TASKS or re.fullmatch(SCORED_TASKS[task], given) is None:
+    if task not in SCORED_TASKS:
         return False
+    require_extra("reasoning_gym", "text")
+    from reasoning_gym.factory import get_score_answer_fn
+
     entry = {"answer": answer, "metadata": deepcopy(dict(metadata))}  # some scorers write into it
     with contextlib.redirect_stdout(io.StringIO()):  # some print
-        return float(_own_scorer(task)(given, entry)) >= 1
+        return float(get_score_answer_fn(task)(given, entry)) >= 1
 
 
 def computes(expression: str, numbers: list[int], result: int) -> bool:
     """Whether an expression of ``+ - * /`` and brackets has exactly these numbers, in any order, and this result."""
-    if len(expression) > _LONGEST_EXPRESSION or re.fullmatch(r"[0-9\s()+*/-]+", expression) is None:
+    if _EXPRESSION.fullmatch(expression) is None:
         return False
+    used = map(int, re.findall(r"[0-9]+", expression))
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
-        used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        return Counter(used) == Counter(numbers) and _value(tree.body) == result
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return Counter(used) == Counter(numbers) and bool(value_of(expression, Fraction) == result)
+    except ARITHMETIC_ERRORS:
         return False
-
-
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int(number)):
-            return Fraction(number)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _OPERATORS:
-            return _OPERATORS[type(kind)](_value(left), _value(right))
-    raise ValueError("not arithmetic")
-
-
-@functools.cache
-def _own_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    require_extra("reasoning_gym", "text")
-    from reasoning_gym.factory import get_score_answer_fn
-
-    scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
-    return scorer
 
 
 Where = Literal["auto", "tag", "boxed", "whole"]
@@ -142,6 +101,7 @@ _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _NUMBER = r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])(?:[eE][+-]?[0-9]{1,3})?"
 _WHOLE_NUMBER = re.compile(rf"[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%?\.?")
 _NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
+_COMMAND, _WORD = re.compile(r"\\(?:text|mathrm)\b|\\[A-Za-z]+"), re.compile(r"[A-Za-z]{3}")
 _LONGEST_NUMBER = 100
 _SECONDS_PER_SEARCH = 1.0
 
@@ -257,7 +217,7 @@ class MathReward(AnswerReward):
         wanted, given = gold_answer(gold).strip("$ "), (final_answer(completion, self._where) or "").strip("$ ")
         if wanted == given:
             return 1.0
-        if not given or _has_words(wanted) or _has_words(given):
+        if not given or any(_WORD.search(_COMMAND.sub(" ", text)) for text in (wanted, given)):
             return 0.0
         try:
             return float(self._same(wanted, given))
@@ -273,37 +233,24 @@ class GymReward(RewardObject):
 
     columns = ("task", "answer", "metadata")
 
-    def __call__(
-        self,
-        completions: Sequence[Completion],
-        task: Sequence[str],
-        answer: Sequence[str | None],
-        metadata: Sequence[Any],
-        **_: Any,
-    ) -> list[float]:
+    def __call__(self, completions: Sequence[Completion], **columns: Any) -> list[float]:
         """1 or 0 for each; a ``ConfigError`` for ``REFUSED_TASKS``."""
-        rows = zip(completions, task, answer, metadata, strict=True)
+        rows = zip(completions, *(columns[name] for name in self.columns), strict=True)
         answers = ((final_answer(text_of(completion)), *row) for completion, *row in rows)
         return [0.0 if given is None else float(is_right(name, given, *row)) for given, name, *row in answers]
-
-
-def _has_words(text: str) -> bool:
-    return re.search(r"[A-Za-z]{3}", re.sub(r"\\(?:text|mathrm)\b|\\[A-Za-z]+", " ", text)) is not None
 
 
 def final_answer(
     completion: str, where: Where = "auto", otherwise: Callable[[str], str | None] = str.strip
 ) -> str | None:
-    """The answer of the completion; None if it has none.
-
-    Args:
-        otherwise: finds it for ``where="auto"`` without tag and box.
-    """
-    finders: dict[str, Callable[[str], str | None]] = {"tag": _tagged, "boxed": _boxed, "whole": str.strip}
-    if where != "auto":
-        return finders[where](completion)
-    marked = (find(completion) for find in (_tagged, _boxed))
-    return next((answer for answer in marked if answer is not None), otherwise(completion))
+    """The answer of the completion, for ``where="auto"`` without tag and box by ``otherwise``; None if it has none."""
+    tagged = _TAG.findall(completion)
+    if tagged and where in ("tag", "auto"):
+        return str(tagged[-1]).strip()
+    boxed = _boxed(completion) if where in ("boxed", "auto") else None
+    if boxed is not None or where in ("tag", "boxed"):
+        return boxed
+    return otherwise(completion) if where == "auto" else completion.strip()
 
 
 def gold_answer(column: object) -> str:
@@ -324,11 +271,6 @@ def as_number(text: str) -> Fraction | None:
         return None
     over, under = (Fraction(part.replace(",", "")) for part in (found[1], found[2] or "1"))
     return over / under if under else None
-
-
-def _tagged(text: str) -> str | None:
-    found = _TAG.findall(text)
-    return found[-1].strip() if found else None
 
 
 def _boxed(text: str) -> str | None:

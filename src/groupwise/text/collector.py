@@ -1,56 +1,378 @@
-"""Rollouts of texts: groups of completions of the same prompt, scored by reward functions."""
+"""Rollouts of texts: groups of completions of the same prompt, in turns with a tool, scored by reward functions."""
 
+import functools
 import math
+import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
-from typing import Any
+from threading import Lock
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.collectors.vector import Collector, Episode
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
-from groupwise.data.rollout import TensorDict
+from groupwise.data.rollout import RolloutBuffer, TensorDict, TensorSpec
 from groupwise.errors import ConfigError, DataError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import wilson_95
 from groupwise.seeding import derive_seed
-from groupwise.text.data import EncodedPrompt, Example, Prompt, PromptEncoder, in_order, read_prompt
-from groupwise.text.generation import Generate, complete
+from groupwise.text.generation import Completion, Generate, complete
 from groupwise.text.policy import CausalLM
-from groupwise.text.rewards import RewardSet, TrainingState
-from groupwise.text.task import TextTask
-from groupwise.text.tools import AnyTool, make_tool
-from groupwise.text.transcripts import (
-    Dialogue,
-    Transcript,
-    open_group,
-    rewards_of_groups,
-    score,
-    text_rollout,
-    training_row,
-    write,
-)
+from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, read_prompt
+from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask, make_tool
 from groupwise.training.evaluation import EvaluationResult, Evaluator, shown
 
+# Texts as a rollout: tokens are the observations, next tokens the actions
+
+
+class TextRow(NamedTuple):
+    """A prompt and one completion of it.
+
+    The completion is the model's tokens and, over several turns, the tool's answers in between. Sequences after
+    ``completion`` have an entry for each of its tokens; entries of the tool's tokens are ignored.
+    """
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    log_probs: Sequence[float]
+    """Log-probabilities under the distribution that the tokens were drawn from."""
+    reward: float | Sequence[float] | None
+    """Reward of the completion, or of each of its tokens. None: unscorable, so that the row neither has a loss nor is a baseline."""
+    terminated: bool
+    """Whether the model ended it; False: it was cut at the length limit."""
+    group: int
+    """Number of the prompt in this iteration."""
+    turn: Sequence[int] | None = None
+    """The model's turn that wrote each token, from 0; -1: the tool's. None: one turn wrote all."""
+    support: Sequence[Tensor] | None = None
+    """The tokens that could be drawn at each step, ``[kept]``; -1 fills up. None: all of them."""
+    policy_version: Sequence[int] | None = None
+    """Iteration whose policy generated each token, for texts from servers; -1 for the tool's tokens."""
+    trained: bool = True
+    """False: the row counts in its group, but has no loss."""
+    greedy: bool = False
+    """Whether the most likely token was taken each time: such a row is the baseline of the others (ReMax)."""
+    reward_parts: tuple[float, ...] = ()
+    """The unweighted score of each reward function; 0 where it has none."""
+
+
+def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu") -> TensorDict:
+    """The rollout ``[N, T+1]`` of the rows, padded on the right; ``loss_mask`` is True where the model wrote the action.
+
+    Slot t holds token t and, as its action, token t+1; a completion's reward is at its last token. ``step`` counts from
+    the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``support`` and
+    ``policy_version`` (-1 at tokens of others), ``trained``, ``greedy``, ``reward_parts``.
+
+    Raises:
+        DataError: a prompt or completion without tokens, or not one log-probability for each token.
+    """
+    for number, row in enumerate(rows):
+        lengths = len(row.prompt), len(row.completion), len(row.log_probs)
+        if 0 in lengths or lengths[1] != lengths[2]:
+            raise DataError(
+                f"row {number} has {lengths[0]} prompt tokens, {lengths[1]} completion tokens and {lengths[2]} log_probs; fix: at "
+                "least one token in each, and a log-probability for each completion token"
+            )
+    prompt = torch.tensor([len(row.prompt) for row in rows])
+    total = prompt + torch.tensor([len(row.completion) for row in rows])
+    num_slots = int(total.max())
+    place = torch.arange(num_slots)
+    valid, last = place < total[:, None] - 1, place == total[:, None] - 2
+    tokens = _spread([[*row.prompt, *row.completion] for row in rows], torch.zeros_like(prompt), num_slots, 0)
+    turn = _spread([row.turn or [0] * len(row.completion) for row in rows], prompt - 1, num_slots, -1)
+    counts = torch.tensor([row.reward is not None and not row.greedy for row in rows])[:, None]
+    ended = torch.tensor([row.terminated for row in rows])[:, None]
+    rewards = [
+        row.reward if isinstance(row.reward, Sequence) else [0.0] * (len(row.completion) - 1) + [row.reward or 0.0]
+        for row in rows
+    ]
+    keys = {
+        "obs": tokens,
+        "action": tokens.roll(-1, dims=1) * valid,
+        "reward": _spread(rewards, prompt - 1, num_slots, 0.0),
+        "terminated": last & ended,
+        "truncated": last & ~ended,
+        "valid": valid,
+        "loss_mask": valid & (place >= prompt[:, None] - 1) & (turn >= 0) & counts,
+        "sample_log_prob": _spread([row.log_probs for row in rows], prompt - 1, num_slots, 0.0),
+        "group_id": torch.where(valid, torch.tensor([row.group for row in rows])[:, None], -1),
+        "episode_id": torch.where(valid, torch.arange(len(rows))[:, None], -1),
+        "step": place * valid,
+        "turn_id": turn,
+    }
+    if rows[0].support:
+        kept = pad_sequence([ids for row in rows for ids in row.support or ()], batch_first=True, padding_value=-1)
+        keys["support"] = torch.full((len(rows), num_slots, kept.shape[1]), -1, dtype=torch.int32)
+        keys["support"][_places([row.support or () for row in rows], prompt - 1)] = kept.int()
+    if rows[0].policy_version:
+        keys["policy_version"] = _spread([row.policy_version or () for row in rows], prompt - 1, num_slots, -1)
+    if not all(row.trained for row in rows):
+        keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
+    if any(row.greedy for row in rows):
+        keys["greedy"] = valid & torch.tensor([row.greedy and row.reward is not None for row in rows])[:, None]
+    if any(row.reward_parts for row in rows):
+        keys["reward_parts"] = torch.tensor([row.reward_parts for row in rows])[:, None] * last[..., None]
+    return TensorDict(keys, batch_size=(len(rows), num_slots)).to(device)
+
+
+class TextBuffer(RolloutBuffer):
+    """Checks rollouts of texts, whose size varies."""
+
+    row_name = "completion"
+
+    def __init__(self, action_spec: TensorSpec, **settings: Any) -> None:
+        super().__init__(0, 0, obs_spec=action_spec, action_spec=action_spec, **settings)
+
+    def start_rollout(self) -> TensorDict:
+        """An empty rollout, which the collector replaces."""
+        return self._empty
+
+    def add(self, rollout: TensorDict) -> None:
+        """Take a collected rollout, of any number of rows, after checking it."""
+        self.num_rows = rollout.shape[0]
+        super().add(rollout)
+
+
+def _spread(entries: Sequence[Sequence[Any]], first: Tensor, num_slots: int, empty: Any) -> Tensor:
+    """Entries of each row from its slot ``first`` on, ``empty`` elsewhere."""
+    fill = torch.tensor(empty)
+    out = fill.expand(len(entries), num_slots).clone()
+    out[_places(entries, first)] = torch.tensor([entry for values in entries for entry in values], dtype=fill.dtype)
+    return out
+
+
+def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and slot of each entry, where each row's entries begin at its slot ``first``."""
+    lengths = torch.tensor([len(values) for values in entries])
+    row = torch.arange(len(entries)).repeat_interleave(lengths)
+    return row, torch.arange(len(row)) + (first - lengths.cumsum(0) + lengths)[row]
+
+
+# Transcripts: the model's turns, the tool's answers, and their rewards
+
+_PROMPTS_AT_ONCE = 32
+
+
+@dataclass
+class Transcript:
+    """One completion of a group, in the tokens that were sampled."""
+
+    prompt: EncodedPrompt
+    group: int
+    seed: int
+    greedy: bool = False
+    tokens: list[int] = field(default_factory=list)
+    """All tokens after the prompt. Each has an entry in the lists below, which are those of ``TextRow``."""
+    log_probs: list[float] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    support: list[Tensor] = field(default_factory=list)
+    policy_version: list[int] = field(default_factory=list)
+    stop: Literal["eos", "stop", "length"] = "length"
+    """How the model's last turn ended."""
+    turns: int = 0
+    text: str = ""
+    """All that the model wrote, with the tool's answers in between as plain text."""
+    messages: list[Message] = field(default_factory=list)
+    """The text as messages."""
+    reward: float | None = None
+    """None if it cannot be scored."""
+    parts: Sequence[float | None] = ()
+    """Score of each reward function."""
+
+    @property
+    def written(self) -> int:
+        """Tokens that the model wrote."""
+        return sum(turn >= 0 for turn in self.turn)
+
+    def add_turn(self, completion: Completion, text: str) -> None:
+        """Add a turn of the model."""
+        self.tokens += completion.tokens
+        self.log_probs += completion.log_probs
+        self.turn += [self.turns] * len(completion.tokens)
+        self.support += completion.support or []
+        self.policy_version += completion.policy_version or []
+        self.stop = completion.stop
+        self.turns += 1
+        self.text += text
+        self.messages.append({"role": "assistant", "content": text})
+
+
+class Dialogue:
+    """Continues after a turn of the model: adds the tool's answer, if there is a tool."""
+
+    def __init__(self, encoder: PromptEncoder, tool: AnyTool | None = None, context: int | None = None) -> None:
+        self.encoder = encoder
+        self._tool, self._asking = tool, Lock()
+        self._context = context
+        if tool is not None:
+            encoder.encode_answer("84")  # a template that cannot is refused before training
+
+    def stopping(self, sampling: SamplingCfg) -> SamplingCfg:
+        """The sampling with turns that end where a call ends."""
+        ends = self._tool.stop if isinstance(self._tool, Tool) else ()
+        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *ends)))})
+
+    def answer(self, transcript: Transcript, max_new_tokens: int) -> bool:
+        """Add the tool's answer to the last turn; False if the completion is over.
+
+        A completion that has no room for an answer and another turn counts as cut.
+        """
+        if self._tool is None or transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
+            return False
+        with self._asking:  # several rollouts may be written at the same time
+            answer = ask(self._tool, transcript.messages[-1]["content"])
+        if answer is None:
+            return False
+        tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
+        length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(tokens) + max_new_tokens
+        if self._context is not None and length > self._context:
+            transcript.stop = "length"
+            return False
+        transcript.tokens += tokens
+        transcript.log_probs += [0.0] * len(tokens)
+        transcript.turn += [-1] * len(tokens)
+        if transcript.support:
+            transcript.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
+        if transcript.policy_version:
+            transcript.policy_version += [-1] * len(tokens)
+        transcript.text += self.encoder.cfg.tool_answer.replace("{}", answer)
+        transcript.messages.append({"role": "tool", "content": answer})
+        return True
+
+    def close(self) -> None:
+        """End the tool's process, if it has one."""
+        if isinstance(self._tool, IsolatedTool):
+            self._tool.close()
+
+
+def open_group(
+    prompt: EncodedPrompt, number: int, algorithm: AlgorithmCfg, seed: int, *stream: int | str
+) -> list[Transcript]:
+    """The members of a group, not written yet; the seed of each follows from ``seed``, ``stream``, group and member."""
+    sampled = algorithm.groups.size
+    size = sampled + algorithm.groups.greedy_members
+    return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
+
+
+def write(transcripts: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue) -> None:
+    """Generate every transcript to its end; members of a group share the encoding of their prompt."""
+    sampling, running = dialogue.stopping(sampling), list(transcripts)
+    decode = dialogue.encoder.tokenizer.decode
+    while running:
+        # members with the same text so far are encoded once; such sets of one size are generated in one call
+        alike: dict[Any, list[Transcript]] = defaultdict(list)
+        for member in running:
+            alike[member.greedy, member.group, tuple(member.tokens)].append(member)
+        calls: dict[tuple[bool, int], list[list[Transcript]]] = defaultdict(list)
+        for members in alike.values():
+            calls[members[0].greedy, len(members)].append(members)
+        for (greedy, _), groups in calls.items():
+            texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
+            seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
+            written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy)
+            for member, completion in zip(chain(*groups), chain(*written), strict=True):
+                member.add_turn(completion, decode(completion.tokens, skip_special_tokens=True))
+        running = [member for member in running if dialogue.answer(member, sampling.max_new_tokens)]
+
+
+def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: TrainingState | None = None) -> None:
+    """Fill in the rewards of completions."""
+    examples = [member.prompt.example for member in transcripts]
+    columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
+    prompts = [example.prompt for example in examples]
+    # after a prompt of messages the completion is messages, as in TRL
+    completions = [
+        member.text if isinstance(p, str) else member.messages for p, member in zip(prompts, transcripts, strict=True)
+    ]
+    scores = rewards.score(prompts, completions, [member.tokens for member in transcripts], columns, state)
+    for member, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
+        member.reward, member.parts = reward, parts
+
+
+def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
+    """The row of the rollout for a completion with its reward."""
+    cut, reward = member.stop == "length", member.reward
+    if reward is not None and cfg.overlong_buffer:
+        last_turn = torch.tensor([member.turn.count(member.turns - 1)])
+        reward -= float(overlong_penalty(last_turn, cfg.sampling.max_new_tokens, cfg.overlong_buffer))
+    return TextRow(
+        member.prompt.tokens,
+        member.tokens,
+        member.log_probs,
+        reward,
+        terminated=not cut,
+        group=member.group,
+        turn=member.turn,
+        support=member.support or None,
+        policy_version=member.policy_version or None,
+        trained=not (cut and cfg.mask_truncated_completions),
+        greedy=member.greedy,
+        reward_parts=tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else (),
+    )
+
+
+def rewards_of_groups(transcripts: Sequence[Transcript]) -> list[list[float]]:
+    """The rewards of each group's scorable members; groups without any are left out."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for member in transcripts:
+        if member.reward is not None:
+            groups[member.group].append(member.reward)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def overlong_penalty(
+    length: Int[Tensor, " completion"], max_length: int, overlong_buffer: int
+) -> Float[Tensor, " completion"]:
+    """Share of the penalty, in [0, 1]: 0 up to ``max_length - overlong_buffer``, from there linearly to 1 at ``max_length``.
+
+    Args:
+        overlong_buffer: at least 1, at most ``max_length``.
+
+    Source: DAPO, https://arxiv.org/abs/2503.14476, eq. 13.
+    """
+    return ((length - (max_length - overlong_buffer)).float() / overlong_buffer).clamp(0.0, 1.0)
+
+
+# Collection of groups
+
+Item = TypeVar("Item")
 MAX_UNSCORED = 3
 """Iterations in a row without any scorable completion, after which training stops."""
 _VALUE_ROWS = 16
 
 
+@functools.lru_cache(maxsize=2)
+def shuffled(size: int, seed: int, epoch: int) -> list[int]:
+    """The order in which an epoch takes the examples."""
+    order = list(range(size))
+    random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
+    return order
+
+
+def in_order(items: Sequence[Item], number: int, seed: int) -> Item:
+    """Item ``number`` of training with this seed: each epoch is a new shuffle."""
+    epoch, place = divmod(number, len(items))
+    return items[shuffled(len(items), derive_seed(seed, "data"), epoch)[place]]
+
+
 class TextCollector(Collector):
     """Generates and scores ``num_prompts`` groups per iteration.
 
-    Prompts and completions depend on the seed and the position in the data alone.
-
-    Args:
-        prompts: to train on.
-        rank, world_size: each process takes prompts of its own.
+    Prompts and completions depend on the seed and the position in the data alone. Each rank takes prompts of its own.
     """
 
     def __init__(
@@ -71,27 +393,22 @@ class TextCollector(Collector):
         self.position = 0
         self.data_size = len(prompts)
         self.policy: CausalLM = policy
-        self.prompts, self.rewards = prompts, rewards
-        self.generate = generate
+        self.generate, self.prompts, self.rewards = generate, prompts, rewards
         self.rank, self.world_size = rank, world_size
         self._cfg, self._dialogue = cfg, dialogue
-        self._collection = cfg.algorithm.groups.collection
         self._unscored = 0
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """The rollout of new groups: a row for each completion, as long as the longest.
-
-        Raises:
-            DataError: nothing could be scored, several times in a row.
-        """
+        """The rollout of new groups: a row for each completion. A ``DataError`` if nothing could be scored, several times in a row."""
         kept: list[list[Transcript]] = []
         filtered: list[list[Transcript]] = []
-        num_prompts, dynamic = self._cfg.num_prompts, self._collection.dynamic_sampling
+        num_prompts, dynamic = self._cfg.num_prompts, self._cfg.algorithm.groups.collection.dynamic_sampling
         budget = int(num_prompts * (1 + (dynamic or 0)))
         taken, wanted = 0, num_prompts
+        state = TrainingState(self.iteration, epoch=self.position * self.world_size / self.data_size)
         while wanted:
             groups = self._written(wanted, first=taken)
-            score([*chain(*groups)], self.rewards, TrainingState(global_step=self.iteration, epoch=self._epoch))
+            score([*chain(*groups)], self.rewards, state)
             for group in groups:
                 (filtered if dynamic is not None and has_no_variance(group) else kept).append(group)
             taken += wanted
@@ -99,30 +416,26 @@ class TextCollector(Collector):
         self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
         self.iteration += 1
         self.members = [*chain(*kept, *filtered)]
-        scored = [(member, member.reward) for member in self.members if member.reward is not None]
-        self._unscored = 0 if scored else self._unscored + 1
+        self.finished = [
+            Episode(float(member.reward), member.written, member.stop != "length")
+            for member in self.members
+            if member.reward is not None and not member.greedy
+        ]
+        self._unscored = 0 if self.finished else self._unscored + 1
         if self._unscored == MAX_UNSCORED:
             raise DataError(
                 f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
                 f"fix: the rewards {', '.join(self.rewards.names)}, or the columns that they read"
             )
-        self.finished = [
-            Episode(float(reward), member.written, member.stop != "length")
-            for member, reward in scored
-            if not member.greedy
-        ]
         self.last_steps = sum(member.written for member in self.members)
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
-        self._metrics |= {"rollout/filtered_groups": float(len(filtered)), "rollout/epoch": self._epoch}
         self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
+        self._metrics["rollout/filtered_groups"] = float(len(filtered))
+        self._metrics["rollout/epoch"] = self.position * self.world_size / self.data_size
         rows = [training_row(member, self._cfg) for member in chain(*kept)]
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows, device=self.policy.device)
-        if not self.policy.actor_only:
-            value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
-            rollout["value"] = value
-            rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
-        return rollout
+        return rollout if self.policy.actor_only else self._with_values(rollout)
 
     def recent_episodes(self) -> Sequence[Episode]:
         """The completions of the last rollout."""
@@ -155,35 +468,27 @@ class TextCollector(Collector):
         self.rewards.close()
         self._dialogue.close()
 
+    def _with_values(self, rollout: TensorDict) -> TensorDict:
+        value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
+        rollout["value"] = value
+        rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+        return rollout
+
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated; ``first`` groups of this rollout precede them."""
-        return self._write(self._open(count, first))
-
-    def _open(self, count: int, first: int = 0, ahead: int = 0) -> list[list[Transcript]]:
-        """Groups of the next prompts, not generated yet.
-
-        Args:
-            ahead: rollouts between this one and theirs.
-        """
-        stream = "completion", self.rank, self.iteration + ahead
-        place = self.position + ahead * self._cfg.num_prompts
-        return [
-            open_group(self._prompt(place + number), number, self._cfg.algorithm, self._cfg.seed, *stream)
-            for number in range(first, first + count)
-        ]
-
-    def _prompt(self, place: int) -> EncodedPrompt:
-        """The prompt at a place of this process's part of the data, over all epochs."""
-        return in_order(self.prompts, place * self.world_size + self.rank, self._cfg.seed)
-
-    def _write(self, groups: list[list[Transcript]]) -> list[list[Transcript]]:
-        """Generate the groups."""
+        groups = self._open(count, first)
         write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue)
         return groups
 
-    @property
-    def _epoch(self) -> float:
-        return self.position * self.world_size / len(self.prompts)
+    def _open(self, count: int, first: int = 0, ahead: int = 0) -> list[list[Transcript]]:
+        """Groups of the next prompts, not generated yet; ``ahead`` rollouts are between this one and theirs."""
+        stream = "completion", self.rank, self.iteration + ahead
+        groups = []
+        for number in range(first, first + count):
+            place = (self.position + ahead * self._cfg.num_prompts + number) * self.world_size + self.rank
+            prompt = in_order(self.prompts, place, self._cfg.seed)
+            groups.append(open_group(prompt, number, self._cfg.algorithm, self._cfg.seed, *stream))
+        return groups
 
 
 def has_no_variance(group: Sequence[Transcript]) -> bool:
@@ -224,8 +529,6 @@ def text_metrics(
 
 
 # Evaluation on held-out prompts: mean reward and pass@k
-
-_PROMPTS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, repr=False)
@@ -295,16 +598,16 @@ class TextEvaluator(Evaluator):
     def __call__(self) -> TextEvaluation:
         """Complete and score the prompts; a ``DataError`` if none of the completions could be scored."""
         evaluation = self._cfg.evaluation
-        completions: list[Transcript] = []
-        for first in range(0, len(self._prompts), _PROMPTS_AT_ONCE):
-            transcripts = [
-                Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
-                for number, prompt in enumerate(self._prompts[first : first + _PROMPTS_AT_ONCE], start=first)
-                for member in range(evaluation.completions_per_prompt)
-            ]
-            write(transcripts, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
-            score(transcripts, self._rewards)
-            completions += transcripts
+        completions = [
+            Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
+            for number, prompt in enumerate(self._prompts)
+            for member in range(evaluation.completions_per_prompt)
+        ]
+        size = _PROMPTS_AT_ONCE * evaluation.completions_per_prompt
+        for first in range(0, len(completions), size):
+            some = completions[first : first + size]
+            write(some, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
+            score(some, self._rewards)
         self._rewards.take_logged()  # such metrics are of training alone
         rewards = tuple(map(tuple, rewards_of_groups(completions)))
         if not rewards:
@@ -343,11 +646,7 @@ def write_texts(
     seed: int,
     tool: AnyTool | None = None,
 ) -> list[list[str]]:
-    """``count`` completions of each prompt.
-
-    Args:
-        task: how prompts become tokens, and which tool there is.
-        tool: the task's tool, if it was given in Python.
+    """``count`` completions of each prompt, by the task's prompt settings and its tool, if there is one.
 
     Raises:
         ConfigError: the policy has no tokenizer.
@@ -365,17 +664,9 @@ def write_texts(
     ]
     with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length)) as dialogue:
         for first in range(0, len(groups), _PROMPTS_AT_ONCE):
-            some = groups[first : first + _PROMPTS_AT_ONCE]
-            write([*chain(*some)], partial(complete, policy), sampling, dialogue)
+            some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
+            write(some, partial(complete, policy), sampling, dialogue)
     return [[member.text for member in group] for group in groups]
-
-
-def predict(policy: CausalLM, prompts: str | Sequence[Any], deterministic: bool) -> str | list[str]:
-    """A completion of each prompt, as ``policy.predict`` returns it; random ones by torch's global generator."""
-    seed = 0 if deterministic else int(torch.randint(2**31, ()))
-    read = read_prompts(prompts)
-    texts = write_texts(policy, read, 1, sampling=policy.sampling, deterministic=deterministic, seed=seed)
-    return texts[0][0] if is_single(prompts) else [text for (text,) in texts]
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:

@@ -70,9 +70,7 @@ def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) 
 def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor:
     """The processing that the logits of the tokens in ``loss_mask`` had when they were sampled.
 
-    Args:
-        batch: ``obs``, ``valid`` and ``loss_mask``; with penalties ``turn_id``; and with filters ``support``: the ids that
-            were kept, ``[N, T, kept]``.
+    The batch has ``turn_id`` for penalties, and for filters ``support``: the ids that were kept, ``[N, T, kept]``.
     """
     mask = batch["loss_mask"]
     row, step = mask.nonzero(as_tuple=True)
@@ -114,7 +112,6 @@ class Completion(NamedTuple):
     tokens: list[int]
     """The token that ended it included."""
     log_probs: list[float]
-    """Log-probability of each token, under the distribution that it was drawn from."""
     stop: Literal["eos", "stop", "length"]
     """Reason why it ended: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[Int[Tensor, " kept"]] | None = None
@@ -126,13 +123,8 @@ class Completion(NamedTuple):
 class DecodingState:
     """The state of decoding: all completions; each step adds a token to every unfinished one.
 
-    A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch.
-
-    Args:
-        prompt: the tokens before each completion, -1 at padding; only needed for the repetition penalty.
-        eos_ids: tokens that end a completion.
-        tokenizer: of transformers; only needed for stop strings.
-        deterministic: take the most likely token each time; seeds do not matter then.
+    A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch. ``prompt``,
+    -1 at padding, is only needed for the repetition penalty, and the tokenizer for stop strings.
     """
 
     def __init__(
@@ -155,9 +147,8 @@ class DecodingState:
         self._chances = unit(hash_pair(mix(seeds)[:, None], torch.arange(sampling.max_new_tokens, device=device)))
         self._ends = torch.tensor(eos_ids, dtype=torch.long, device=device)
         self._step = 0
-        shape = (count, sampling.max_new_tokens)
-        self._tokens = torch.zeros(shape, dtype=torch.long, device=device)
-        self._log_probs = torch.zeros(shape, device=device)
+        self._tokens = torch.zeros(count, sampling.max_new_tokens, dtype=torch.long, device=device)
+        self._log_probs = torch.zeros(count, sampling.max_new_tokens, device=device)
         self._prompt = self._tokens[:, :0] if prompt is None else prompt
         self._supports: list[tuple[Tensor, Tensor]] = []
         self._lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
@@ -170,27 +161,26 @@ class DecodingState:
         if self._sampling.has_penalties:
             written = self._tokens[rows, :step]
             logits, _ = penalized(logits, self._sampling, torch.cat([self._prompt[rows], written], dim=1), written)
-        token, log_prob, support = draw(
-            logits, self._chances[rows, step], self._sampling, deterministic=self._deterministic
-        )
+        chance = self._chances[rows, step]
+        token, log_prob, support = draw(logits, chance, self._sampling, deterministic=self._deterministic)
         self._tokens[rows, step], self._log_probs[rows, step] = token, log_prob
         if support is not None:
             self._supports.append((rows, support.int()))
         self._step = step + 1
         stop = torch.isin(token, self._ends).long()
         if self._sampling.stop:
-            strings = self._sampling.stop
-            window = (
-                4 * max(map(len, strings)) + 8
-            )  # a character takes at most 4 tokens; its first bytes may be cut off
-            last = self._tokens[rows, max(0, self._step - window) : self._step].tolist()
-            texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
-            found = torch.tensor([any(s in text for s in strings) for text in texts], device=rows.device)
-            stop[found & (stop == 0)] = _STOPS.index("stop")
+            stop[self._has_stop_string() & (stop == 0)] = _STOPS.index("stop")
         self._stops[rows], self._lengths[rows] = stop, self._step
         unfinished = (stop == 0) & (self._step < self._sampling.max_new_tokens)
         self.running = rows[unfinished]
         return token, unfinished
+
+    def _has_stop_string(self) -> Bool[Tensor, " running"]:
+        strings = self._sampling.stop
+        window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
+        last = self._tokens[self.running, max(0, self._step - window) : self._step].tolist()
+        texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
+        return torch.tensor([any(s in text for s in strings) for text in texts], device=self.running.device)
 
     def completions(self) -> list[Completion]:
         """Completions of all rows, in their order; unfinished ones have their tokens so far."""
@@ -210,14 +200,10 @@ def draw(
     *,
     deterministic: bool = False,
 ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Int[Tensor, "row kept"] | None]:
-    """A token of each row, from ``softmax(logits / temperature)`` among those that the filters keep.
+    """A token of each row, from ``softmax(logits / temperature)`` among those that the filters keep; or the most likely one.
 
-    Args:
-        chance: uniform in [0, 1); equal numbers draw equal tokens.
-        deterministic: take the most likely token instead, of equally likely ones the first.
-
-    Returns:
-        The tokens, their log-probabilities in that distribution, and with filters the tokens that are kept (``kept_tokens``).
+    Equal chances, uniform in [0, 1), draw equal tokens. Returns the tokens, their log-probabilities in that distribution, and
+    with filters the tokens that are kept (``kept_tokens``).
     """
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
@@ -266,14 +252,12 @@ Generate = Callable[..., list[list[Completion]]]
 
 
 class Prompts(NamedTuple):
-    """The prompts after the first forward pass."""
+    """The prompts after the first forward pass, and how many completions of each follow."""
 
     cache: Any
-    """A cache of transformers."""
     valid: Bool[Tensor, "prompt width"]
     """False at padding."""
     group_size: int
-    """Completions of each."""
     max_new_tokens: int
 
 

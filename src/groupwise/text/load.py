@@ -31,11 +31,24 @@ def load_causal_lm(
         MissingExtraError: a package for adapters or quantised weights is not installed.
     """
     require_extra("transformers", "text")
-    path = find_model(cfg.path)
-    base = _base_of(path)
-    tokenizer = _load_tokenizer(path, base)
-    model = _load_base(cfg, base or path, torch.device(device))
-    if base is not None:
+    from transformers import AutoTokenizer
+
+    base = path = find_model(cfg.path)
+    adapters = Path(path) / ADAPTER_CONFIG
+    if adapters.is_file():
+        name = read_file(adapters).get("base_model_name_or_path")
+        try:
+            base = find_model(name if isinstance(name, str) else "")
+        except ConfigError as error:
+            raise ConfigError(f"{adapters} names its base {name!r}: {error}") from None
+    tokenizer = None
+    for place in (base, path):  # adapters may have one of their own
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    if tokenizer is None:
+        raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")
+    model = _load_base(cfg, base, torch.device(device))
+    if adapters.is_file():
         model = _with_saved_adapters(cfg, model, path)
     elif cfg.lora is not None:
         model = with_adapters(model, cfg.lora)
@@ -52,16 +65,9 @@ def load_causal_lm(
 
 
 def find_model(path: str) -> str:
-    """The folder of a model, or its id on the hub or in the hub's cache.
-
-    Raises:
-        ConfigError: there is none, or its folder has a broken ``config.json``, or entries other than files and folders.
-    """
+    """The folder of a model, or its id on the hub or in its cache; a ``ConfigError`` if there is none, or a broken ``config.json``."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
-        for child in folder.iterdir():
-            if not child.is_file() and not child.is_dir():
-                raise ConfigError(f"{child} is neither a file nor a folder; fix: remove it")
         if (folder / "config.json").is_file():
             read_file(folder / "config.json")
         return str(folder)
@@ -143,28 +149,6 @@ def _quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
-
-
-def _base_of(path: str) -> str | None:
-    """The base model of a folder of adapters; None for a whole model."""
-    config = Path(path) / ADAPTER_CONFIG
-    if not config.is_file():
-        return None
-    name = read_file(config).get("base_model_name_or_path")
-    try:
-        return find_model(name if isinstance(name, str) else "")
-    except ConfigError as error:
-        raise ConfigError(f"{config} names its base {name!r}: {error}") from None
-
-
-def _load_tokenizer(path: str, base: str | None) -> Any:
-    """The tokenizer of the model, or of the base of its adapters."""
-    from transformers import AutoTokenizer
-
-    for place in (path, base or path):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")
 
 
 def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:

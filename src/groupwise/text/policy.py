@@ -3,11 +3,12 @@
 Scores are those of the sampling distribution, temperature included.
 """
 
+import copy
 import functools
 import sys
 import warnings
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -92,73 +93,6 @@ def find_prefixes(
     )
 
 
-# Reference policy of a model with adapters
-
-
-class AdapterReference(Policy):
-    """The policy with a frozen copy of its trained parameters: a reference that shares the base model."""
-
-    scored_by = "row"
-
-    def __init__(self, policy: "CausalLM") -> None:
-        super().__init__()
-        self._policy = (policy,)  # in a tuple, it is no submodule
-        self.actor_only, self.batch_keys, self.action_spec = policy.actor_only, policy.batch_keys, policy.action_spec
-        self.copies = nn.ParameterList(
-            nn.Parameter(parameter.detach().clone(), requires_grad=False) for parameter in self._trained()
-        )
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Evaluation:
-        """Scores of the tokens in ``loss_mask``, without gradient; zeros elsewhere."""
-        with self._swapped() as policy:
-            return policy.evaluate(batch)
-
-    def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        """The next token of each context."""
-        with self._swapped() as policy:
-            return policy.act(obs, deterministic, generator)
-
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """The completion of each prompt."""
-        with self._swapped() as policy:
-            return policy.predict(obs, deterministic)
-
-    @torch.no_grad()
-    def move_towards(self, policy: Policy, share: float) -> None:
-        """Move the copies towards the policy's trained parameters, by this share of the way."""
-        for copy, parameter in zip(self.copies, self._trained(), strict=True):
-            copy.lerp_(parameter, share)
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether the policy shares prefixes."""
-        return self._policy[0].shares_prefixes
-
-    @property
-    def device(self) -> torch.device:
-        """The policy's device."""
-        return self._policy[0].device
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._policy[0].parameters() if parameter.requires_grad]
-
-    @contextmanager
-    def _swapped(self) -> Iterator["CausalLM"]:
-        """The policy, with the copies in place of its trained parameters."""
-        pairs = [*zip(self.copies, self._trained(), strict=True)]
-
-        def swap() -> None:
-            for copy, parameter in pairs:
-                copy.data, parameter.data = parameter.data, copy.data
-
-        swap()
-        try:
-            yield self._policy[0]
-        finally:
-            swap()
-
-
 _TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit; bfloat16 rounds to 0.004."""
 _ROUNDING = {"float32": 1e-3, "coarse": 0.1}
@@ -201,18 +135,20 @@ class CausalLM(Policy):
         super().__init__()
         self.model: Any = model
         self.sampling = sampling or SamplingCfg()
-        self.actor_only = actor_only
-        self.tokenizer = tokenizer
-        self.autocast = autocast
+        self.actor_only, self.tokenizer, self.autocast = actor_only, tokenizer, autocast
         self.action_spec = TensorSpec((), torch.int64)
-        if self.sampling.has_filters:
-            self.batch_keys += ("support",)
-        if self.sampling.has_penalties:
-            self.batch_keys += ("turn_id",)
-        self.has_adapters = _has_adapters(model)
+        self.batch_keys += ("support",) * self.sampling.has_filters + ("turn_id",) * self.sampling.has_penalties
+        peft = sys.modules.get("peft")  # imported by the code that made a model with adapters
+        self.has_adapters = peft is not None and isinstance(model, peft.PeftModel)
+        """Whether the model has adapters by peft."""
         silence_dropout(model)  # with dropout, sampler and trainer would be two different policies
         self.eval()
-        self.eos_ids = _eos_ids(self.network, tokenizer) if eos_ids is None else tuple(eos_ids)
+        if eos_ids is None:
+            own = self.network.generation_config.eos_token_id
+            own = self.network.config.eos_token_id if own is None else own
+            listed = [*(own if isinstance(own, list | tuple) else [own]), getattr(tokenizer, "eos_token_id", None)]
+            eos_ids = [int(token) for token in listed if token is not None]
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self._check_head()
         self.value_head: nn.Linear | None = None
         if not actor_only:
@@ -230,10 +166,8 @@ class CausalLM(Policy):
         self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool = True) -> "CausalLM":
-        """Sets the mode, but keeps layers quantised by bitsandbytes in training mode.
-
-        In evaluation mode, some CPUs repack their weights for a kernel without a backward pass; 8-bit ones round activations.
-        """
+        """Set the mode, but keep layers quantised by bitsandbytes in training mode."""
+        # in evaluation mode, some CPUs repack their weights for a kernel without a backward pass; 8-bit ones round activations
         super().train(mode)
         if (library := sys.modules.get("bitsandbytes")) is not None:  # imported by the code that made such layers
             for module in self.modules():
@@ -277,10 +211,10 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
-        processor = recorded_processor(batch, self.sampling) if self.sampling.processes_logits else unprocessed
-        scores = token_scores(
-            hidden, self.head, batch["action"][mask], temperature=self.sampling.temperature, processor=processor
-        )
+        processes = self.sampling.has_filters or self.sampling.has_penalties
+        processor = recorded_processor(batch, self.sampling) if processes else unprocessed
+        token, temperature = batch["action"][mask], self.sampling.temperature
+        scores = token_scores(hidden, self.head, token, temperature=temperature, processor=processor)
         log_prob, entropy = (_spread(score, mask) for score in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
 
@@ -300,22 +234,15 @@ class CausalLM(Policy):
     ) -> Float[Tensor, "row step width"]:
         """Last hidden states of the tokens; positions count from each row's first valid token.
 
-        Args:
-            valid: False at padding, of the tokens in the cache and the new ones.
-            cache: of transformers; read and extended.
+        ``valid`` is False at padding, of the tokens in the cache and the new ones. The cache of transformers is extended.
         """
         # attention never sees padding on the right: without a mask it takes its fast path
         mask = position = None
         if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
             mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
         with self.computing():
-            output = self.network.base_model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=position,
-                past_key_values=cache,
-                use_cache=cache is not None,
-            )
+            inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
+            output = self.network.base_model(**inputs, past_key_values=cache, use_cache=cache is not None)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
@@ -347,13 +274,19 @@ class CausalLM(Policy):
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """The completion of a prompt, a text or a list of messages, as text; of a list of prompts, a list."""
-        from groupwise.text.collector import predict
+        from groupwise.text.collector import is_single, read_prompts, write_texts
 
-        return predict(self, obs, deterministic)
+        seed = 0 if deterministic else int(torch.randint(2**31, ()))
+        read, sampling = read_prompts(obs), self.sampling
+        texts = write_texts(self, read, 1, sampling=sampling, deterministic=deterministic, seed=seed)
+        return texts[0][0] if is_single(obs) else [text for (text,) in texts]
 
     def make_reference(self) -> Policy:
         """A frozen policy that scores like this one does now; with adapters it shares the base model."""
-        return AdapterReference(self) if self.has_adapters else super().make_reference()
+        if not self.has_adapters:
+            return super().make_reference()
+        shared = [self.tokenizer, *(parameter for parameter in self.parameters() if not parameter.requires_grad)]
+        return copy.deepcopy(self, {id(one): one for one in shared}).requires_grad_(False).eval()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a transformers folder, or with adapters peft's, and the tokenizer; without the value head."""
@@ -372,10 +305,6 @@ class CausalLM(Policy):
         prefixes = find_prefixes(tokens, valid, group)
         if prefixes is not None and self.shares_prefixes:
             return self._hidden_shared(prefixes, mask)
-        return self._hidden_separately(tokens, valid, mask)
-
-    def _hidden_separately(self, tokens: Tensor, valid: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, each row by itself."""
         width = max(1, int(valid.sum(dim=1).max()))  # these rows may be shorter than the rollout's widest
         return self.hidden_states(tokens[:, :width], valid[:, :width])[mask[:, :width]]
 
@@ -396,12 +325,11 @@ class CausalLM(Policy):
         tokens = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [6, 7, 0, 0, 0], [6, 8, 0, 0, 0]], device=self.device)
         tokens %= len(self.head)
         valid = torch.arange(5, device=self.device) < torch.tensor([[5], [5], [2], [2]], device=self.device)
-        prefixes = find_prefixes(
-            tokens, valid, torch.tensor([[0], [0], [1], [1]], device=self.device).expand_as(tokens)
-        )
+        group = torch.tensor([[0], [0], [1], [1]], device=self.device).expand_as(tokens)
+        prefixes = find_prefixes(tokens, valid, group)
         assert prefixes is not None
         try:
-            ways = (self._hidden_shared(prefixes, valid), self._hidden_separately(tokens, valid, valid))
+            ways = (self._hidden_shared(prefixes, valid), self.hidden_states(tokens, valid)[valid])
         except ConfigError as error:
             why = str(error)
         else:
@@ -423,11 +351,16 @@ class CausalLM(Policy):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare the model's logits with the head's on a few tokens, and the head with the tokenizer."""
+        """Refuse models whose logits are not the head's, compared on a few tokens, and tokenizers that do not fit."""
         name, embeddings = type(self.network).__name__, self.network.get_output_embeddings()
+        for adapters in self.model.peft_config.values() if self.has_adapters else ():
+            if adapters.is_prompt_learning:
+                raise ConfigError(
+                    f"adapters of peft's type {adapters.peft_type.value} are tokens before the prompt; fix: LoRA, or another "
+                    "type that changes layers"
+                )
         if embeddings is None or self.network.config.is_encoder_decoder:
-            what = "has no output embeddings" if embeddings is None else "is an encoder-decoder model"
-            raise ConfigError(f"{name} {what}; fix: a causal language model, such as Llama, Qwen or GPT-2")
+            raise ConfigError(f"{name} is no causal language model, such as Llama, Qwen or GPT-2; fix: another model")
         parts = [part for part, _ in embeddings.named_parameters()]
         if parts != ["weight"]:
             raise ConfigError(
@@ -435,7 +368,7 @@ class CausalLM(Policy):
             )
         if self.tokenizer is not None and len(self.tokenizer) > len(self.head):
             raise ConfigError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, and {name} only {len(self.head)}; fix: a tokenizer of that model"
+                f"the tokenizer has {len(self.tokenizer)} tokens, and {name} only {len(self.head)}; fix: that model's tokenizer"
             )
         tokens = torch.arange(4, device=self.device)[None] % len(self.head)
         hidden = self.hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -450,31 +383,9 @@ class CausalLM(Policy):
             )
 
 
-def _has_adapters(model: Any) -> bool:
-    """Whether it is a model with adapters by peft; a ``ConfigError`` if ``CausalLM`` would bypass these."""
-    peft = sys.modules.get("peft")  # imported by the code that made such a model
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return False
-    for cfg in model.peft_config.values():
-        if cfg.is_prompt_learning:
-            raise ConfigError(
-                f"a CausalLM cannot use adapters of peft's type {cfg.peft_type.value}, tokens before the prompt; fix: LoRA, or "
-                "another type that changes layers"
-            )
-    return True
-
-
 def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
     """Values where the mask is True, zeros elsewhere."""
     return torch.zeros_like(mask, dtype=torch.float32).index_put(mask.nonzero(as_tuple=True), values)
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The end-of-text tokens of the model's generation config, or else its config, and of the tokenizer."""
-    own = model.generation_config.eos_token_id
-    own = model.config.eos_token_id if own is None else own
-    ids = [*(own if isinstance(own, list | tuple) else [own]), None if tokenizer is None else tokenizer.eos_token_id]
-    return tuple(dict.fromkeys(int(token) for token in ids if token is not None))
 
 
 def _keep_saved(
@@ -492,17 +403,14 @@ def _expect_saved(policy: CausalLM, keys: Any) -> None:
 
 # Changes to transformers models for training: no dropout, gradient checkpointing, shared prefixes
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_NOISES = ("drop", "jitter")
-
 
 def silence_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0, also those in attributes of modules: attention, layer drop, routers' jitter."""
     for module in model.modules():
-        if isinstance(module, _DROPOUTS):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and any(word in name for word in _NOISES):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
 
 

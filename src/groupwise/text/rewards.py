@@ -12,13 +12,13 @@ import inspect
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, cast, get_type_hints
 
 import cloudpickle
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -29,42 +29,46 @@ from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.plugins import register
-from groupwise.text.data import Completion, Prompt
+
+Message = dict[str, str]
+Prompt = str | tuple[Message, ...]
+Completion = str | Sequence[Message]
+"""A completion as rewards read it: a text; after a prompt of messages, messages."""
 
 # Functions and classes that settings name, for rewards and tools
 
 
-def check_settings(
-    what: str, made: Callable[..., Any], settings: Mapping[str, Any], *, first: Sequence[Any] = (), complete: bool
-) -> None:
-    """Refuse settings that do not exist or have the wrong type.
+def make_registered(
+    kind: str, registry: Mapping[str, Callable[..., Any]], name: str, settings: Mapping[str, Any], *first: Any
+) -> Any:
+    """An object of a registered class, made with the settings, or a registered function with the settings bound.
 
-    Args:
-        first: positional arguments that precede them.
-        complete: refuse missing settings, too.
-
-    Raises:
-        ConfigError: names the setting.
+    Arguments that a function is called with are in ``first``, if they are known. A ``ConfigError`` if there is none of that name,
+    or a setting does not exist, is missing or has the wrong type.
     """
-    signature = inspect.signature(made)
+    if name not in registry:
+        raise UnknownNameError(kind, name, registry)
+    made, what = registry[name], f"{kind} {name!r}"
+    is_class, signature = inspect.isclass(made), inspect.signature(made)
     try:
-        signature.bind_partial(*first, **settings)  # first of all: a typing error is no missing setting
-        if complete:
-            signature.bind(*first, **settings)
+        if is_class:
+            signature.bind(**settings)
+        else:
+            (signature.bind if first else signature.bind_partial)(*first, **settings)
     except TypeError as error:
         unknown = next((key for key in settings if key not in signature.parameters), "")
         hint = nearest(unknown, signature.parameters) or f"; fix: settings that fit {signature}"
         raise ConfigError(f"{what}: {error}{hint}") from error
-    hints = get_type_hints(made.__init__ if inspect.isclass(made) else made)
+    hints = get_type_hints(made.__init__ if is_class else made)
     for key in settings.keys() & hints.keys():
-        try:
-            TypeAdapter(hints[key]).validate_python(settings[key], strict=True)
-        except PydanticSchemaGenerationError:  # a type that only its owner can check
-            continue
-        except ValidationError as error:
-            raise ConfigError(
-                f"{what}: {key} = {settings[key]!r}: {error.errors()[0]['msg']}; fix: its value"
-            ) from error
+        with suppress(PydanticSchemaGenerationError):  # a type that only its owner can check
+            try:
+                TypeAdapter(hints[key]).validate_python(settings[key], strict=True)
+            except ValidationError as error:
+                raise ConfigError(
+                    f"{what}: {key} = {settings[key]!r}: {error.errors()[0]['msg']}; fix: its value"
+                ) from error
+    return made(**settings) if is_class else partial(made, **settings)
 
 
 # Functions in a separate process, which is killed with its children when a call takes too long
@@ -74,30 +78,16 @@ class RemoteError(Exception):
     """The function raised an error: its type and message, with its traceback as a note."""
 
 
-def described(error: Exception) -> str:
-    """Type and message of an error, also of one in another process."""
-    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
-
-
-class LostCallError(Exception):
-    """The call took too long, or its process died."""
-
-
 class Isolated:
     """Calls ``function`` in another process, whose limit holds also where a call sleeps, forks or holds the interpreter.
 
-    The process starts with the first call, and again with the next one after it was killed.
-
-    Args:
-        name: for messages.
-        seconds: limit of each call.
-
-    Raises:
-        ConfigError: the function cannot be sent to another process.
+    The process starts with the first call, and again with the next one after it was killed. A ``ConfigError`` if the function
+    cannot be sent there.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, seconds: float) -> None:
+    def __init__(self, function: Callable[[Any], Any], name: str, seconds: float) -> None:
         self._name, self._seconds = name, seconds
+        self._child: processes.Child | None = None
         try:
             self._payload = plugins.pickled(function)
         except Exception as error:
@@ -105,26 +95,21 @@ class Isolated:
                 f"{name} cannot be sent to another process: {error!r}; fix: make locks, files and models inside the "
                 "function, or no timeout"
             ) from error
-        self._child: processes.Child | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; returns its result.
-
-        Raises:
-            RemoteError: the function raised an error.
-            LostCallError: it took longer than ``seconds``, or its process died.
-            ConfigError: its process does not start.
-        """
-        if self._child is not None and not self._child.process.is_alive():
+    def __call__(self, argument: Any) -> Any:
+        """The function's result; a ``RemoteError`` if it raised, a ``LostChildError`` if it took longer or its process died."""
+        if self._child is None or not self._child.process.is_alive():
             self.close()
-        child = self._child or self._start()
-        result, error = self._answer(child, self._seconds, (args, kwargs))
-        if error is None:
-            return result
-        message, trace = error
-        raised = RemoteError(message)
-        raised.add_note(trace)
-        raise raised
+            self._child = processes.Child(_serve, self._payload, name=self._name)
+            try:
+                self._answer(self._child, processes.SECONDS_TO_IMPORT)
+            except (RemoteError, processes.LostChildError) as error:
+                self.close()
+                raise ConfigError(
+                    f"the process of {self._name} does not start: {error}; fix: a script needs `if __name__ == '__main__':` "
+                    "around what it runs"
+                ) from error
+        return self._answer(self._child, self._seconds, argument)
 
     def close(self, seconds: float = processes.SECONDS_TO_CLOSE) -> None:
         """End the process and its children."""
@@ -132,40 +117,26 @@ class Isolated:
         if child is not None:
             child.close(seconds)
 
-    def _start(self) -> processes.Child:
-        self._child = child = processes.Child(_serve, self._payload, name=self._name)
-        try:
-            _, error = self._answer(child, processes.SECONDS_TO_IMPORT)
-            failure = error and error[1]
-        except LostCallError as lost:
-            failure = str(lost)
-        if failure is not None:
-            self.close()
-            raise ConfigError(
-                f"the process of {self._name} does not start: {failure}\nfix: a script needs `if __name__ == '__main__':` around "
-                "what it runs"
-            )
-        return child
-
-    def _answer(self, child: processes.Child, seconds: float, message: Any = None) -> Any:
+    def _answer(self, child: processes.Child, seconds: float, *messages: Any) -> Any:
         """The answer to a message; without one, that to the start."""
         try:
-            if message is not None:
+            for message in messages:
                 child.send(message)
-            return child.answer(seconds, time.monotonic())
-        except processes.LostChildError as error:
-            self.close(0.0)
-            raise LostCallError(f"{self._name} {error}") from None
-        except BaseException:  # interrupted: an unread answer would be taken for that to the next message
+            result, error = child.answer(seconds, time.monotonic())
+        except BaseException:  # also of an interrupted call: its answer would be taken for that to the next message
             self.close(0.0)
             raise
+        if error is not None:
+            raised = RemoteError(error[0])
+            raised.add_note(error[1])
+            raise raised
+        return result
 
 
 def _serve(connection: Connection, payload: bytes) -> None:
     @contextmanager
     def calls() -> Iterator[Callable[[Any], Any]]:
-        function = cloudpickle.loads(payload)
-        yield lambda call: function(*call[0], **call[1])
+        yield cloudpickle.loads(payload)
 
     processes.serve(connection, calls())
 
@@ -197,37 +168,24 @@ class RewardObject:
 
 
 class RewardFunction:
-    """A function and how it is called.
+    """A function and how it is called. Arguments that a ``partial`` has are not passed, whatever the columns are."""
 
-    Args:
-        call: a ``Reward``, perhaps a ``RewardObject``.
-        settings: arguments of each call; columns of these names are not passed.
-    """
-
-    def __init__(self, name: str, call: Reward, weight: float = 1.0, settings: Mapping[str, Any] | None = None) -> None:
-        self.name, self.weight, self.settings = name, weight, dict(settings or {})
-        self.call: Any = call  # or a RewardObject, which is a function, too
+    def __init__(self, name: str, call: Reward, weight: float = 1.0) -> None:
+        self.name, self.weight = name, weight
+        self.call: Any = call
+        self._bound = call.keywords if isinstance(call, partial) else {}
         parameters = inspect.signature(call).parameters
-        self._names = [*parameters]
+        self._names = parameters.keys() - self._bound
+        several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        self.required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in several]
+        """Arguments without a default."""
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._scores_one = "completion" in parameters and "completions" not in parameters
+        self.is_async = any(inspect.iscoroutinefunction(one) for one in (call, cast(Any, call).__call__))
+        """Whether its calls run while other functions are called."""
         self.isolated: Isolated | None = None
         """The process that it runs in, if it has one of its own."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether its calls run while other functions are called."""
-        call = self.call
-        return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(call.__call__)
-
-    def isolate(self, seconds: float) -> None:
-        """Run it in a process of its own, with this limit of each call; not if it limits its time itself.
-
-        Raises:
-            ConfigError: it cannot be sent to a process.
-        """
-        if not isinstance(self.call, RewardObject):
-            self.isolated = Isolated(RemoteReward(self), f"reward {self.name!r}", seconds)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def close(self) -> None:
         """Free its resources."""
@@ -236,102 +194,72 @@ class RewardFunction:
         if self.isolated is not None:
             self.isolated.close()
 
-    def needed_columns(self) -> list[str]:
-        """Columns without which it cannot be called."""
-        if isinstance(self.call, RewardObject):
-            return [*self.call.columns]
-        named = inspect.signature(self.call).parameters.values()
-        needed = [p.name for p in named if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        return [name for name in needed if name not in {*ARGUMENTS, *ARGUMENTS_OF_ONE, *self.settings}]
-
     def __call__(self, keywords: Mapping[str, Any], log_metric: LogMetric) -> Any:
         """Call it with the keywords that it takes; returns its result, or an error for each completion if its process was lost."""
         if self.isolated is not None:
-            try:
-                scores, logged = self.isolated(keywords)
-            except LostCallError as error:
-                return [RewardError(str(error))] * len(keywords["prompts"])
-            for name, value in logged:
-                log_metric(name, value)
-            return scores
+            return self._call_isolated(self.isolated, keywords, log_metric)
         if self._scores_one:
             return self._one_by_one(keywords)
         keywords = {**keywords, "log_extra": lambda *_: None, "log_metric": log_metric}  # TRL prints these columns
-        taken = {name: value for name, value in keywords.items() if self._takes_all or name in self._names}
-        return self.call(**taken | self.settings)
+        taken = keywords.keys() - self._bound if self._takes_all else keywords.keys() & self._names
+        return self.call(**{name: keywords[name] for name in taken})
+
+    def _call_isolated(self, isolated: Isolated, keywords: Mapping[str, Any], log_metric: LogMetric) -> list[Score]:
+        try:
+            scores, logged = isolated(keywords)
+        except processes.LostChildError as error:
+            return [RewardError(f"reward {self.name!r} {error}")] * len(keywords["prompts"])
+        for name, value in logged:
+            log_metric(name, value)
+        return list(scores)
+
+    def call_here(self, keywords: Mapping[str, Any]) -> tuple[list[Score], list[tuple[str, float]]]:
+        """Scores and logged metrics, in the process of its own."""
+        logged: list[tuple[str, float]] = []
+        result = self(keywords, lambda name, value: logged.append((name, float(value))))
+        if inspect.iscoroutine(result):
+            self._loop = self._loop or asyncio.new_event_loop()
+            result = self._loop.run_until_complete(result)
+        return numbers(self.name, result, len(keywords["prompts"])), logged
 
     def _one_by_one(self, keywords: Mapping[str, Any]) -> Any:
         """The score of each completion, from a function of one."""
         prompts = keywords["prompts"]
-        columns = {
-            name: values for name, values in keywords.items() if name not in ARGUMENTS or name == "completion_ids"
-        }
-        texts = {"completion": [written_text(completion) for completion in keywords["completions"]], "prompt": prompts}
-        given = {"question": prompts} | columns | texts
-        names = [name for name in self._names if name in given and name not in self.settings]
+        columns = {key: values for key, values in keywords.items() if key not in ARGUMENTS or key == "completion_ids"}
+        texts = [
+            text if isinstance(text, str) else "".join(m["content"] for m in text if m["role"] == "assistant")
+            for text in keywords["completions"]
+        ]
+        given = {"question": prompts} | columns | {"completion": texts, "prompt": prompts}
+        names = [name for name in given if name in self._names]
         rows = zip(*(given[name] for name in names), strict=True)
-        scores = [self.call(**dict(zip(names, row, strict=True)), **self.settings) for row in rows]
-        return _awaited(scores) if any(map(inspect.iscoroutine, scores)) else scores
+        scores = [self.call(**dict(zip(names, row, strict=True))) for row in rows]
+        return _gather(scores) if self.is_async else scores
 
 
-async def _awaited(scores: Sequence[Any]) -> list[Any]:
-    """The scores, some of which are coroutines that run at the same time."""
-    results = iter(await asyncio.gather(*filter(inspect.isawaitable, scores)))
-    return [next(results) if inspect.isawaitable(score) else score for score in scores]
-
-
-class RemoteReward:
-    """Runs a reward function in its own process: returns its scores and logged metrics."""
-
-    def __init__(self, function: RewardFunction) -> None:
-        self._function = function
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __call__(self, keywords: Mapping[str, Any]) -> tuple[list[Score], list[tuple[str, float]]]:
-        """Call the function."""
-        logged: list[tuple[str, float]] = []
-        result = self._function(keywords, lambda name, value: logged.append((name, float(value))))
-        if inspect.iscoroutine(result):
-            self._loop = self._loop or asyncio.new_event_loop()
-            result = self._loop.run_until_complete(result)
-        return numbers(self._function.name, result, len(keywords["prompts"])), logged
+async def _gather(scores: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*scores)
 
 
 def numbers(name: str, result: Any, count: int) -> list[Score]:
-    """The scores of a function; errors as they are.
-
-    Raises:
-        RewardError: it did not return a number, None or a ``RewardError`` for each completion.
-    """
+    """The scores of a function; a ``RewardError`` if there is not a number, None or a ``RewardError`` for each completion."""
+    wrong = None
     try:
         values = [v if v is None or isinstance(v, RewardError) else float(v) for v in result]
+        if len(values) == count:
+            return values
     except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(
-            f"reward {name!r} returned {result!r:.80}: {error}; expected a list of {count} numbers, one for each completion "
-            "(None where it does not apply); fix: its return"
-        ) from error
-    if len(values) != count:
-        raise RewardError(
-            f"reward {name!r} returned {len(values)} scores for {count} completions; fix: one for each, None where it "
-            "does not apply"
-        )
-    return values
-
-
-def written_text(completion: Completion) -> str:
-    """A completion as a text; for several messages, the model's turns."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(message["content"] for message in completion if message["role"] == "assistant")
+        wrong = error
+    raise RewardError(
+        f"reward {name!r} returned {result!r:.80}: {wrong or 'another number of scores'}; expected a list of {count} numbers, "
+        "one for each completion (None where it does not apply); fix: its return"
+    ) from wrong
 
 
 log = logging.getLogger(__name__)
 
 LARGEST = 3.4e38
 """Largest number in float32; larger scores are as good as infinite."""
-
-MOST_FAILED, FAILURE_WINDOW = 0.2, 10
-"""Training stops above this part of failed scores, over this many calls."""
 REWARDS: dict[str, Reward] = {}
 """Registered ones; a class is instantiated with the settings."""
 NEVER_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -347,10 +275,7 @@ def register_reward(name: str) -> Callable[[Reward], Reward]:
 
 
 def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
-    """The function that the settings describe.
-
-    Args:
-        given: the function itself, if it was given in Python.
+    """The function that the settings describe, or that was ``given`` in Python.
 
     Raises:
         ConfigError: there is no such reward, or it does not take those settings.
@@ -361,15 +286,7 @@ def make_reward(cfg: RewardCfg, given: Reward | None = None) -> RewardFunction:
         return RewardFunction(name, given, cfg.weight)
     import groupwise.text.builtin_rewards  # noqa: F401  registers them
 
-    if cfg.name not in REWARDS:
-        raise UnknownNameError("reward", cfg.name, REWARDS)
-    reward = REWARDS[cfg.name]
-    is_class = inspect.isclass(reward)
-    # missing arguments of a function are columns
-    check_settings(f"reward {cfg.name!r}", reward, cfg.kwargs, complete=is_class)
-    if is_class:
-        return RewardFunction(cfg.name, reward(**cfg.kwargs), cfg.weight)
-    return RewardFunction(cfg.name, reward, cfg.weight, cfg.kwargs)
+    return RewardFunction(cfg.name, make_registered("reward", REWARDS, cfg.name, cfg.kwargs), cfg.weight)
 
 
 class TrainingState(NamedTuple):
@@ -380,7 +297,6 @@ class TrainingState(NamedTuple):
     max_steps: int = 0
     """Always 0, unlike in TRL, because a run's length is counted in tokens."""
     epoch: float = 0.0
-    """Passes over the data."""
 
 
 class Scores(NamedTuple):
@@ -416,12 +332,11 @@ class RewardSet:
         self.names = tuple(f"{name}_{count}" if count > 1 else name for name, count in zip(names, counts, strict=True))
         self.weights = tuple(function.weight for function in functions)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._metrics: dict[str, list[float]] = {}
-        self._failed: deque[float] = deque(maxlen=FAILURE_WINDOW)
+        self._metrics: dict[str, list[float]] = defaultdict(list)
         for name, function in zip(self.names, self.functions, strict=True):
             function.name = name
-            if timeout is not None:
-                function.isolate(timeout)
+            if timeout is not None and not isinstance(function.call, RewardObject):  # which limits its time itself
+                function.isolated = Isolated(function.call_here, f"reward {name!r}", timeout)
 
     def check_columns(self, columns: Iterable[str], data: str = "data") -> None:
         """Refuse data that lack a column of a function, or have one with the name of an argument."""
@@ -430,9 +345,11 @@ class RewardSet:
             raise DataError(
                 f"the {data} have a column {min(taken)!r}, which is an argument of every reward; fix: rename it"
             )
+        known = {*ARGUMENTS, *ARGUMENTS_OF_ONE, *there}
         for function in self.functions:
-            for column in function.needed_columns():
-                if column not in there:
+            needed = function.call.columns if isinstance(function.call, RewardObject) else function.required
+            for column in needed:
+                if column not in known:
                     raise DataError(
                         f"reward {function.name!r} needs the column {column!r}; the {data} have {', '.join(map(repr, there)) or 'none'} "
                         f"besides the prompt; fix: add it{nearest(column, there)}"
@@ -453,8 +370,8 @@ class RewardSet:
             columns: by name, a value for each completion.
 
         Raises:
-            RewardError: a function raises, does not return a number or None for each completion, returns one that is not finite
-                (``on_nonfinite``), or failed too often.
+            RewardError: a function raises, does not return a number or None for each completion, or returns one that is not
+                finite (``on_nonfinite``).
         """
         keywords = {name: list(values) for name, values in columns.items() if name not in NEVER_COLUMNS} | {
             "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
@@ -462,50 +379,50 @@ class RewardSet:
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": state or TrainingState(),
         }
-        started: dict[RewardFunction, Any] = {}
+        results: dict[RewardFunction, Any] = {}
         for function in sorted(self.functions, key=lambda function: not function.is_async):
-            # the async ones run while the others are called
             with _blaming(function.name):
-                result = function(keywords, self._log_metric)
-                if inspect.iscoroutine(result):
-                    result = asyncio.run_coroutine_threadsafe(result, self._running_loop())
-                started[function] = result
-        scores: list[list[Score]] = []
-        for function in self.functions:
-            name, result = function.name, started[function]
-            with _blaming(name):
-                result = result.result() if isinstance(result, Future) else result
-            found = numbers(name, result, len(prompts))
-            if failures := [score for score in found if isinstance(score, RewardError)]:
-                log.warning(
-                    "reward %r failed for %d of %d completions: %s", name, len(failures), len(found), failures[0]
-                )
-            bad = [place for place, score in enumerate(found) if isinstance(score, float) and not abs(score) <= LARGEST]
-            if bad:
-                what = f"reward {name!r} is {found[bad[0]]} for completion {bad[0]} of {len(found)}"
-                if self.on_nonfinite == "stop":
-                    raise RewardError(
-                        f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
-                    )
-                log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
-                for place in bad:
-                    found[place] = 0.0 if self.on_nonfinite == "zero" else None
-            scores.append(found)
-        members = list(zip(*scores, strict=True))
-        failed = [any(isinstance(score, RewardError) for score in member) for member in members]
-        self._failed.append(sum(failed) / max(len(failed), 1))
-        if sum(self._failed) > MOST_FAILED * FAILURE_WINDOW:
-            raise RewardError(
-                f"more than {MOST_FAILED:.0%} of the scores of {FAILURE_WINDOW} calls failed, the latest warnings say why; "
-                "fix: the reward, or a larger task.reward_timeout"
-            )
+                result = function(keywords, lambda name, value: self._metrics[name].append(float(value)))
+                results[function] = self._begin(result) if inspect.iscoroutine(result) else result
+        scores = [self._finish(function.name, results[function], len(prompts)) for function in self.functions]
         rewards: list[float | None] = []
-        for member, is_lost in zip(members, failed, strict=True):
+        for member in zip(*scores, strict=True):
             pairs = zip(self.weights, member, strict=True)
             weighted = [weight * value for weight, value in pairs if isinstance(value, float)]
-            rewards.append(sum(weighted) if weighted and not is_lost else None)
+            failed = any(isinstance(score, RewardError) for score in member)
+            rewards.append(sum(weighted) if weighted and not failed else None)
         parts = tuple(tuple(score if isinstance(score, float) else None for score in part) for part in scores)
         return Scores(tuple(rewards), parts)
+
+    def _begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run it while other functions are called, in one loop for all calls, as async clients are bound to it."""
+        if self._loop is None:  # in a thread, as notebooks run their own loop
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _finish(self, name: str, result: Any, count: int) -> list[Score]:
+        """The scores of a function. Failed ones are logged; those that are not finite are handled as ``on_nonfinite`` says."""
+        with _blaming(name):
+            result = result.result() if isinstance(result, Future) else result
+        scores = numbers(name, result, count)
+        if failures := [score for score in scores if isinstance(score, RewardError)]:
+            log.warning("reward %r failed for %d of %d completions: %s", name, len(failures), count, failures[0])
+        if bad := [
+            place for place, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST
+        ]:
+            self._replace(name, scores, bad)
+        return scores
+
+    def _replace(self, name: str, scores: list[Score], bad: list[int]) -> None:
+        what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
+        if self.on_nonfinite == "stop":
+            raise RewardError(
+                f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
+            )
+        log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
+        for place in bad:
+            scores[place] = 0.0 if self.on_nonfinite == "zero" else None
 
     def take_logged(self) -> dict[str, float]:
         """Means of the values that functions logged with ``log_metric(name, value)`` since the last call."""
@@ -521,16 +438,6 @@ class RewardSet:
         for function in self.functions:
             function.close()
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        """One loop for all calls, as async clients are bound to it; in a thread, as notebooks run their own loop."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
-        return self._loop
-
-    def _log_metric(self, name: str, value: Any) -> None:
-        self._metrics.setdefault(name, []).append(float(value))
-
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
@@ -543,5 +450,5 @@ def _blaming(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise RewardError(
-            f"reward {name!r} raised {described(error)}; fix: the function (it may return None for what it cannot score)"
+            f"reward {name!r} raised {type(error).__name__}: {error}; fix: the function (it may return None for what it cannot score)"
         ) from error

@@ -86,25 +86,14 @@ class MathVerifier:
         return (bool(json.loads(line)), "") if line else (None, self.close())
 
 
-def _same_mathematics(gold: str, answer: str) -> bool:
-    """Whether both are the same number, set or expression, read as LaTeX."""
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    # math_verify's other parser uses sympy's parse_expr, which is eval
-    wanted, given = (
-        parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None, fallback_mode="no_fallback")
-        for text in (gold, answer)
-    )
-    return bool(wanted and given and verify(wanted, given, timeout_seconds=None))
-
-
 def _main(limit: float) -> None:
     if sys.platform != "win32":
         import resource
 
         for kind, most in (("AS", _MEMORY), ("FSIZE", 0), ("NPROC", 0), ("CORE", 0)):
             resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
-    import math_verify  # noqa: F401  before standard error is closed: a failure shows there
+    # before standard error is closed: a failure shows there
+    from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable()  # math_verify warns that it has no time limit; this process has one
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -115,7 +104,14 @@ def _main(limit: float) -> None:
         if sys.platform != "win32":
             signal.setitimer(signal.ITIMER_PROF, limit)  # ends by SIGPROF, also when its caller has stopped waiting
         try:
-            same = _same_mathematics(*json.loads(line))
+            # math_verify's other parser uses sympy's parse_expr, which is eval
+            wanted, given = (
+                parse(
+                    f"\\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None, fallback_mode="no_fallback"
+                )
+                for text in json.loads(line)
+            )
+            same = bool(wanted and given and verify(wanted, given, timeout_seconds=None))
         except Exception:  # an answer that cannot be read, or is too large
             same = False
         print(json.dumps(same), file=results, flush=True)

@@ -1,13 +1,12 @@
 """Completions from inference servers, in place of the model's own decoding."""
 
 import logging
-import os
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,18 +15,17 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Int
 from torch import Tensor
+from transformers.utils import logging as bars
 
 from groupwise import system as files
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import ServerGenerationCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
-from groupwise.errors import ServerError
-from groupwise.serving import Answer, GroupRequest, LocalServer, LostWeightsError, VLLMServer
-from groupwise.text.collector import TextCollector
+from groupwise.serving import Answer, GroupRequest, LostWeightsError, VLLMServer
+from groupwise.text.collector import TextCollector, Transcript, write
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
-from groupwise.text.transcripts import Transcript
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +38,9 @@ _AT_ONCE = 256
 class ServedGenerator:
     """Generates with the weights that the servers were given last.
 
-    A group is one request, so it stays on one server. A server that has lost its weights, as by a restart, gets them again,
-    and its requests are repeated.
-
-    Args:
-        folder: for the weights, which leave it when newer ones are loaded; that of the first rank holds for all.
-        engine: the processes that train together. Their policies are the same, so the first gives it to the servers.
+    A group is one request, so it stays on one server. A server of a single process that has lost its weights, as by a restart,
+    gets them again, and its requests are repeated. Policies of all ranks are the same; the first gives it to the servers, in
+    its ``folder``, which older weights leave.
     """
 
     def __init__(
@@ -59,25 +54,18 @@ class ServedGenerator:
         """Iteration whose policy the servers have; a completion of an earlier one is an error."""
         for server in servers:
             server.check()
+        bars.disable_progress_bar()  # there would be one whenever weights are saved
 
     def update(self, iteration: int) -> None:
         """Give all servers the policy's weights."""
         self.save(iteration)
         self.load(iteration)
-        self.engine.sum_int(0)  # the others wait
+        self.engine.gather_objects(None)  # the others wait
 
     def save(self, iteration: int) -> None:
         """Write the policy's weights for the servers to read."""
         if self.engine.rank == 0:
-            from transformers.utils import logging as bars
-
-            shown = bars.is_progress_bar_enabled()
-            bars.disable_progress_bar()  # there would be one in every iteration
-            try:
-                self.policy.save_model(self.folder / self._version(iteration))
-            finally:
-                if shown:
-                    bars.enable_progress_bar()
+            self.policy.save_model(self.folder / self._version(iteration))
 
     def load(self, iteration: int) -> None:
         """Give all servers weights that were saved, unless they have them or later ones."""
@@ -86,10 +74,6 @@ class ServedGenerator:
                 _at_once(partial(self._load, iteration=iteration), self.servers)
                 self._remove_weights(before=iteration)
             self.policy_version = max(iteration, self.policy_version)
-
-    def forget(self) -> None:
-        """The servers have lost their weights."""
-        self.policy_version = -1
 
     def __call__(
         self,
@@ -108,6 +92,8 @@ class ServedGenerator:
         ]
         answers = _at_once(_ask, asked)
         lost = [number for number, answer in enumerate(answers) if isinstance(answer, LostWeightsError)]
+        if lost and self.engine.world_size > 1:
+            raise answers[lost[0]]
         if lost:
             log.warning("%s; it gets the weights again", answers[lost[0]])
             with self._loading:
@@ -131,8 +117,6 @@ class ServedGenerator:
             self._loading.release()
         if self.engine.rank == 0:
             self._remove_weights()
-            for path in self.folder.glob(f"{self._run}.*.lock"):
-                files.remove(path)
 
     def _version(self, iteration: int) -> str:
         return f"{self._run}-{iteration}"
@@ -144,61 +128,31 @@ class ServedGenerator:
 
     def _load(self, server: VLLMServer, iteration: int) -> None:
         version = self._version(iteration)
-        lock = self.folder / f"{self._run}.{self.servers.index(server)}.lock"
-        with _alone(lock) if self.engine.world_size > 1 else nullcontext():  # ranks find out at the same time
-            server.update(self.folder / version, version)
+        server.update(self.folder / version, version)
 
 
 class ServedCollector(TextCollector):
-    """Has completions generated by servers, which get the policy's weights before each rollout.
+    """Has completions generated by servers, which get the policy's weights before each rollout. ``cleanup`` is closed with it."""
 
-    Args:
-        generator: generates on the servers. The other arguments of ``TextCollector`` follow.
-        own: the run's own server.
-        cleanup: closed with the collector.
-    """
-
-    def __init__(
-        self, generator: ServedGenerator, own: LocalServer | None, cleanup: ExitStack, *args: Any, **options: Any
-    ) -> None:
+    def __init__(self, generator: ServedGenerator, cleanup: ExitStack, *args: Any, **options: Any) -> None:
         super().__init__(generator.policy, generator, *args, **options)
         self.generator = generator
-        self._own, self._cleanup = own, cleanup
+        self._cleanup = cleanup
         self._numbers: dict[str, float] = {}
         """Metrics of the servers in this rollout."""
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """The rollout of new groups. A server of the run's own that has ended is started again once.
-
-        Raises:
-            ServerError: a server failed.
-        """
-        try:
-            return self._collect(num_steps, rollout)
-        except ServerError as error:
-            if self._own is None or self._own.is_healthy():
-                raise
-            log.warning("the run's server is started again, and the iteration repeated: %s", error)
-            self.forget()
-            self._own.start_again()
-            self._own.wait()
-            return self._collect(num_steps, rollout)
-
-    def forget(self) -> None:
-        """Drop the open requests, as the servers are gone."""
-        self.generator.forget()
+        """The rollout of new groups; a ``ServerError`` if a server failed."""
+        self._give_weights()
+        rollout = super().collect(num_steps, rollout)
+        self._metrics |= self._numbers
+        return rollout
 
     def close(self) -> None:
         """End the run's own server, too."""
         super().close()
         self.generator.close()
         self._cleanup.close()
-
-    def _collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        self._give_weights()
-        rollout = super().collect(num_steps, rollout)
-        self._metrics |= self._numbers
-        return rollout
 
     def _give_weights(self) -> None:
         start = time.perf_counter()
@@ -208,17 +162,6 @@ class ServedCollector(TextCollector):
 
 def _iteration(version: str) -> int:
     return int(version.rpartition("-")[2])
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Waits until no other process is within; one that ends has left."""
-    with path.open("wb") as file:
-        if os.name == "posix":
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -270,14 +213,6 @@ class AsyncCollector(ServedCollector):
         self._threads.shutdown()
         super().close()
 
-    def forget(self) -> None:
-        """Drop rollouts generated ahead; they are requested again."""
-        for ahead in self._queue:
-            ahead.cancel()
-        wait(self._queue)
-        self._queue.clear()
-        super().forget()  # last, as these may have loaded weights
-
     def _give_weights(self) -> None:
         """Save the weights, and queue that the servers load them and write rollouts by them."""
         for ahead in self._queue:
@@ -293,7 +228,8 @@ class AsyncCollector(ServedCollector):
         begun = time.perf_counter()
         self.generator.load(weights)
         loaded = time.perf_counter()
-        return Written(self._write(groups), begun, loaded, time.perf_counter())
+        write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue)
+        return Written(groups, begun, loaded, time.perf_counter())
 
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
         """The oldest rollout of the queue."""

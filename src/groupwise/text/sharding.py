@@ -49,7 +49,7 @@ class ShardedEngine(DistributedEngine):
         return self.shard(deepcopy(policy))
 
     def shard(self, policy: Module) -> Module:
-        """The policy, of which this rank keeps a part; the reference of adapters stays, since it has no base of its own."""
+        """The policy, of which this rank keeps a part."""
         if not isinstance(policy, CausalLM):
             return policy
         mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -1,21 +1,338 @@
-"""The task of a language model: prompts and rewards."""
+"""The task of a language model: prompts, their tokens, and rewards."""
 
-from collections.abc import Callable, Sequence
+import csv
+import dataclasses
+import functools
+import io
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from groupwise import config
 from groupwise.config.algorithm import AlgorithmCfg, OnNonFinite
 from groupwise.config.base import GIVEN, refuse_unknown
 from groupwise.config.policy import ModelCfg
 from groupwise.config.run import GYM, RewardCfg, TextRunCfg, TextTaskCfg
-from groupwise.errors import ConfigError, require_extra
-from groupwise.text.data import Example, gym_examples, load_examples, without_overlap
-from groupwise.text.rewards import RewardSet, make_reward
-from groupwise.text.tools import make_tool
+from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, require_extra
+from groupwise.seeding import derive_seed
+from groupwise.text.rewards import Message, Prompt, RewardSet, make_reward
+from groupwise.text.tools import encodable, make_tool
 
 if TYPE_CHECKING:
     from groupwise.training.build import UserObjects
+
+# Examples from files, objects and reasoning-gym
+
+
+class Example(NamedTuple):
+    """A prompt and its columns."""
+
+    prompt: Prompt
+    """A text, or messages with ``role`` and ``content``."""
+    columns: dict[str, Any]
+    """All other columns; they are passed to the rewards."""
+
+
+def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Example]:
+    """The examples of a file or an object; columns that a row lacks are None.
+
+    Args:
+        source: path of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; or a ``datasets.Dataset``, a pandas data
+            frame or any other iterable of mappings, or of texts, which are prompts without columns.
+
+    Raises:
+        DataError: no examples, a row that cannot be read (names file and line), or a missing column.
+    """
+    where = str(source) if isinstance(source, str | Path) else "the data"
+    rows = [{prompt_column: row} if isinstance(row, str) else row for row in _rows(source, where)]
+    if not rows:
+        raise DataError(f"{where} has no examples; fix: at least one prompt")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    if prompt_column not in columns:
+        there = ", ".join(sorted(map(repr, columns)))
+        raise DataError(
+            f"{where} has no column {prompt_column!r}; it has {there}; fix: prompt_column{nearest(prompt_column, columns)}"
+        )
+    examples = []
+    for number, row in enumerate(rows):
+        prompt = read_prompt(f"{where}, example {number}", row.get(prompt_column))
+        examples.append(Example(prompt, {column: row.get(column) for column in columns if column != prompt_column}))
+    if len({isinstance(example.prompt, str) for example in examples}) > 1:
+        raise DataError(f"some prompts of {where} are texts and some are messages; fix: all of one kind")
+    return examples
+
+
+def gym_examples(
+    name: str, *, size: int, part: str = "train", kwargs: Mapping[str, Any] | None = None
+) -> list[Example]:
+    """Examples of ``reasoning-gym:<task>`` for ``train`` or ``eval``, with the columns ``task``, ``answer`` and ``metadata``.
+
+    The library draws item i from ``seed + i``; the seeds of the two parts are 2**30 apart.
+
+    Raises:
+        ConfigError: no such task, or a setting that the task does not have or refuses.
+    """
+    require_extra("reasoning_gym", "text")
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    task, kwargs = name.removeprefix(GYM), kwargs or {}
+    if task not in DATASETS:
+        raise UnknownNameError("reasoning-gym task", task, DATASETS)
+    seed = derive_seed(0, "reasoning-gym") // 2 + (2**30 if part == "eval" else 0)
+    try:
+        items = reasoning_gym.create_dataset(task, seed=seed, size=size, **kwargs)
+    except (TypeError, AssertionError) as error:
+        known = ", ".join(field.name for field in dataclasses.fields(DATASETS[task][1]))
+        raise ConfigError(f"data_kwargs of {GYM}{task}: {error}; fix: {known}") from error
+    return [
+        Example(item["question"], {"task": task, "answer": item["answer"], "metadata": item["metadata"]})
+        for item in items
+    ]
+
+
+def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
+    """The training examples, at least one, whose prompts are not held out but for white space. Warns of the others."""
+    keys = {_key(example.prompt) for example in held_out}
+    kept = [example for example in train if _key(example.prompt) not in keys]
+    if not kept:
+        raise DataError("all training prompts are in the evaluation data; fix: other eval_data, or eval_overlap='keep'")
+    if num_dropped := len(train) - len(kept):
+        warnings.warn(
+            f"{num_dropped} of {len(train)} training prompts are in the evaluation data: dropped", stacklevel=2
+        )
+    return kept
+
+
+def _rows(source: object, where: str) -> list[Any]:
+    """The rows of a file, a data frame or any other iterable: mappings or texts; a ``DataError`` if it has others."""
+    if isinstance(source, str | Path):
+        path = Path(source)
+        if path.suffix.lower() not in _ENDINGS:
+            raise DataError(
+                f"data = {str(path)!r}: expected a file that ends in {', '.join(_ENDINGS)}; fix: convert it"
+            )
+        if not path.is_file():
+            raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
+        try:
+            source = _read_file(path)
+        except (ValueError, RecursionError, csv.Error) as error:  # also of JSON, Parquet and UTF-8
+            raise DataError(f"{path}, {error}; fix: write it again, texts in UTF-8") from error
+    elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
+        source = source.to_dict("records")
+    if isinstance(source, Mapping) or not isinstance(source, Iterable):
+        raise DataError(
+            f"{where}: expected a path or a list of examples; got {source!r:.80}; fix: a list of mappings, or one part of "
+            "a mapping, such as data['train']"
+        )
+    rows = list(source)
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping | str):
+            raise DataError(
+                f"{where}, example {number}: expected a mapping of columns or a text; got {row!r:.80}; fix: {{'prompt': ...}}"
+            )
+    return rows
+
+
+_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def _read_file(path: Path) -> Any:
+    """The content of a file; a ``ValueError`` or ``csv.Error`` if it is broken."""
+    if path.suffix.lower() == ".parquet":
+        from pyarrow.parquet import read_table
+
+        return read_table(path).to_pylist()
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix.lower() == ".json":
+        return json.loads(text)
+    rows: list[Any] = []
+    if path.suffix.lower() == ".csv":
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        for row in reader:
+            if None in row or None in row.values():
+                raise ValueError(f"near line {reader.line_num}: not as many fields as columns")
+            rows.append(row)
+        return rows
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}: {error.msg}") from error
+    return rows
+
+
+def read_prompt(where: str, prompt: object) -> Prompt:
+    """The prompt, checked; a ``DataError`` that begins with ``where`` if it is neither a text nor messages."""
+    if isinstance(prompt, str):
+        return encodable(prompt)
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise DataError(f"{where}: prompt = {prompt!r:.80}: expected a text or a list of messages; fix: the row")
+    messages = []
+    for message in prompt:
+        items = message.items() if isinstance(message, Mapping) else ()
+        found = {key: value for key, value in items if value is not None}
+        if found.keys() != {"role", "content"} or not all(isinstance(value, str) for value in found.values()):
+            raise DataError(
+                f"{where}: message = {message!r:.80}: expected the texts role and content; fix: "
+                "{'role': 'user', 'content': '...'}"
+            )
+        messages.append({key: encodable(text) for key, text in found.items()})
+    return tuple(messages)
+
+
+def _key(prompt: Prompt) -> tuple[str, ...]:
+    """The prompt without differences of white space and form."""
+    if isinstance(prompt, str):
+        return ("user", " ".join(prompt.split()))
+    return tuple(" ".join(part.split()) for message in prompt for part in (message["role"], message["content"]))
+
+
+# Encoding of prompts, decoding of completions
+
+_WRITTEN = "WRITTEN"
+"""Placeholder of the model's turn, whose tokens are known."""
+
+
+class EncodedPrompt(NamedTuple):
+    """An example and the tokens that the model reads."""
+
+    example: Example
+    tokens: tuple[int, ...]
+
+
+class PromptEncoder:
+    """The tokens of prompts, as the task and the tokenizer's chat template have them."""
+
+    def __init__(self, tokenizer: Any, cfg: TextTaskCfg) -> None:
+        self.tokenizer = tokenizer
+        self.cfg = cfg
+        self.conversational: bool = cfg.chat == "auto" and tokenizer.chat_template is not None
+        """Whether texts become messages."""
+        if cfg.system_prompt is not None and not self.conversational:
+            raise self._no_template("system_prompt is")
+
+    def encode(self, example: Example) -> list[int]:
+        """The prompt's tokens, never cut; an error for messages that the template refuses."""
+        if not self.conversational:
+            if not isinstance(example.prompt, str):
+                raise self._no_template("the data's prompts are")
+            text = example.prompt
+            ids: list[int] = self.tokenizer(text)["input_ids"]
+            end = self.tokenizer.eos_token
+            if end is not None and ids[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(end):
+                ids = ids[:-1]  # some tokenizers end every text
+            if not ids and self.tokenizer.bos_token_id is None:
+                raise DataError("an empty prompt has no tokens, and the tokenizer no bos token; fix: a text")
+            return ids or [self.tokenizer.bos_token_id]
+        from jinja2 import TemplateError
+
+        prompt = example.prompt
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if self.cfg.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": encodable(self.cfg.system_prompt)})
+        continues = messages[-1]["role"] == "assistant"
+        try:
+            tokens: list[int] = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                return_dict=False,
+                **self.cfg.chat_template_kwargs,
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template refuses {messages}: {error}; fix: other roles, or their order"
+            ) from error
+        return tokens
+
+    def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
+        """The examples whose prompts are short enough, encoded; ``context`` is the room that the model leaves for a prompt.
+
+        Raises:
+            DataError: a prompt is too long and ``on_long_prompt="error"``, or all are.
+        """
+        encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
+        limit = min(self.cfg.max_prompt_tokens or math.inf, context or math.inf)
+        too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]
+        if not too_long:
+            return encoded
+        longest = max(len(prompt.tokens) for prompt in too_long)
+        message = (
+            f"{len(too_long)} of {len(encoded)} prompts have more than {limit} tokens (the longest {longest}); the first: "
+            f"{str(too_long[0].example.prompt)[:80]!r}"
+        )
+        if self.cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
+            raise DataError(
+                f"{message}; fix: shorter prompts, on_long_prompt='drop', a larger max_prompt_tokens or a smaller max_new_tokens"
+            )
+        warnings.warn(f"{message}; they are dropped", stacklevel=2)
+        return [prompt for prompt in encoded if len(prompt.tokens) <= limit]
+
+    def encode_answer(self, answer: str, end: int | None = None) -> list[int]:
+        """All tokens between two turns of the model: a message if prompts are messages, otherwise plain text.
+
+        An end-of-text token that the model wrote itself, ``end``, is not repeated. A ``ConfigError`` if the chat template has no
+        place for an answer after the assistant's message.
+        """
+        if not self.conversational:
+            return self._ids(self.cfg.tool_answer.replace("{}", answer))
+        rendered = self._render(self._answer_role, answer)
+        place = rendered.index(_WRITTEN) + len(_WRITTEN)
+        before, whole = self._ids(rendered[:place]), self._ids(rendered)
+        if whole[: len(before)] != before:
+            raise ConfigError(
+                "a token of the chat template overlaps the assistant's text, so that no tool's answer can follow it; "
+                "fix: another template, or chat='never'"
+            )
+        tokens = whole[len(before) :]
+        place = tokens.index(end) if end in tokens else 0
+        ends_turn = end in tokens and not self.tokenizer.decode(tokens[:place]).strip()
+        return tokens[place + 1 :] if ends_turn else tokens
+
+    @functools.cached_property
+    def _answer_role(self) -> str:
+        """``tool``, or ``user`` where the template refuses that or leaves it out."""
+        from jinja2 import TemplateError
+
+        for role in ("tool", "user"):
+            with suppress(TemplateError):
+                if "84" in self._render(role, "84").partition(_WRITTEN)[2]:
+                    return role
+        raise ConfigError(
+            "the tokenizer's chat template has no message of role 'tool' or 'user' after the assistant's, for a tool's "
+            "answer; fix: another template, or chat='never'"
+        )
+
+    def _render(self, role: str, answer: str) -> str:
+        """A conversation in which the answer follows a turn of the model."""
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _WRITTEN},
+            {"role": role, "content": answer},
+        ]
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.cfg.chat_template_kwargs
+        )
+        return text
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _no_template(self, what: str) -> ConfigError:
+        reason = "chat='never'" if self.cfg.chat == "never" else f"{self.tokenizer.name_or_path!r} has no chat template"
+        return ConfigError(
+            f"{what} for conversations, but {reason}; fix: the tokenizer of a chat model, chat='auto', or prompts that are texts"
+        )
+
+
+# The task
 
 
 class TextTask:
@@ -47,30 +364,28 @@ class TextTask:
     ) -> None:
         refuse_unknown(settings, {*TextTaskCfg.model_fields, "reward", "reward_weights"} - {"rewards"}, "TextTask")
         rewards = _several(reward)
-        cfgs: list[RewardCfg] = []
         for one in rewards:
             if not isinstance(one, RewardCfg | str) and not callable(one):
                 raise ConfigError(
                     f"reward = {one!r}: expected a function, the name of a registered one, or RewardCfg; fix: reward=my_function"
                 )
-            name = one if isinstance(one, str) else GIVEN
-            cfgs.append(one if isinstance(one, RewardCfg) else RewardCfg(name=name))
+        names = [one if isinstance(one, RewardCfg | str) else GIVEN for one in rewards]
+        cfgs = [RewardCfg(name=one) if isinstance(one, str) else one for one in names]
         if reward_weights is not None:
             if len(reward_weights) != len(cfgs):
                 raise ConfigError(f"reward_weights = {list(reward_weights)} for {len(cfgs)} rewards; fix: one for each")
             cfgs = [cfg.model_copy(update={"weight": w}) for cfg, w in zip(cfgs, reward_weights, strict=True)]
-        recorded = [str(one) if isinstance(one, str | Path | None) else GIVEN for one in (data, eval_data)]
         self.cfg = TextTaskCfg(
-            data=recorded[0],
-            eval_data=None if eval_data is None else recorded[1],
+            data=str(data) if isinstance(data, str | Path) else GIVEN,
+            eval_data=str(eval_data) if isinstance(eval_data, str | Path) else None if eval_data is None else GIVEN,
             rewards=tuple(cfgs),
             tool=GIVEN if callable(tool) else tool,
             **settings,
         )
         """The settings, with ``<given in Python>`` in place of objects."""
         self.given: dict[str, Any] = {
-            "data": data if recorded[0] == GIVEN else None,
-            "eval_data": eval_data if recorded[1] == GIVEN else None,
+            "data": None if isinstance(data, str | Path) else data,
+            "eval_data": None if isinstance(eval_data, str | Path) else eval_data,
             "reward": [one for one in rewards if callable(one)] or None,
             "tool": tool if callable(tool) else None,
         }
@@ -124,9 +439,8 @@ class TextTask:
     def _examples(self, name: Literal["data", "eval_data"]) -> list[Example]:
         cfg, source = self.cfg, vars(self.cfg)[name]
         if source.startswith(GYM):
-            if name == "data":
-                return gym_examples(source, size=cfg.data_size, kwargs=cfg.data_kwargs)
-            return gym_examples(source, size=cfg.eval_size, part="eval", kwargs=cfg.data_kwargs)
+            size, part = (cfg.data_size, "train") if name == "data" else (cfg.eval_size, "eval")
+            return gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
         if source == GIVEN:
             source = self.given[name]
             if source is None:
@@ -151,10 +465,8 @@ def text_cfg(
     policy: object,
     settings: dict[str, Any],
 ) -> TextRunCfg:
-    """The settings of a run on a task. A given policy has its own model and sampling.
-
-    Args:
-        settings: ``model`` (a folder, a hub id, a ``ModelCfg`` or its fields), ``lora`` and other fields of ``TextRunCfg``.
+    """The settings of a run on a task, from ``model``, ``lora`` and other fields of ``TextRunCfg``. A given policy has its own model
+    and sampling.
 
     Raises:
         ConfigError: a setting is unknown or impossible, or there is no model.

@@ -1,27 +1,23 @@
 """Tools that answer the model's calls. None runs the model's text as code."""
 
 import ast
-import functools
-import inspect
 import logging
 import operator
 import re
+import warnings
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from groupwise.config.base import GIVEN
 from groupwise.config.run import TextTaskCfg
-from groupwise.errors import ConfigError, ToolError, UnknownNameError
+from groupwise.errors import ConfigError, ToolError
 from groupwise.plugins import register
-from groupwise.text.data import encodable
-from groupwise.text.rewards import Isolated, LostCallError, check_settings, described
+from groupwise.system import LostChildError
+from groupwise.text.rewards import Isolated, make_registered
 
 log = logging.getLogger(__name__)
 
-MOST_LOST, CALL_WINDOW = 0.2, 100
-"""Training stops where more than this part of the latest calls was lost."""
 MAX_BITS = 512
 """Numbers of more bits are refused."""
 
@@ -52,25 +48,14 @@ def register_tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
-    """The tool that the settings describe; None if there is none.
-
-    Args:
-        given: the tool itself, if it was given in Python.
+    """The tool that the settings describe, or that was ``given`` in Python; None if there is none.
 
     Raises:
         ConfigError: there is no such tool, it does not take those settings, or it was given in Python and now is missing.
     """
     if cfg.tool is None:
         return None
-    made = given
-    if cfg.tool != GIVEN:
-        if cfg.tool not in TOOLS:
-            raise UnknownNameError("tool", cfg.tool, TOOLS)
-        registered = TOOLS[cfg.tool]
-        is_class = inspect.isclass(registered)
-        text = () if is_class else ("",)
-        check_settings(f"tool {cfg.tool!r}", registered, cfg.tool_kwargs, first=text, complete=True)
-        made = registered(**cfg.tool_kwargs) if is_class else functools.partial(registered, **cfg.tool_kwargs)
+    made = given if cfg.tool == GIVEN else make_registered("tool", TOOLS, cfg.tool, cfg.tool_kwargs, "")
     if made is None:
         raise ConfigError("the tool was given in Python; fix: give it again as tool=...")
     return made if cfg.tool_timeout is None else IsolatedTool(made, cfg.tool_timeout)
@@ -82,24 +67,27 @@ class IsolatedTool(Tool):
     def __init__(self, tool: AnyTool, seconds: float) -> None:
         self.stop = tool.stop if isinstance(tool, Tool) else ()
         self._isolated = Isolated(tool, "the tool", seconds)
-        self._lost: deque[bool] = deque(maxlen=CALL_WINDOW)
 
     def __call__(self, text: str) -> str | None:
-        """The tool's answer, or ``error: `` and the reason; a ``ToolError`` if too many of the latest calls were lost."""
+        """The tool's answer, or ``error: `` and the reason."""
         try:
             answer: str | None = self._isolated(text)
-            self._lost.append(False)
-        except LostCallError as error:
-            log.warning("%s, with the input %r", error, text[:80])
-            self._lost.append(True)
-            answer = f"error: {error}"
-        if sum(self._lost) > MOST_LOST * CALL_WINDOW:
-            raise ToolError(f"more than {MOST_LOST:.0%} of {CALL_WINDOW} calls took too long or ended its process")
+        except LostChildError as error:
+            log.warning("the tool %s, with the input %r", error, text[:80])
+            answer = f"error: the tool {error}"
         return answer
 
     def close(self) -> None:
         """End the process."""
         self._isolated.close()
+
+
+def encodable(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which no tokenizer takes; warns of them."""
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if whole != text:
+        warnings.warn("a text has lone surrogates: U+FFFD takes their place", stacklevel=2)
+    return whole
 
 
 def ask(tool: AnyTool, text: str) -> str | None:
@@ -108,7 +96,7 @@ def ask(tool: AnyTool, text: str) -> str | None:
         answer: Any = tool(text)
     except Exception as error:
         raise ToolError(
-            f"the tool raised {described(error)}\n  its input: {text!r:.80}\nfix: the tool; return errors "
+            f"the tool raised {type(error).__name__}: {error}\n  its input: {text!r:.80}\nfix: the tool; return errors "
             "that the model should read"
         ) from error
     if answer is None:
@@ -138,34 +126,43 @@ class Calculator(Tool):
         return calculate(calls[-1]) if calls else None
 
 
+ARITHMETIC_ERRORS = (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError)
+"""Errors of ``value_of``."""
+
+
 def calculate(expression: str) -> str:
     """Value of the arithmetic expression, to 12 digits unless it is an integer; or ``error: `` and the reason."""
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = value_of(expression)
     except ZeroDivisionError:
         return "error: division by zero"
     except OverflowError:
         return "error: too large"
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    except ARITHMETIC_ERRORS:
         return "error: expected numbers, parentheses and + - * / // % **"
     return str(value) if isinstance(value, int) else format(value, ".12g")
 
 
-def _value(node: ast.expr) -> int | float:
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            pass
-        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATORS:
-            value = _OPERATORS[type(sign)](_value(operand))
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            value = _OPERATORS[type(sign)](_value(left), _value(right))
-        case _:
+def value_of(expression: str, number: Callable[[Any], Any] = lambda constant: constant) -> Any:
+    """Value of the arithmetic expression, whose constants are made by ``number``; one of ``ARITHMETIC_ERRORS`` if it has none."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() | float() as constant) if not isinstance(constant, bool):
+                found = number(constant)
+            case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATORS:
+                found = _OPERATORS[type(sign)](value(operand))
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+                found = _OPERATORS[type(sign)](value(left), value(right))
+            case _:
+                raise ValueError
+        if isinstance(found, complex):
             raise ValueError
-    if isinstance(value, complex):
-        raise ValueError
-    if abs(value) >= 2**MAX_BITS:
-        raise OverflowError
-    return value
+        if abs(found) >= 2**MAX_BITS:
+            raise OverflowError
+        return found
+
+    return value(ast.parse(expression.strip(), mode="eval").body)
 
 
 def _power(base: int | float, exponent: int | float) -> Any:

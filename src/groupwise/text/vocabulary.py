@@ -91,7 +91,8 @@ class _Scores(torch.autograd.Function):
             if slope is not None:
                 # d log_prob / d logit = [token] - p; expm1 is exact where p is near 1
                 p = exp.div_(total[:, None]).scatter_(1, place, log_prob[c, None].expm1())
-                slope[c] = _back_product(_times(p, derivative), wide).div_(-temperature)
+                p = p if derivative is None else p.mul_(derivative)
+                slope[c] = _back_product(p, wide).div_(-temperature)
         ctx.save_for_backward(hidden, weight, token, log_prob, entropy, peak, log_total, slope)
         return log_prob, entropy
 
@@ -117,17 +118,13 @@ class _Scores(torch.autograd.Function):
                 if grad_entropy is not None:
                     upstream = log_p.add_(entropy[c, None]).mul_(grad_entropy[c, None]).add_(upstream)
                 grad.mul_(-upstream).scatter_(1, token[c, None], at_token[c, None]).div_(ctx.temperature)
-                grad = _times(grad, derivative)
+                grad = grad if derivative is None else grad.mul_(derivative)
                 if grad_hidden is not None:
                     grad_hidden[c] = _back_product(grad, wide)
                 if grad_weight is not None:
                     grad_weight.addmm_(grad.T, hidden[c].float())
         grads = ((grad_hidden, hidden), (grad_weight, weight))
         return *(None if grad is None else grad.to(to.dtype) for grad, to in grads), *(None,) * 5
-
-
-def _times(grad: Tensor, derivative: Tensor | None) -> Tensor:
-    return grad if derivative is None else grad.mul_(derivative)
 
 
 def _widened(weight: Tensor, hidden: Tensor) -> Tensor:
@@ -145,20 +142,20 @@ def _back_product(grad: Tensor, wide: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, wide: Tensor) -> Tensor:
-    """``left @ right.T`` of hidden states and weights in float32.
-
-    A product of two bfloat16 numbers is exact in float32, and processors with AMX multiply those several times faster. On
-    CPUs torch has only a setting of the process for it: factors of float32 products may be rounded to bfloat16, which
-    changes none that are bfloat16 already. It is set for this one product.
-
-    Args:
-        wide: ``right`` as ``_widened`` gives it.
-    """
+    """``left @ right.T`` of hidden states and weights in float32; ``wide`` is ``right`` as ``_widened`` gives it."""
     halves = left.dtype == right.dtype == torch.bfloat16
-    if left.is_cuda and halves:
-        return torch.mm(left, right.T, out_dtype=torch.float32)
     if not halves:
         return torch.mm(left.float(), wide.T)
+    return torch.mm(left, right.T, out_dtype=torch.float32) if left.is_cuda else _product_of_halves(left, wide)
+
+
+def _product_of_halves(left: Tensor, wide: Tensor) -> Tensor:
+    """The same of bfloat16 numbers on a CPU.
+
+    A product of two of them is exact in float32, and processors with AMX multiply those several times faster. On CPUs torch
+    has only a setting of the process for it: factors of float32 products may be rounded to bfloat16, which changes none that
+    are bfloat16 already. It is set for this one product.
+    """
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, setting.fp32_precision = setting.fp32_precision, "bf16"
     try:

@@ -35,7 +35,7 @@ from groupwise.config.run import (
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
-from groupwise.envs.make import make_env, torch_fix
+from groupwise.envs.make import make_env
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
@@ -46,7 +46,7 @@ from groupwise.report.video import NoPictureError, film, film_group
 from groupwise.seeding import derive_seed
 from groupwise.speed import control as compile
 from groupwise.speed import control as rollouts
-from groupwise.speed.control import flat_adam, numpy_actor
+from groupwise.speed.control import flat_adam
 from groupwise.training.callbacks import (
     CheckSamplerMismatch,
     Evaluate,
@@ -289,7 +289,6 @@ class EnvEvaluator(Evaluator):
         result = evaluate_policy(
             self.policy,
             self.env,
-            actor=numpy_actor if self.cfg.speed == "auto" else None,
             episodes=self.cfg.evaluation.episodes,
             seed=self.seed,
             deterministic=self.cfg.evaluation.deterministic,
@@ -618,13 +617,11 @@ def build_components(
 
 
 def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the algorithm and the collector for speed: flat parameters, acting in NumPy, compiled code."""
-    fast, stops = cfg.speed == "auto", cfg.algorithm.on_nonfinite == "stop"
-    act: MakeActor = numpy_actor if fast else lambda policy: policy.act
-    actor = act if stops else lambda policy: acting_on_finite(act(policy))
+    """Arguments of the algorithm and the collector for speed: flat parameters and compiled code."""
+    stops = cfg.algorithm.on_nonfinite == "stop"
     of_algorithm: dict[str, Any] = {}
-    of_collector: dict[str, Any] = {"actor": actor}
-    if not fast:
+    of_collector: dict[str, Any] = {"actor": None if stops else lambda policy: acting_on_finite(policy.act)}
+    if cfg.speed == "off":
         return of_algorithm, of_collector
     of_algorithm["optimizer"] = flat_adam
     steps, rows = cfg.expected_steps(world_size), cfg.env.num_envs * world_size
@@ -633,7 +630,7 @@ def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[s
     if steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
         of_algorithm["gradient"] = compile.compiled_gradient
     if (
-        stops and steps // rows >= rollouts.WORTH_STEPS
+        stops and steps // rows >= rollouts.WORTH_ROLLOUT_STEPS
     ):  # otherwise actions are replaced on their way to the environment
         of_collector["stepper"] = rollouts.compiled_stepper
     return of_algorithm, of_collector
@@ -718,6 +715,6 @@ def _build_collector(
     if not isinstance(env, TorchGroupEnv):
         raise ConfigError(
             f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
-            f"fix: {torch_fix(env.env_id)}collection.partial_groups='complete'"
+            "fix: env.vectorization='torch' (for CartPole-v1), or collection.partial_groups='complete'"
         )
     return TorchGroupCollector(env, policy, stepper=stepper, **shared)

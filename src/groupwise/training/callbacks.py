@@ -363,7 +363,7 @@ class Steps:
             "token": [texts[token] for token in tokens] if is_text else None,
             "reward": self._at("reward"),
             "reward_parts": self._vectors(batch.get("reward_parts", None)),
-            "log_prob": self._pick(algorithm.of_decisions(batch["sample_log_prob"])),
+            "log_prob": self._pick(algorithm.layout.per_decision(batch["sample_log_prob"])),
             "ratio": np.where(counts, ratio, np.nan),
             "advantage": None if algorithm.advantage is None else self._pick(algorithm.advantage),
             "loss_mask": counts,
@@ -382,7 +382,7 @@ class Steps:
         after = algorithm.score(algorithm.policy, inputs).log_prob
         for name, buffer in algorithm.policy.named_buffers():
             buffer.copy_(now[name])
-        ratio = algorithm.of_decisions(after - self.batch["sample_log_prob"][rows]).exp()
+        ratio = algorithm.layout.per_decision(after - self.batch["sample_log_prob"][rows]).exp()
         slots = torch.searchsorted(rows, self.slots[0]), self.slots[1]
         mask = inputs["loss_mask"]
         counts = mask.any(dim=-1) if mask.dim() > 2 else mask

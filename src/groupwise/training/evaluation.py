@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from groupwise.collectors.vector import MakeActor, acting_on_finite
+from groupwise.collectors.vector import acting_on_finite
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import EvaluationMetric
 from groupwise.data.rollout import all_finite, allocate
@@ -166,7 +166,6 @@ def evaluate_policy(
     deterministic: bool = True,
     max_steps: int = MAX_STEPS,
     on_nonfinite: OnNonFinite = "stop",
-    actor: MakeActor | None = None,
 ) -> EvaluationResult:
     """Result of ``episodes`` whole episodes; episode i starts from ``derive_seed(seed, "eval", i)``.
 
@@ -177,7 +176,6 @@ def evaluate_policy(
         env: plays ``num_envs`` episodes at once.
         max_steps: cuts episodes that have not ended by then.
         on_nonfinite: "drop": episodes whose return is not finite are left out; "zero": such rewards are 0.
-        actor: as of collectors.
 
     Raises:
         DataError: an observation or a return is not finite.
@@ -188,7 +186,7 @@ def evaluate_policy(
     returns, lengths, tasks = np.zeros(episodes), np.zeros(episodes, np.int64), np.full(episodes, "", dtype=object)
     running, success, tells_success = np.ones(episodes, np.bool_), *np.zeros((2, episodes), np.bool_)
     for first in range(0, episodes, num_envs):  # plays these episodes, one in each row
-        act = policy.player().act if actor is None or policy.state_size else actor(policy)
+        act = policy.player().act
         act = act if on_nonfinite == "stop" else acting_on_finite(act)
         count = min(num_envs, episodes - first)
         played, rows = slice(first, first + count), slice(0, count)

@@ -226,8 +226,8 @@ class Trainer:
         size = self.collector.data_size
         counts: dict[str, int | float] = {
             "iterations": self.iteration + 1,
-            "steps": self.env_steps + self.engine.sum_int(self.collector.last_steps),
-            "epochs": self.engine.sum_int(self.collector.position) / size if size else 0.0,
+            "steps": self.env_steps + sum(self.engine.gather_objects(self.collector.last_steps)),
+            "epochs": sum(self.engine.gather_objects(self.collector.position)) / size if size else 0.0,
         }
         total = self.budget.total
         self.algorithm.set_progress(self.done / total, total, (counts[self.budget.unit] - self.done) / total)

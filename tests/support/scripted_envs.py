@@ -1,11 +1,9 @@
 """Environments whose every number is known beforehand, and policies to match."""
 
-from collections.abc import Callable
 from itertools import cycle
 
 import gymnasium
 import numpy as np
-import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -157,60 +155,28 @@ class FakePolicy(Policy):
         raise NotImplementedError
 
 
-def _scripted(autoreset: str, *scripts: list[tuple[int, str]]) -> VectorEnv:
+def scripted(autoreset: str, *scripts: list[tuple[int, str]]) -> VectorEnv:
+    """Rows that follow the scripts, by Gymnasium's vector environment."""
     makers = [lambda row=row, script=script: ScriptedEnv(row, script) for row, script in enumerate(scripts)]
     env = SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode[autoreset.upper()])
     return GymnasiumVectorEnv(env, env_id="Scripted", max_episode_steps=None)
 
 
-def _buffer_for(env: VectorEnv, policy: Policy, num_steps: int) -> RolloutBuffer:
+def buffer_for(env: VectorEnv, policy: Policy, num_steps: int) -> RolloutBuffer:
     return RolloutBuffer(
         env.num_envs, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=not policy.actor_only
     )
 
 
-@pytest.fixture(scope="session")
-def scripted() -> Callable[..., VectorEnv]:
-    return _scripted
-
-
-@pytest.fixture(scope="session")
-def buffer_for() -> Callable[..., RolloutBuffer]:
-    return _buffer_for
-
-
-@pytest.fixture(scope="session")
-def fake_policy() -> type[FakePolicy]:
-    return FakePolicy
-
-
-@pytest.fixture(scope="session")
-def scripted_env() -> type[ScriptedEnv]:
-    return ScriptedEnv
-
-
-@pytest.fixture(scope="session")
-def walk_env() -> type[WalkEnv]:
-    return WalkEnv
-
-
-@pytest.fixture(scope="session")
-def scripted_group() -> type[ScriptedGroupEnv]:
-    return ScriptedGroupEnv
-
-
-@pytest.fixture(scope="session")
-def collect(buffer_for, fake_policy):
-    def run(env, num_steps, *, slots=8, actor_only=False, iteration=0, **kwargs):
-        policy = fake_policy(actor_only)
-        if "horizon" in kwargs:
-            cfg = kwargs.pop("collection", CollectionCfg())
-            kwargs["collection"] = cfg.model_copy(update={"horizon": kwargs.pop("horizon")})
-        collector = GroupCollector(env, policy, verify_start=False, **kwargs)
-        collector.iteration = iteration
-        buffer = buffer_for(env, policy, slots)
-        rollout = collector.collect(num_steps, buffer.start_rollout())
-        buffer.add(rollout)
-        return collector, rollout
-
-    return run
+def collect_groups(env, num_steps, *, slots=8, actor_only=False, iteration=0, **kwargs):
+    """A ``GroupCollector`` and its first rollout."""
+    policy = FakePolicy(actor_only)
+    if "horizon" in kwargs:
+        cfg = kwargs.pop("collection", CollectionCfg())
+        kwargs["collection"] = cfg.model_copy(update={"horizon": kwargs.pop("horizon")})
+    collector = GroupCollector(env, policy, verify_start=False, **kwargs)
+    collector.iteration = iteration
+    buffer = buffer_for(env, policy, slots)
+    rollout = collector.collect(num_steps, buffer.start_rollout())
+    buffer.add(rollout)
+    return collector, rollout

@@ -31,7 +31,7 @@ def collected(collector, num_steps, windows=1):
 
 
 def last_actions(rollout):
-    """Of each episode that ended in the rollout, by (step, row): whether its last action touched the goal."""
+    """Whether the last action of each ended episode touched the goal, by (step, row)."""
     action = rollout["action"].reshape(rollout.shape)
     over = (rollout["terminated"] | rollout["truncated"])[:, :-1]
     return [bool(action[row, step]) for step, row in over.T.nonzero().tolist()]

@@ -203,9 +203,7 @@ class GroupCollector(EnvCollector):
     New groups are opened until ``num_envs * num_steps`` steps are taken.
 
     Args:
-        env: gives observations on the policy's device.
         greedy_members: further episodes of each group that act greedily: a baseline, never trained on.
-        rank: of this process; each draws its own streams.
         verify_start: check before training that members share their start bit for bit.
 
     Raises:

@@ -376,10 +376,6 @@ class VectorCollector(EnvCollector):
     A checkpoint keeps the running episodes where ``env.state_dict`` captures them (classic control, MuJoCo, environments in
     torch, and others made of numbers and arrays, or that clone a state of these). Elsewhere, and on ranks other than the one
     that saves, resuming a run starts new episodes.
-
-    Args:
-        env: gives observations on the policy's device.
-        rank: of this process; each draws its own streams.
     """
 
     def __init__(

@@ -94,14 +94,6 @@ def test_the_horizon_cuts_before_the_environment_tells():
     assert {(episode.length, episode.success) for episode in collector.finished} == {(2, None)}
 
 
-def test_success_of_recent_episodes_survives_a_resume():
-    first, second = (VectorCollector(vector("success", "disabled"), FakePolicy()) for _ in range(2))
-    collected(first, 7)
-    second.load_state_dict(first.state_dict())
-    assert list(second.recent) == list(first.recent)
-    assert second.metrics()["rollout/success_rate"] == first.metrics()["rollout/success_rate"]
-
-
 def torch_collector(kind, lengths, **settings):
     torch.manual_seed(0)
     env = TorchTouch(len(lengths), lengths)

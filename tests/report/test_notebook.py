@@ -21,17 +21,17 @@ def shown(path):
     return to_html(RunFolder(path))
 
 
-def test_a_notebook_shows_answer_and_curve(run):
+def test_a_notebook_shows_answer_curve_and_what_to_look_at(run):
     assert "Did it learn? <b>No.</b> The evaluated return rose from 1 to 4" in shown(run)
     assert shown(run).count("<svg") == 1
     assert shown(run).count("<li>") == 1  # evaluations below training
-
-
-def test_a_notebook_shows_what_to_look_at(run):
-    path = run / "metrics.jsonl"
-    entries = [json.loads(line) | {"rollout/return_mean": 0.0} for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    metrics = run / "metrics.jsonl"
+    entries = [json.loads(line) | {"rollout/return_mean": 0.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     assert "<li>trouble: <b>Return</b> Between 0 and 0 in training." in shown(run)
+    metrics.unlink()
+    assert "<svg" not in shown(run)
+    assert "Unknown" in shown(run)
 
 
 def test_two_runs_in_a_notebook_share_no_ids(run, tmp_path):
@@ -46,12 +46,6 @@ def test_names_of_strangers_stay_texts(run):
     (run / "config.json").write_text(json.dumps(config))
     (run / "summary.json").unlink()
     assert "<img" not in shown(run)
-
-
-def test_a_run_without_metrics_shows_no_curve(run):
-    (run / "metrics.jsonl").unlink()
-    assert "<svg" not in shown(run)
-    assert "Unknown" in shown(run)
 
 
 def test_the_explorer_is_in_a_frame_with_links_of_its_own(run):

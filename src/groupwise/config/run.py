@@ -426,7 +426,7 @@ class CommonCfg(Cfg):
             )
         got = type(self.algorithm)
         if got is not AlgorithmCfg.named(self.algorithm.name):
-            raise ValueError(f"{got.__name__} is not registered; fix: register_algorithm({got.__name__})")
+            raise ValueError(f"{got.__name__} has no name of its own; fix: class {got.__name__}(..., name='my_name')")
         return self
 
 

@@ -598,7 +598,7 @@ def build_components(
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"), **of_algorithm)
     more_callbacks: tuple[Callback, ...] = ()
     shared: dict[str, Any] = {"seed": cfg.seed, "rank": engine.rank, "actor": of_collector.pop("actor")}
-    in_groups = {"group_size": groups.size, "collection": collection}
+    in_groups: dict[str, Any] = {"group_size": groups.size, "collection": collection}
     collector: Collector
     if make_collector is not None:
         fit = given.policy is None and not initialized

@@ -146,7 +146,8 @@ def run(
         )
         if resume:
             _load(trainer, parts, folder, engine)
-        begun, summary = trainer.iteration, {parts.kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed}
+        kind = "task" if isinstance(cfg, TextRunCfg) else "env"
+        begun, summary = trainer.iteration, {kind: cfg.subject, "algorithm": cfg.algorithm.name, "seed": cfg.seed}
         try:
             with finishing_on_signal(trainer):
                 trainer.train()
@@ -221,8 +222,10 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     if ended == PAUSED:
         return  # it will be continued, perhaps many times
     with files.warning_if_unwritable(folder.curve):
-        title = f"{summary[parts.kind]}, {summary['algorithm']}, seed {summary['seed']}"
-        plot_curve(metrics, folder.curve, title, *parts.axes)
+        title = f"{parts.cfg.subject}, {summary['algorithm']}, seed {summary['seed']}"
+        is_text = isinstance(parts.cfg, TextRunCfg)
+        axes = ("tokens written", "reward") if is_text else ("environment steps", "episode return")
+        plot_curve(metrics, folder.curve, title, *axes)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ EVALUATION = {"env_steps": 20, "eval/return_mean": 4.0, "eval/return_std": 1.0, 
     ids=["nothing", "training", "evaluation", "both"],
 )
 def test_a_curve_is_written_and_shows_its_points(metrics: list[dict[str, Any]], tmp_path: Path):
-    plot_curve(metrics, tmp_path / "curve.svg", "CartPole-v1 <a>, grpo, seed 0")
+    plot_curve(metrics, tmp_path / "curve.svg", "CartPole-v1 <a>, grpo, seed 0", "steps", "return")
     svg = ElementTree.parse(tmp_path / "curve.svg").getroot()
     assert svg.tag.endswith("}svg")
     assert "CartPole-v1 <a>, grpo, seed 0" in "".join(svg.itertext())

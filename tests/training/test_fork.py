@@ -161,7 +161,7 @@ def test_the_command_line_forks(run, tmp_path, capsys):
     for more, message in (
         (["--from", "best"], "--from would overwrite what was trained since; fix: --fork NEW_DIR, too"),
         (["--algorithm.gamma", "0.9"], "--algorithm.gamma makes another run of it; fix: --fork NEW_DIR, too"),
-        (["--form", "best"], "unknown option --form; did you mean --from?"),
+        (["--form", "best"], "unknown option --form"),
         (["--fork", str(tmp_path / "x"), "--algorithm.gama", "1"], "did you mean"),
         (["--fork", str(tmp_path / "x"), "--from", "bets"], "expected a whole number"),
         (["--fork", str(tmp_path / "x"), "--from", "12,345"], "checkpoint = 12345: "),

@@ -31,10 +31,10 @@ import sys
 import groupwise as gw
 quiet = {"evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
 gw.train("CartPole-v1", total_steps=100, run_dir=sys.argv[1], **quiet)
-print([name for name in ("matplotlib", "scipy") if name in sys.modules])
+print("matplotlib" in sys.modules)
 """
 
 
 def test_a_run_draws_its_end_without_matplotlib(tmp_path: Path):
-    assert run_script(DRAWN, tmp_path / "run", pictures=True).splitlines()[-1] == "[]"
+    assert run_script(DRAWN, tmp_path / "run", pictures=True).splitlines()[-1] == "False"
     assert {"curve.svg", "policy.gif"} <= {path.name for path in (tmp_path / "run").iterdir()}

@@ -28,8 +28,8 @@ def plot_curve(
     metrics: Sequence[Mapping[str, Any]],
     path: Path,
     title: str,
-    xlabel: str = "environment steps",
-    ylabel: str = "episode return",
+    xlabel: str,
+    ylabel: str,
 ) -> None:
     """Write the learning curve as SVG; see ``curve_svg``. matplotlib would take a second and 30 MiB to import."""
     files.write(path, curve_svg(metrics, title, xlabel, ylabel, look="background: white; color: #222").encode())

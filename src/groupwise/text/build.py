@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -113,8 +113,6 @@ log = logging.getLogger(__name__)
 class TextComponents(Components):
     """Components of a run on texts."""
 
-    kind: ClassVar[str] = "task"
-    axes: ClassVar[tuple[str, str]] = ("tokens written", "reward")
     cfg: TextRunCfg
     collector: TextCollector
     task: TextTask

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -115,11 +115,6 @@ class UserObjects(NamedTuple):
 class Components(ABC):
     """The parts of a run."""
 
-    kind: ClassVar[str] = "env"
-    """Key in the summary for the environment or task."""
-    axes: ClassVar[tuple[str, str]] = ("environment steps", "episode return")
-    """Labels of the learning curve."""
-
     cfg: RunCfg | TextRunCfg
     """The settings, completed by values that the environment or the data determines."""
     given: UserObjects
@@ -136,7 +131,7 @@ class Components(ABC):
     @property
     def metric(self) -> EvaluationMetric:
         """The score by which an evaluation is the best one."""
-        return "return"
+        return self.cfg.evaluation.metric if isinstance(self.cfg, RunCfg) else "return"
 
     @abstractmethod
     def evaluator(self) -> Any:
@@ -406,11 +401,10 @@ def check_rollout_fits(cfg: RunCfg | TextRunCfg, slot_bytes: int = 40, device: t
         rows, steps = cfg.env.num_envs, cfg.algorithm.num_steps
         window = f"env.num_envs={rows:,} x (algorithm.num_steps={steps:,} + 1) x {slot_bytes} bytes"
         sums[window] = rows * (steps + 1) * slot_bytes
-    prompts, names = (
-        (cfg.num_prompts, f"num_prompts={cfg.num_prompts:,} x ") if isinstance(cfg, TextRunCfg) else (1, "")
-    )
-    group = f"{names}algorithm.group_size={size:,} x at least {of_episode} bytes an episode"
-    sums[group] = prompts * size * of_episode
+    group = f"algorithm.group_size={size:,} x at least {of_episode} bytes an episode"
+    if isinstance(cfg, TextRunCfg):
+        group, size = f"num_prompts={cfg.num_prompts:,} x {group}", cfg.num_prompts * size
+    sums[group] = size * of_episode
     what, need = max(sums.items(), key=lambda item: item[1])
     there = total_memory(device)
     if there is not None and need > there:
@@ -441,11 +435,6 @@ class EnvComponents(Components):
     """Where the policy's first weights come from, if not from random numbers."""
     more_callbacks: tuple[Callback, ...] = ()
     """Callbacks that the algorithm brings."""
-
-    @property
-    def metric(self) -> EvaluationMetric:
-        """The score by which an evaluation is the best one."""
-        return self.cfg.evaluation.metric
 
     def evaluator(self) -> EnvEvaluator | None:
         """The evaluator; None if the user's environment cannot be made a second time."""

@@ -103,7 +103,13 @@ def test_rewritten_config_keeps_where_the_run_came_from():
     assert json.loads(folder.config.read_text())["provenance"] == before
 
 
-DAMAGE = {"absent": None, "empty": None, "cut": '{"seed": ', "list": "[1]", "foreign": '{"algorithm": "adam", "seed": 1}'}
+DAMAGE = {
+    "absent": None,
+    "empty": None,
+    "cut": '{"seed": ',
+    "list": "[1]",
+    "foreign": '{"algorithm": "adam", "seed": 1}',
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -154,12 +154,11 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
     kept["gradients"] = total_bytes(sizes.trained, parts)
     kept["optimizer state"] = (2 if isinstance(optimizer, AdamCfg) else momenta) * kept["gradients"]
     if algorithm.has_reference:
-        shared = cfg.model.lora is not None  # the base; adapters are copied
+        shared = cfg.model.lora is not None and parts == 1  # the base; adapters are copied
         kept["reference"] = total_bytes(sizes.trained) if shared else total_bytes(sizes.weights, parts)
     host = {}
     if parts > 1 and cfg.cpu_offload:
-        on_gpu = {"policy"} if cfg.model.lora is None else {"policy", "reference"}
-        host = {name: kept.pop(name) for name in [*kept] if name not in on_gpu}
+        host = {name: kept.pop(name) for name in [*kept] if name != "policy"}
 
     size = algorithm.minibatch_size
     minibatches = 1 if size is None else max(1, round(gpus * rows * completion / size))

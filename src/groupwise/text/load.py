@@ -101,11 +101,10 @@ def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
         kinds = (nn.Linear, Conv1D)
         linear = [name for name, part in model.named_modules() if isinstance(part, kinds) and part is not head]
         for target in cfg.targets:
-            if not any(name == target or name.endswith(f".{target}") for name in linear):
+            if not any(f".{name}".endswith(f".{target}") for name in linear):
                 known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
                 raise ConfigError(
-                    f"lora.targets has {target!r}, which is the end of no linear layer's name; fix: some of {known}, "
-                    "or 'all-linear'"
+                    f"lora.targets has {target!r}, the end of no linear layer's name; fix: some of {known}, or 'all-linear'"
                 )
     lora = LoraConfig(
         r=cfg.r,

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
@@ -181,14 +181,8 @@ def _ask(asked: tuple[VLLMServer, GroupRequest]) -> list[Answer] | LostWeightsEr
 # Asynchronous collection: servers generate the next rollouts while the learner updates
 
 
-class Written(NamedTuple):
-    """A rollout that servers have written; seconds are those of ``time.perf_counter``."""
-
-    groups: list[list[Transcript]]
-    begun: float
-    loaded: float
-    """Time at which the servers had their weights."""
-    ended: float
+Written = tuple[list[list[Transcript]], float, float, float]
+"""The groups of a rollout, and when servers began it, had their weights, and ended it, by ``time.perf_counter``."""
 
 
 class AsyncCollector(ServedCollector):
@@ -199,9 +193,8 @@ class AsyncCollector(ServedCollector):
         how = self._cfg.generation
         assert isinstance(how, ServerGenerationCfg)
         self.max_staleness = how.max_staleness
-        self._threads = ThreadPoolExecutor(
-            self.max_staleness + 1 if how.in_flight_updates else 1, "groupwise generation"
-        )
+        at_once = self.max_staleness + 1 if how.in_flight_updates else 1
+        self._threads = ThreadPoolExecutor(at_once, "groupwise generation")
         self._queue: deque[Future[Written]] = deque()
         self._last_taken = self._last_end = time.perf_counter()
 
@@ -229,27 +222,27 @@ class AsyncCollector(ServedCollector):
         self.generator.load(weights)
         loaded = time.perf_counter()
         write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue)
-        return Written(groups, begun, loaded, time.perf_counter())
+        return groups, begun, loaded, time.perf_counter()
 
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
         """The oldest rollout of the queue."""
         asked, ready = time.perf_counter(), sum(ahead.done() for ahead in self._queue)
-        found = self._queue[0].result()
+        groups, begun, loaded, ended = self._queue[0].result()
         self._queue.popleft()
-        now, ended = time.perf_counter(), max(found.ended, self._last_end)
-        waited = max(0.0, found.begun - self._last_end)  # rollouts in flight overlap
+        now, ended = time.perf_counter(), max(ended, self._last_end)
+        waited = max(0.0, begun - self._last_end)  # rollouts in flight overlap
         self._numbers = {
-            "rollout/sync_seconds": found.loaded - found.begun,
+            "rollout/sync_seconds": loaded - begun,
             "time/queue_length": float(ready),
             "time/learner_idle_fraction": (now - asked) / (now - self._last_taken),
             "time/server_idle_fraction": waited / (ended - self._last_end) if waited else 0.0,
         }
         # updates since the policy that generated the tokens: their mean, and the share of each number
-        versions = (version for member in chain(*found.groups) for version in member.policy_version if version >= 0)
+        versions = (version for member in chain(*groups) for version in member.policy_version if version >= 0)
         ages = Counter(self.iteration - version for version in versions)
         assert 0 <= min(ages) <= max(ages) <= self.max_staleness  # others are an error before
         total = ages.total()
         self._numbers["rollout/staleness"] = sum(age * count for age, count in ages.items()) / total
         self._numbers |= {f"rollout/staleness_{age}": ages[age] / total for age in range(self.max_staleness + 1)}
         self._last_taken, self._last_end = now, ended
-        return found.groups
+        return groups

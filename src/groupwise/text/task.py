@@ -119,8 +119,18 @@ def gym_examples(
 
 def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
     """The training examples, at least one, whose prompts are not held out but for white space. Warns of the others."""
-    keys = {_key(example.prompt) for example in held_out}
-    kept = [example for example in train if _key(example.prompt) not in keys]
+
+    def key(example: Example) -> tuple[str, ...]:
+        prompt = example.prompt
+        parts = (
+            ["user", prompt]
+            if isinstance(prompt, str)
+            else [part for m in prompt for part in (m["role"], m["content"])]
+        )
+        return tuple(" ".join(part.split()) for part in parts)
+
+    keys = {*map(key, held_out)}
+    kept = [example for example in train if key(example) not in keys]
     if not kept:
         raise DataError("all training prompts are in the evaluation data; fix: other eval_data, or eval_overlap='keep'")
     if dropped := len(train) - len(kept):
@@ -170,13 +180,6 @@ def read_prompt(where: str, prompt: object) -> Prompt:
             )
         messages.append({key: encodable(text) for key, text in found.items()})
     return tuple(messages)
-
-
-def _key(prompt: Prompt) -> tuple[str, ...]:
-    """The prompt without differences of white space and form."""
-    if isinstance(prompt, str):
-        return ("user", " ".join(prompt.split()))
-    return tuple(" ".join(part.split()) for message in prompt for part in (message["role"], message["content"]))
 
 
 # Encoding of prompts, decoding of completions

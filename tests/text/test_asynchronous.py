@@ -27,15 +27,8 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
 
-PROMPTS = 2
-
-
-ITERATIONS = 4
-
-
+PROMPTS, ITERATIONS = 2, 4
 DECOUPLED = {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"}
-
-
 SHORT = {
     "num_prompts": PROMPTS,
     "total_steps": None,

@@ -27,8 +27,6 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedGenerator
 
 TASK = {"prompts": [[5, 6, 7], [9, 8], [4]], "seeds": torch.arange(100, 112).view(3, 4)}
-
-
 SAMPLING = {
     "plain": SamplingCfg(max_new_tokens=4),
     "hot": SamplingCfg(max_new_tokens=4, temperature=1.7),
@@ -375,7 +373,7 @@ def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path)
     generate = generator_of(moving, tmp_path)
     generate.update(0)
     moving.double.__exit__()
-    timer = threading.Timer(2.0, moving.move)  # all tries of a call take 0.03 s
+    timer = threading.Timer(0.5, moving.move)  # all tries of a call take 0.03 s
     timer.start()
     assert_native(generate)
     moving.double.__exit__()

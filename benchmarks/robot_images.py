@@ -172,7 +172,7 @@ class PlainEnv(gym.Env):
 
     def picture(self, view: str) -> np.ndarray:
         if self.small:
-            return self.renderer.render(self.sawyer.data, view)
+            return self.renderer.render(self.sawyer.data, view, hide_arm=False)
         self.renderer.update_scene(self.sawyer.data, view)
         return self.renderer.render()
 

@@ -1,4 +1,4 @@
-"""Learning through Stable-Baselines3's interface at ``preset="auto"``: the greedy policy over 100 fresh episodes.
+"""Learning through Stable-Baselines3's interface at the presets of ``gw.train``: the greedy policy over 100 fresh episodes.
 
 Seeds start at 510; tuning used seeds below 100, and 100 to 104 and 500 were spent on earlier defaults. Results go to
 ``benchmarks/results/sb3_learn.json``, run by run; a run that is there already is not repeated unless ``--fresh``.
@@ -9,6 +9,7 @@ Seeds start at 510; tuning used seeds below 100, and 100 to 104 and 500 were spe
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.utils import LinearSchedule
 
+from groupwise.config import GRPOCfg, resolve
 from groupwise.contrib.sb3 import GRPO
 
 RESULT = Path(__file__).parent / "results" / "sb3_learn.json"
@@ -42,10 +45,25 @@ ROWS = (
 )
 
 
+def preset(env_id: str) -> dict[str, Any]:
+    """The settings of ``gw.train`` as arguments of ``GRPO``."""
+    tuned = resolve(env_id, "grpo")
+    cfg = tuned.algorithm
+    assert isinstance(cfg, GRPOCfg)
+    rate = cfg.learning_rate
+    return {
+        "n_steps": math.ceil(cfg.num_steps * tuned.env.num_envs / NUM_ENVS),
+        "batch_size": cfg.minibatch_size,
+        "n_epochs": cfg.num_epochs,
+        "learning_rate": LinearSchedule(rate, 0.0, 1.0) if cfg.schedule.name == "linear" else rate,
+        **{name: getattr(cfg, name) for name in ("gamma", "group_size", "credit", "objective", "ent_coef")},
+    }
+
+
 def run(row: Row, seed: int) -> dict[str, Any]:
     began = time.perf_counter()
     env = make_vec_env(row.env, n_envs=NUM_ENVS, seed=seed)
-    model = GRPO("MlpPolicy", env, seed=seed, preset="auto", device="cpu").learn(row.steps)
+    model = GRPO("MlpPolicy", env, seed=seed, device="cpu", **preset(row.env)).learn(row.steps)
     seconds = time.perf_counter() - began
     fresh = make_vec_env(row.env, n_envs=10, seed=10_000 + seed)
     mean, deviation = evaluate_policy(model, fresh, n_eval_episodes=EPISODES, deterministic=True)

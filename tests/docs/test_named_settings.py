@@ -3,14 +3,13 @@
 import inspect
 import re
 
-import docs_generator
 import pytest
+from scripts import ROOT, load
 
 from groupwise.config.algorithm import BCCfg, GRPOCfg, PPOCfg
 from groupwise.config.run import RunCfg, TextRunCfg
 
-ROOT = docs_generator.ROOT
-GENERATOR = docs_generator.load()
+GENERATOR = load("docs/generate.py")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OF_THE_ALGORITHM = ("credit", "objective", "collection")
 """Pages leave out ``algorithm.`` before these."""

@@ -68,6 +68,8 @@ def chunk(values):
 
 def test_a_chunk_is_executed_in_order_and_its_rewards_are_summed():
     env = ActionChunk(Counting(), 3, ["double"])
+    assert env.action_space.shape == (3, 2)
+    assert env.action_space.contains(chunk([-1, 0, 1]))
     env.reset(seed=0)
     obs, reward, terminated, truncated, info = env.step(chunk([0.1, 0.2, 0.3]))
     assert (obs[0], reward, terminated, truncated) == (3.0, 1 + 2 + 3, False, False)
@@ -87,7 +89,6 @@ def test_the_end_of_an_episode_ends_its_chunk():
 def test_the_first_actions_alone_are_executed_if_the_horizon_is_shorter():
     env = ActionChunk(Counting(end=5), 3, num_steps=2)
     env.reset(seed=0)
-    assert env.action_space.shape == (3, 2)
     outcomes = [env.step(chunk([0.1 * i, 0.2 * i, 9])) for i in (1, 2, 3)]
     np.testing.assert_allclose(env.unwrapped.seen, chunk([0.1, 0.2, 0.2, 0.4, 0.3]))
     assert [outcome[1] for outcome in outcomes] == [1 + 2, 3 + 4, 5]
@@ -95,35 +96,31 @@ def test_the_first_actions_alone_are_executed_if_the_horizon_is_shorter():
     assert [outcome[4]["executed"] for outcome in outcomes] == [2, 2, 1]
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-def test_no_more_actions_are_executed_than_are_decided_on(steps):
-    with pytest.raises(ConfigError, match=r"num_action_steps"):
-        EnvCfg(action_chunk=3, num_action_steps=steps)
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"action_chunk": 3, "num_action_steps": 0}, "num_action_steps"),
+        ({"action_chunk": 3, "num_action_steps": 4}, "num_action_steps"),
+        ({"num_action_steps": 2}, "num_action_steps=2.*action_chunk=1"),
+        ({"action_chunk": 3, "n_action_steps": 2}, "num_action_steps"),  # LeRobot's name
+    ],
+)
+def test_no_more_actions_are_executed_than_are_decided_on(settings, named):
+    with pytest.raises(ConfigError, match=named):
+        EnvCfg(**settings)
     assert EnvCfg(action_chunk=3, num_action_steps=3).num_action_steps == 3
 
 
-def test_the_message_names_both_settings_and_lerobots_name_is_known():
-    with pytest.raises(ConfigError, match=r"num_action_steps=2.*action_chunk=1; fix: at most that many"):
-        EnvCfg(num_action_steps=2)
-    with pytest.raises(ConfigError, match="num_action_steps"):
-        EnvCfg(action_chunk=3, n_action_steps=2)
-
-
-def test_the_action_space_is_that_of_all_actions():
-    space = ActionChunk(Counting(), 3).action_space
-    assert space.shape == (3, 2)
-    assert space.low.min() == -1
-    assert space.contains(chunk([-1, 0, 1]))
-
-
-def test_other_actions_are_refused():
-    with pytest.raises(EnvError, match=r"action_chunk=3 needs actions in a Box.*Discrete.*fix: env\.action_chunk=1"):
-        make_env(EnvCfg(id="CartPole-v1", action_chunk=3), grouped=True)
-
-
-def test_batched_environments_are_refused():
-    with pytest.raises(EnvError, match=r"does not support action_chunk = 2; fix: vectorization='sync'"):
-        make_env(EnvCfg(id="CartPole-v1", action_chunk=2, vectorization="torch"), grouped=True)
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, r"action_chunk=3 needs actions in a Box.*Discrete"),
+        ({"vectorization": "torch"}, "does not support action_chunk = 3"),
+    ],
+)
+def test_chunks_of_other_actions_and_in_batched_environments_are_refused(settings, reason):
+    with pytest.raises(EnvError, match=reason):
+        make_env(EnvCfg(id="CartPole-v1", action_chunk=3, **settings), grouped=True)
 
 
 @pytest.mark.parametrize(("end", "last"), [(7, 3), (2, 2)])
@@ -145,15 +142,8 @@ def rollout_of(kind, cfg, num_steps=4):
     torch.manual_seed(0)
     policy = ChunkActorCritic(env.observation_space, env.action_space, PolicyCfg(), actor_only=grouped)
     collector = GroupCollector(env, policy, group_size=2) if grouped else VectorCollector(env, policy)
-    buffer = RolloutBuffer(
-        env.num_envs,
-        num_steps,
-        obs_spec=env.obs_spec,
-        action_spec=policy.action_spec,
-        num_units=policy.num_units,
-        chunked=True,
-        value=not grouped,
-    )
+    sizes = {"num_units": policy.num_units, "chunked": True, "value": not grouped}
+    buffer = RolloutBuffer(env.num_envs, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, **sizes)
     try:
         rollout = collector.collect(num_steps, buffer.start_rollout())
         buffer.add(rollout)
@@ -209,34 +199,21 @@ def test_a_video_decides_as_often_as_a_run(tmp_path):
 
 
 def test_limits_count_environment_steps_and_the_collector_s_decisions():
-    env = make_env(EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=5), grouped=True, env=partial(Counting, 99))
+    cfg = EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=5)
+    env = make_env(cfg, grouped=True, env=partial(Counting, 99), reward_parts=("double",))
     assert env.max_episode_steps == 2
     env.reset(seed=0)
-    env.step(torch.zeros(1, 3, 2))
+    assert env.step(torch.zeros(1, 3, 2)).info["reward_parts"].tolist() == [[12.0]]
     step = env.step(torch.zeros(1, 3, 2))
     assert (step.truncated.tolist(), step.info["executed"].tolist()) == ([True], [2])
     assert env.step(torch.zeros(1, 3, 2)).info["executed"].tolist() == [0]  # paused
     env.close()
 
 
-def test_parts_of_the_reward_are_summed_too():
-    cfg = EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=20)
-    env = make_env(cfg, grouped=True, env=Counting, reward_parts=("double",))
-    env.reset(seed=0)
-    assert env.step(torch.zeros(1, 3, 2)).info["reward_parts"].tolist() == [[12.0]]
-    env.close()
-
-
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_control_policies_train_on_chunks(algorithm, tmp_path):
-    run = gw.train(
-        EnvCfg(id="Pendulum-v1", action_chunk=5, num_envs=4),
-        algorithm,
-        total_steps=1600,
-        run_dir=tmp_path / "run",
-        logging={"progress": "none"},
-        evaluation={"episodes": 2},
-    )
+    settings = {"run_dir": tmp_path / "run", "logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
+    run = gw.train(EnvCfg(id="Pendulum-v1", action_chunk=5, num_envs=4), algorithm, total_steps=1600, **settings)
     assert type(run.policy) is ChunkActorCritic
     assert run.metrics()[-1]["rollout/length_mean"] == 40  # decisions of 5 steps each
     assert run.metrics()[-1]["env_steps"] % 5 == 0

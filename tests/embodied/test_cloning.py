@@ -12,10 +12,11 @@ import toy_robots
 from toy_robots import along_the_longer_axis, straight
 
 import groupwise as gw
+from groupwise.config import resolve
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.embodied.cloning import DemoCollector
 from groupwise.embodied.demos import record_demos
-from groupwise.embodied.lerobot import Demonstration, DemoWriter
+from groupwise.embodied.lerobot import Demonstration, write_demos
 from groupwise.engines import Engine
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import ConfigError
@@ -29,7 +30,7 @@ pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.contrib
 toy_robots.register()
 QUIET = {"logging": {"progress": "none"}}
-STATE = toy_robots.Reaching.observation_space
+STATE, MOVES = toy_robots.Reaching.observation_space, toy_robots.Reaching.action_space
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +44,13 @@ def turning(tmp_path_factory) -> Path:
     return record_demos("ToyTurning-v0", along_the_longer_axis, episodes=30, out=out).path
 
 
-def write(folder: Path, episodes: list[tuple[np.ndarray, np.ndarray]], actions) -> Path:
+def write(folder: Path, episodes: list[tuple[np.ndarray, np.ndarray]], actions=MOVES) -> Path:
     """Demonstrations of given observations and actions."""
-    with DemoWriter(folder, STATE, actions, 20) as writer:
-        for obs, action in episodes:
-            writer.add(Demonstration(torch.from_numpy(obs), action, np.zeros(len(obs), np.float32), True, "toy"))
+    zeros = [np.zeros(len(obs), np.float32) for obs, _ in episodes]
+    demos = [
+        Demonstration(torch.from_numpy(o), a, zero, True, "toy") for (o, a), zero in zip(episodes, zeros, strict=True)
+    ]
+    write_demos(folder, STATE, actions, 20, demos)
     return folder
 
 
@@ -76,7 +79,7 @@ class Spaces(VectorEnv):
     step = close = reset
 
 
-def collector(folder, actions, *, rank=0, world_size=1, num_envs=2, seed=0, **settings) -> DemoCollector:
+def collector(folder, actions=MOVES, *, rank=0, world_size=1, num_envs=2, seed=0, **settings) -> DemoCollector:
     env = Spaces(actions, num_envs)
     engine = Engine()
     engine.rank, engine.world_size = rank, world_size
@@ -102,39 +105,35 @@ def steps_of(batch) -> list[int]:
 # --- which steps ---
 
 
-def test_a_pass_over_the_data_has_each_step_once_in_an_order_of_its_own(tmp_path):
-    folder = write(tmp_path / "x", numbered([5, 4, 3]), toy_robots.Reaching.action_space)
-    demos = collector(folder, toy_robots.Reaching.action_space)
+@pytest.fixture
+def twelve(tmp_path) -> Path:
+    """Twelve steps in episodes of 5, 4 and 3."""
+    return write(tmp_path / "twelve", numbered([5, 4, 3]))
+
+
+def test_a_pass_over_the_data_has_each_step_once_in_an_order_of_its_own(twelve):
+    demos = collector(twelve)
     passes = [steps_of(collected(demos, 3)) + steps_of(collected(demos, 3)) for _ in range(2)]
     assert all(sorted(steps) == list(range(12)) for steps in passes)
     assert passes[0] != passes[1] != list(range(12))
+    ranks = [steps_of(collected(collector(twelve, rank=rank, world_size=2), 3)) for rank in range(2)]
+    assert sorted(ranks[0] + ranks[1]) == list(range(12)), "several processes share a pass"
 
 
 def test_batches_go_on_into_the_next_pass(tmp_path):
-    folder = write(tmp_path / "x", numbered([5, 2]), toy_robots.Reaching.action_space)
-    demos = collector(folder, toy_robots.Reaching.action_space)
+    demos = collector(write(tmp_path / "x", numbered([5, 2])))
     seen = [step for _ in range(7) for step in steps_of(collected(demos, 5))]  # 70 of 7 steps: ten passes
     assert np.bincount(seen).tolist() == [10] * 7
 
 
-def test_actions_and_episodes_stay_with_their_observations(tmp_path):
-    folder = write(tmp_path / "x", numbered([5, 4, 3]), toy_robots.Reaching.action_space)
-    batch = collected(collector(folder, toy_robots.Reaching.action_space), 6)
+def test_actions_and_episodes_stay_with_their_observations(twelve):
+    batch = collected(collector(twelve), 6)
     torch.testing.assert_close(batch["action"], batch["obs"][:, :2] / 1000)
     assert [int(step >= 5) + int(step >= 9) for step in steps_of(batch)] == batch["episode_id"].tolist()
 
 
-def test_several_processes_share_a_pass(tmp_path):
-    folder = write(tmp_path / "x", numbered([5, 4, 3]), toy_robots.Reaching.action_space)
-    space = toy_robots.Reaching.action_space
-    ranks = [steps_of(collected(collector(folder, space, rank=rank, world_size=2), 3)) for rank in range(2)]
-    assert sorted(ranks[0] + ranks[1]) == list(range(12))
-
-
-def test_a_resumed_collector_goes_on(tmp_path):
-    folder = write(tmp_path / "x", numbered([5, 4, 3]), toy_robots.Reaching.action_space)
-    space = toy_robots.Reaching.action_space
-    first, second = collector(folder, space, label_noise=0.5), collector(folder, space, label_noise=0.5)
+def test_a_resumed_collector_goes_on(twelve):
+    first, second = collector(twelve, label_noise=0.5), collector(twelve, label_noise=0.5)
     collected(first, 4)
     second.load_state_dict(first.state_dict())
     second.iteration = first.iteration
@@ -147,8 +146,7 @@ def test_a_resumed_collector_goes_on(tmp_path):
     ("holdout", "episodes", "count"), [(0.25, 8, 2), (0.1, 4, 1), (0.0, 4, 0), (0.5, 1, 0), (0.9, 3, 2)]
 )
 def test_whole_episodes_are_held_out(tmp_path, holdout, episodes, count):
-    folder = write(tmp_path / "x", numbered([3] * episodes), toy_robots.Reaching.action_space)
-    demos = collector(folder, toy_robots.Reaching.action_space, holdout=holdout)
+    demos = collector(write(tmp_path / "x", numbered([3] * episodes)), holdout=holdout)
     held = set(demos.labels["episode_id"][demos.held_out].tolist())
     assert len(held) == count
     assert int(demos.held_out.sum()) == 3 * count
@@ -157,8 +155,7 @@ def test_whole_episodes_are_held_out(tmp_path, holdout, episodes, count):
 
 
 def test_label_noise_moves_labels_of_boxes_and_leaves_held_out_ones(tmp_path):
-    folder = write(tmp_path / "x", numbered([300] * 4), toy_robots.Reaching.action_space)
-    demos = collector(folder, toy_robots.Reaching.action_space, label_noise=0.2)
+    demos = collector(write(tmp_path / "x", numbered([300] * 4)), label_noise=0.2)
     batch = collected(demos, 600)
     moved = batch["action"] - batch["obs"][:, :2] / 1000
     assert float(moved.std()) == pytest.approx(0.2, rel=0.1)
@@ -166,20 +163,17 @@ def test_label_noise_moves_labels_of_boxes_and_leaves_held_out_ones(tmp_path):
 
 
 def test_discrete_labels_are_the_policy_s_own_without_noise(turning):
-    space = toy_robots.Turning.action_space
-    demos = collector(turning, space, label_noise=0.2)
-    batch = collected(demos, 40)
+    batch = collected(collector(turning, toy_robots.Turning.action_space, label_noise=0.2), 40)
     wanted = [along_the_longer_axis(obs) - 2 for obs in batch["obs"].numpy()]
     assert batch["action"].tolist() == wanted
 
 
 def test_normalizers_get_the_statistics_of_the_steps_that_are_trained_on(reaching, tmp_path):
     cfg = gw.config.BCCfg(data=reaching, num_steps=4, holdout=0.3)
-    run = gw.train(
-        "ToyReaching-v0", cfg, policy={"normalize_obs": True}, total_steps=64, run_dir=tmp_path / "x", **QUIET
-    )
+    policy = {"normalize_obs": True}
+    run = gw.train("ToyReaching-v0", cfg, policy=policy, total_steps=64, run_dir=tmp_path / "x", **QUIET)
     statistics = run.policy.obs_normalizer.statistics[0]
-    demos = collector(reaching, toy_robots.Reaching.action_space, holdout=0.3)
+    demos = collector(reaching, holdout=0.3)
     trained = demos.labels["obs"][~demos.held_out].double()
     torch.testing.assert_close(statistics.mean, trained.mean(dim=0))
     torch.testing.assert_close(statistics.var, trained.var(dim=0, correction=0))
@@ -197,11 +191,7 @@ def test_a_chunk_is_the_next_actions_of_the_same_episode(tmp_path):
     assert numbers == [[0, 1, 2], [1, 2, 3], [2, 3, 3], [3, 3, 3], [4, 5, 5], [5, 5, 5]]
     assert labels["executed"].tolist() == [3, 3, 2, 1, 2, 1]
     assert labels["episode_id"].tolist() == [0, 0, 0, 0, 1, 1]
-
-
-def test_actions_without_chunks_are_executed_once(tmp_path):
-    folder = write(tmp_path / "x", numbered([4, 2]), toy_robots.Reaching.action_space)
-    assert collector(folder, toy_robots.Reaching.action_space).labels["executed"].tolist() == [1] * 6
+    assert collector(folder, one).labels["executed"].tolist() == [1] * 6, "without chunks"
 
 
 @pytest.mark.parametrize(
@@ -214,9 +204,56 @@ def test_actions_without_chunks_are_executed_once(tmp_path):
     ],
 )
 def test_other_actions_are_refused(tmp_path, space):
-    folder = write(tmp_path / "x", numbered([4]), toy_robots.Reaching.action_space)
+    folder = write(tmp_path / "x", numbered([4]))
     with pytest.raises(gw.errors.DataError, match=r"has actions float32 of shape \[2\]"):
         _ = collector(folder, space).labels
+
+
+# cloning with chunks: what was not demonstrated counts for nothing
+
+
+def parts_of(data):
+    """The parts of a run that clones in chunks of three."""
+    env = {"num_envs": 2, "action_chunk": 3}
+    cfg = resolve("ToyReaching-v0", gw.config.BCCfg(data=data, num_steps=16, label_noise=0.0), env=env)
+    parts = build(cfg, UserObjects(), Engine())
+    parts.close()
+    return parts
+
+
+def updated(parts):
+    """Metrics of an update, and the parameters after it."""
+    rollout = parts.collector.collect(16, parts.buffer.start_rollout())
+    metrics = parts.algorithm.update(rollout)
+    return metrics, torch.cat([parameter.flatten() for parameter in parts.policy.parameters()])
+
+
+def test_labels_behind_the_end_change_nothing_and_those_before_do(reaching):
+    first, second, third = (parts_of(reaching) for _ in range(3))
+    executed = second.collector.labels["executed"]
+    behind = torch.arange(3) >= executed[:, None]
+    assert behind.any()
+    second.collector.labels["action"][behind] = 0.9
+    third.collector.labels["action"][:, 1][executed > 1] = 0.9
+    found = [updated(parts) for parts in (first, second, third)]
+    assert found[0][0]["train/loss"] == found[1][0]["train/loss"] != found[2][0]["train/loss"]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_the_loss_is_the_mean_over_actions_that_were_demonstrated(reaching):
+    parts = parts_of(reaching)
+    with torch.no_grad():
+        for parameter in parts.policy.parameters():
+            parameter.zero_()
+    *_, scores = parts.own_callbacks(RunFolder(reaching))
+    labels = parts.collector.labels
+    steps = torch.arange(len(labels["executed"]))
+    shown = labels["action"][torch.arange(3) < labels["executed"][:, None]]
+    found = scores.scores(steps)
+    assert found["eval/demo_loss"] == pytest.approx(
+        math.log(2 * math.pi) + 0.5 * shown.square().sum(dim=1).mean().item()
+    )
+    assert found["eval/demo_error"] == pytest.approx(shown.abs().mean().item(), rel=1e-5)
 
 
 # --- own actions ---
@@ -239,23 +276,14 @@ def test_squashed_labels_lead_back_to_the_action():
 def first_update(env_id, data, tmp_path, **settings):
     """Metrics of a run of one iteration, whose policy's outputs are all 0 before its only optimiser step."""
     cfg = gw.config.BCCfg(data=data, num_steps=64, minibatch_size=None, learning_rate=1e-9, **settings)
-    policy = zero_policy(env_id)
-    run = gw.train(
-        env_id,
-        cfg,
-        policy=policy,
-        total_steps=1,
-        num_envs=1,
-        run_dir=tmp_path / "x",
-        evaluation={"episodes": 2},
-        **QUIET,
-    )
-    return run.metrics()[-1]
-
-
-def zero_policy(env_id) -> ActorCritic:
     env = gymnasium.make(env_id)
-    policy = ActorCritic(env.observation_space, env.action_space, actor_only=True)
+    policy = zero_policy(env.observation_space, env.action_space)
+    settings = {"total_steps": 1, "num_envs": 1, "run_dir": tmp_path / "x", "evaluation": {"episodes": 2}}
+    return gw.train(env_id, cfg, policy=policy, **settings, **QUIET).metrics()[-1]
+
+
+def zero_policy(observation_space, action_space) -> ActorCritic:
+    policy = ActorCritic(observation_space, action_space, actor_only=True)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.zero_()
@@ -264,15 +292,14 @@ def zero_policy(env_id) -> ActorCritic:
 
 def test_the_loss_of_discrete_actions_is_the_cross_entropy(turning, tmp_path):
     metrics = first_update("ToyTurning-v0", turning, tmp_path)
-    assert metrics["train/loss"] == pytest.approx(math.log(5), rel=1e-5)
-    assert metrics["train/entropy"] == pytest.approx(math.log(5), rel=1e-5)
-    assert metrics["eval/demo_loss"] == pytest.approx(math.log(5), rel=1e-5)
+    for name in ("train/loss", "train/entropy", "eval/demo_loss"):
+        assert metrics[name] == pytest.approx(math.log(5), rel=1e-5)
 
 
 def test_the_loss_of_gaussians_is_the_squared_error(reaching, tmp_path):
     metrics = first_update("ToyReaching-v0", reaching, tmp_path, label_noise=0.0)
-    demos = collector(reaching, toy_robots.Reaching.action_space, holdout=0.1)
-    action = collected(collector(reaching, toy_robots.Reaching.action_space, holdout=0.1, num_envs=1), 64)["action"]
+    demos = collector(reaching, holdout=0.1)
+    action = collected(collector(reaching, holdout=0.1, num_envs=1), 64)["action"]
     wanted = math.log(2 * math.pi) + 0.5 * action.square().sum(dim=1).mean().item()
     assert metrics["train/loss"] == pytest.approx(wanted, rel=1e-5)
     held_out = demos.labels["action"][demos.held_out]
@@ -292,10 +319,7 @@ def test_each_dimension_has_an_accuracy(tmp_path):
     def make():
         return gymnasium.wrappers.TimeLimit(Choosing(), 2)
 
-    policy = ActorCritic(STATE, space, actor_only=True)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.zero_()
+    policy = zero_policy(STATE, space)
     cfg = gw.config.BCCfg(data=folder, num_steps=4, learning_rate=1e-9, holdout=0.5)
     evaluation = {"episodes": 1}
     components = build(
@@ -350,24 +374,17 @@ def test_mistakes(tmp_path):
 
 @pytest.mark.learn
 def test_a_clone_reaches_its_expert_and_grpo_starts_there(tmp_path):
-    env = gymnasium.make("ToyReaching-v0")
-    returns = []
+    env, returns = gymnasium.make("ToyReaching-v0"), []
     for seed in range(100):
-        obs, _ = env.reset(seed=seed)
-        total, over = 0.0, False
+        obs, total, over = env.reset(seed=seed)[0], 0.0, False
         while not over:
             obs, reward, terminated, truncated, _ = env.step(straight(obs))
             total, over = total + reward, terminated or truncated
         returns.append(total)
     expert = float(np.mean(returns))
     record_demos("ToyReaching-v0", straight, episodes=100, out=tmp_path / "demos")
-    clone = gw.train(
-        "ToyReaching-v0",
-        gw.config.BCCfg(data=tmp_path / "demos"),
-        total_steps=200_000,
-        run_dir=tmp_path / "bc",
-        **QUIET,
-    )
+    cfg = gw.config.BCCfg(data=tmp_path / "demos")
+    clone = gw.train("ToyReaching-v0", cfg, total_steps=200_000, run_dir=tmp_path / "bc", **QUIET)
     cloned = gw.evaluate(clone, 200).return_mean
     assert cloned == pytest.approx(expert, abs=0.06), "0.1 is one step of an episode"
     deviations = clone.policy.log_std.exp()

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 
 from groupwise.data.spaces import obs_to_tensor
-from groupwise.embodied.lerobot import Demonstration, DemoWriter, read_demos
+from groupwise.embodied.lerobot import Demonstration, read_demos, write_demos
 from groupwise.errors import DataError
 
 pytest.importorskip("pyarrow")
@@ -45,9 +45,7 @@ def random_demo(steps, seed, text="go"):
 
 
 def write(folder, demos, space=EVERYTHING):
-    with DemoWriter(folder, space, ACTIONS, 20) as writer:
-        for demo in demos:
-            writer.add(demo)
+    write_demos(folder, space, ACTIONS, 20, demos)
     return folder
 
 
@@ -79,28 +77,23 @@ def test_the_files_are_those_of_the_format(folder):
     assert (info["codebase_version"], info["fps"], info["video_path"]) == ("v3.0", 20, None)
     assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (3, 6, 2)
     assert info["splits"] == {"train": "0:3"}
-    assert info["features"]["observation.images.image_1"] == {
-        "dtype": "image",
-        "shape": [3, 4, 3],
-        "names": ["height", "width", "channels"],
-    }
+    image = {"dtype": "image", "shape": [3, 4, 3], "names": ["height", "width", "channels"]}
+    assert info["features"]["observation.images.image_1"] == image
     assert info["features"]["observation.state"] == {"dtype": "float32", "shape": [1], "names": None}
 
 
 def test_the_episodes_say_where_their_steps_are(folder):
     pq = pytest.importorskip("pyarrow.parquet")
-    episodes = pq.read_table(folder / "meta/episodes/chunk-000/file-000.parquet").to_pydict()
-    assert episodes["length"] == [3, 2, 1]
-    assert (episodes["dataset_from_index"], episodes["dataset_to_index"]) == ([0, 3, 5], [3, 5, 6])
-    assert episodes["tasks"] == [["go"], ["stöp"], ["go"]]
+    found = pq.read_table(folder / "meta/episodes/chunk-000/file-000.parquet").to_pydict()
+    episodes = {"length": [3, 2, 1], "dataset_from_index": [0, 3, 5], "dataset_to_index": [3, 5, 6]}
+    episodes["tasks"] = [["go"], ["stöp"], ["go"]]
+    assert {name: found[name] for name in episodes} == episodes
     assert pq.ParquetFile(folder / "data/chunk-000/file-000.parquet").num_row_groups == 3
-    data = pq.read_table(folder / "data/chunk-000/file-000.parquet").to_pydict()
-    assert data["frame_index"] == [0, 1, 2, 0, 1, 0]
-    assert data["index"] == list(range(6))
-    assert data["task_index"] == [0, 0, 0, 1, 1, 0]
-    assert data["next.done"] == [False, False, True, False, True, True]
-    assert data["next.success"] == data["next.done"]
-    np.testing.assert_allclose(data["timestamp"], [0, 0.05, 0.1, 0, 0.05, 0])
+    found = pq.read_table(folder / "data/chunk-000/file-000.parquet").to_pydict()
+    data = {"frame_index": [0, 1, 2, 0, 1, 0], "index": list(range(6)), "task_index": [0, 0, 0, 1, 1, 0]}
+    data["next.done"] = data["next.success"] = [False, False, True, False, True, True]
+    assert {name: found[name] for name in data} == data
+    np.testing.assert_allclose(found["timestamp"], [0, 0.05, 0.1, 0, 0.05, 0])
 
 
 def test_huggingface_datasets_read_the_columns_as_lerobot_declares_them(folder):
@@ -134,9 +127,8 @@ def test_pandas_reads_instructions_as_the_index(folder):
 def test_statistics_are_those_of_all_steps(folder):
     stats = json.loads((folder / "meta/stats.json").read_text())
     actions = np.concatenate([demo.action for demo in DEMOS]).astype(np.float64)
-    np.testing.assert_allclose(stats["action"]["mean"], actions.mean(axis=0))
-    np.testing.assert_allclose(stats["action"]["std"], actions.std(axis=0))
-    np.testing.assert_allclose(stats["action"]["max"], actions.max(axis=0))
+    for name in ("mean", "std", "max"):
+        np.testing.assert_allclose(stats["action"][name], getattr(actions, name)(axis=0))
     pixels = np.concatenate([demo.obs["image"][:, 1] for demo in DEMOS]) / 255
     found = np.array(stats["observation.images.image_1"]["mean"])
     assert found.shape == (3, 1, 1)
@@ -167,18 +159,13 @@ def test_other_observations_are_refused(folder, space, message):
         read_demos(folder, space)
 
 
-def test_a_folder_without_demonstrations_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no demonstrations"):
-        read_demos(tmp_path, ACTIONS)
-
-
 @pytest.mark.parametrize("name", ["action", "next.reward", "episode_index", "task_index"])
 def test_columns_that_are_missing_are_named(name, tmp_path):
     info = write(tmp_path, DEMOS) / "meta" / "info.json"
     tree = json.loads(info.read_text())
     del tree["features"][name]
     info.write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=f"has no column '{name}'; fix: "):
+    with pytest.raises(DataError, match=f"has no column '{name}'"):
         read_demos(tmp_path, EVERYTHING)
 
 
@@ -186,7 +173,7 @@ def test_columns_that_are_missing_are_named(name, tmp_path):
 def test_files_that_were_cut_are_damaged(name, tmp_path):
     file = write(tmp_path, DEMOS) / name
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"is damaged .*; fix: record again"):
+    with pytest.raises(DataError, match="is damaged"):
         read_demos(tmp_path, EVERYTHING)
 
 

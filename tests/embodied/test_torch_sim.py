@@ -1,6 +1,7 @@
 """Simulators of others, by a double for each interface (``simulator_doubles``)."""
 
 import inspect
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError
 
+NUMBER = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+PICTURE = spaces.Dict(rgb=spaces.Box(0, 255, (2, 3), np.uint8))
 EVERY = np.ones(4, dtype=np.bool_)
 STILL, RIGHT = torch.zeros(4, 1), torch.ones(4, 1)
 
@@ -44,21 +47,9 @@ def double(request):
 @pytest.mark.parametrize(
     ("double", "space"),
     [
-        (LearningEnv, spaces.Box(-np.inf, np.inf, (1,), np.float32)),
-        (
-            EmbodiChainEnv,  # float64 is stored as float32
-            spaces.Dict(
-                robot=spaces.Dict(qpos=spaces.Box(-np.inf, np.inf, (1,), np.float32)),
-                limit=spaces.Box(-np.inf, np.inf, (1,), np.float32),
-            ),
-        ),
-        (
-            ManiSkillEnv,
-            spaces.Dict(
-                agent=spaces.Dict(qpos=spaces.Box(-np.inf, np.inf, (1,), np.float32)),
-                sensor_data=spaces.Dict(base=spaces.Dict(rgb=spaces.Box(0, 255, (2, 3), np.uint8))),
-            ),
-        ),
+        (LearningEnv, NUMBER),
+        (EmbodiChainEnv, spaces.Dict(robot=spaces.Dict(qpos=NUMBER), limit=NUMBER)),  # float64 is stored as float32
+        (ManiSkillEnv, spaces.Dict(agent=spaces.Dict(qpos=NUMBER), sensor_data=spaces.Dict(base=PICTURE))),
     ],
 )
 def test_nested_observations_are_kept_as_dict_spaces(double, space):
@@ -92,8 +83,7 @@ def test_a_reset_begins_every_episode_anew(double):
 
 def test_the_other_resets_of_a_simulator_are_left_alone():
     """``get_observations`` of mujoco_playground resets: it is never called while episodes run."""
-    env = PlaygroundEnv(4)
-    sim = gw.from_torch_sim(env)
+    sim = gw.from_torch_sim(env := PlaygroundEnv(4))
     sim.reset()
     before = env.num_resets
     for _ in range(2 * LIMIT):
@@ -153,28 +143,23 @@ def test_time_outs_are_truncations_where_they_are_flagged():
     for horizon, truncated in ((False, True), (True, False)):
         env = IsaacLabEnv(4, is_finite_horizon=horizon)
         sim = gw.from_torch_sim(env)
-        env.position, env.elapsed = (
-            torch.tensor([[0.1], [0.9], [0.9], [0.9]]),
-            torch.tensor([0, LIMIT - 1, 0, LIMIT - 1]),
-        )
+        env.position = torch.tensor([[0.1], [0.9], [0.9], [0.9]])
+        env.elapsed = torch.tensor([0, LIMIT - 1, 0, LIMIT - 1])
         step = sim.step(-RIGHT / 2)
         assert step.terminated.tolist() == [True, not truncated, False, not truncated]
         assert step.truncated.tolist() == [False, truncated, False, truncated]
 
 
-def test_success_is_that_of_the_episode_that_ended():
+@pytest.mark.parametrize("double", [LearningEnv, EmbodiChainEnv, ManiSkillEnv])
+def test_success_is_that_of_the_episode_that_ended(double):
     """ManiSkill's info describes the next start in the step in which an episode ends; ``final_info`` does not."""
-    for double in (LearningEnv, EmbodiChainEnv, ManiSkillEnv):
-        env = double(4)
-        sim = gw.from_torch_sim(env)
-        sim.reset(seed=2)
-        base = env.unwrapped if double is ManiSkillEnv else env
-        base.position, base.elapsed = torch.tensor([[0.1], [-0.9], [0.2], [0.9]]), torch.tensor([0, LIMIT - 1, 0, 0])
-        step = sim.step(-RIGHT / 2)  # the first two end: at 0.0, and by the limit
-        assert (step.terminated | step.truncated).tolist() == [True, True, False, False]
-        assert step.info["success"].tolist()[:2] == [True, False]
-    for double in (IsaacLabEnv, RslRlEnv, PlaygroundEnv):
-        assert gw.from_torch_sim(double(4)).step(STILL).info == {}
+    sim = gw.from_torch_sim(env := double(4))
+    sim.reset(seed=2)
+    base = env.unwrapped if double is ManiSkillEnv else env
+    base.position, base.elapsed = torch.tensor([[0.1], [-0.9], [0.2], [0.9]]), torch.tensor([0, LIMIT - 1, 0, 0])
+    step = sim.step(-RIGHT / 2)  # the first two end: at 0.0, and by the limit
+    assert (step.terminated | step.truncated).tolist() == [True, True, False, False]
+    assert step.info["success"].tolist()[:2] == [True, False]
 
 
 def test_a_step_copies_nothing_to_the_host(double):
@@ -198,10 +183,7 @@ def test_a_step_copies_nothing_to_the_host(double):
         (LearningEnv, ["loses final observations: truncated episodes are valued by the observation before"]),
         (EmbodiChainEnv, ["loses final observations"]),
         (IsaacLabEnv, ["loses final observations", "sees 'critic', too, unless policy.actor_keys leaves it out"]),
-        (
-            lambda n: IsaacLabEnv(n, is_finite_horizon=True),
-            ["flags no time_outs: every end counts as a", "sees 'critic'"],
-        ),
+        (partial(IsaacLabEnv, is_finite_horizon=True), ["flags no time_outs: every end counts", "sees 'critic'"]),
         (RslRlEnv, ["loses final observations"]),
         (PlaygroundEnv, ["loses final observations"]),
         (ManiSkillEnv, []),
@@ -209,7 +191,9 @@ def test_a_step_copies_nothing_to_the_host(double):
     ],
 )
 def test_what_is_lost_is_named(env, lost):
-    notes = gw.from_torch_sim(env(4)).notes
+    sim = gw.from_torch_sim(env(4))
+    assert ("success" in sim.step(STILL).info) == (env in (LearningEnv, EmbodiChainEnv, ManiSkillEnv, TellsTheEnd))
+    notes = sim.notes
     assert len(notes) == len(lost)
     assert all(part in note for note, part in zip(notes, lost, strict=True))
 
@@ -222,17 +206,11 @@ def test_groups_of_observations_are_chosen_by_name():
         gw.from_torch_sim(IsaacLabEnv(4), obs_groups=["actor"])
 
 
-def own(double):
-    """A group environment that was verified, and its simulator."""
-    env = double(4)
-    return env, gw.from_torch_sim(env).as_group_env()
-
-
 @pytest.mark.parametrize(
     ("double", "mode"), [(ManiSkillEnv, "native"), (LearningEnv, "seed"), (EmbodiChainEnv, "seed")]
 )
 def test_members_share_their_start_by_states_or_by_seeds(double, mode):
-    _, groups = own(double)
+    groups = gw.from_torch_sim(double(4)).as_group_env()
     assert groups.start_mode == groups.start_report.start_mode == mode
     assert groups.start_report.start_varies
     first = flat(groups.start(EVERY, np.array([5, 5, 6, 6]), np.arange(4))).clone()
@@ -247,7 +225,7 @@ def test_members_share_their_start_by_states_or_by_seeds(double, mode):
 
 def test_rows_that_run_are_not_disturbed_when_others_start():
     for double in (ManiSkillEnv, LearningEnv, EmbodiChainEnv):
-        _, groups = own(double)
+        groups = gw.from_torch_sim(double(4)).as_group_env()
         start = flat(groups.start(EVERY, np.full(4, 11), np.arange(4))).clone()
         groups.step(0.1 * RIGHT)
         groups.start(np.array([True, False, False, False]), np.full(4, 12), np.arange(4))
@@ -255,7 +233,7 @@ def test_rows_that_run_are_not_disturbed_when_others_start():
 
 
 def test_a_row_is_over_at_its_first_end():
-    env, groups = own(LearningEnv)
+    groups = gw.from_torch_sim(env := LearningEnv(4)).as_group_env()
     groups.start(EVERY, np.arange(4), np.arange(4))
     env.position = torch.tensor([[0.2], [0.9], [0.9], [-0.9]])
     groups.pause(np.array([False, False, False, True]))
@@ -269,20 +247,19 @@ def test_a_row_is_over_at_its_first_end():
         assert torch.equal(flat(step.obs)[[0, 3]], held)
 
 
-def test_without_states_maniskill_starts_by_a_seed_for_each_row():
-    class WithoutStates(ManiSkillEnv):
-        unwrapped = None  # which has them
-
-    assert gw.from_torch_sim(WithoutStates(4)).as_group_env().start_mode == "seed"
+class WithoutStates(ManiSkillEnv):
+    unwrapped = None  # which has them
 
 
-def test_states_that_miss_something_are_not_used():
-    class Forgets(ManiSkillEnv):
-        def __init__(self, num_envs):
-            super().__init__(num_envs)
-            self.base_env.set_state_dict = lambda state, env_idx: None
+class ForgetsStates(ManiSkillEnv):
+    def __init__(self, num_envs):
+        super().__init__(num_envs)
+        self.base_env.set_state_dict = lambda state, env_idx: None
 
-    assert gw.from_torch_sim(Forgets(4)).as_group_env().start_mode == "seed"
+
+@pytest.mark.parametrize("double", [WithoutStates, ForgetsStates])
+def test_without_complete_states_maniskill_starts_by_a_seed_for_each_row(double):
+    assert gw.from_torch_sim(double(4)).as_group_env().start_mode == "seed"
 
 
 def test_a_start_that_depends_on_the_row_is_refused():
@@ -348,36 +325,39 @@ def test_a_simulator_that_shares_starts_need_not():
     assert len(start.unique()) == 4
 
 
-def test_rows_have_one_kind_of_reset():
-    class NextStep(ManiSkillEnv):
-        metadata = {"autoreset_mode": "NextStep"}
-
-    for env in (ManiSkillEnv(4, auto_reset=False), NextStep(4)):
-        with pytest.raises(EnvError, match="does not reset rows in the step in which they end; fix: auto_reset=True"):
-            gw.from_torch_sim(env)
+class NextStep(ManiSkillEnv):
+    metadata = {"autoreset_mode": "NextStep"}
 
 
-def test_what_is_no_simulator_is_refused():
-    with pytest.raises(EnvError, match="dict has no num_envs or no step"):
-        gw.from_torch_sim({})
+class Silent(RslRlEnv):
+    num_actions = property()
 
+
+class Endless(RslRlEnv):
+    def step(self, action):
+        self.episode_length_buf = torch.zeros(self.num_envs)
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: ManiSkillEnv(4, auto_reset=False), "does not reset rows in the step in which they end"),
+        (lambda: NextStep(4), "does not reset rows in the step in which they end"),
+        (dict, "dict has no num_envs or no step"),
+        (lambda: Silent(4), "Silent has neither single_action_space nor num_actions"),
+        (lambda: Endless(4), "Endless did not reset the rows whose episode_length_buf is max_episode_length"),
+    ],
+)
+def test_what_is_no_simulator_is_refused(make, reason):
+    with pytest.raises(EnvError, match=reason):
+        gw.from_torch_sim(make()).reset()
+
+
+def test_an_unknown_start_mode_is_refused():
     untyped = inspect.unwrap(gw.from_torch_sim)  # the tests check types, too
     with pytest.raises(EnvError, match="start_mode = 'seed': expected 'auto' or 'none'"):
         untyped(LearningEnv(4), start_mode="seed")
-
-    class Silent(RslRlEnv):
-        num_actions = property()
-
-    with pytest.raises(EnvError, match="Silent has neither single_action_space nor num_actions"):
-        gw.from_torch_sim(Silent(4))
-
-    class Endless(RslRlEnv):
-        def step(self, action):
-            self.episode_length_buf = torch.zeros(self.num_envs)
-            return super().step(action)
-
-    with pytest.raises(EnvError, match="Endless did not reset the rows whose episode_length_buf is max_episode_length"):
-        gw.from_torch_sim(Endless(4)).reset()
 
 
 def test_the_policy_must_be_on_the_device_of_the_simulator():
@@ -405,27 +385,21 @@ def test_ppo_trains_on_every_interface(double, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_grpo_trains_on_every_interface(double, tmp_path, capsys):
-    shares = double in (LearningEnv, EmbodiChainEnv, ManiSkillEnv)
-    run = train(gw.from_torch_sim(double(8), start_mode="auto" if shares else "none"), GRPO, 256, tmp_path)
+    mode = {LearningEnv: "seed", EmbodiChainEnv: "seed", ManiSkillEnv: "native"}.get(double)
+    run = train(gw.from_torch_sim(double(8), start_mode="auto" if mode else "none"), GRPO, 256, tmp_path)
     assert len(run.metrics()) >= 2
-    shown = f"shared ({'native' if double is ManiSkillEnv else 'seed'}), verified." if shares else "not shared."
+    shown = f"shared ({mode}), verified." if mode else "not shared."
     assert f"Group starts: {shown}" in capsys.readouterr().err
-    assert run.summary["start_mode"] == (
-        shown.replace("shared (", "").replace(")", "").strip(".") if shares else "not shared"
-    )
+    assert run.summary["start_mode"] == (f"{mode}, verified" if mode else "not shared")
 
 
-def test_check_env_reports_the_start_mode_of_a_simulator():
-    report = gw.check_env(lambda num_envs: gw.from_torch_sim(LearningEnv(num_envs)))
-    assert report.training.value.start_mode == "seed"
-    report = gw.check_env(lambda num_envs: gw.from_torch_sim(RslRlEnv(num_envs)))
-    assert "its reset takes no seed" in report.training.reason
-
-
-def test_a_callable_makes_a_second_simulator_for_evaluation(tmp_path):
+def test_a_callable_is_checked_and_makes_a_second_simulator_for_evaluation(tmp_path):
     def make(num_envs):
         return gw.from_torch_sim(LearningEnv(num_envs))
 
+    assert gw.check_env(make).training.value.start_mode == "seed"
+    report = gw.check_env(lambda num_envs: gw.from_torch_sim(RslRlEnv(num_envs)))
+    assert "its reset takes no seed" in report.training.reason
     for algorithm in (PPO, GRPO):
         run = train(make, algorithm, 256, tmp_path / algorithm.name, num_envs=8, evaluation={"episodes": 6})
         assert run.summary["episodes"] == 6

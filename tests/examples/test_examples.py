@@ -34,12 +34,8 @@ def check_custom_environment(out: str, run_dir: Path) -> None:
 
 
 def check_torch_native(out: str, run_dir: Path) -> None:
-    start, later = (line.split("[")[1].rstrip("]").split() for line in out.splitlines() if line.startswith("offsets"))
-    assert len(set(start)) == 1
-    assert len(set(later)) == 4
+    check_custom_environment(out, run_dir)
     assert float(re.search(rf"{NUMBER} million steps a second", out)[1]) > 0
-    assert 0 < float(re.search(rf"trained: {NUMBER} of at most 100", out)[1]) <= 100
-    assert re.search(rf"loaded again: {NUMBER} over 10 fresh episodes", out)
 
 
 def check_custom_algorithm(out: str, run_dir: Path) -> None:
@@ -143,9 +139,8 @@ def test_example(name: str, tmp_path: Path):
     script, ranks = EXAMPLES / f"{name}.py", 2 if name == "distributed" else 1
     pictures = name == "robot_arm"
     out = run_script(script, *arguments, "--run-dir", run_dir, folder=tmp_path, ranks=ranks, pictures=pictures)
-    made = (
-        ["run", "runs"] if name == "text_copy" else ["run"]
-    )  # the model that it begins with stays, for groupwise sample
+    # the model that it begins with stays, for groupwise sample
+    made = ["run", "runs"] if name == "text_copy" else ["run"]
     assert sorted(path.name for path in tmp_path.iterdir()) == made
     check(out, run_dir)
 

@@ -1,28 +1,19 @@
 import ast
-import importlib.util
 import os
 import runpy
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import gymnasium
 import pytest
 import torch
+from scripts import ROOT, load
 
-FILE = Path(__file__).parents[2] / "examples" / "grpo_from_scratch.py"
+FILE = ROOT / "examples" / "grpo_from_scratch.py"
 TINY = ["--total-steps", "300", "--steps", "150"]
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("grpo_from_scratch", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-scratch = load()
+scratch = load(FILE)
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +35,6 @@ def episodes(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     return alive.float(), alive
 
 
-# ------------------------------------------------------------------------------------------------ the program
-
-
 @pytest.mark.slow
 def test_script_trains_tests_draws_and_shows(tmp_path):
     environment = {**os.environ, "SDL_VIDEODRIVER": "dummy", "PYGAME_HIDE_SUPPORT_PROMPT": "1"}
@@ -58,11 +46,16 @@ def test_script_trains_tests_draws_and_shows(tmp_path):
 
 
 # in this process, which has torch imported already; each is the whole script all the same
-@pytest.mark.parametrize("name", list(scratch.VARIANTS))
-def test_every_variant_runs(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(FILE), *TINY, "--variant", name])
+@pytest.mark.parametrize(
+    "choice",
+    [*(("--variant", name) for name in scratch.VARIANTS), *(("--algorithm", name) for name in scratch.DEFAULTS)],
+)
+def test_every_variant_and_algorithm_runs(choice, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(FILE), *TINY, *choice])
     runpy.run_path(str(FILE), run_name="__main__")
-    assert "greedy mean " in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step ")
+    assert lines[-1].startswith("greedy mean ")
 
 
 @pytest.mark.parametrize("words", [["--epochs", "0"], ["--group-size", "1"], ["--minibatch", "0"], ["--steps", "0"]])
@@ -70,15 +63,6 @@ def test_numbers_without_a_meaning_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         scratch.settings(words)
     assert "--group-size must be at least 2; --epochs, " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", list(scratch.DEFAULTS))
-def test_every_algorithm_runs(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(FILE), *TINY, "--algorithm", name])
-    runpy.run_path(str(FILE), run_name="__main__")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step ")
-    assert lines[-1].startswith("greedy mean ")
 
 
 def test_keeps_its_promises_of_size_and_independence():
@@ -122,9 +106,6 @@ def test_loss_is_zero_where_the_gradient_is_not():
     assert all(abs(row["policy_loss"]) < 1e-6 < 1e-2 < row["grad_norm"] for row in history)
 
 
-# ----------------------------------------------------------------------------------------------- the episodes
-
-
 def test_members_share_the_start_and_nothing_else():
     torch.manual_seed(0)
     envs = [gymnasium.make("CartPole-v1") for _ in range(4)]
@@ -152,10 +133,25 @@ def test_play_pads_what_follows_the_end_of_an_episode():
 # ------------------------------------------------------------------------------------------------- the credit
 
 
-def test_returns_by_hand():
-    # gamma 0.5: R_2 = 2, R_1 = 0 + 0.5 * 2 = 1, R_0 = 1 + 0.5 * 1 = 1.5; R_1 = 1, R_0 = 0 + 0.5 * 1 = 0.5
-    expected = torch.tensor([[1.5, 1.0, 2.0], [0.5, 1.0, 0.0]])
-    torch.testing.assert_close(scratch.returns(pair()[0], 0.5), expected)
+# returns with gamma 0.5: R_2 = 2, R_1 = 0 + 0.5 * 2 = 1, R_0 = 1 + 0.5 * 1 = 1.5; R_1 = 1, R_0 = 0 + 0.5 * 1 = 0.5
+# return_to_go: 3, 2, 2, 1, 1: mean 1.8, population deviation sqrt((1.44 + 0.04 + 0.04 + 0.64 + 0.64) / 5) = 0.748331
+# per_step: step 0: 3 and 1; step 1: 2 and 1; both one deviation off their mean. Step 2: nobody to be compared with
+# leave_one_out: 3 - 1, 2 - 1, 2 - 0 (the member is over); 1 - 3, 1 - 2
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (lambda: scratch.returns(pair()[0], 0.5), [[1.5, 1.0, 2.0], [0.5, 1.0, 0.0]]),
+        (
+            lambda: scratch.return_to_go(*pair(), 1.0),
+            [[1.603567, 0.267261, 0.267261], [-1.069045, -1.069045, 0.0]],
+        ),
+        (lambda: scratch.per_step(*pair(), 1.0), [[1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]]),
+        (lambda: scratch.leave_one_out(*pair(), 1.0), [[2.0, 1.0, 2.0], [-2.0, -1.0, 0.0]]),
+    ],
+    ids=["returns", "return_to_go", "per_step", "leave_one_out"],
+)
+def test_credit_by_hand(found, expected):
+    torch.testing.assert_close(found(), torch.tensor(expected), atol=1e-3, rtol=0)
 
 
 def test_outcome_by_hand():
@@ -163,28 +159,8 @@ def test_outcome_by_hand():
     reward = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])[:, None] * torch.tensor([0.0, 1.0])
     alive = torch.ones(8, 2, dtype=torch.bool)
     alive[7, 1] = False
-    expected = torch.tensor([1.732051, -0.577350, -0.577350, 1.732051, -0.577350, -0.577350, -0.577350, -0.577350])
-    expected = expected[:, None].repeat(1, 2)
-    expected[7, 1] = 0.0
+    expected = torch.where(reward.sum(dim=1) > 0, 1.732051, -0.577350)[:, None] * alive
     torch.testing.assert_close(scratch.outcome(reward, alive, 1.0), expected, atol=1e-3, rtol=0)
-
-
-def test_return_to_go_by_hand():
-    # 3, 2, 2, 1, 1: mean 1.8, population deviation sqrt((1.44 + 0.04 + 0.04 + 0.64 + 0.64) / 5) = 0.748331
-    expected = torch.tensor([[1.603567, 0.267261, 0.267261], [-1.069045, -1.069045, 0.0]])
-    torch.testing.assert_close(scratch.return_to_go(*pair(), 1.0), expected, atol=1e-3, rtol=0)
-
-
-def test_per_step_by_hand():
-    # step 0: 3 and 1; step 1: 2 and 1; both one deviation off their mean. Step 2: nobody to be compared with
-    expected = torch.tensor([[1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]])
-    torch.testing.assert_close(scratch.per_step(*pair(), 1.0), expected, atol=1e-3, rtol=0)
-
-
-def test_leave_one_out_by_hand():
-    # 3 - 1, 2 - 1, 2 - 0 (the member is over); 1 - 3, 1 - 2
-    expected = torch.tensor([[2.0, 1.0, 2.0], [-2.0, -1.0, 0.0]])
-    torch.testing.assert_close(scratch.leave_one_out(*pair(), 1.0), expected)
 
 
 def test_gae_by_hand():

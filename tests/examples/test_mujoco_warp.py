@@ -1,28 +1,24 @@
 """The example for MuJoCo Warp: it trains, its steps are MuJoCo's, and rows start and are copied bit for bit."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from forked import run_script
+from scripts import ROOT, load
 
 from groupwise.envs.starts import verify_group_start
 from groupwise.functional.random import RowRandom
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "mujoco_warp_push.py"
+SCRIPT = ROOT / "examples" / "mujoco_warp_push.py"
 pytest.importorskip("mujoco_warp")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # compiling the kernels takes minutes on a busy machine
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("mujoco_warp_push", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 def test_it_trains(tmp_path):

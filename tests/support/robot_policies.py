@@ -13,18 +13,15 @@ from groupwise.envs.gymnasium import ActionChunk
 
 C, A, BINS = 3, 2, 5
 ENV = ActionChunk(Robot(), C)
-KINDS = {"vla": gw.VLAPolicy}
-TINY = {
-    "vla": {"hidden_size": 32, "num_layers": 1, "patch_size": 4, "bins": BINS},
-}
+TINY = {"hidden_size": 32, "num_layers": 1, "patch_size": 4, "bins": BINS}
 observations = partial(robots.observations, ENV)
 
 
-def make_policy(kind, actor_only=True, seed=0, **cfg):
+def make_policy(actor_only=True, seed=0, **cfg):
     """A new policy whose answers differ: new heads give 0, or nearly so."""
     torch.manual_seed(seed)
-    cfg = gw.config.VLACfg(**TINY[kind] | cfg)
-    return stirred(KINDS[kind](ENV.observation_space, ENV.action_space, cfg, actor_only=actor_only))
+    cfg = gw.config.VLACfg(**TINY | cfg)
+    return stirred(gw.VLAPolicy(ENV.observation_space, ENV.action_space, cfg, actor_only=actor_only))
 
 
 def stirred(policy):

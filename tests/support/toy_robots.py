@@ -77,8 +77,3 @@ def register() -> None:
         name = f"Toy{kind.__name__}-v0"
         if name not in gymnasium.registry:
             gymnasium.register(name, entry_point=kind, max_episode_steps=30)
-
-
-def make_straight(env: Any, info: Any) -> Any:
-    """Makes the expert of ``Reaching``, as ``groupwise.embodied.demos.EXPERTS`` names makers."""
-    return straight

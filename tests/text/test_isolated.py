@@ -1,4 +1,4 @@
-"""Rewards and tools that raise, hang, fork, die or hold the interpreter."""
+"""Rewards that raise, hang, fork, die or hold the interpreter."""
 
 import logging
 import multiprocessing
@@ -10,15 +10,14 @@ import sys
 import time
 
 import pytest
-from text_runs import copying, save_model, train
+from text_runs import copying, train
 
-from groupwise.config.run import RewardCfg, TextTaskCfg
-from groupwise.errors import ConfigError, RewardError, ToolError
+from groupwise.config.run import RewardCfg
+from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.text import builtin_rewards
 from groupwise.text.builtin_rewards import MathReward, RegexReward
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.sandbox import MathVerifier
-from groupwise.text.tools import IsolatedTool, ask, make_tool
 
 TIMEOUT = 2.0
 
@@ -119,31 +118,6 @@ def refuse():
     raise OSError("no key")
 
 
-def tool(text):
-    match text:
-        case "hangs":
-            time.sleep(1000)
-        case "raises":
-            raise ValueError("no number")
-        case "nothing":
-            return None
-    return text.upper()
-
-
-def test_a_tool_that_hangs_is_answered_by_an_error():
-    isolated = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), tool)
-    assert isinstance(isolated, IsolatedTool)
-    assert ask(isolated, "yes") == "YES"
-    assert ask(isolated, "nothing") is None
-    with pytest.raises(ToolError, match=r"the tool raised .*ValueError: no number\n  its input: 'raises'"):
-        ask(isolated, "raises")
-    assert ask(isolated, "hangs") == "error: the tool took longer than 2 s"
-    assert ask(isolated, "yes") == "YES"
-    isolated.close()
-    with pytest.raises(ValueError, match=r"tool_timeout=1\.0 has no effect without a tool"):
-        TextTaskCfg(tool_timeout=1.0)
-
-
 def test_a_pattern_that_takes_too_long_gives_no_reward(monkeypatch, caplog):
     monkeypatch.setattr(builtin_rewards, "_SECONDS_PER_SEARCH", 0.2)
     rewards = reward_set(RegexReward("(a|aa)+$"))
@@ -210,7 +184,7 @@ def once_hanging(flag, function):
 
 
 def assert_no_process():
-    assert not [p for p in multiprocessing.active_children() if "reward" in p.name or "tool" in p.name]
+    assert not [p for p in multiprocessing.active_children() if "reward" in p.name]
 
 
 @pytest.mark.slow
@@ -228,15 +202,7 @@ def test_a_run_whose_reward_always_hangs_stops_and_can_be_resumed(model, tmp_pat
         time.sleep(1000)
 
     task = copying(reward, reward_timeout=0.5)
-    with pytest.raises(RewardError, match=r"more than 20% of the scores of 10 calls failed") as caught:
+    with pytest.raises(DataError, match="no completion of 3 iterations in a row could be scored") as caught:
         train(task, model, tmp_path / "run", evaluation=EVALUATION, total_steps=1000)
     assert "saved after step" in caught.value.__notes__[-1]
-    assert_no_process()
-
-
-@pytest.mark.slow
-def test_a_run_with_a_tool_that_hangs_goes_on_and_leaves_no_process(tmp_path, caplog):
-    task = copying(lengths, tool=once_hanging(tmp_path / "hung", lambda text: "1"), tool_timeout=2.0)
-    train(task, save_model(tmp_path / "model", positions=256), tmp_path / "run", evaluation=EVALUATION)
-    assert "the tool took longer than 2 s" in caplog.text
     assert_no_process()

@@ -154,19 +154,6 @@ class WandBCfg(TrackerCfg, name="wandb"):
     """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
 
 
-class TrackioCfg(TrackerCfg, name="trackio"):
-    """Trackio, on this machine or in a Space."""
-
-    project: str = "groupwise"
-    """Project."""
-    run_name: str | None = None
-    """Name of the run, to which a part of its unique id is added. None: that of the run folder."""
-    group: str | None = None
-    """Group of runs."""
-    space_id: str | None = None
-    """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
-
-
 # Texts and rewards
 
 GYM = "reasoning-gym:"
@@ -221,8 +208,6 @@ class TextTaskCfg(Cfg):
     """A tool that answers the model's calls: ``calculator``, or your own registered one. Answers are not trained on. None: a completion is one turn."""
     tool_kwargs: dict[str, Any] = {}
     """Arguments of the tool."""
-    tool_timeout: Positive | None = None
-    """Seconds that a call of the tool may take, in a process of its own; a call that takes longer is answered by an error, which the model reads. None: the tool runs in the process of training, without a limit."""
     tool_answer: str = "<result>{}</result>"
     """Format of an answer ``{}`` in plain text. In a conversation it is a message."""
     max_turns: PositiveInt = 2
@@ -230,7 +215,7 @@ class TextTaskCfg(Cfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextTaskCfg":
-        unread = {} if self.tool else self.changed("tool_kwargs", "tool_timeout", "tool_answer", "max_turns")
+        unread = {} if self.tool else self.changed("tool_kwargs", "tool_answer", "max_turns")
         for name, value in unread.items():
             raise ValueError(f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out")
         gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)
@@ -439,7 +424,7 @@ class CommonCfg(Cfg):
             )
         got = type(self.algorithm)
         if got is not AlgorithmCfg.named(self.algorithm.name):
-            raise ValueError(f"{got.__name__} is not registered; fix: register_algorithm({got.__name__})")
+            raise ValueError(f"{got.__name__} has no name of its own; fix: class {got.__name__}(..., name='my_name')")
         return self
 
 

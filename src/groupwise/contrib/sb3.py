@@ -2,11 +2,9 @@
 
     model = GRPO("MlpPolicy", "CartPole-v1").learn(100_000)
 
-It differs from SB3's PPO in three ways. Episodes come in groups that share a start, and only whole groups are trained
-on. There is no critic: the policies hold no value network. A rollout ends when the groups that were begun within
-``n_steps`` are whole; episodes begun meanwhile continue in the next rollout, under the new policy, and its ratio is
-against the probability under which each action was really drawn. So nothing is wasted, and nothing is older than one
-update.
+It differs from SB3's PPO in three ways. Only whole groups of episodes that share a start are trained on. There is no
+critic. A rollout ends when the groups that were begun within ``n_steps`` are whole; the ratio of episodes begun meanwhile
+is against the policy that really drew each action.
 """
 
 from groupwise.errors import require_extra
@@ -16,10 +14,8 @@ require_extra("stable_baselines3", "sb3")
 import copy
 import inspect
 import io
-import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -32,7 +28,6 @@ from pydantic import ValidationError
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.preprocessing import get_flattened_obs_dim
 from stable_baselines3.common.torch_layers import (
     BaseFeaturesExtractor,
     CombinedExtractor,
@@ -47,15 +42,13 @@ from torch import Tensor, nn
 
 from groupwise.algorithms import grpo
 from groupwise.algorithms.losses import clip_range
-from groupwise.config.algorithm import AdaptiveEntropyCfg, CreditCfg, GroupStepCfg, GRPOCfg, ObjectiveCfg
+from groupwise.config.algorithm import CreditCfg, GroupStepCfg, GRPOCfg, ObjectiveCfg
 from groupwise.config.base import Choice, explain
-from groupwise.config.load import env_preset, objective_preset
+from groupwise.config.load import objective_preset
 from groupwise.config.policy import PolicyCfg
 from groupwise.contrib.sb3_starts import Running, SharedStart, Start, insert_shared_start, verify_shared_start
 from groupwise.data.rollout import Nested, TensorDict
-from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, EnvError, UnknownNameError, UnsupportedSpaceError
-from groupwise.policies.actor_critic import ObsNormalizer
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import make_head
 from groupwise.seeding import derive_seed
@@ -74,23 +67,8 @@ CFG_NAMES = {
     "clip_range": "clip_coef",
 }
 """Arguments that ``GRPOCfg`` has under another name."""
-OF_OBJECTIVE = ("kl_estimator", "top_entropy_quantile", "adaptive_entropy")
-"""Arguments that a preset which is named as ``objective`` sets, too."""
-ARGUMENTS = (
-    *CFG_NAMES,
-    *OF_OBJECTIVE,
-    "gamma",
-    "ent_coef",
-    "max_grad_norm",
-    "target_kl",
-    "group_size",
-    "credit",
-    "objective",
-    "kl_coef",
-    "kl_ref_iterations",
-    "shared_starts",
-)
-"""All that ``update_cfg`` needs."""
+OF_OBJECTIVE = ("objective", "kl_estimator", "top_entropy_quantile", "adaptive_entropy")
+"""Settings that a preset which is named as ``objective`` has."""
 _NO_CRITIC = "there is no critic; fix: leave it out"
 _SCALE = "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'"
 _EVERY_STEP = "actions are drawn independently at every step; fix: leave it out, ent_coef is what explores"
@@ -105,33 +83,16 @@ ELSEWHERE = {
     "sde_sample_freq": _EVERY_STEP,
     "rollout_buffer_class": _OWN_STORE,
     "rollout_buffer_kwargs": _OWN_STORE,
-    "batch_group_updates": "minibatches are drawn from all groups; fix: leave it out, or a larger batch_size=...",
-    "group_rollout_buffer_class": "the credit compares members; fix: credit='sb3_outcome', 'sb3_process' or 'sb3_process_deepseek'",
-    "group_rollout_buffer_kwargs": "the credit compares members; fix: credit=CreditCfg(...)",
     "kl_beta": "it has another name here; fix: kl_coef=...",
 }
 """Arguments of SB3's on-policy algorithms and of sb3-contrib's proposed GRPO: why they are missing."""
 _ABSENT = {"credit.reward": "parts", "credit.baseline": "greedy", "objective.ratio": "turn"}
 """Choices that need data which the rollouts of SB3's environments lack."""
-DEFAULTS: dict[str, Any] = {
-    "learning_rate": LinearSchedule(1e-3, 0.0, 1.0),
-    "n_steps": 1024,
-    "batch_size": 128,
-    "n_epochs": 10,
-    "gamma": 0.99,
-    "group_size": 4,
-    "credit": CreditCfg(group_key=GroupStepCfg(), returns="return_to_go", scale="batch_std"),
-    "objective": ObjectiveCfg(),
-    "ent_coef": 0.0,
-    "kl_coef": 0.0,
-    "kl_estimator": "k3",
-    "top_entropy_quantile": 1.0,
-}
-"""Defaults of the arguments that a preset may set.
-
-The credit is the return-to-go at each time step among the members still running, over one scale for the rollout. An update takes
-the learning rate of its rollout's start.
-"""
+LEARNING_RATE = LinearSchedule(1e-3, 0.0, 1.0)
+"""An update takes the rate of its rollout's start."""
+CREDIT = CreditCfg(group_key=GroupStepCfg(), returns="return_to_go", scale="batch_std")
+"""The return-to-go at each time step among the members still running, over one scale for the rollout."""
+OBJECTIVE = ObjectiveCfg()
 
 
 def refuse(names: Iterable[str], algorithm: type) -> None:
@@ -150,66 +111,26 @@ def refuse(names: Iterable[str], algorithm: type) -> None:
             raise UnknownNameError("argument of GRPO", name, known)
 
 
-def preset_arguments(preset: str, env: VecEnv | None) -> dict[str, Any]:
-    """Arguments of ``GRPO``, and ``normalize_obs``; warns of settings that have no counterpart here.
-
-    Args:
-        preset: ``auto``, or the name of an objective preset.
-
-    Raises:
-        ConfigError: ``auto``, and the environment is not known.
-        UnknownNameError: there is no preset of that name.
-    """
-    arguments = {}
-    if preset != "auto":
-        settings = objective_preset(preset).settings
-    else:
-        if env is None or (spec := env.get_attr("spec", indices=0)[0]) is None:
-            raise ConfigError(
-                "preset='auto' needs an environment with an id; fix: give a registered environment, or leave the preset out"
-            )
-        preset, tree = spec.id, copy.deepcopy(env_preset(spec.id)["grpo"])
-        settings, policy, envs = tree["algorithm"], tree.pop("policy", {}), tree.pop("env")
-        rate, schedule = settings.pop("learning_rate"), settings.pop("schedule", {"name": "none"})
-        arguments = {
-            "n_steps": math.ceil(settings.pop("num_steps") * envs.pop("num_envs") / env.num_envs),
-            "learning_rate": LinearSchedule(rate, 0.0, 1.0) if schedule["name"] == "linear" else rate,
-            "normalize_obs": policy.pop("normalize_obs", False),
-        }
-        if schedule["name"] not in ("none", "linear"):
-            settings["schedule"] = schedule
-        for part, left in (("policy", policy), ("env", envs)):
-            settings |= {f"{part}.{name}": value for name, value in left.items()}
-    names = {cfg: sb3 for sb3, cfg in CFG_NAMES.items()}
-    found = {names.get(name, name): value for name, value in settings.items()}
-    if missing := found.keys() - set(ARGUMENTS):
-        warnings.warn(
-            f"the preset of {preset} also sets {', '.join(sorted(missing))}, which GRPO in Stable-Baselines3 does not have; "
-            "fix: gw.train, which has them, or leave it",
-            stacklevel=3,
-        )
-    return arguments | {name: value for name, value in found.items() if name not in missing}
-
-
-def update_cfg(arguments: Mapping[str, Any]) -> GRPOCfg:
-    """Settings of the update, from all ``ARGUMENTS``.
+def update_cfg(model: "GRPO") -> GRPOCfg:
+    """Settings of the update: the arguments of ``GRPO`` that ``GRPOCfg`` has, too.
 
     Raises:
         ConfigError: an argument is impossible; names it as SB3 does.
     """
-    tree = {CFG_NAMES.get(name, name): value for name, value in arguments.items()}
+    names = {name: CFG_NAMES.get(name, name) for name in inspect.signature(GRPO).parameters if name != "learning_rate"}
+    tree = {name: vars(model)[sb3] for sb3, name in names.items() if name in GRPOCfg.model_fields}
     if callable(tree["clip_coef"]):
         tree["clip_coef"] = float(tree["clip_coef"](1.0))
-    starts, interval = tree.pop("shared_starts"), tree.pop("kl_ref_iterations")
-    if starts not in ("verify", "trust", "off"):
-        raise ConfigError(f"shared_starts is {starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'")
-    if interval is not None:
-        tree["sync_ref_model"] = {"steps": interval}
-    for part in ("credit", "objective"):
+    if model.shared_starts not in ("verify", "trust", "off"):
+        raise ConfigError(
+            f"shared_starts is {model.shared_starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'"
+        )
+    if model.kl_ref_iterations is not None:
+        tree["sync_ref_model"] = {"steps": model.kl_ref_iterations}
+    for part, own in (("credit", ("credit",)), ("objective", OF_OBJECTIVE)):
         if isinstance(tree[part], str):
             settings = objective_preset(tree[part]).settings
-            own = settings.keys() & set(OF_OBJECTIVE) if part == "objective" else ()
-            tree |= {name: settings[name] for name in (part, *own)}
+            tree |= {name: settings[name] for name in own if name in settings}
     try:
         cfg = GRPOCfg.model_validate(tree)
     except ValidationError as error:
@@ -241,15 +162,6 @@ class Tick(NamedTuple):
     truncated: Array
 
 
-@dataclass
-class Member:
-    """An episode, and its steps so far, which have no leading dimension."""
-
-    number: int
-    steps: list[Tick] = field(default_factory=list)
-    finished: bool = False
-
-
 class GroupBuffer:
     """Hands out episodes in order, records their steps, and gives out whole groups.
 
@@ -271,14 +183,15 @@ class GroupBuffer:
         first = first_group * group_size
         self._queued = list(range(first, first + num_envs))
         self._next = first + num_envs
-        self._current: list[Member] = []
-        self._groups: dict[int, list[Member]] = {}
-        """Begun episodes of each group that was not given out."""
+        self._current: list[int] = []
+        """Number of the episode of each environment."""
+        self._episodes: dict[int, list[Tick]] = {}
+        """Steps, which have no leading dimension, of the episodes that were not given out, in the order of their begins."""
 
     @property
     def num_opened(self) -> int:
         """Every group below this number was begun."""
-        return max(self._groups, default=-1) + 1
+        return max(self._episodes, default=-1) // self.group_size + 1
 
     @property
     def next_group(self) -> int:
@@ -294,13 +207,11 @@ class GroupBuffer:
         number = self._queued[env]
         group, member = divmod(number, self.group_size)
         path = (group,) if self.starts == "shared" else (group, member)
-        start_seed = derive_seed(self.seed, "start", *path)
-        return Start(number, start_seed, derive_seed(self.seed, "noise", group, member))
+        return Start(number, derive_seed(self.seed, "start", *path), derive_seed(self.seed, "noise", group, member))
 
     def running(self, env: int) -> Running:
         """The state in which an environment should be."""
-        episode = self._current[env]
-        return episode.number, len(episode.steps)
+        return self._current[env], len(self._episodes[self._current[env]])
 
     def record(self, tick: Tick) -> list[int]:
         """Take one step of all environments; returns the environments that began their next episode.
@@ -315,27 +226,29 @@ class GroupBuffer:
                     f"the {name} of environment {env} is {values[env]}, expected a finite number; fix the environment "
                     "or the policy that produced it (stable_baselines3's VecCheckNan finds which)"
                 )
-        for env, episode in enumerate(self._current):
+        for env, number in enumerate(self._current):
             obs = {key: x[env] for key, x in tick.obs.items()} if isinstance(tick.obs, dict) else tick.obs[env]
-            episode.steps.append(Tick(obs, *(values[env] for values in tick[1:])))
+            self._episodes[number].append(Tick(obs, *(values[env] for values in tick[1:])))
         ended: list[int] = np.flatnonzero(tick.terminated | tick.truncated).tolist()
         for env in ended:
-            self._current[env].finished = True
             self._current[env] = self._begin(env)
         return ended
 
     def all_finished(self, below: int) -> bool:
         """Whether no group with a number under ``below`` is waited for."""
-        return all(self._is_whole(group) for group in self._groups if group < below)
+        begun = {number // self.group_size for number in self._episodes}
+        return all(self._is_whole(group) for group in begun if group < below)
 
     def take_whole_groups(self, device: torch.device) -> TensorDict | None:
         """The steps of all whole groups as a rollout of one row ``[1, T+1]``; they are then forgotten. None without any."""
-        groups = [self._groups.pop(group) for group in sorted(self._groups) if self._is_whole(group)]
-        if not groups:
+        chosen = [number for number in self._episodes if self._is_whole(number // self.group_size)]
+        if not chosen:
             return None
-        episodes = [episode for group in groups for episode in group]
-        lengths = [len(episode.steps) for episode in episodes]
-        steps = [step for episode in episodes for step in episode.steps]
+        chosen.sort(key=lambda number: number // self.group_size)
+        group = np.unique([number // self.group_size for number in chosen], return_inverse=True)[1]
+        episodes = [self._episodes.pop(number) for number in chosen]
+        lengths = [len(episode) for episode in episodes]
+        steps = [step for episode in episodes for step in episode]
         obs, *columns = zip(*steps, steps[-1], strict=True)  # the last slot is padding
 
         def stacked(values: Sequence[Any]) -> Tensor:
@@ -352,37 +265,24 @@ class GroupBuffer:
             **{name: stacked(values) for name, values in zip(names, columns, strict=True)},
             "valid": counts,
             "loss_mask": counts.clone(),
-            "group_id": label(np.repeat(np.repeat(np.arange(len(groups)), self.group_size), lengths), -1),
+            "group_id": label(np.repeat(group, lengths), -1),
             "episode_id": label(np.repeat(np.arange(len(episodes)), lengths), -1),
             "step": label(np.concatenate([np.arange(length) for length in lengths]), 0),
         }
         return TensorDict(data, batch_size=shape, device=device)
 
-    def _begin(self, env: int) -> Member:
-        episode = Member(self._queued[env])
-        self._groups.setdefault(episode.number // self.group_size, []).append(episode)
+    def _begin(self, env: int) -> int:
+        number = self._queued[env]
+        self._episodes[number] = []
         self._queued[env], self._next = self._next, self._next + 1
-        return episode
+        return number
 
     def _is_whole(self, group: int) -> bool:
-        members = self._groups[group]
-        return len(members) == self.group_size and all(member.finished for member in members)
+        members = range(group * self.group_size, (group + 1) * self.group_size)
+        return all(number in self._episodes and number not in self._current for number in members)
 
 
 # Policies without a critic
-
-
-class NormalizedExtractor(BaseFeaturesExtractor):
-    """Flat observations, scaled to running mean 0 and standard deviation 1 if they are floats."""
-
-    def __init__(self, observation_space: spaces.Space) -> None:
-        super().__init__(observation_space, get_flattened_obs_dim(observation_space))
-        self.normalizer = ObsNormalizer(observation_space)
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """Features [B, F]."""
-        scaled: Tensor = self.normalizer(observations)
-        return scaled.flatten(start_dim=1)
 
 
 class ActorPolicy(BasePolicy):
@@ -455,10 +355,12 @@ class ActorPolicy(BasePolicy):
             self.action_net.apply(partial(self.init_weights, gain=0.01))
         self.optimizer = optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
 
-    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, obs: PyTorchObs, deterministic: bool = False, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Actions [B, ...] before they are clipped, and their log-probabilities."""
         params = self.action_params(obs)
-        action = self.head.mode(params) if deterministic else self.head.sample(params)
+        action = self.head.mode(params) if deterministic else self.head.sample(params, generator)
         return action, self.head.log_prob(params, action)
 
     def action_params(self, obs: PyTorchObs) -> Tensor:
@@ -503,23 +405,13 @@ class ScoredActor(Policy):
     @torch.no_grad()
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """Actions for B observations, without gradient."""
-        head, params = self.actor.head, self._params(obs)
-        action = head.mode(params) if deterministic else head.sample(params, generator)
-        return Action(action, head.log_prob(params, action))
+        return Action(*self.actor(_plain(obs), deterministic, generator))
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]``, with gradient."""
-        params = self._params(batch["obs"])
+        params = self.actor.action_params(_plain(batch["obs"]))
         log_prob, entropy = self.actor.head.score(params, batch["action"])
         return Evaluation(log_prob, entropy, None, params)
-
-    def _params(self, obs: Nested) -> Tensor:
-        return self.actor.action_params(obs if isinstance(obs, Tensor) else {k: obs[k] for k in obs.keys()})  # noqa: SIM118
-
-    def update_normalizers(self, rollout: TensorDict, engine: Engine) -> None:
-        """Update the statistics of a ``NormalizedExtractor``."""
-        if isinstance(self.actor.features_extractor, NormalizedExtractor):
-            self.actor.features_extractor.normalizer.update(rollout["obs"], rollout["valid"], engine.sum)
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """Environment actions for one observation or a batch of them: numpy in, numpy out."""
@@ -530,26 +422,26 @@ class ScoredActor(Policy):
         return self.actor.head.kl(dist, other)
 
 
+def _plain(obs: Nested) -> PyTorchObs:
+    return obs if isinstance(obs, Tensor) else {key: obs[key] for key in obs.keys()}  # noqa: SIM118
+
+
 # The algorithm
 
 
 class GRPO(OnPolicyAlgorithm):
     """Group relative policy optimisation, for every place where a Stable-Baselines3 algorithm fits.
 
-    Arguments of SB3's PPO mean the same here. None stands for the preset's value, or for that in ``DEFAULTS``.
+    Arguments of SB3's PPO mean the same here.
 
     Args:
         n_steps: steps of each environment after which a rollout waits for the groups under way, and ends.
         batch_size: steps in one minibatch; a rollout is split evenly into the nearest whole number of them.
         group_size: episodes at the same start.
         credit: from rewards to advantages, or the name of a preset.
-        objective: ratio, trust region and aggregation, or the name of a preset.
+        objective: ratio, trust region and aggregation, or the name of a preset, whose estimator of the KL counts, too.
         clip_range: replaces both clip ranges of the objective; a number, or a function of the progress that remains.
-        preset: ``auto``, the tuned settings of the environment, or the name of a preset for credit and objective.
         kl_coef: weight of the KL to a reference policy; 0 makes no reference.
-        kl_estimator: estimator of that KL; this and the next two are also set by a preset that is named as ``objective``.
-        top_entropy_quantile: share of the steps, those with the highest entropy, that have a policy loss.
-        adaptive_entropy: adapts ``ent_coef`` to the entropy.
         kl_ref_iterations: rollouts between two renewals of the reference; None keeps the first policy.
         shared_starts: ``verify``: members share their start, which is tried out before training; ``trust``: without
             the trial; ``off``: every episode has a start of its own.
@@ -564,9 +456,6 @@ class GRPO(OnPolicyAlgorithm):
         "MultiInputPolicy": MultiInputActorPolicy,
     }
     policy: ActorPolicy  # type: ignore[assignment]
-    group_size: int
-    kl_coef: float
-    shared_starts: Literal["verify", "trust", "off"]
     rollout_buffer: GroupBuffer | None  # type: ignore[assignment]
     core: grpo.GRPO
     """Groupwise's own algorithm, which makes the updates."""
@@ -579,23 +468,19 @@ class GRPO(OnPolicyAlgorithm):
         self,
         policy: str | type[BasePolicy],
         env: GymEnv | str | None,
-        learning_rate: float | Schedule | None = None,
-        n_steps: int | None = None,
-        batch_size: int | None = None,
-        n_epochs: int | None = None,
-        gamma: float | None = None,
-        group_size: int | None = None,
-        credit: CreditCfg | dict[str, Any] | str | None = None,
-        objective: ObjectiveCfg | dict[str, Any] | str | None = None,
+        learning_rate: float | Schedule = LEARNING_RATE,
+        n_steps: int = 1024,
+        batch_size: int = 128,
+        n_epochs: int = 10,
+        gamma: float = 0.99,
+        group_size: int = 4,
+        credit: CreditCfg | dict[str, Any] | str = CREDIT,
+        objective: ObjectiveCfg | dict[str, Any] | str = OBJECTIVE,
         clip_range: float | Schedule | None = None,
-        preset: str | None = None,
-        kl_coef: float | None = None,
-        kl_estimator: str | None = None,
-        top_entropy_quantile: float | None = None,
-        adaptive_entropy: AdaptiveEntropyCfg | dict[str, Any] | None = None,
+        kl_coef: float = 0.0,
         kl_ref_iterations: int | None = None,
         shared_starts: Literal["verify", "trust", "off"] = "verify",
-        ent_coef: float | None = None,
+        ent_coef: float = 0.0,
         max_grad_norm: float = 0.5,
         target_kl: float | None = None,
         stats_window_size: int = 100,
@@ -611,10 +496,10 @@ class GRPO(OnPolicyAlgorithm):
         super().__init__(
             policy,  # type: ignore[arg-type]
             env,  # type: ignore[arg-type]
-            learning_rate=0.0,  # this and the next three: below, once the environment is known
-            n_steps=0,
-            gamma=0.0,
-            ent_coef=0.0,
+            learning_rate=learning_rate,
+            n_steps=n_steps,
+            gamma=gamma,
+            ent_coef=ent_coef,
             max_grad_norm=max_grad_norm,
             stats_window_size=stats_window_size,
             tensorboard_log=tensorboard_log,
@@ -629,24 +514,27 @@ class GRPO(OnPolicyAlgorithm):
             use_sde=False,
             sde_sample_freq=-1,
         )
-        observations = None if self.env is None else self.env.observation_space
-        if isinstance(observations, spaces.Tuple):
+        if self.env is not None and isinstance(self.env.observation_space, spaces.Tuple):
             raise UnsupportedSpaceError(
                 "Stable-Baselines3 has no Tuple observations; fix: gymnasium.wrappers.FlattenObservation(env)"
             )
-        given = {name: value for name, value in locals().items() if name in {"learning_rate", *ARGUMENTS}}
-        tuned = DEFAULTS if preset is None else DEFAULTS | preset_arguments(preset, self.env)
-        for name, value in given.items():
-            setattr(self, name, tuned.get(name) if value is None else value)
-        if tuned.get("normalize_obs") and isinstance(observations, spaces.Box):
-            self.policy_kwargs = {"features_extractor_class": NormalizedExtractor, **self.policy_kwargs}
+        self.batch_size = batch_size
+        self.n_epochs = n_epochs
+        self.group_size = group_size
+        self.credit = credit
+        self.objective = objective
+        self.clip_range = clip_range
+        self.kl_coef = kl_coef
+        self.kl_ref_iterations = kl_ref_iterations
+        self.shared_starts = shared_starts
+        self.target_kl = target_kl
         self.rollout_buffer = None
         self._core_state: dict[str, Any] = {}
         if _init_setup_model:
             self._setup_model()
 
     def _setup_model(self) -> None:
-        """Create policy and optimiser, and the update that trains them; settings take the values of their preset."""
+        """Create policy and optimiser, and the update that trains them."""
         if not issubclass(self.policy_class, ActorPolicy):
             raise ConfigError(
                 f"{self.policy_class.__name__} is not a policy without a critic; fix: 'MlpPolicy', 'CnnPolicy', "
@@ -661,11 +549,8 @@ class GRPO(OnPolicyAlgorithm):
         policy = self.policy_class(self.observation_space, self.action_space, self.lr_schedule, **self.policy_kwargs)
         self.policy = policy.to(self.device)
         self._maybe_recommend_cpu(ActorPolicy.__name__)
-        cfg = update_cfg({name: vars(self)[name] for name in ARGUMENTS})
-        for name in ("credit", "objective", *OF_OBJECTIVE):
-            setattr(self, name, vars(cfg)[name])
         # trains the policy in evaluation mode, so that acting and scoring use the same function
-        self.core = grpo.GRPO(cfg, ScoredActor(self.policy), seed=self._start_seed)
+        self.core = grpo.GRPO(update_cfg(self), ScoredActor(self.policy), seed=self._start_seed)
         self.core.optimizer = self.policy.optimizer
         self.core.load_state_dict(self.core.state_dict() | self._core_state)
 
@@ -705,13 +590,12 @@ class GRPO(OnPolicyAlgorithm):
             )
         return self
 
-    def _setup_learn(
+    def _setup_learn(  # type: ignore[override]
         self,
         total_timesteps: int,
         callback: MaybeCallback = None,
         reset_num_timesteps: bool = True,
-        tb_log_name: str = "run",
-        progress_bar: bool = False,
+        *log: Any,
     ) -> tuple[int, BaseCallback]:
         """Continue the running episodes, or start the first ones by the reset that SB3 does here."""
         env, groups = self.env, self.rollout_buffer
@@ -738,9 +622,7 @@ class GRPO(OnPolicyAlgorithm):
             )
             self._queue(env, groups)
             self._last_obs = None
-        total_timesteps, callback = super()._setup_learn(
-            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
-        )
+        total_timesteps, callback = super()._setup_learn(total_timesteps, callback, reset_num_timesteps, *log)
         if not goes_on and groups is not None:
             groups.begin()
             self._queue(env, groups)
@@ -818,7 +700,7 @@ class GRPO(OnPolicyAlgorithm):
         rollout = self.rollout_buffer.take_whole_groups(self.device)
         if rollout is None:
             return
-        schedule = vars(self)["clip_range"]
+        schedule = self.clip_range
         if callable(schedule):
             width = float(schedule(self._current_progress_remaining))
             objective = self.core.cfg.objective
@@ -864,8 +746,6 @@ class GRPO(OnPolicyAlgorithm):
         Raises:
             ConfigError: another algorithm saved it, or ``kwargs`` names no argument.
         """
-        if "preset" in kwargs:
-            raise ConfigError("a preset is chosen when the model is made; fix: leave it out of load()")
         refuse(kwargs, cls)
         return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
 

@@ -9,11 +9,11 @@ from groupwise.errors import require_extra
 require_extra("stable_baselines3", "sb3")
 
 import copy
+import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
-import numpy as np
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
@@ -22,8 +22,6 @@ from groupwise.errors import EnvError, GroupStartError
 from groupwise.seeding import derive_seed
 
 _TRIAL_STEPS = 16
-Moment = tuple[Any, float, bool, bool]
-"""The output of an environment at one step: observation, reward, terminated, truncated."""
 Running = tuple[int, int]
 """The state of an environment: number of its episode, -1 when that was not started from the queue; and steps since its start."""
 
@@ -72,18 +70,18 @@ class SharedStart(gymnasium.Wrapper):
         self._queued = start
         return self._episode, self._steps
 
-    def try_start(self, start: Start, actions: Sequence[Any]) -> list[Moment]:
-        """The outputs of the environment from a start under the given actions, up to the end of the episode.
+    def try_start(self, start: Start, actions: Sequence[Any]) -> list[bytes]:
+        """Each step's pickled observation, reward, terminated and truncated, from a start to the end of the episode.
 
         Reset it afterwards.
         """
         env = self.env
         while isinstance(env, Monitor):  # the monitor must not log this episode
             env = env.env
-        moments: list[Moment] = [(copy.deepcopy(_start(env, start, None)[0]), 0.0, False, False)]
+        moments = [pickle.dumps(_start(env, start, None)[0])]
         for action in actions:
             obs, reward, terminated, truncated, _ = env.step(copy.deepcopy(action))
-            moments.append((copy.deepcopy(obs), float(reward), bool(terminated), bool(truncated)))
+            moments.append(pickle.dumps((obs, float(reward), bool(terminated), bool(truncated))))
             if terminated or truncated:
                 break
         return moments
@@ -140,7 +138,7 @@ def verify_shared_start(env: VecEnv, seed: int) -> None:
     expected = traces[0][0]
     for index, trace in ((index, trace[index]) for index in range(env.num_envs) for trace in traces):
         for step, (right, left) in enumerate(zip(expected, trace, strict=False)):
-            if right[1:] != left[1:] or not _same(right[0], left[0]):
+            if right != left:
                 when = "at the start" if step == 0 else f"at step {step} of equal actions with equal noise"
                 raise GroupStartError(
                     f"members cannot share a start: what was started with the same seed differs {when}, in environment "
@@ -148,11 +146,3 @@ def verify_shared_start(env: VecEnv, seed: int) -> None:
                     "super().reset(seed=seed), and keep nothing from one episode to the next; or compare episodes from "
                     "different starts, with shared_starts='off'"
                 )
-
-
-def _same(right: Any, left: Any) -> bool:
-    """Whether two observations (arrays, or dictionaries of them) are the same bits; NaN equals NaN."""
-    if isinstance(right, dict):
-        return right.keys() == left.keys() and all(_same(right[key], left[key]) for key in right)
-    a, b = np.asarray(right), np.asarray(left)
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

@@ -143,20 +143,17 @@ class DemoCollector(EnvCollector):
         passes = range(first // size, (first + count - 1) // size + 1)  # each over all data, in an order of its own
         orders = [torch.randperm(size, generator=self._generator("pass", number)) for number in passes]
         index = trained[torch.cat(orders)[first % size :][:count]]
-        steps = self._steps(index, self.label_noise, self._generator("label", self.rank, self.iteration))
+        steps = self.labelled(index, self.label_noise, "label", self.rank, self.iteration)
         batch = transition_view(rollout)
         batch.update_(steps.reshape(rows, num_steps).select(*batch.keys(), strict=False))
         self.last_steps = count
         self.iteration += 1
         return rollout
 
-    def held_out_steps(self, index: Tensor) -> TensorDict:
-        """Some of the steps, without noise on their labels and the same each time."""
-        return self._steps(index, 0.0, self._generator("held_out", int(index[0])))
-
-    def _steps(self, index: Tensor, noise: float, generator: torch.Generator) -> TensorDict:
+    def labelled(self, index: Tensor, noise: float, *path: int | str) -> TensorDict:
+        """Some of the steps, with noise on their labels that follows from the path."""
         steps: TensorDict = self.labels.exclude("reward")[index]
-        return steps.set("action", self.policy.label(steps["action"], noise, generator))
+        return steps.set("action", self.policy.label(steps["action"], noise, self._generator(*path)))
 
     def _generator(self, *path: int | str) -> torch.Generator:
         return torch.Generator().manual_seed(derive_seed(self.seed, *path))
@@ -203,7 +200,7 @@ class DemoScores(Callback):
         """Loss, and where actions are discrete the share of right ones, else the absolute error, over these steps."""
         policy, losses, errors, masks = self.algorithm.policy, [], [], []
         for index in steps.split(_SCORED_AT_ONCE):  # type: ignore[no-untyped-call]
-            batch = self.collector.held_out_steps(index).to(policy.device)
+            batch = self.collector.labelled(index, 0.0, "held_out", int(index[0])).to(policy.device)
             inputs = self.algorithm.policy_inputs(batch.unsqueeze(0))
             losses.append(-self.algorithm.score(policy, inputs).log_prob[inputs["loss_mask"]])  # of each unit
             own = policy.act(batch["obs"], deterministic=True).action

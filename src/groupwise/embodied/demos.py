@@ -7,12 +7,11 @@ how to get back.
 Source: Laskey et al. 2017, "DART: Noise Injection for Robust Imitation Learning", https://arxiv.org/abs/1703.09327.
 """
 
-import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -21,26 +20,14 @@ import torch
 from groupwise.config.base import GIVEN
 from groupwise.config.run import EnvCfg
 from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
-from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, DemoWriter
+from groupwise.embodied.experts import EXPERTS, Expert, ExpertMaker
+from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, write_demos
 from groupwise.envs.base import success_of_row
 from groupwise.envs.make import make_one
+from groupwise.envs.names import import_package
 from groupwise.errors import ConfigError, DataError
 from groupwise.report.folder import is_free
 from groupwise.seeding import derive_seed
-
-Expert: TypeAlias = Callable[[Any], Any]
-"""Function from an observation to an action of the environment."""
-
-ExpertMaker: TypeAlias = Callable[[Any, dict[str, Any]], Expert]
-"""The expert for an episode, which may keep a state: called after each reset with the environment and the reset's info."""
-
-EXPERTS = {
-    "FetchPickAndPlace": "groupwise.embodied.fetch:pick_and_place",
-    "FetchPush": "groupwise.embodied.fetch:push",
-    "FetchReach": "groupwise.embodied.fetch:reach",
-    "MetaWorld/": "groupwise.embodied.metaworld:episode_expert",
-}
-"""Makers of experts, by the start of the environments' ids."""
 
 MAX_ATTEMPTS = 20
 """Most episodes played for each requested one."""
@@ -73,7 +60,7 @@ def record_demos(
 
     Args:
         env: a Gymnasium id, an ``EnvCfg``, or a callable that returns an environment.
-        expert: from an observation to an action. None: the one of ``EXPERTS`` for the id.
+        expert: from an observation to an action. None: the one that is registered for the id.
         episodes: how many to keep.
         out: a folder that does not exist or is empty. None: ``demos/<environment>``.
         noise: of Box actions: standard deviation of Gaussian noise, as a share of half the range (of the unit, where
@@ -94,14 +81,16 @@ def record_demos(
     # experts give single actions; cloning makes chunks of them
     cfg = cfg.model_copy(update={"action_chunk": 1, "num_action_steps": None})
     make = None if isinstance(env, str | EnvCfg) else env
-    place = next((place for prefix, place in EXPERTS.items() if cfg.id.startswith(prefix)), None)
-    if expert is None and place is None:
+    if expert is None:
+        import_package(cfg.id)  # which registers its experts
+    known = (maker for prefix, maker in EXPERTS.items() if cfg.id.startswith(prefix))
+    make_expert = next(known, None) if expert is None else lambda env, info: expert
+    if make_expert is None:
         raise ConfigError(
-            f"no expert is known for {cfg.id!r}, only for {', '.join(EXPERTS)}; fix: from Python, "
-            f"record_demos({cfg.id!r}, expert=...), a function from an observation to an action"
+            f"no expert is known for {cfg.id!r}; fix: from Python, record_demos({cfg.id!r}, expert=...), a function from "
+            "an observation to an action"
         )
     with closing(make_one(cfg, make)) as made:
-        make_expert: ExpertMaker = pkgutil.resolve_name(str(place)) if expert is None else lambda env, info: expert
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
         if not is_free(folder):
@@ -109,23 +98,33 @@ def record_demos(
                 f"the folder of demonstrations {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)"
             )
         attempts, steps_per_second = 0, int(made.metadata.get("render_fps") or 10)
-        with DemoWriter(folder, made.observation_space, made.action_space, steps_per_second) as writer:
-            while len(writer.lengths) < episodes:
+
+        def kept() -> Iterator[Demonstration]:
+            nonlocal attempts
+            count = 0
+            while count < episodes:
                 if attempts == MAX_ATTEMPTS * episodes:
                     raise DataError(
-                        f"the expert succeeded in {len(writer.lengths)} of {attempts} episodes of {name}, expected "
-                        f"{episodes}; fix: less noise than {noise:g}, a higher step limit, or keep_failures"
+                        f"the expert succeeded in {count} of {attempts} episodes of {name}, expected {episodes}; fix: less "
+                        f"noise than {noise:g}, a higher step limit, or keep_failures"
                     )
                 demo = _play(made, make_expert, noise, derive_seed(seed, "demo", attempts), name)
                 attempts += 1
                 if keep_failures or demo.success is not False:
-                    writer.add(demo)
-        return Recording(folder, len(writer.lengths), sum(writer.lengths), attempts)
+                    count += 1
+                    yield demo
+
+        lengths = write_demos(folder, made.observation_space, made.action_space, steps_per_second, kept())
+        return Recording(folder, len(lengths), sum(lengths), attempts)
 
 
 def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int, name: str) -> Demonstration:
     """One episode."""
     space: Any = env.action_space
+    is_box = space_kind(space) == "box"
+    if is_box:
+        half = (space.high.astype(np.float64) - space.low) / 2
+        half = np.where(np.isfinite(half), half, 1.0)
     generator = np.random.default_rng(derive_seed(seed, "noise"))
     obs, info = env.reset(seed=seed)
     expert = make_expert(env, info)
@@ -137,10 +136,16 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
             raise DataError(
                 f"the expert's action has shape {list(action.shape)}, expected {list(space.shape)}; fix: the expert"
             )
-        action = np.clip(action, space.low, space.high) if space_kind(space) == "box" else action
+        action = np.clip(action, space.low, space.high) if is_box else action
         seen.append(obs_to_tensor(env.observation_space, obs, batched=False).clone())
         actions.append(action)
-        obs, reward, terminated, truncated, info = env.step(_with_noise(space, action, noise, generator))
+        if is_box:
+            noisy = action + noise * half * generator.standard_normal(space.shape)
+            action = np.clip(noisy, space.low, space.high).astype(space.dtype)
+        elif generator.random() < noise:
+            space.seed(int(generator.integers(2**31)))
+            action = space.sample()
+        obs, reward, terminated, truncated, info = env.step(action)
         rewards.append(float(reward))
         if terminated or truncated:
             break
@@ -148,15 +153,3 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
     task = bytes(seen[0][INSTRUCTION].numpy()).rstrip(b"\0").decode() if has_instruction else name
     scores = np.array(rewards, np.float32), success_of_row(info)
     return Demonstration(torch.stack(seen), np.stack(actions), *scores, task)
-
-
-def _with_noise(space: Any, action: Any, noise: float, generator: np.random.Generator) -> Any:
-    """The action that the environment receives."""
-    if space_kind(space) != "box":
-        if generator.random() >= noise:
-            return action
-        space.seed(int(generator.integers(2**31)))
-        return space.sample()
-    half = (space.high.astype(np.float64) - space.low) / 2
-    noisy = action + noise * np.where(np.isfinite(half), half, 1.0) * generator.standard_normal(space.shape)
-    return np.clip(noisy, space.low, space.high).astype(space.dtype)

@@ -5,7 +5,6 @@ Importing this module registers the tasks and makes them run on current versions
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from ctypes.util import find_library
 from io import StringIO
@@ -21,6 +20,8 @@ with redirect_stderr(StringIO()):  # at every import it prints a note on tasks o
     import gymnasium_robotics  # noqa: F401
 from gymnasium_robotics.utils import mujoco_utils
 
+from groupwise.embodied.experts import Expert, register_expert
+
 # draw without a display, unless the user chose how
 has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
 if sys.platform == "linux" and not has_display and find_library("EGL"):
@@ -32,14 +33,15 @@ if Version(mujoco.__version__) >= Version("3.12"):
     mujoco_utils.mujoco = SimpleNamespace(**{**vars(mujoco), "mjtJoint": _joints})
 
 Vector: TypeAlias = npt.NDArray[Any]
-Expert: TypeAlias = Callable[[dict[str, Any]], Vector]
 
 
+@register_expert("FetchReach")
 def reach(env: Any, info: dict[str, Any]) -> Expert:
     """Moves the gripper of a Fetch task to the goal."""
     return lambda obs: _towards(obs["observation"][:3], obs["desired_goal"], 0.0)
 
 
+@register_expert("FetchPush")
 def push(env: Any, info: dict[str, Any]) -> Expert:
     """Goes behind the object, as the goal sees it, from above, and pushes it there."""
 
@@ -62,6 +64,7 @@ def push(env: Any, info: dict[str, Any]) -> Expert:
     return act
 
 
+@register_expert("FetchPickAndPlace")
 def pick_and_place(env: Any, info: dict[str, Any]) -> Expert:
     """Grasps the object from above, and carries it to the goal."""
     held = 0

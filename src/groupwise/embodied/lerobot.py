@@ -1,25 +1,15 @@
 """Demonstrations on disk, in the layout of LeRobot's dataset format v3.0 without videos (https://huggingface.co/docs/lerobot).
 
-    data/chunk-000/file-000.parquet           one row for each step, one row group for each episode
-    meta/info.json                            counts, and name, type and shape of each column
-    meta/stats.json                           least, greatest, mean and standard deviation of each column
-    meta/tasks.parquet                        the instructions
-    meta/episodes/chunk-000/file-000.parquet  length, rows and instruction of each episode
-
-Images are PNG files inside the rows, as LeRobot stores them without a video codec. The columns of observations:
-
-| part of the observation | column |
-|---|---|
-| the whole observation, or ``proprio`` | ``observation.state`` |
-| an image [H, W, 1 or 3] uint8 | ``observation.images.<name>`` |
-| images [V, H, W, 1 or 3] uint8 | ``observation.images.<name>_0``, ``_1``, ... |
-| ``instruction`` [B] uint8, zero-padded UTF-8 | ``task_index``, a row of ``meta/tasks.parquet`` |
-| any other | ``observation.<name>`` |
+``docs/demonstrations.md`` lists the files and the columns. Images are PNG files inside the rows, as LeRobot stores them
+without a video codec; several views are columns of their own. An ``instruction`` [B] uint8, zero-padded UTF-8, is a row of
+``meta/tasks.parquet``.
 """
 
 import io
 import json
 import math
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -87,109 +77,90 @@ class Demonstrations(NamedTuple):
     """[M] the episode of each step, from 0."""
 
 
-class DemoWriter:
-    """Writes episodes into a new folder; complete when closed.
+def write_demos(
+    folder: Path, observation_space: Any, action_space: Any, steps_per_second: int, demos: Iterable[Demonstration]
+) -> list[int]:
+    """Write at least one episode into a new folder, each as it comes; returns their lengths.
 
     Args:
         steps_per_second: gives the timestamps.
     """
-
-    def __init__(self, folder: Path, observation_space: Any, action_space: Any, steps_per_second: int) -> None:
-        self.folder = folder
-        self.lengths: list[int] = []
-        self._fps = steps_per_second
-        self._parts = _stored_parts(observation_space)
-        self._columns = {name: column for _, names, column in self._parts for name in names}
-        self._columns["action"] = number(action_space)
-        self._tasks: dict[str, int] = {}
-        self._task_of_episode: list[str] = []
-        self._moments: dict[str, list[Array]] = {}
-        self._data: Any = None
-
-    def __enter__(self) -> "DemoWriter":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._data is not None:
-            self._data.close()
-        if error is None:
-            self._write_meta()
-
-    def add(self, demo: Demonstration) -> None:
-        """Write an episode."""
-        steps, episode = len(demo.reward), len(self.lengths)
-        frame = np.arange(steps)
-        done = frame == steps - 1
-        values: dict[str, Array] = {}
-        for path, names, column in self._parts:
-            part = (demo.obs if isinstance(demo.obs, Tensor) else demo.obs[path]).numpy()
-            views = part.reshape(steps, len(names), *column.shape)
-            values |= {name: views[:, i] for i, name in enumerate(names)}
-        values |= {"action": demo.action, "next.reward": demo.reward, "next.done": done}
-        if "next.success" in self._columns if self.lengths else demo.success is not None:
-            values["next.success"] = done & bool(demo.success)
-        values |= {"timestamp": (frame / self._fps).astype(np.float32), "frame_index": frame}
-        values |= {"episode_index": np.full(steps, episode), "index": sum(self.lengths) + frame}
-        values |= {"task_index": np.full(steps, self._tasks.setdefault(demo.task, len(self._tasks)))}
-        own = self._columns
-        self._columns = {name: own.get(name, Column(value.dtype.name, (1,))) for name, value in values.items()}
-        table = pa.table({name: to_arrow(values[name], column) for name, column in self._columns.items()})
-        if self._data is None:
-            file = self.folder / DATA.format(chunk_index=0, file_index=0)
-            file.parent.mkdir(parents=True)
-            self._data = pq.ParquetWriter(file, table.schema, compression="snappy")
-        self._data.write_table(table)  # a row group of its own
-        for name, column in self._columns.items():
-            # sums, sums of squares, least and greatest; of an image those of each channel, with pixels in [0, 1]
-            x = values[name]
-            x = (
-                x.reshape(-1, column.shape[-1]) / 255.0
-                if column.dtype == "image"
-                else x.reshape(steps, -1).astype(float)
-            )
-            moments = np.stack([x.sum(axis=0), np.square(x).sum(axis=0), x.min(axis=0), x.max(axis=0)])
-            self._moments.setdefault(name, []).append(moments)
-        self.lengths.append(len(demo.reward))
-        self._task_of_episode.append(demo.task)
-
-    def _write_meta(self) -> None:
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        episodes = {"episode_index": np.arange(len(ends)), "tasks": [[task] for task in self._task_of_episode]}
-        episodes |= {"length": np.array(self.lengths, np.int64)}
-        episodes |= {"dataset_from_index": ends - self.lengths, "dataset_to_index": ends}
-        zeros = ("data/chunk_index", "data/file_index", "meta/episodes/chunk_index", "meta/episodes/file_index")
-        episodes |= {name: np.zeros(len(ends), np.int64) for name in zeros}
-        (self.folder / EPISODES).parent.mkdir(parents=True)
-        pq.write_table(pa.table(episodes), self.folder / EPISODES)
-        # LeRobot reads the instructions by pandas, whose metadata say that the text is the index
-        kinds = (("task_index", "int64", "int64"), ("task", "unicode", "object"))
-        fields = ("name", "field_name", "pandas_type", "numpy_type", "metadata")
-        columns = [dict(zip(fields, (name, name, kind, kept, None), strict=True)) for name, kind, kept in kinds]
-        pandas = {"index_columns": ["task"], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
-        tasks = pa.table({"task_index": np.arange(len(self._tasks)), "task": pa.array(list(self._tasks), pa.string())})
-        tasks = tasks.replace_schema_metadata({"pandas": json.dumps(pandas)})
-        pq.write_table(tasks, self.folder / TASKS)
-        info = {
-            "codebase_version": VERSION, "robot_type": None, "total_episodes": len(self.lengths),
-            "total_frames": sum(self.lengths), "total_tasks": len(self._tasks), "chunks_size": 1000,
-            "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "fps": self._fps,
-            "splits": {"train": f"0:{len(self.lengths)}"}, "data_path": DATA, "video_path": None,
-            "features": {name: column.feature() for name, column in self._columns.items()},
-        }  # fmt: skip
-        for name, tree in ((STATS, {name: self._stats(name) for name in self._columns}), (INFO, info)):
-            (self.folder / name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
-
-    def _stats(self, name: str) -> dict[str, Any]:
-        """Statistics of a column over all episodes, as lists."""
-        sums, squares, least, greatest = np.stack(self._moments[name], axis=1)
-        column, steps = self._columns[name], sum(self.lengths)
+    parts = _stored_parts(observation_space)
+    columns = {name: column for _, names, column in parts for name in names}
+    columns["action"] = number(action_space)
+    lengths: list[int] = []
+    tasks: dict[str, int] = {}
+    task_of_episode: list[str] = []
+    moments: dict[str, list[Array]] = {}
+    with ExitStack() as stack:
+        data: Any = None
+        for demo in demos:
+            steps, episode = len(demo.reward), len(lengths)
+            frame = np.arange(steps)
+            done = frame == steps - 1
+            values: dict[str, Array] = {}
+            for path, names, column in parts:
+                part = (demo.obs if isinstance(demo.obs, Tensor) else demo.obs[path]).numpy()
+                views = part.reshape(steps, len(names), *column.shape)
+                values |= {name: views[:, i] for i, name in enumerate(names)}
+            values |= {"action": demo.action, "next.reward": demo.reward, "next.done": done}
+            if "next.success" in columns if lengths else demo.success is not None:
+                values["next.success"] = done & bool(demo.success)
+            values |= {"timestamp": (frame / steps_per_second).astype(np.float32), "frame_index": frame}
+            values |= {"episode_index": np.full(steps, episode), "index": sum(lengths) + frame}
+            values |= {"task_index": np.full(steps, tasks.setdefault(demo.task, len(tasks)))}
+            columns = {name: columns.get(name, Column(value.dtype.name, (1,))) for name, value in values.items()}
+            table = pa.table({name: to_arrow(values[name], column) for name, column in columns.items()})
+            if data is None:
+                file = folder / DATA.format(chunk_index=0, file_index=0)
+                file.parent.mkdir(parents=True)
+                data = stack.enter_context(pq.ParquetWriter(file, table.schema, compression="snappy"))
+            data.write_table(table)  # a row group of its own
+            for name, column in columns.items():
+                # sums, sums of squares, least and greatest; of an image those of each channel, with pixels in [0, 1]
+                if column.dtype == "image":
+                    x = values[name].reshape(-1, column.shape[-1]) / 255.0
+                else:
+                    x = values[name].reshape(steps, -1).astype(float)
+                found = np.stack([x.sum(axis=0), np.square(x).sum(axis=0), x.min(axis=0), x.max(axis=0)])
+                moments.setdefault(name, []).append(found)
+            lengths.append(steps)
+            task_of_episode.append(demo.task)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    episodes = {"episode_index": np.arange(len(ends)), "tasks": [[task] for task in task_of_episode]}
+    episodes |= {"length": np.array(lengths, np.int64)}
+    episodes |= {"dataset_from_index": ends - lengths, "dataset_to_index": ends}
+    zeros = ("data/chunk_index", "data/file_index", "meta/episodes/chunk_index", "meta/episodes/file_index")
+    episodes |= {name: np.zeros(len(ends), np.int64) for name in zeros}
+    (folder / EPISODES).parent.mkdir(parents=True)
+    pq.write_table(pa.table(episodes), folder / EPISODES)
+    # LeRobot reads the instructions by pandas, whose metadata say that the text is the index
+    kinds = (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+    fields = ("name", "field_name", "pandas_type", "numpy_type", "metadata")
+    described = [dict(zip(fields, (name, name, kind, kept, None), strict=True)) for name, kind, kept in kinds]
+    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": described, "pandas_version": "2.0.0"}
+    table = pa.table({"task_index": np.arange(len(tasks)), "task": pa.array(list(tasks), pa.string())})
+    pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(pandas)}), folder / TASKS)
+    info = {
+        "codebase_version": VERSION, "robot_type": None, "total_episodes": len(lengths),
+        "total_frames": sum(lengths), "total_tasks": len(tasks), "chunks_size": 1000,
+        "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "fps": steps_per_second,
+        "splits": {"train": f"0:{len(lengths)}"}, "data_path": DATA, "video_path": None,
+        "features": {name: column.feature() for name, column in columns.items()},
+    }  # fmt: skip
+    stats: dict[str, dict[str, Any]] = {}
+    for name, column in columns.items():
+        sums, squares, least, greatest = np.stack(moments[name], axis=1)
         is_image = column.dtype == "image"
-        count = steps * math.prod(column.shape[:-1]) if is_image else steps
+        count = sum(lengths) * (math.prod(column.shape[:-1]) if is_image else 1)
         mean = sums.sum(axis=0) / count
         std = np.sqrt(np.maximum(squares.sum(axis=0) / count - mean**2, 0.0))
-        found = {"min": least.min(axis=0), "max": greatest.max(axis=0), "mean": mean, "std": std}
-        shape = (-1, 1, 1) if is_image else (-1,)
-        return {name: value.reshape(shape).tolist() for name, value in found.items()} | {"count": [steps]}
+        rows = {"min": least.min(axis=0), "max": greatest.max(axis=0), "mean": mean, "std": std}
+        stats[name] = {kind: row.reshape((-1, 1, 1) if is_image else (-1,)).tolist() for kind, row in rows.items()}
+        stats[name]["count"] = [sum(lengths)]
+    for name, tree in ((STATS, stats), (INFO, info)):
+        (folder / name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+    return lengths
 
 
 def read_demos(folder: Path, observation_space: Any) -> Demonstrations:

@@ -6,14 +6,7 @@ The simulation, rewards and criteria of success are those of the package ``metaw
   and its starts depend on the episode before.
 - Success ends the episode. The package plays on, and success may be lost again.
 - States can be captured and restored bit for bit (``clone_state``, ``restore_state``).
-- Images are small, fast and drawn only on demand.
-
-**Images on demand** (``DrawsOnDemand``). Code that takes several steps for one decision sets
-``env.unwrapped.draws = False`` before them: ``step`` then leaves ``obs["image"]`` as the last drawn one. After the
-last step that code puts ``env.unwrapped.image()``, which draws the present state, into the observation, unless ``draws``
-was False before.
-
-**Expert.** ``expert(task)`` acts on ``env.unwrapped.state``, which exists with every kind of observation.
+- Images are small, fast and drawn only on demand (``DrawsOnDemand``).
 """
 
 from groupwise.envs.names import require_package
@@ -21,6 +14,7 @@ from groupwise.envs.names import require_package
 require_package("MetaWorld/")
 
 import atexit
+import json
 import os
 import sys
 import warnings
@@ -28,6 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -40,9 +35,8 @@ from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 from metaworld.sawyer_xyz_env import SawyerMocapBase, SawyerXYZEnv
 from packaging.version import Version
 
+from groupwise.embodied.experts import register_expert
 from groupwise.errors import EnvError, UnknownNameError
-
-# Simulator of one Meta-World task, which plays any number of episodes, one at a time
 
 VIEWS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 _CORNER2_POSITION = (0.75, 0.075, 0.7)
@@ -85,8 +79,13 @@ class Simulator:
         vars(self._sawyer).pop("sawyer_observation_space", None)  # it was computed without the goal
         self._renderers: dict[int, Renderer] = {}
         """Renderers by the size of their pictures."""
-        self._sawyer.model.camera("corner2").pos = _CORNER2_POSITION
-        _group_arm(self._sawyer.model)
+        model = self._sawyer.model
+        model.camera("corner2").pos = _CORNER2_POSITION
+        for geom in range(model.ngeom):  # the links get a group of their own: they are most of a picture's geometry
+            body = model.body(model.geom_bodyid[geom]).name
+            is_link = body in _ARM or (body.startswith("right_") and body != "right_hand")
+            if is_link and model.geom_type[geom] == mujoco.mjtGeom.mjGEOM_MESH and model.geom_group[geom] < _ARM_GROUP:
+                model.geom_group[geom] = _ARM_GROUP
         self._now: Episode | None = None
         self._made = self._captured()
 
@@ -98,8 +97,13 @@ class Simulator:
         sawyer.np_random = random
         MujocoEnv.reset(sawyer)  # SawyerXYZEnv's simulates two starts and keeps the second
         for name, value in vars(sawyer).items():
-            if name not in _VIEWS_OF_DATA and _is_view_of_data(value):
-                setattr(sawyer, name, value.copy())  # the package means the start, and it would move on
+            owner = value
+            while isinstance(owner, np.ndarray) and owner.base is not None:
+                owner = owner.base
+            if owner is not value and not isinstance(owner, np.ndarray) and name not in _VIEWS_OF_DATA:
+                setattr(
+                    sawyer, name, value.copy()
+                )  # a view of the data: the package means the start, and it would move on
         mujoco.mj_forward(sawyer.model, sawyer.data)
         sawyer._prev_obs = sawyer._get_curr_obs_combined_no_goal()
         sawyer._last_stable_obs = sawyer._get_obs()
@@ -122,8 +126,8 @@ class Simulator:
         self._play(episode)
         if size not in self._renderers:
             self._renderers[size] = Renderer(self._sawyer.model, size)
-        without = _ARM_GROUP if hide_arm or view == _NEVER_SEES_ARM else None
-        image = self._renderers[size].render(self._sawyer.data, view, without=without)
+        hide_arm = hide_arm or view == _NEVER_SEES_ARM
+        image = self._renderers[size].render(self._sawyer.data, view, hide_arm=hide_arm)
         return image[::-1, ::-1] if view in _UPSIDE_DOWN else image
 
     def capture(self, episode: Episode) -> State:
@@ -176,22 +180,6 @@ def _is_state(name: str, value: Any) -> bool:
     return isinstance(value, _STATE_KINDS) and name not in _VIEWS_OF_DATA
 
 
-def _is_view_of_data(value: Any) -> bool:
-    owner = value
-    while isinstance(owner, np.ndarray) and owner.base is not None:
-        owner = owner.base
-    return isinstance(value, np.ndarray) and not isinstance(owner, np.ndarray)
-
-
-def _group_arm(model: Any) -> None:
-    """Give the links a group of their own, but not the hand. They are most of a picture's geometry."""
-    for geom in range(model.ngeom):
-        body = model.body(model.geom_bodyid[geom]).name
-        is_link = body in _ARM or (body.startswith("right_") and body != "right_hand")
-        if is_link and model.geom_type[geom] == mujoco.mjtGeom.mjGEOM_MESH and model.geom_group[geom] < _ARM_GROUP:
-            model.geom_group[geom] = _ARM_GROUP
-
-
 def touches(sawyer: SawyerXYZEnv, geom: int) -> bool:
     """Whether both fingers press against the object: the package's criterion, which makes a Python object of each contact."""
     contact, force = sawyer.data.contact, sawyer.data.efc_force
@@ -212,14 +200,10 @@ if Version(mujoco.__version__) >= Version("3.17"):
     SawyerMocapBase.reset_mocap_welds = _reset_mocap_welds
 
 
-# Small images, fast enough in software that a policy can learn from them.
-
-
 class Renderer:
     """Draws pictures of one model without shadows, reflections and anti-aliasing, most of a frame's cost on a CPU.
 
     One renderer serves any number of ``MjData`` of the model.
-    ``close`` it, or drop it.
 
     Args:
         size: width and height of the pictures, in pixels.
@@ -237,63 +221,38 @@ class Renderer:
         for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
             self._scene.flags[flag] = False
         self._option = mujoco.MjvOption()
-        self._groups = self._option.geomgroup.copy()
-        self._perturbation = mujoco.MjvPerturb()
         self._camera = mujoco.MjvCamera()
         self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
-        self._gl = _gl_context(size)
+        default = "egl" if sys.platform == "linux" else "cgl" if sys.platform == "darwin" else "glfw"
+        backend = os.environ.get("MUJOCO_GL", "").lower() or default
+        try:
+            self._gl = import_module(f"mujoco.{backend}").GLContext(size, size)
+            self._gl.make_current()
+        except Exception as error:  # each backend has its own kinds
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise EnvError(
+                f"no images, since OpenGL cannot be used by {backend!r} ({reason}); fix: apt-get install libegl1 "
+                "libegl-mesa0 libgl1-mesa-dri, or MUJOCO_GL=osmesa with libosmesa6, or learn from states "
+                "(env.kwargs.obs='state')"
+            ) from error
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-        self._free = weakref.finalize(self, _free, self._gl, self._context)
-        self._free.atexit = False
-        atexit.register(self._free)  # after MuJoCo registered the end of OpenGL, so it runs before that
+        free = weakref.finalize(self, _free, self._gl, self._context)
+        free.atexit = False
+        atexit.register(free)  # after MuJoCo registered the end of OpenGL, so it runs before that
 
-    def render(self, data: Any, camera: str, *, without: int | None = None) -> Image:
-        """The picture [size, size, 3] of a camera of the model.
-
-        Args:
-            without: a group of geoms to leave out.
-        """
-        self._option.geomgroup[:] = self._groups
-        if without is not None:
-            self._option.geomgroup[without] = 0
+    def render(self, data: Any, camera: str, *, hide_arm: bool) -> Image:
+        """The picture [size, size, 3] of a camera of the model, with or without the group of the arm."""
+        self._option.geomgroup[_ARM_GROUP] = not hide_arm
         self._camera.fixedcamid = self._model.camera(camera).id
-        mujoco.mjv_updateScene(
-            self._model,
-            data,
-            self._option,
-            self._perturbation,
-            self._camera,
-            mujoco.mjtCatBit.mjCAT_ALL,
-            self._scene,
-        )
+        scene, everything = self._scene, mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(self._model, data, self._option, None, self._camera, everything, scene)
         self._gl.make_current()
         viewport = mujoco.MjrRect(0, 0, self._size, self._size)
-        mujoco.mjr_render(viewport, self._scene, self._context)
+        mujoco.mjr_render(viewport, scene, self._context)
         image = np.empty((self._size, self._size, 3), np.uint8)
         mujoco.mjr_readPixels(image, None, viewport, self._context)
         return image[::-1]  # OpenGL counts rows from below
-
-    def close(self) -> None:
-        """Free the memory of OpenGL."""
-        self._free()
-
-
-def _gl_context(size: int) -> Any:
-    """A current OpenGL context: that of ``MUJOCO_GL``, else EGL on Linux and MuJoCo's own choice elsewhere."""
-    default = "egl" if sys.platform == "linux" else "cgl" if sys.platform == "darwin" else "glfw"
-    backend = os.environ.get("MUJOCO_GL", "").lower() or default
-    try:
-        context = import_module(f"mujoco.{backend}").GLContext(size, size)
-        context.make_current()
-    except Exception as error:  # each backend has its own kinds
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EnvError(
-            f"no images, since OpenGL cannot be used by {backend!r} ({reason}); fix: apt-get install libegl1 "
-            "libegl-mesa0 libgl1-mesa-dri, or MUJOCO_GL=osmesa with libosmesa6, or learn from states "
-            "(env.kwargs.obs='state')"
-        ) from error
-    return context
 
 
 def _free(gl: Any, context: Any) -> None:
@@ -302,63 +261,8 @@ def _free(gl: Any, context: Any) -> None:
     gl.free()
 
 
-# The tasks of Meta-World, and the instructions of the robot.
-
-INSTRUCTIONS = {
-    "assembly-v3": "put the ring over the peg",
-    "basketball-v3": "throw the ball into the basket",
-    "bin-picking-v3": "move the block from the red bin to the blue bin",
-    "box-close-v3": "put the lid on the box",
-    "button-press-topdown-v3": "press the button from above",
-    "button-press-topdown-wall-v3": "reach over the wall and press the button from above",
-    "button-press-v3": "push the button in",
-    "button-press-wall-v3": "reach around the wall and push the button in",
-    "coffee-button-v3": "press the button of the coffee machine",
-    "coffee-pull-v3": "pull the mug away from the coffee machine",
-    "coffee-push-v3": "push the mug under the coffee machine",
-    "dial-turn-v3": "turn the dial by half a turn",
-    "disassemble-v3": "lift the ring off the peg",
-    "door-close-v3": "close the door",
-    "door-lock-v3": "lock the door",
-    "door-open-v3": "open the door",
-    "door-unlock-v3": "unlock the door",
-    "drawer-close-v3": "close the drawer",
-    "drawer-open-v3": "open the drawer",
-    "faucet-close-v3": "close the faucet",
-    "faucet-open-v3": "open the faucet",
-    "hammer-v3": "drive the nail in with the hammer",
-    "hand-insert-v3": "put the hand into the hole",
-    "handle-press-side-v3": "press the handle down from the side",
-    "handle-press-v3": "press the handle down",
-    "handle-pull-side-v3": "pull the handle up from the side",
-    "handle-pull-v3": "pull the handle up",
-    "lever-pull-v3": "pull the lever up",
-    "peg-insert-side-v3": "push the peg into the hole at the side",
-    "peg-unplug-side-v3": "pull the plug out at the side",
-    "pick-out-of-hole-v3": "take the object out of the hole",
-    "pick-place-v3": "pick the puck up and hold it at the goal",
-    "pick-place-wall-v3": "carry the puck over the wall to the goal",
-    "plate-slide-back-side-v3": "slide the plate out of the cabinet, sideways",
-    "plate-slide-back-v3": "slide the plate out of the cabinet, backwards",
-    "plate-slide-side-v3": "slide the plate into the cabinet, sideways",
-    "plate-slide-v3": "slide the plate into the cabinet, forwards",
-    "push-back-v3": "pull the block back to the goal",
-    "push-v3": "push the puck to the goal",
-    "push-wall-v3": "push the puck around the wall to the goal",
-    "reach-v3": "move the hand to the goal",
-    "reach-wall-v3": "move the hand around the wall to the goal",
-    "shelf-place-v3": "put the block on the shelf",
-    "soccer-v3": "kick the ball into the goal",
-    "stick-pull-v3": "pull the thermos with the stick",
-    "stick-push-v3": "push the thermos with the stick",
-    "sweep-into-v3": "sweep the block into the hole",
-    "sweep-v3": "sweep the block off the table",
-    "window-close-v3": "close the window",
-    "window-open-v3": "open the window",
-}
+INSTRUCTIONS: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """One sentence per task, of at most 64 bytes."""
-
-
 STATE_SIZE = 39
 PROPRIO_SIZE = 4
 """Position of the hand and opening of the gripper."""
@@ -525,6 +429,7 @@ def expert(task: str) -> Callable[[npt.NDArray[np.float64]], npt.NDArray[np.floa
     return act
 
 
+@register_expert("MetaWorld/")
 def episode_expert(env: Any, info: dict[str, Any]) -> Callable[[Any], Any]:
     """The ``expert`` of the episode's task, whatever is observed: it sees the whole state."""
     policy = expert(info["task"])

@@ -91,7 +91,7 @@ class TorchSim(VectorEnv):
         self._obs_groups = obs_groups
         self._is_gymnasium = isinstance(env, gymnasium.vector.VectorEnv)
         self._reset_takes = inspect.signature(env.reset).parameters.keys() if hasattr(env, "reset") else None
-        self._obs = self._kept(env.get_observations() if self._reset_takes is None else self._first(env.reset()))
+        self._obs = self._kept(env.get_observations() if self._reset_takes is None else env.reset())
         self.observation_space = space_of(self._obs)
         self.obs_spec = obs_spec(self.observation_space)
         self.device = self._obs.device
@@ -155,7 +155,7 @@ class TorchSim(VectorEnv):
             settings["seed"] = [seed] * self.num_envs if self._is_gymnasium and rows and len(rows) == 1 else seed
         if rows is not None:
             settings["options"] = {self.row_option: self._index(rows)}
-        self._obs = self._kept(self._first(self._env.reset(**settings)))
+        self._obs = self._kept(self._env.reset(**settings))
         return self._obs
 
     def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> Nested:
@@ -217,7 +217,7 @@ class TorchSim(VectorEnv):
                 self.step(self._any_action())
             before = self._obs[:-1]
             try:
-                after = self._kept(self._first(self._env.reset(options={name: last})))[:-1]
+                after = self._kept(self._env.reset(options={name: last}))[:-1]
             except (KeyError, TypeError, ValueError):  # it reads another option, or takes no unknown ones
                 continue
             if (before == after).all():
@@ -243,13 +243,9 @@ class TorchSim(VectorEnv):
             )
         return step.obs
 
-    @staticmethod
-    def _first(result: Any) -> Any:
-        """The observation of ``reset``, which comes with an info or alone."""
-        return result[0] if isinstance(result, tuple) else result
-
     def _kept(self, obs: Any) -> Nested:
-        """A copy of an observation, as simulators overwrite theirs."""
+        """A copy of an observation, as simulators overwrite theirs; ``reset`` may give an info with it."""
+        obs = obs[0] if isinstance(obs, tuple) else obs
         if self._obs_groups is not None:
             known = [] if isinstance(obs, Tensor) else list(obs.keys())
             if absent := [name for name in self._obs_groups if name not in known]:
@@ -271,9 +267,6 @@ class TorchSim(VectorEnv):
         space = copy.deepcopy(self.action_space)
         space.seed(0)
         return torch.as_tensor(np.stack([space.sample()] * self.num_envs), device=self.device)
-
-
-# The rows of a simulator of others for GRPO: members of a group share their start, by its states or by its seeds.
 
 
 class TorchSimGroups(GroupEnv):
@@ -300,17 +293,23 @@ class TorchSimGroups(GroupEnv):
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         if seed is not None:
             self._reset_seed, self._num_resets = seed, 0
-        seeds = [derive_seed(self._reset_seed, "reset", row, self._num_resets) for row in range(self.num_envs)]
+        seeds = np.array(
+            [derive_seed(self._reset_seed, "reset", row, self._num_resets) for row in range(self.num_envs)]
+        )
         self._num_resets += 1
-        start_seed = np.array(seeds, dtype=np.int64)
-        return self.start(np.ones(self.num_envs, dtype=np.bool_) if mask is None else mask, start_seed, start_seed)
+        return self.start(np.ones(self.num_envs, dtype=np.bool_) if mask is None else mask, seeds, seeds)
 
     @torch.no_grad()
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``. Noise after the start is the simulator's own."""
         rows, seeds = np.flatnonzero(mask), start_seed[mask]
         if self.start_mode == "native":
-            obs = self._start_by_state(rows, seeds)
+            # a row is reset for each seed, and its state copied to the others of that seed
+            _, first, number = np.unique(seeds, return_index=True, return_inverse=True)
+            self._sim.restart(rows.tolist())
+            for row, seed in zip(rows[first].tolist(), seeds[first].tolist(), strict=True):
+                self._sim.restart([row], seed)
+            obs = self._sim.copy_rows(rows[first][number].tolist(), rows.tolist())
         elif self.start_mode == "seed":
             for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
                 obs = self._sim.restart([row], seed)
@@ -343,21 +342,10 @@ class TorchSimGroups(GroupEnv):
         """Close the simulator, if it can be closed."""
         self._sim.close()
 
-    def _start_by_state(self, rows: np.ndarray, seeds: Seeds) -> Nested:
-        """Observations [N, ...] after resetting a row for each seed, and copying its state to the others of that seed."""
-        _, first, number = np.unique(seeds, return_index=True, return_inverse=True)
-        self._sim.restart(rows.tolist())
-        for row, seed in zip(rows[first].tolist(), seeds[first].tolist(), strict=True):
-            self._sim.restart([row], seed)
-        return self._sim.copy_rows(rows[first][number].tolist(), rows.tolist())
-
 
 def _final(info: Any) -> Any:
     """The final observation of rows that ended, if the simulator reports it; the second is Gymnasium's newer name."""
     return info.get("final_observation", info.get("final_obs", None))
-
-
-# Nested observations of simulators: tensors [N, ...], or dictionaries of them.
 
 
 def stored(obs: Any, num_envs: int, name: str) -> Nested:

@@ -6,8 +6,7 @@ https://arxiv.org/abs/2502.19645). Nothing here is pretrained unless the model i
 """
 
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -23,20 +22,8 @@ from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import Categorical, make_head
 
-# Models of a VLA policy: a vision encoder and a language model, new or given by the user
-
 HEAD_WIDTH = 32
 _BYTES = 256
-
-
-class ObsSizes(NamedTuple):
-    """Sizes of a robot's observation."""
-
-    views: int
-    height: int
-    width: int
-    """Width of an image; both sizes are in pixels."""
-    proprio: int
 
 
 class NewModel(nn.Module):
@@ -45,49 +32,40 @@ class NewModel(nn.Module):
     A token is 2 x 2 image patches, a byte of the instruction, or the proprioception. Attention is bidirectional: every query
     sees the whole observation and the other queries. The instruction stands last, so its padding moves no other token.
 
+    Args:
+        image: views, height, width and channels of the images.
+        proprio: size of the proprioception.
+
     Raises:
         ConfigError: images are not square, or no multiple of two patches.
     """
 
-    def __init__(self, sizes: ObsSizes, cfg: VLACfg) -> None:
+    def __init__(self, image: tuple[int, ...], proprio: int, cfg: VLACfg) -> None:
         from transformers import LlamaConfig, LlamaModel, SiglipVisionConfig, SiglipVisionModel
 
         super().__init__()
-        if sizes.height != sizes.width or sizes.height % (2 * cfg.patch_size):
+        views, height, wide, _ = image
+        if height != wide or height % (2 * cfg.patch_size):
             raise ConfigError(
-                f"images of {sizes.height} x {sizes.width} pixels are not squares made of 2 x 2 patches of "
+                f"images of {height} x {wide} pixels are not squares made of 2 x 2 patches of "
                 f"policy.patch_size={cfg.patch_size}; fix: square images, or another patch_size"
             )
         self.width = width = cfg.hidden_size
-        layers = {
-            "hidden_size": width,
-            "num_hidden_layers": cfg.num_layers,
-            "num_attention_heads": width // HEAD_WIDTH,
+        layers = {"hidden_size": width, "num_hidden_layers": cfg.num_layers, "num_attention_heads": width // HEAD_WIDTH}
+        # SigLIP's own activation approximates "gelu" by tanh, which takes five times as long on a CPU
+        vision = {
+            "intermediate_size": 4 * width,
+            "image_size": height,
+            "patch_size": cfg.patch_size,
+            "hidden_act": "gelu",
         }
-        self.vision = SiglipVisionModel(
-            SiglipVisionConfig(
-                **layers,
-                intermediate_size=4 * width,
-                image_size=sizes.height,
-                patch_size=cfg.patch_size,
-                vision_use_head=False,
-                hidden_act="gelu",  # SigLIP's own approximates it by tanh, which takes five times as long on a CPU
-            )
-        )
-        self.language = LlamaModel(
-            LlamaConfig(
-                **layers,
-                vocab_size=_BYTES,
-                intermediate_size=2 * width,
-                pad_token_id=None,
-                bos_token_id=None,
-                eos_token_id=None,
-                use_cache=False,
-            )
-        )
+        self.vision = SiglipVisionModel(SiglipVisionConfig(**layers, **vision, vision_use_head=False))
+        tokens = {"vocab_size": _BYTES, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        language = LlamaConfig(**layers, **tokens, intermediate_size=2 * width, use_cache=False)
+        self.language = LlamaModel(language)
         self.connector = nn.Linear(4 * width, width)
-        self.view = nn.Parameter(0.02 * torch.randn(sizes.views, 1, width))
-        self.proprio = nn.Linear(sizes.proprio, width)
+        self.view = nn.Parameter(0.02 * torch.randn(views, 1, width))
+        self.proprio = nn.Linear(proprio, width)
 
     def forward(self, obs: TensorDict, queries: Float[Tensor, "query feature"]) -> Float[Tensor, "batch query feature"]:
         """Last hidden states of the queries."""
@@ -122,7 +100,7 @@ class PretrainedModel(nn.Module):
         ConfigError: no such model, or no processor with it.
     """
 
-    def __init__(self, path: str, lora: LoRACfg | None, sizes: ObsSizes) -> None:
+    def __init__(self, path: str, lora: LoRACfg | None, proprio: int) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         from groupwise.text.load import find_model, with_adapters
@@ -145,7 +123,7 @@ class PretrainedModel(nn.Module):
         self.model: Any = model if lora is None else with_adapters(model, lora)
         self.has_adapters = lora is not None
         self.width = int(model.get_input_embeddings().embedding_dim)
-        self.proprio = nn.Linear(sizes.proprio, self.width)
+        self.proprio = nn.Linear(proprio, self.width)
 
     def forward(self, obs: TensorDict, queries: Float[Tensor, "query feature"]) -> Float[Tensor, "batch query feature"]:
         """Last hidden states of the queries.
@@ -180,9 +158,6 @@ class PretrainedModel(nn.Module):
         message = {"role": "user", "content": content}
         prompt: str = self.processor.apply_chat_template([message], add_generation_prompt=True)
         return prompt
-
-
-# Action chunks: the policy decides on several actions at once
 
 
 class ChunkActorCritic(ActorCritic):
@@ -220,13 +195,8 @@ def executed_actions(batch: Batch, size: int) -> Bool[Tensor, "*batch action"]:
     return torch.arange(size, device=executed.device) < executed.unsqueeze(-1)
 
 
-# The policy
-
 _HEAD_STD = 0.01
 _DEFAULT = VLACfg()
-
-
-SelfPolicy = TypeVar("SelfPolicy", bound="VLAPolicy")
 
 
 class VLAPolicy(Policy):
@@ -275,14 +245,11 @@ class VLAPolicy(Policy):
                 f"a VLA policy cannot read {observation_space}; fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] "
                 "and instruction uint8 [L] (UTF-8, zero-padded)"
             )
-        is_box = space_kind(action_space) == "box" and action_space.dtype.kind == "f"
-        if (
-            not is_box
-            or len(action_space.shape) not in (1, 2)
-            or not (
-                np.isfinite([action_space.low, action_space.high]).all()
-                and (action_space.low < action_space.high).all()
-            )
+        is_box = (
+            space_kind(action_space) == "box" and action_space.dtype.kind == "f" and len(action_space.shape) in (1, 2)
+        )
+        if not is_box or not (
+            np.isfinite([action_space.low, action_space.high]).all() and (action_space.low < action_space.high).all()
         ):
             raise UnsupportedSpaceError(
                 "a VLA policy needs a Box of floats [A], or a chunk of them [C, A], with low < high and both finite, got "
@@ -301,9 +268,9 @@ class VLAPolicy(Policy):
         self.num_units = {"token": num_tokens, "action": self.num_actions, "chunk": 1}[cfg.unit]
         self.action_spec = TensorSpec((self.num_actions, self.num_dims), torch.int64)
         self.distribution = Categorical(cfg.bins)
-        views, height, width = parts["image"].shape[:3]
-        sizes = ObsSizes(views, height, width, parts["proprio"].shape[0])
-        self.model = PretrainedModel(cfg.path, cfg.lora, sizes) if cfg.path else NewModel(sizes, cfg)
+        proprio = parts["proprio"].shape[0]
+        image = parts["image"].shape
+        self.model = PretrainedModel(cfg.path, cfg.lora, proprio) if cfg.path else NewModel(image, proprio, cfg)
         width = self.model.width
         self.queries = nn.Parameter(0.02 * torch.randn(num_tokens, width))
         self.token_head = nn.Linear(width, cfg.bins)
@@ -318,23 +285,6 @@ class VLAPolicy(Policy):
             self.register_state_dict_post_hook(_keep_trained)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_expect_trained)  # type: ignore[no-untyped-call]
         self.eval()
-
-    @classmethod
-    def from_pretrained(
-        cls: type[SelfPolicy],
-        path: str | Path,
-        observation_space: Any,
-        action_space: Any,
-        *,
-        actor_only: bool = False,
-        **settings: Any,
-    ) -> SelfPolicy:
-        """A policy on a model of yours: a folder, or an id of the hub.
-
-        Args:
-            settings: further fields of ``VLACfg``, such as ``lora``.
-        """
-        return cls(observation_space, action_space, VLACfg(path=str(path), **settings), actor_only=actor_only)
 
     @torch.no_grad()
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:

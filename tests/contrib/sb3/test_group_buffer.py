@@ -61,20 +61,22 @@ def test_labels_worked_out_by_hand():
     rollout = episodes.take_whole_groups(CPU)
     # group 0: episode 0 in environment 0 at ticks 0 and 1, episode 1 in environment 1 at tick 0
     assert rollout.shape == (1, 4)
-    assert rollout["obs"].shape == (1, 4, 1)
-    assert rollout["obs"][0, :-1, 0].tolist() == [0, 10, 1]
-    assert seconds(rollout, "action") == [1000, 1010, 1001]
-    assert seconds(rollout, "sample_log_prob") == [0, -10, -1]
-    assert seconds(rollout, "reward") == [0, 5, 0.5]
-    assert seconds(rollout, "terminated") == [False, False, True]
-    assert seconds(rollout, "truncated") == [False, True, False]
-    assert seconds(rollout, "group_id") == [0, 0, 0]
-    assert seconds(rollout, "episode_id") == [0, 0, 1]
-    assert seconds(rollout, "step") == [0, 1, 0]
-    for key, padding in {"group_id": -1, "episode_id": -1, "valid": False, "loss_mask": False}.items():
-        assert rollout[key][0, -1] == padding, key
-    assert rollout["loss_mask"][0, :-1].all()
-    assert rollout["valid"][0, :-1].all()
+    assert rollout["obs"][0, :-1].tolist() == [[0], [10], [1]]
+    expected = {
+        "action": [1000, 1010, 1001],
+        "sample_log_prob": [0, -10, -1],
+        "reward": [0, 5, 0.5],
+        "terminated": [False, False, True],
+        "truncated": [False, True, False],
+        "group_id": [0, 0, 0],
+        "episode_id": [0, 0, 1],
+        "step": [0, 1, 0],
+        "valid": [True] * 3,
+        "loss_mask": [True] * 3,
+    }
+    assert {key: seconds(rollout, key) for key in expected} == expected
+    padding = {"group_id": -1, "episode_id": -1, "valid": False, "loss_mask": False}
+    assert {key: rollout[key][0, -1].item() for key in padding} == padding
 
 
 def test_what_was_begun_is_carried_over_whole():
@@ -98,24 +100,16 @@ def test_a_group_without_all_members_is_never_given_out():
     episodes.record(tick(1, terminated=(1,)))  # episode 3, of group 1
     assert episodes.take_whole_groups(CPU) is None
     episodes.record(tick(2, terminated=(0,)))
-    rollout = episodes.take_whole_groups(CPU)
-    assert set(seconds(rollout, "episode_id")) == {0, 1, 2}
+    assert set(seconds(episodes.take_whole_groups(CPU), "episode_id")) == {0, 1, 2}
 
 
 def test_starts_are_shared_within_a_group_only_and_noise_never():
-    episodes = opened(num_envs=4, group_size=2)
-    starts = [episodes.queued(env) for env in range(4)]
+    starts = [opened(num_envs=4).queued(env) for env in range(4)]
     assert [start.episode for start in starts] == [4, 5, 6, 7]
     assert starts[0].start_seed == starts[1].start_seed != starts[2].start_seed == starts[3].start_seed
     assert len({start.noise_seed for start in starts}) == 4
-
-
-def test_starts_of_their_own():
-    starts = [opened(num_envs=4, starts="own").queued(env).start_seed for env in range(4)]
-    assert len(set(starts)) == 4
-
-
-def test_starts_follow_from_the_seed():
+    own = opened(num_envs=4, starts="own")
+    assert len({own.queued(env).start_seed for env in range(4)}) == 4
     assert opened(seed=1).queued(0) == opened(seed=1).queued(0) != opened(seed=2).queued(0)
 
 

@@ -9,7 +9,17 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import IdentityEnv
 from stable_baselines3.common.vec_env import VecNormalize
 
+from groupwise.algorithms import grpo
 from groupwise.contrib.sb3 import GRPO
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Rollouts that updates were made of."""
+    rollouts, update = [], grpo.GRPO.update
+    spy = lambda self, rollout: rollouts.append(rollout.clone()) or update(self, rollout)  # noqa: E731
+    monkeypatch.setattr(grpo.GRPO, "update", spy)
+    return rollouts
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 5])
@@ -41,12 +51,8 @@ def test_the_start_is_tried_out_once_for_each_environment(monkeypatch, choice, t
     assert len(tried) == 2 * trials
 
 
-def test_only_whole_groups_are_trained_on_and_nothing_is_lost(monkeypatch):
-    taken = []
-    model = corridor(group_size=3)
-    update = model.core.update
-    monkeypatch.setattr(model.core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
-    model.learn(200)
+def test_only_whole_groups_are_trained_on_and_nothing_is_lost(taken):
+    model = corridor(group_size=3).learn(200)
     steps = 0
     for rollout in taken:
         group, episode = rollout["group_id"][0, :-1], rollout["episode_id"][0, :-1]
@@ -55,7 +61,7 @@ def test_only_whole_groups_are_trained_on_and_nothing_is_lost(monkeypatch):
             assert episode[group == number].unique().numel() == 3
             assert done[group == number].sum() == 3
         steps += len(group)
-    waiting = sum(len(e.steps) for members in model.rollout_buffer._groups.values() for e in members)
+    waiting = sum(len(steps) for steps in model.rollout_buffer._episodes.values())
     assert steps + waiting == model.num_timesteps
 
 
@@ -81,12 +87,8 @@ def test_nothing_learned_is_said():
     np.testing.assert_array_equal(parameters(model), before)
 
 
-def test_truncated_is_not_terminated(monkeypatch):
-    taken = []
-    model = GRPO("MlpPolicy", IdentityEnv(3, ep_length=5), **SMALL)
-    update = model.core.update
-    monkeypatch.setattr(model.core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
-    model.learn(100)
+def test_truncated_is_not_terminated(taken):
+    GRPO("MlpPolicy", IdentityEnv(3, ep_length=5), **SMALL).learn(100)
     assert taken
     for rollout in taken:
         assert not rollout["terminated"][0, :-1].any()
@@ -114,12 +116,10 @@ def test_old_probabilities_are_those_that_were_sampled_from(monkeypatch, normali
     assert any((ratio - 1).abs().max() > 1e-3 for ratio in ratios[1:])
 
 
-def test_rewards_come_as_the_vector_environment_gives_them(monkeypatch):
+def test_rewards_come_as_the_vector_environment_gives_them(taken):
     env = VecNormalize(make_vec_env(ShortPendulum, n_envs=2), clip_reward=0.5)
-    model, watch, taken = corridor(env=env, group_size=2), Watch(), []
-    update = model.core.update
-    monkeypatch.setattr(model.core, "update", lambda rollout: taken.append(rollout.clone()) or update(rollout))
-    model.learn(80, watch)
+    watch = Watch()
+    corridor(env=env, group_size=2).learn(80, watch)
     given = np.concatenate(watch.rewards)
     assert np.abs(given).max() <= 0.5
     assert np.isin(taken[0]["reward"][0, :-1].numpy(), given).all()

@@ -31,10 +31,7 @@ from stable_baselines3.common.vec_env import (
 import groupwise as gw
 from groupwise.contrib.sb3 import GRPO, ActorPolicy, SharedStart
 
-
-class MatrixActions(Corridor):
-    def __init__(self) -> None:
-        super().__init__(spaces.Box(-1, 1, (2, 2), np.float32))
+SMALL_IMAGES = SMALL | {"policy_kwargs": {"features_extractor_kwargs": {"features_dim": 8}}}
 
 
 class ManySpaces(Corridor):
@@ -77,7 +74,7 @@ def test_it_is_an_algorithm_of_stable_baselines():
         lambda: IdentityEnvBox(ep_length=5),
         lambda: IdentityEnvMultiBinary(2, ep_length=5),
         lambda: IdentityEnvMultiDiscrete(3, ep_length=5),
-        MatrixActions,
+        lambda: Corridor(spaces.Box(-1, 1, (2, 2), np.float32)),
         ShortPendulum,
     ],
     ids=["Discrete", "Box", "MultiBinary", "MultiDiscrete", "Box of two dimensions", "Pendulum"],
@@ -121,8 +118,7 @@ def test_unsupported_action_spaces_are_refused():
 @pytest.mark.parametrize("channel_first", [True, False])
 def test_images(tmp_path, channel_first):
     env = FakeImageEnv(screen_height=36, screen_width=36, channel_first=channel_first)
-    small = SMALL | {"policy_kwargs": {"features_extractor_kwargs": {"features_dim": 8}}}
-    model = GRPO("CnnPolicy", env, **small).learn(50)
+    model = GRPO("CnnPolicy", env, **SMALL_IMAGES).learn(50)
     assert is_vecenv_wrapped(model.get_env(), VecTransposeImage) != channel_first
     obs, _ = env.reset()
     model.save(tmp_path / "cnn")
@@ -133,8 +129,7 @@ def test_images(tmp_path, channel_first):
 
 def test_stacked_frames():
     env = VecFrameStack(make_vec_env(lambda: FakeImageEnv(3, 36, 36), n_envs=2), 2)
-    small = SMALL | {"policy_kwargs": {"features_extractor_kwargs": {"features_dim": 8}}}
-    model = GRPO("CnnPolicy", env, **small)
+    model = GRPO("CnnPolicy", env, **SMALL_IMAGES)
     assert model.observation_space.shape == (2, 36, 36)  # transposed: channels first
     model.learn(100)
 
@@ -159,14 +154,13 @@ def test_starts_of_their_own_for_an_environment_that_cannot_share_them():
 
 
 def test_sub_processes_train_like_one_process():
-    def trained(**kwargs) -> np.ndarray:
-        env = make_vec_env("CartPole-v1", n_envs=2, **kwargs)
-        model = GRPO("MlpPolicy", env, **SMALL).learn(150)
-        env.close()
-        return parameters(model)
-
-    apart = trained(vec_env_cls=SubprocVecEnv, wrapper_class=SharedStart)
-    np.testing.assert_array_equal(apart, trained())
+    apart, here = (
+        make_vec_env("CartPole-v1", n_envs=2, **kwargs)
+        for kwargs in ({"vec_env_cls": SubprocVecEnv, "wrapper_class": SharedStart}, {})
+    )
+    trained = [parameters(GRPO("MlpPolicy", env, **SMALL).learn(150)) for env in (apart, here)]
+    apart.close()
+    np.testing.assert_array_equal(*trained)
 
 
 def test_learning_without_an_environment_is_refused():
@@ -190,10 +184,8 @@ def test_a_policy_of_ones_own():
         def forward(self, observations):
             return self.linear(self.norm(observations))
 
-    class Own(ActorPolicy):
-        pass
-
-    model = GRPO(Own, make_vec_env(Corridor), **SMALL | {"policy_kwargs": {"features_extractor_class": Extractor}})
+    own = type("Own", (ActorPolicy,), {})
+    model = GRPO(own, make_vec_env(Corridor), **SMALL | {"policy_kwargs": {"features_extractor_class": Extractor}})
     before = model.policy.features_extractor.norm.bias.clone()
     model.learn(60)
     norm = model.policy.features_extractor.norm

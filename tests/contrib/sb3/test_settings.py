@@ -5,13 +5,16 @@ import io
 
 import gymnasium
 import pytest
-from sb3_corridor import Corridor
+from gymnasium.wrappers import FlattenObservation
+from sb3_corridor import Corridor, corridor, parameters
 from stable_baselines3 import A2C, DQN, PPO
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.utils import LinearSchedule
 
 import groupwise as gw
-from groupwise.config.algorithm import GRPOCfg
-from groupwise.contrib.sb3 import ARGUMENTS, ELSEWHERE, GRPO, update_cfg
+from groupwise.algorithms.losses import clip_range as clip_range_of
+from groupwise.contrib.sb3 import ELSEWHERE, GRPO
 
 CARTPOLE = "CartPole-v1"
 REFUSED = [
@@ -29,8 +32,6 @@ REFUSED = [
     ({"credit": {"scale": "stdev"}}, "credit.scale = 'stdev'"),
     ({"credit": {"group_key": "group_step"}}, "credit: group_key='group_step'"),
     ({"objective": {"trust_region": {"clip_low": 0}}}, "objective.trust_region.clip_low = 0"),
-    ({"preset": "aut"}, "unknown preset 'aut'"),
-    ({"preset": "auto", "env": Corridor}, "preset='auto'"),
     ({"learning_rat": 1e-3}, "did you mean 'learning_rate'?"),
     # choices that read what no rollout here holds
     ({"credit": "gdpo"}, "credit.reward='parts'"),
@@ -42,17 +43,20 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "named"), REFUSED, ids=lambda value: str(value)[:40])
 def test_impossible_arguments_are_named_as_they_were_given(arguments, named):
-    env = arguments.get("env", lambda: CARTPOLE)()
     with pytest.raises(gw.errors.ConfigError) as found:
-        GRPO("MlpPolicy", env, **{name: value for name, value in arguments.items() if name != "env"})
+        GRPO("MlpPolicy", CARTPOLE, **arguments)
     assert named in str(found.value)
     assert "pydantic" not in str(found.value)
 
 
-def test_every_wrong_argument_is_named():
+def test_every_wrong_argument_is_named_and_right_ones_arrive():
     with pytest.raises(gw.errors.ConfigError) as found:
         GRPO("MlpPolicy", CARTPOLE, batch_size=0, group_size=1)
     assert [line.split(" = ")[0] for line in str(found.value).splitlines()] == ["batch_size", "group_size"]
+    settings = {"n_steps": 7, "batch_size": 8, "n_epochs": 9, "kl_coef": 0.1, "kl_ref_iterations": 3}
+    cfg = GRPO("MlpPolicy", CARTPOLE, **settings).core.cfg
+    assert (cfg.num_steps, cfg.minibatch_size, cfg.num_epochs) == (7, 8, 9)
+    assert (cfg.kl_coef, cfg.sync_ref_model.steps) == (0.1, 3)
 
 
 def test_every_argument_of_ppo_is_here_or_says_what_stands_for_it():
@@ -68,7 +72,7 @@ def test_load_refuses_what_is_no_argument(tmp_path):
     for source in (path, tmp_path / "model", io.BytesIO(path.read_bytes())):
         with pytest.raises(gw.errors.UnknownNameError, match="'gamma'"):
             GRPO.load(source, gamm=0.9)
-    for arguments in ({"kl_beta": 1e-3}, {"others": {}}, {"preset": "auto"}, {"credit": "gdpo"}, {"group_size": 1}):
+    for arguments in ({"kl_beta": 1e-3}, {"others": {}}, {"credit": "gdpo"}, {"group_size": 1}):
         with pytest.raises(gw.errors.ConfigError):
             GRPO.load(path, **arguments)
     assert GRPO.load(io.BytesIO(path.read_bytes()), gamma=0.9).gamma == 0.9
@@ -84,14 +88,6 @@ def test_load_takes_the_arguments_of_a_subclass(tmp_path):
     assert Named.load(tmp_path / "model", title="here").title == "here"
 
 
-def test_the_update_has_every_argument():
-    model = GRPO("MlpPolicy", CARTPOLE, n_steps=7, batch_size=8, n_epochs=9, kl_coef=0.1, kl_ref_iterations=3)
-    cfg = update_cfg({name: vars(model)[name] for name in ARGUMENTS})
-    assert (cfg.num_steps, cfg.minibatch_size, cfg.num_epochs) == (7, 8, 9)
-    assert cfg.sync_ref_model.steps == 3
-    assert cfg.model_fields_set <= GRPOCfg.model_fields.keys()
-
-
 @pytest.mark.parametrize("kind", [PPO, A2C, DQN])
 def test_a_file_of_another_algorithm_is_refused(tmp_path, kind):
     path = tmp_path / "other.zip"
@@ -99,3 +95,37 @@ def test_a_file_of_another_algorithm_is_refused(tmp_path, kind):
     for source in (path, io.BytesIO(path.read_bytes())):
         with pytest.raises(gw.errors.ConfigError, match="is not a policy without a critic"):
             GRPO.load(source, env=gymnasium.make(CARTPOLE))
+
+
+@pytest.mark.parametrize(
+    ("clip_range", "first"), [(0.1, 0.1), (LinearSchedule(0.4, 0.2, 1.0), 0.4), (lambda left: left / 2, 0.5)]
+)
+def test_the_clip_range_is_a_number_or_a_function_of_the_progress(tmp_path, clip_range, first):
+    model = corridor(clip_range=clip_range)
+    seen, update = [], model.core.update
+    model.core.update = lambda rollout: (
+        seen.append(clip_range_of(model.core.cfg.objective.trust_region)),
+        update(rollout),
+    )[1]
+    model.learn(64)
+    assert seen[0] == pytest.approx((first, first))
+    assert len(seen) == 2
+    assert seen[1][0] < first if callable(clip_range) else seen[1][0] == first
+    model.core.update = update
+    model.save(tmp_path / "model")
+    loaded = GRPO.load(tmp_path / "model", env=make_vec_env(Corridor, n_envs=2))
+    assert clip_range_of(loaded.core.cfg.objective.trust_region) == pytest.approx((first, first))
+
+
+def test_a_clip_range_is_that_of_the_objective():
+    ours = corridor(clip_range=0.05).learn(96)
+    theirs = corridor(objective={"trust_region": {"clip_low": 0.05, "clip_high": 0.05}}).learn(96)
+    assert (parameters(ours) == parameters(theirs)).all()
+
+
+@pytest.mark.parametrize("env", [lambda: "Blackjack-v1", lambda: make_vec_env("Blackjack-v1", n_envs=2)])
+def test_tuple_observations_name_the_wrapper_that_flattens_them(env):
+    with pytest.raises(gw.errors.UnsupportedSpaceError, match=r"fix: gymnasium\.wrappers\.FlattenObservation\(env\)"):
+        GRPO("MlpPolicy", env())
+    model = GRPO("MlpPolicy", FlattenObservation(gymnasium.make("Blackjack-v1")), n_steps=32).learn(64)
+    assert model.num_timesteps >= 64

@@ -7,31 +7,34 @@ from sb3_corridor import Corridor, corridor, parameters
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.utils import configure_logger
+from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.config.load import objective_presets
-from groupwise.contrib.sb3 import GRPO
+from groupwise.contrib.sb3 import GRPO, GroupBuffer, Tick
+
+
+class AtRolloutStart(BaseCallback):
+    """What a function finds at the start of each rollout."""
+
+    def __init__(self, look) -> None:
+        super().__init__()
+        self.look, self.seen = look, []
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_start(self) -> None:
+        self.seen.append(self.look())
 
 
 def test_an_update_takes_the_learning_rate_of_its_rollouts_start():
     model = corridor(learning_rate=lambda left: 1e-3 * left)
-    started, rates, train = [], [], model.train
-
-    class Look(BaseCallback):
-        def _on_step(self) -> bool:
-            return True
-
-        def _on_rollout_start(self) -> None:
-            started.append(model.num_timesteps)
-
-    def spy():
-        train()
-        rates.append(model.policy.optimizer.param_groups[0]["lr"])
-
-    model.train = spy
-    model.learn(200, Look())
-    assert len(started) > 3
-    assert rates == pytest.approx([1e-3 * (1 - steps / 200) for steps in started])
+    started, rates, train = AtRolloutStart(lambda: model.num_timesteps), [], model.train
+    model.train = lambda: rates.append(train() or model.policy.optimizer.param_groups[0]["lr"])
+    model.learn(200, started)
+    assert len(started.seen) > 3
+    assert rates == pytest.approx([1e-3 * (1 - steps / 200) for steps in started.seen])
     assert (rates[0], model.num_timesteps > 200) == (1e-3, True)  # the last rollout goes beyond the end
 
 
@@ -52,17 +55,14 @@ def test_target_kl_ends_the_update():
 def test_the_reference_is_renewed_in_its_interval():
     model = corridor(kl_coef=0.1, kl_ref_iterations=2)
     first = model.reference_policy.parameters_to_vector()
-    seen = []
 
-    class Look(BaseCallback):
-        def _on_step(self) -> bool:
-            return True
+    def look():
+        reference = model.reference_policy.parameters_to_vector()
+        return model.core.iteration, (reference == parameters(model)).all(), (reference == first).all()
 
-        def _on_rollout_start(self) -> None:
-            reference = model.reference_policy.parameters_to_vector()
-            seen.append((model.core.iteration, (reference == parameters(model)).all(), (reference == first).all()))
-
-    model.learn(300, Look())
+    starts = AtRolloutStart(look)
+    model.learn(300, starts)
+    seen = starts.seen
     assert {(updates % 2 == 0) for updates, _, _ in seen} == {True, False}
     assert all(same == (updates % 2 == 0) for updates, same, _ in seen)
     frozen = corridor(kl_coef=0.1).learn(100)
@@ -87,21 +87,17 @@ def test_presets_by_name(preset):
         aggregation = objective.aggregation.model_copy(update={"max_length": 6})
         objective = objective.model_copy(update={"aggregation": aggregation})
     model = corridor(credit=preset, objective=objective if divides else preset)
-    assert (model.credit, model.objective) == (gw.CreditCfg(**settings["credit"]), objective)
+    assert (model.core.cfg.credit, model.core.cfg.objective) == (gw.CreditCfg(**settings["credit"]), objective)
+    assert model.core.cfg.kl_estimator == ("k3" if divides else settings.get("kl_estimator", "k3"))
 
 
-def test_a_constant_divisor_is_given_in_the_objective():
+def test_settings_of_credit_and_objective():
     cfg = gw.ObjectiveCfg(aggregation={"name": "constant", "max_length": 6})
     corridor(credit="dr_grpo", objective=cfg).learn(40)
+    plain = corridor(credit={"scale": "none"}, objective={"trust_region": {"clip_low": 0.1}}).core.cfg
+    assert (plain.credit.scale, plain.objective.trust_region.clip_low) == ("none", 0.1)
     with pytest.raises(gw.errors.ConfigError, match=r"max_length, which is None; fix"):
         corridor(objective="dr_grpo")
-
-
-def test_credit_and_objective_may_be_plain_settings():
-    model = corridor(credit={"scale": "none"}, objective={"trust_region": {"clip_low": 0.1}})
-    assert model.credit == gw.CreditCfg(scale="none")
-    assert model.objective == gw.ObjectiveCfg(trust_region={"clip_low": 0.1})
-    model.learn(32)
 
 
 @pytest.mark.parametrize("credit", ["grpo", "rloo", "embodichain", "sb3_process", "sb3_process_deepseek"])
@@ -117,18 +113,9 @@ def test_one_update_equals_that_of_the_library(credit, objective):
     model = corridor(env=env, credit=credit, objective=objective, learning_rate=0.01, **settings)
     through_sb3(model, obs, action, reward, old)
 
-    cfg = gw.GRPOCfg(
-        learning_rate=0.01,
-        num_epochs=3,
-        minibatch_size=100,
-        gamma=0.9,
-        kl_coef=0.1,
-        ent_coef=0.01,
-        group_size=2,
-        credit=model.credit,
-        objective=model.objective,
-        kl_estimator=model.kl_estimator,
-    )
+    names = ("gamma", "kl_coef", "ent_coef", "group_size", "credit", "objective", "kl_estimator")
+    shared = {name: getattr(model.core.cfg, name) for name in names}
+    cfg = gw.GRPOCfg(learning_rate=0.01, num_epochs=3, minibatch_size=100, **shared)
     fresh = corridor(env=env, credit=credit, objective=objective)
     policy = gw.ActorCritic(
         Corridor().observation_space, Corridor().action_space, gw.PolicyCfg(hidden_sizes=(8,)), actor_only=True
@@ -148,8 +135,6 @@ LENGTHS = (3, 2, 3, 2)
 
 def through_sb3(model: GRPO, obs, action, reward, old) -> None:
     """Episodes 0, 2 in environment 0 and 1, 3 in environment 1, one after another."""
-    from groupwise.contrib.sb3 import GroupBuffer, Tick
-
     model.set_logger(configure_logger())
     model.rollout_buffer = GroupBuffer(2, 2, seed=0, first_group=0, starts="shared")
     model.rollout_buffer.begin()
@@ -162,8 +147,6 @@ def through_sb3(model: GRPO, obs, action, reward, old) -> None:
 
 
 def padded(obs, action, reward, old):
-    from tensordict import TensorDict
-
     def slots(values):
         return torch.cat([torch.as_tensor(values), torch.zeros_like(torch.as_tensor(values[:, :1]))], dim=1)
 

@@ -1,4 +1,4 @@
-"""``docs/generate.py`` as a module."""
+"""Scripts of the checkout as modules."""
 
 import importlib.util
 from pathlib import Path
@@ -7,8 +7,9 @@ from types import ModuleType
 ROOT = Path(__file__).parents[2]
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+def load(path: str | Path) -> ModuleType:
+    """The module of a script; a relative path is below the root of the checkout."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from at_events import on
 from text_runs import Count, copying, logged, same_weights, train, weights
 from tiny_models import moved, tiny_model
 from two_ranks import TwoThreads, in_two_threads
@@ -265,8 +266,7 @@ def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_pat
 def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, double, tmp_path):
     folders = tmp_path / "weights"
     seen = []
-    watch = gw.Callback()
-    watch.on_rollout_end = lambda trainer, rollout: seen.append(len(list(folders.iterdir())))
+    watch = on("rollout_end", lambda *_: seen.append(len(list(folders.iterdir()))))
     double.faults[double.load_path] = [None, "500", "500", "500"]
     generation, task = settings(double, weights_dir=str(folders)), copying()
     with pytest.raises(gw.errors.ServerError, match="no answer in 3 tries"):

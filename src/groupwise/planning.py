@@ -209,7 +209,7 @@ def fixes(plan: Plan) -> dict[str, float]:
         ),
         (cfg.model.lora is None, "--model.lora.r 16", "model", {"lora": LoRACfg()}),
     ]  # fmt: skip
-    found = {}
+    found: dict[str, float] = {}
     for applies, option, part, values in changes:
         if applies:
             update = {part: getattr(cfg, part).model_copy(update=values)} if part else values

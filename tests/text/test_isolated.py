@@ -12,12 +12,13 @@ import time
 import pytest
 from text_runs import copying, train
 
-from groupwise.config.run import RewardCfg
-from groupwise.errors import ConfigError, DataError, RewardError
+from groupwise.config.run import RewardCfg, TextTaskCfg
+from groupwise.errors import ConfigError, DataError, RewardError, ToolError
 from groupwise.text import builtin_rewards
 from groupwise.text.builtin_rewards import MathReward, RegexReward
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.sandbox import MathVerifier
+from groupwise.text.tools import ask, make_tool
 
 TIMEOUT = 2.0
 
@@ -206,3 +207,26 @@ def test_a_run_whose_reward_always_hangs_stops_and_can_be_resumed(model, tmp_pat
         train(task, model, tmp_path / "run", evaluation=EVALUATION, total_steps=1000)
     assert "saved after step" in caught.value.__notes__[-1]
     assert_no_process()
+
+
+def shout(text):
+    match text:
+        case "hangs":
+            time.sleep(1000)
+        case "raises":
+            raise ValueError("no number")
+        case "nothing":
+            return None
+    return text.upper()
+
+
+def test_a_tool_that_hangs_is_answered_by_an_error():
+    tool = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), shout)
+    assert (ask(tool, "yes"), ask(tool, "nothing")) == ("YES", None)
+    with pytest.raises(ToolError, match=r"the tool raised RemoteError: ValueError: no number\n  its input: 'raises'"):
+        ask(tool, "raises")
+    assert ask(tool, "hangs") == "error: the tool took longer than 2 s"
+    assert ask(tool, "yes") == "YES"
+    tool.close()
+    with pytest.raises(ValueError, match=r"tool_timeout=1\.0 has no effect without a tool"):
+        TextTaskCfg(tool_timeout=1.0)

@@ -208,6 +208,8 @@ class TextTaskCfg(Cfg):
     """A tool that answers the model's calls: ``calculator``, or your own registered one. Answers are not trained on. None: a completion is one turn."""
     tool_kwargs: dict[str, Any] = {}
     """Arguments of the tool."""
+    tool_timeout: Positive | None = None
+    """Seconds that a call of the tool may take, in a process of its own; a call that takes longer is answered by an error, which the model reads. None: the tool runs in the process of training, without a limit."""
     tool_answer: str = "<result>{}</result>"
     """Format of an answer ``{}`` in plain text. In a conversation it is a message."""
     max_turns: PositiveInt = 2
@@ -215,7 +217,7 @@ class TextTaskCfg(Cfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextTaskCfg":
-        unread = {} if self.tool else self.changed("tool_kwargs", "tool_answer", "max_turns")
+        unread = {} if self.tool else self.changed("tool_kwargs", "tool_timeout", "tool_answer", "max_turns")
         for name, value in unread.items():
             raise ValueError(f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out")
         gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)

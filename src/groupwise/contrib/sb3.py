@@ -590,7 +590,7 @@ class GRPO(OnPolicyAlgorithm):
             )
         return self
 
-    def _setup_learn(  # type: ignore[override]
+    def _setup_learn(
         self,
         total_timesteps: int,
         callback: MaybeCallback = None,

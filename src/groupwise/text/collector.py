@@ -31,7 +31,7 @@ from groupwise.text.generation import Completion, Generate, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, read_prompt
-from groupwise.text.tools import AnyTool, Tool, ask, make_tool
+from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask, make_tool
 from groupwise.training.evaluation import EvaluationResult, shown
 
 # Texts as a rollout: tokens are the observations, next tokens the actions
@@ -263,6 +263,11 @@ class Dialogue:
         transcript.messages.append({"role": "tool", "content": answer})
         return True
 
+    def close(self) -> None:
+        """End the tool's process, if it has one."""
+        if isinstance(self.tool, IsolatedTool):
+            self.tool.close()
+
 
 def open_group(
     prompt: EncodedPrompt, number: int, algorithm: AlgorithmCfg, seed: int, *stream: int | str
@@ -464,8 +469,9 @@ class TextCollector(Collector):
         self.position = state["position"] // self.world_size
 
     def close(self) -> None:
-        """Close the reward functions."""
+        """End the processes of the reward functions and of the tool."""
         self.rewards.close()
+        self._dialogue.close()
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
         value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
@@ -615,8 +621,9 @@ class TextEvaluator:
         return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, self._cfg.task.success_threshold)
 
     def close(self) -> None:
-        """Close the reward functions."""
+        """End the processes of the reward functions and of the tool."""
         self._rewards.close()
+        self._dialogue.close()
 
 
 # Completions of the user's own prompts

@@ -1,6 +1,7 @@
 """Tools that answer the model's calls. None runs the model's text as code."""
 
 import ast
+import logging
 import operator
 import re
 import warnings
@@ -12,7 +13,10 @@ from groupwise.config.base import GIVEN
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, ToolError
 from groupwise.plugins import register
-from groupwise.text.rewards import make_registered
+from groupwise.system import LostChildError
+from groupwise.text.rewards import Isolated, make_registered
+
+log = logging.getLogger(__name__)
 
 MAX_BITS = 512
 """Numbers of more bits are refused."""
@@ -54,7 +58,28 @@ def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
     made = given if cfg.tool == GIVEN else make_registered("tool", TOOLS, cfg.tool, cfg.tool_kwargs, "")
     if made is None:
         raise ConfigError("the tool was given in Python; fix: give it again as tool=...")
-    return made
+    return made if cfg.tool_timeout is None else IsolatedTool(made, cfg.tool_timeout)
+
+
+class IsolatedTool(Tool):
+    """A tool in a process of its own. A call that takes too long, or ends the process, is answered by an error."""
+
+    def __init__(self, tool: AnyTool, seconds: float) -> None:
+        self.stop = tool.stop if isinstance(tool, Tool) else ()
+        self._isolated = Isolated(tool, "the tool", seconds)
+
+    def __call__(self, text: str) -> str | None:
+        """The tool's answer, or ``error: `` and the reason."""
+        try:
+            answer: str | None = self._isolated(text)
+        except LostChildError as error:
+            log.warning("the tool %s, with the input %r", error, text[:80])
+            return f"error: the tool {error}"
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._isolated.close()
 
 
 def encodable(text: str) -> str:

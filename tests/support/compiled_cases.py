@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from at_events import on
 from small_updates import OBS, build, make_rollout
 
 import groupwise as gw
@@ -59,28 +60,13 @@ def updates(folder):
         close(one, other, rtol=0, atol=1e-5)
 
 
-class Copies(gw.Callback):
-    """The run folder with its second checkpoint, as if training had been killed after it.
-
-    Copied before the third is begun, for a file that is being written can vanish under the copy.
-    """
-
-    def __init__(self, run_dir, to):
-        self.run_dir, self.to = run_dir, to
-        self.checkpoints = 0
-
-    def on_checkpoint(self, trainer, folder):
-        self.checkpoints += 1
-        if self.checkpoints == 2:
-            shutil.copytree(self.run_dir, self.to)
+def copies(run_dir, to):
+    """Copies a run folder at its second checkpoint, as if training had been killed then: a file that is written can vanish."""
+    count = itertools.count(1)
+    return on("checkpoint", lambda *_: shutil.copytree(run_dir, to) if next(count) == 2 else None)
 
 
-class Ends(gw.Callback):
-    """Ends a run after five iterations of its many."""
-
-    def on_iteration_end(self, trainer, rollout, metrics):
-        if trainer.iteration == 5:
-            trainer.stop("five iterations")
+ENDS = on("iteration_end", lambda trainer, *_: trainer.stop("five iterations") if trainer.iteration == 5 else None)
 
 
 def whole(folder):
@@ -94,9 +80,9 @@ def whole(folder):
         evaluation={"episodes": 1},
         logging={"progress": "none"},
     )
-    compiled = gw.train(settings, callbacks=[Copies(folder / "whole", folder / "copy"), Ends()])
+    compiled = gw.train(settings, callbacks=[copies(folder / "whole", folder / "copy"), ENDS])
     reference = gw.train(
-        settings.model_copy(update={"speed": "off", "run_dir": folder / "reference"}), callbacks=[Ends()]
+        settings.model_copy(update={"speed": "off", "run_dir": folder / "reference"}), callbacks=[ENDS]
     )
     for found, expected in itertools.islice(zip(compiled.metrics(), reference.metrics(), strict=True), 2):
         for name, value in expected.items():
@@ -106,7 +92,7 @@ def whole(folder):
 
 def resumed(folder):
     """In another process than before: equal to the whole one bit for bit."""
-    found, whole = gw.resume(folder / "copy", callbacks=[Ends()]), gw.Run.load(folder / "whole")
+    found, whole = gw.resume(folder / "copy", callbacks=[ENDS]), gw.Run.load(folder / "whole")
     assert len(found.metrics()) > 2
     for one, other in zip(found.metrics(), whole.metrics(), strict=True):
         shared = [key for key in one if not key.startswith("time/")]

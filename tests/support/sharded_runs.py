@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from at_events import on
 from text_runs import SETTINGS, numbers, share_copied
 from text_updates import rows_of
 from tiny_models import moved, tiny_model
@@ -100,17 +101,12 @@ def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(
     }
 
 
-class SaveLoaded(gw.Callback):
+def save_loaded(trainer, file):
     """Writes what a run begins with, as rank 0 has it."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def on_training_start(self, trainer):
-        state = trainer.algorithm.state_dict()
-        if trainer.engine.rank == 0:
-            policy = {name: p.detach().clone() for name, p in trainer.algorithm.policy.named_parameters()}
-            torch.save({"state": state, "policy": policy, "position": trainer.collector.position}, self.file)
+    state = trainer.algorithm.state_dict()
+    if trainer.engine.rank == 0:
+        policy = {name: p.detach().clone() for name, p in trainer.algorithm.policy.named_parameters()}
+        torch.save({"state": state, "policy": policy, "position": trainer.collector.position}, file)
 
 
 def failing(prompts, completions, **columns):
@@ -130,7 +126,7 @@ def whole_run(folder, mode, number):
     reward = failing if mode == "fail" else share_copied
     given = {"reward": reward, "data": numbers()[:60]}
     if mode == "resume":
-        callback = SaveLoaded(folder.with_name(f"{folder.name}.loaded"))
+        callback = on("training_start", lambda trainer: save_loaded(trainer, folder.with_name(f"{folder.name}.loaded")))
         gw.resume(folder, total_iterations=number, callbacks=[callback], **given)
     else:
         settings = {k: v for k, v in SETTINGS.items() if k != "total_steps"}

@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from at_events import on
 from text_runs import copying, logged, same_weights, share_copied, train
 from text_updates import SGD, updated
 from tiny_models import tiny_model
@@ -27,15 +28,8 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
 
-PROMPTS = 2
-
-
-ITERATIONS = 4
-
-
+PROMPTS, ITERATIONS = 2, 4
 DECOUPLED = {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"}
-
-
 SHORT = {
     "num_prompts": PROMPTS,
     "total_steps": None,
@@ -130,15 +124,15 @@ class Prompts:
         return share_copied(prompts, completions)
 
 
-class Dies(gw.Callback):
+def dies(error, first=lambda trainer: None):
     """Raises in the third iteration, before the update."""
 
-    def __init__(self, error):
-        self.error = error
-
-    def on_rollout_end(self, trainer, rollout):
+    def die(trainer, rollout):
+        first(trainer)
         if trainer.iteration == 2:
-            raise self.error
+            raise error
+
+    return on("rollout_end", die)
 
 
 def test_a_run_that_was_killed_takes_every_prompt_once(model, either, tmp_path):
@@ -146,7 +140,7 @@ def test_a_run_that_was_killed_takes_every_prompt_once(model, either, tmp_path):
     rows = [{"prompt": f"{number:03}"} for number in range(40)]
     task = gw.TextTask(rows, reward=reward)
     with pytest.raises(OSError, match="killed"):
-        run(model, tmp_path / "part", either, 1, task=task, callbacks=[Dies(OSError("killed"))], checkpoint_interval=1)
+        run(model, tmp_path / "part", either, 1, task=task, callbacks=[dies(OSError("killed"))], checkpoint_interval=1)
     assert_nothing_runs()
     assert len(reward.taken) == 3 * PROMPTS
     del reward.taken[2 * PROMPTS :]  # scored, and not trained on
@@ -178,15 +172,13 @@ def test_an_interrupt_does_not_wait_for_the_servers(model, either, tmp_path, mon
     either.faults[GENERATE], either.seconds_of_a_hang = [None] * 3 * PROMPTS + ["hang"] * 100, 60.0
     begun = []
 
-    class Interrupted(Dies):
-        def on_rollout_end(self, trainer, rollout):
-            while trainer.iteration == 2 and len(either.faults[GENERATE]) == 100:
-                time.sleep(0.01)  # until a call hangs
-            begun[:] = [time.monotonic()]
-            super().on_rollout_end(trainer, rollout)
+    def until_a_call_hangs(trainer):
+        while trainer.iteration == 2 and len(either.faults[GENERATE]) == 100:
+            time.sleep(0.01)
+        begun[:] = [time.monotonic()]
 
     with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "run", either, 1, callbacks=[Interrupted(KeyboardInterrupt())], retries=5)
+        run(model, tmp_path / "run", either, 1, callbacks=[dies(KeyboardInterrupt(), until_a_call_hangs)], retries=5)
     assert time.monotonic() - begun[0] < 15  # such a call lasts 20 s
     assert_nothing_runs()
 
@@ -240,30 +232,24 @@ def test_stale_completions_give_the_gradient_of_the_policy_that_is_trained(kind)
         torch.testing.assert_close(step, wanted, rtol=1e-3, atol=1e-6)
 
 
-class Weights(gw.Callback):
-    """The policy of each iteration, before its update."""
+def test_completions_go_on_under_new_weights(model, tmp_path):
+    policies, rollouts = {}, []
 
-    def __init__(self):
-        self.of, self.rollouts = {}, []
-
-    def on_rollout_end(self, trainer, rollout):
-        self.of[trainer.iteration] = deepcopy(trainer.algorithm.policy)
-        self.rollouts.append(rollout.clone())
+    def keep(trainer, rollout):  # of each iteration, before its update
+        policies[trainer.iteration] = deepcopy(trainer.algorithm.policy)
+        rollouts.append(rollout.clone())
         time.sleep(0.05)
 
-
-def test_completions_go_on_under_new_weights(model, tmp_path):
-    seen = Weights()
     with VLLMDouble(model) as double:
         double.in_flight, double.seconds_per_token = True, 0.01
-        found = run(model, tmp_path / "run", double, 2, callbacks=[seen], total_iterations=8)
+        found = run(model, tmp_path / "run", double, 2, callbacks=[on("rollout_end", keep)], total_iterations=8)
     metrics = found.metrics()
     shares = [[entry[f"rollout/staleness_{age}"] for age in range(3)] for entry in metrics]
     assert all(sum(share) == pytest.approx(1) for share in shares)
     ages = [share[1] + 2 * share[2] for share in shares]
     assert ages == pytest.approx([entry["rollout/staleness"] for entry in metrics])
     mixed = 0
-    for iteration, rollout in enumerate(seen.rollouts):
+    for iteration, rollout in enumerate(rollouts):
         mask, version = rollout["loss_mask"], rollout["policy_version"]
         assert (iteration - 2 <= version[mask]).all()
         assert (version[mask] <= iteration).all()
@@ -274,7 +260,7 @@ def test_completions_go_on_under_new_weights(model, tmp_path):
         for number in version[mask].unique().tolist():
             batch = rollout[:, :-1].to_dict()
             with torch.no_grad():
-                log_prob = seen.of[number].evaluate(batch).log_prob
+                log_prob = policies[number].evaluate(batch).log_prob
             of_these = (mask & (version == number))[:, :-1]
             torch.testing.assert_close(log_prob[of_these], batch["sample_log_prob"][of_these], atol=1e-4, rtol=0)
     assert mixed

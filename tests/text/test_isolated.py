@@ -172,10 +172,6 @@ def test_a_comparison_whose_process_dies_gives_no_reward_and_is_tried_again(monk
 EVALUATION = {"interval": 10**9, "prompts": 2}
 
 
-def plain_lengths(completions, **_):
-    return [float(len(completion)) for completion in completions]
-
-
 def once_hanging(flag, function):
     """``function``, whose first call never ends."""
 
@@ -194,7 +190,7 @@ def assert_no_process():
 
 @pytest.mark.slow
 def test_a_whole_run_survives_a_reward_that_hangs_once_and_leaves_no_process(model, tmp_path, caplog):
-    task = copying(once_hanging(tmp_path / "hung", plain_lengths), reward_timeout=2.0)
+    task = copying(once_hanging(tmp_path / "hung", lengths), reward_timeout=2.0)
     rows = train(task, model, tmp_path / "run", evaluation=EVALUATION).metrics()
     assert [row["rollout/unscorable"] for row in rows] == [16.0] + [0.0] * (len(rows) - 1)
     assert "took longer than 2 s" in caplog.text

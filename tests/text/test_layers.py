@@ -89,7 +89,7 @@ def rows_of(texts, groups, width=None):
     return tokens, valid, group
 
 
-def test_by_hand():
+def test_prefixes_by_hand():
     found = find_prefixes(*rows_of([[1, 2, 3, 4], [1, 2, 5], [6, 7], [6, 7, 8]], [0, 0, 4, 4]))
     # the third row is the beginning of the fourth: it keeps its last token for itself
     assert found.number.tolist() == [0, 0, 1, 1]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from at_events import on
 from text_runs import Count, copying, logged, same_weights, train, weights
 from tiny_models import moved, tiny_model
 from two_ranks import TwoThreads, in_two_threads
@@ -27,8 +28,6 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedGenerator
 
 TASK = {"prompts": [[5, 6, 7], [9, 8], [4]], "seeds": torch.arange(100, 112).view(3, 4)}
-
-
 SAMPLING = {
     "plain": SamplingCfg(max_new_tokens=4),
     "hot": SamplingCfg(max_new_tokens=4, temperature=1.7),
@@ -267,8 +266,7 @@ def test_ranks_share_servers_and_the_weights_of_the_first(model, double, tmp_pat
 def test_one_version_of_the_weights_lies_on_the_disk_and_none_in_the_end(model, double, tmp_path):
     folders = tmp_path / "weights"
     seen = []
-    watch = gw.Callback()
-    watch.on_rollout_end = lambda trainer, rollout: seen.append(len(list(folders.iterdir())))
+    watch = on("rollout_end", lambda *_: seen.append(len(list(folders.iterdir()))))
     double.faults[double.load_path] = [None, "500", "500", "500"]
     generation, task = settings(double, weights_dir=str(folders)), copying()
     with pytest.raises(gw.errors.ServerError, match="no answer in 3 tries"):
@@ -375,7 +373,7 @@ def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path)
     generate = generator_of(moving, tmp_path)
     generate.update(0)
     moving.double.__exit__()
-    timer = threading.Timer(2.0, moving.move)  # all tries of a call take 0.03 s
+    timer = threading.Timer(0.5, moving.move)  # all tries of a call take 0.03 s
     timer.start()
     assert_native(generate)
     moving.double.__exit__()

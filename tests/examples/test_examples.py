@@ -117,7 +117,10 @@ CASES = {
     "callbacks": (["--total-steps", "6000", "--score", "1"], check_callbacks),
     "continuous_control": (["--total-steps", "200"], check_continuous_control),
     "pixels": (["--total-steps", "200"], check_pixels),
-    "robot_arm": (["--demos", "2", "--clone-steps", "400", "--total-steps", "1000", "--episodes", "2"], check_robot_arm),
+    "robot_arm": (
+        ["--demos", "2", "--clone-steps", "400", "--total-steps", "1000", "--episodes", "2"],
+        check_robot_arm,
+    ),
     "optuna_search": (["--trials", "4", "--total-steps", "5000"], check_optuna_search),
     "distributed": (["--total-steps", "200"], check_distributed),
     "text_copy": (["--total-steps", "1000"], check_text_copy),

@@ -1,6 +1,5 @@
 """Settings that every test shares."""
 
-import itertools
 import os
 import signal
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from forked import preload, without_pictures
 from hypothesis import HealthCheck, settings
 from shapes import check_first_calls
+from two_ranks import in_two_threads
 
 from groupwise.config.base import Choice
 from groupwise.report.curve import plot_curve
@@ -114,33 +114,9 @@ def _subclasses(parent):
 
 @pytest.fixture(scope="session")
 def two_ranks():
-    return run_on_two_ranks
+    """What a function returns on rank ``here``, each of whose sums is met by one of rank ``there``."""
 
+    def run(function, here, there):
+        return in_two_threads(lambda engine: function(*(here, there)[engine.rank], engine.sum))[0]
 
-def run_on_two_ranks(function, here, there):
-    """What ``function`` returns on rank ``here`` when each of its sums is met by the one of rank ``there``.
-
-    The sums that the other rank sends are replayed from its own runs, each with one answer more from this rank.
-    """
-    sent: tuple[list, list] = ([], [])
-    while True:
-        lengths = [len(s) for s in sent]
-        result = None
-        for rank, args in enumerate((here, there)):
-            calls = itertools.count()
-
-            def all_sum(tensor, rank=rank, calls=calls):
-                call = next(calls)
-                if call == len(sent[rank]):
-                    sent[rank].append(tensor.clone())
-                if call == len(sent[1 - rank]):
-                    raise BlockingIOError
-                return sent[rank][call] + sent[1 - rank][call]
-
-            try:
-                out = function(*args, all_sum)
-                result = out if rank == 0 else result
-            except BlockingIOError:
-                pass
-        if lengths == [len(s) for s in sent]:
-            return result
+    return run

@@ -99,22 +99,25 @@ def test_settings(kind: str, folder: Path, data: st.DataObject):
     only(ConfigError, lambda: gw.load_config(file))
 
 
-options = st.text(max_size=12) | st.sampled_from(["--algorithm", "ppo", "--env.kwargs", "{}", "--seed", "1e3"])
+given_words = st.text(max_size=12) | st.sampled_from(["--algorithm", "ppo", "--env.kwargs", "{}", "--seed", "1e3"])
 
 
-@given(given=st.lists(options, max_size=5))
-def test_options(given: list[str]):
-    only(ConfigError, lambda: parse_options(["CartPole-v1", *given], Parser()))
+@given(argv=st.lists(given_words, max_size=5))
+def test_options(argv: list[str]):
+    only(ConfigError, lambda: parse_options(["CartPole-v1", *argv], Parser()))
+
+
+def control(path: Path, **algorithm: Any) -> Path:
+    gw.train(
+        "CartPole-v1", {"num_steps": 8, "num_epochs": 1, "minibatch_size": 16, **algorithm}, num_envs=2, total_steps=16,
+        evaluation={"episodes": 1}, speed="off", keep_checkpoints=1, logging={"progress": "none"}, run_dir=path,
+    )  # fmt: skip
+    return path
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Path:
-    path = folder / "run"
-    gw.train(
-        "CartPole-v1", gw.PPOCfg(num_steps=8, num_epochs=1, minibatch_size=16), num_envs=2, total_steps=32, run_dir=path,
-        evaluation={"episodes": 1}, speed="off", keep_checkpoints=1, logging={"progress": "none"},
-    )  # fmt: skip
-    return path
+    return control(folder / "run", name="ppo")
 
 
 @given(data=st.data())
@@ -151,17 +154,15 @@ class StopsAtOnce(gw.Callback):
 def saved_run(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A run folder, and what has to be given to resume it."""
     path = folder / request.param
-    common: dict[str, Any] = {"run_dir": path, "speed": "off", "keep_checkpoints": 1, "logging": {"progress": "none"}}
-    if request.param == "text":
-        task = copying()
-        common |= {"model": str(save_model(folder / "model")), "sampling": {"max_new_tokens": 4}}
-        gw.train(task, gw.GRPOCfg(group_size=2, kl_coef=0.1), num_prompts=2, total_steps=10, **common)
-        return path, {name: value for name, value in task.given.items() if value is not None}
-    algorithm = {"name": request.param, "num_steps": 8, "num_epochs": 1, "minibatch_size": 16}
-    if request.param == "grpo":
-        algorithm |= {"group_size": 2, "kl_coef": 0.1}
-    gw.train("CartPole-v1", algorithm, num_envs=2, total_steps=16, evaluation={"episodes": 1}, **common)
-    return path, {}
+    if request.param != "text":
+        return control(
+            path, name=request.param, **({"group_size": 2, "kl_coef": 0.1} if request.param == "grpo" else {})
+        ), {}
+    task = copying()
+    options: dict[str, Any] = {"model": str(save_model(folder / "model")), "sampling": {"max_new_tokens": 4}}
+    options |= {"run_dir": path, "speed": "off", "keep_checkpoints": 1, "logging": {"progress": "none"}}
+    gw.train(task, gw.GRPOCfg(group_size=2, kl_coef=0.1), num_prompts=2, total_steps=10, **options)
+    return path, {name: value for name, value in task.given.items() if value is not None}
 
 
 @settings(max_examples=settings().max_examples // 5)  # each resumes a run

@@ -183,7 +183,7 @@ def test_an_untouched_folder_passes_under_the_same_limits(trained: Path, tmp_pat
 @pytest.mark.parametrize("call", ["resume", "evaluate", "compare"])
 @pytest.mark.parametrize(
     "place",
-    ["metrics.jsonl", "summary.json", "config.json", "curve.png", "policy.gif", "checkpoints", "groups/x", LATEST],
+    ["metrics.jsonl", "summary.json", "config.json", "curve.svg", "policy.gif", "checkpoints", "groups/x", LATEST],
 )
 def test_links_out_of_the_folder_are_refused_and_their_targets_stay(
     trained: Path, tmp_path: Path, place: str | Path, call: str
@@ -211,12 +211,12 @@ def test_links_at_names_for_half_written_files_are_not_followed(trained: Path, t
     folder = shutil.copytree(trained, tmp_path / "run")
     target = folder / "mine"  # inside, so that the folder opens
     target.write_text("mine")
-    for name in ("metrics.jsonl.partial", "summary.json.partial", "curve.png", "checkpoints/latest.partial"):
+    for name in ("metrics.jsonl.partial", "summary.json.partial", "curve.svg", "checkpoints/latest.partial"):
         (folder / name).unlink(missing_ok=True)
         os.symlink(target, folder / name)
     gw.resume(folder, 4096)
     assert target.read_text() == "mine"
-    assert not (folder / "curve.png").is_symlink()
+    assert not (folder / "curve.svg").is_symlink()
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,6 @@ _QUANTIZED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}
 """Bytes of a weight. nf4 has a number in float32 for each block of 64."""
 _PROBE = 16
 """Tokens of the rows that activations are counted on: so few that the mask, which a GPU's kernels do without, weighs little."""
-_ADAPTERS = "--model.lora.r 16"
 
 
 class Weight(NamedTuple):
@@ -189,46 +188,34 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
 
 
 def fixes(plan: Plan) -> dict[str, float]:
-    """Options with which the run fits, and the peak that is left.
-
-    Each changes one setting. If none but adapters is enough, several that are enough together come first. Empty: none help.
-    """
-
-    def changed(part: str, values: dict[str, Any]) -> Plan:
-        if part:
-            values = {part: getattr(plan.cfg, part).model_copy(update=values)}
-        return plan_run(plan.cfg.model_copy(update=values), plan.ranks, plan.gpu, plan.prompt)
-
-    changes = [*_changes(plan)]
-    found = {option: other.peak for option, part, values in changes if (other := changed(part, values)).fits}
-    if found.keys() - {_ADAPTERS}:
-        return found
-    options: list[str] = []
-    for option, part, values in changes:
-        if (other := changed(part, values)).peak < plan.peak:
-            plan, options = other, [*options, option]
-        if plan.fits:
-            return {" ".join(options): plan.peak} | found
-    return {}
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Options that save memory, the part of the settings that they change (empty: the settings themselves), and its values."""
-    cfg = plan.cfg
-    if cfg.algorithm.micro_batch_size != plan.row:
-        yield f"--algorithm.micro-batch-size {plan.row}", "algorithm", {"micro_batch_size": plan.row}
-    if cfg.model.precision == "float32":
-        yield "--model.precision bfloat16", "model", {"precision": "bfloat16"}
-    if not cfg.model.gradient_checkpointing:
-        yield "--model.gradient-checkpointing", "model", {"gradient_checkpointing": True}
-    if plan.ranks > 1 and cfg.engine != "fsdp" and cfg.model.quantization == "none":
-        yield "--engine fsdp", "", {"engine": "fsdp"}
-    if cfg.generation.name == "native" and not cfg.sampling.has_filters:
-        yield "--generation server", "", {"generation": ServerGenerationCfg()}
-    if plan.ranks > 1 and not cfg.cpu_offload:  # in addition to the engine above
-        yield "--cpu-offload", "", {"cpu_offload": True}
-    if cfg.model.lora is None:
-        yield _ADAPTERS, "model", {"lora": LoRACfg()}
+    """Options with which the run fits, and the peak that is left; each changes one setting. Empty: none is enough alone."""
+    cfg, ranks = plan.cfg, plan.ranks
+    changes: list[tuple[bool, str, str, dict[str, Any]]] = [  # whether it is one, option, part of the settings, its values
+        (
+            cfg.algorithm.micro_batch_size != plan.row,
+            f"--algorithm.micro-batch-size {plan.row}", "algorithm", {"micro_batch_size": plan.row},
+        ),
+        (cfg.model.precision == "float32", "--model.precision bfloat16", "model", {"precision": "bfloat16"}),
+        (not cfg.model.gradient_checkpointing, "--model.gradient-checkpointing", "model", {"gradient_checkpointing": True}),
+        (ranks > 1 and cfg.engine != "fsdp" and cfg.model.quantization == "none", "--engine fsdp", "", {"engine": "fsdp"}),
+        (
+            cfg.generation.name == "native" and not cfg.sampling.has_filters,
+            "--generation server", "", {"generation": ServerGenerationCfg()},
+        ),
+        (ranks > 1 and cfg.engine == "fsdp" and not cfg.cpu_offload, "--cpu-offload", "", {"cpu_offload": True}),
+        (
+            ranks > 1 and cfg.engine != "fsdp" and cfg.model.quantization == "none",
+            "--engine fsdp --cpu-offload", "", {"engine": "fsdp", "cpu_offload": True},
+        ),
+        (cfg.model.lora is None, "--model.lora.r 16", "model", {"lora": LoRACfg()}),
+    ]  # fmt: skip
+    found: dict[str, float] = {}
+    for applies, option, part, values in changes:
+        if applies:
+            update = {part: getattr(cfg, part).model_copy(update=values)} if part else values
+            other = plan_run(cfg.model_copy(update=update), ranks, plan.gpu, plan.prompt)
+            found |= {option: other.peak} if other.fits else {}
+    return found
 
 
 @functools.lru_cache

@@ -162,7 +162,7 @@ def run(
                 _report(summary, trainer, parts, folder)
         if engine.rank == 0 and trainer.stop_reason != PAUSED:
             if resume and trainer.iteration == begun:
-                _print(f"nothing was left to train ({summary['stopped']}); fix: a larger {cfg.budget.name}")
+                show(f"nothing was left to train ({summary['stopped']}); fix: a larger {cfg.budget.name}", to="stderr")
             with files.warning_if_unwritable(folder.video):
                 parts.render(folder.video, derive_seed(cfg.seed, "evaluation"))
             with files.warning_if_unwritable(folder.frames):
@@ -195,7 +195,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         budget, saved = trainer.budget, folder.read_config()
         if saved.get(budget.name) != budget.total:
             folder.rewrite_config(parts.cfg.model_dump(mode="json"))
-        _print(f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}")
+        show(f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}", to="stderr")
 
 
 def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder: RunFolder) -> None:
@@ -301,7 +301,9 @@ def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
         saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
     except CheckpointError as error:  # it must not take the place of what ended training
         saved = str(error)
-    return f"{saved}; continue with: {plugins.resume_command(folder.path, given.names(), plugins.loaded())}"
+    return (
+        f"{saved}; continue with: {plugins.resume_command(folder.path, list(given.as_arguments()), plugins.loaded())}"
+    )
 
 
 def threads_for(policy: Policy) -> AbstractContextManager[None]:
@@ -321,10 +323,6 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return found
 
 
-def _print(line: str) -> None:
-    show(line, to="stderr")
-
-
 # Settings and Python objects from a run folder
 
 
@@ -337,7 +335,7 @@ def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tup
     folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
     cfg = read_cfg(folder)
     optional = set() if to_train else {"data", "eval_data", "reward", "tool"}
-    if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - set(objects.names())):
+    if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - objects.as_arguments().keys()):
         raise ConfigError(
             f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
             f"gw.resume({str(path)!r}, {missing[0]}=...) or gw.Run.load"
@@ -363,9 +361,8 @@ def read_cfg(folder: RunFolder) -> CommonCfg:
 
 if TYPE_CHECKING:
     import gymnasium
-    from matplotlib.figure import Figure
 
-    from groupwise.report.page import Frame
+    from groupwise.report.page import Curve, Frame
     from groupwise.text.collector import TextEvaluation
     from groupwise.training.evaluation import EvaluationResult
 
@@ -401,8 +398,8 @@ class Run:
         """One dictionary per iteration."""
         return RunFolder(self.path).read_metrics()
 
-    def plot(self) -> "Figure":
-        """The learning curve; a notebook shows it."""
+    def plot(self) -> "Curve":
+        """The learning curve as SVG; a notebook shows it."""
         from groupwise.report.page import plot
 
         return plot(RunFolder(self.path))
@@ -513,7 +510,7 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         folder = RunFolder(Path(cfg.run_dir or ""))
         if engine.rank == 0:
             name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
-            settings, objects = parts.cfg.model_dump(mode="json"), parts.given.names()
+            settings, objects = parts.cfg.model_dump(mode="json"), list(parts.given.as_arguments())
             folder = RunFolder.create(settings, cfg.run_dir, name=name, given_in_python=objects)
         with folder.locked(engine.rank):
             summary = run(parts, folder, callbacks, engine, resume=False)

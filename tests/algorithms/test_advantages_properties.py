@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from credit_rollouts import OneOfTwo, credit, per_episode, preset, rollout
+from credit_rollouts import credit, per_episode, preset, rollout
+from two_ranks import in_two_threads
 from variants import SETTINGS
 
 RULES = sorted({str(p["credit"]): name for name, p in SETTINGS.items()}.values())
@@ -77,19 +78,12 @@ def test_groups_do_not_see_each_other(name):
     ],
     ids=str,
 )
-def test_two_ranks_are_one_batch(choices, two_ranks):
+def test_two_ranks_are_one_batch(choices):
     episodes = random_episodes(3, groups=4)
     whole = credit(every_key(episodes, steps=6), **choices)
-    ranks = []
-    for half in (0, 1):
-        own = [(g - 2 * half, rewards, end) for g, rewards, end in episodes if g // 2 == half]
-        ranks.append((half, every_key(own, steps=6)))
-
-    def on_rank(rank, batch, all_sum):
-        return credit(batch, engine=OneOfTwo(rank, all_sum), **choices)
-
-    torch.testing.assert_close(two_ranks(on_rank, *ranks), whole[:10], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(two_ranks(on_rank, *reversed(ranks)), whole[10:], atol=1e-5, rtol=1e-4)
+    halves = [[(g - 2 * half, *rest) for g, *rest in episodes if g // 2 == half] for half in (0, 1)]
+    parts = in_two_threads(lambda e: credit(every_key(halves[e.rank], steps=6), engine=e, **choices))
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(set(RULES) - {"max_rl", "gpg"} - NEAR))

@@ -9,8 +9,7 @@ from objective_updates import make_policy, make_rollout
 import groupwise as gw
 from groupwise.algorithms.advantages import Scores
 from groupwise.algorithms.losses import LossInputs, cispo, dppo, sapo
-from groupwise.cli.options import Parser, parse_options
-from groupwise.config import load_config, resolve, to_json
+from groupwise.config import load_config, resolve
 from groupwise.config.algorithm import (
     AggregationCfg,
     BaselineCfg,
@@ -79,43 +78,6 @@ def test_over_a_preset_parameters_are_merged_and_other_names_replace(preset, giv
     config = gw.GRPOCfg(objective=ObjectiveCfg(trust_region=given)) if given != {"high": 2.0} else None
     if config:
         assert resolve("CartPole-v1", config, preset=preset).algorithm.objective.trust_region == expected
-
-
-def test_clip_coef_sets_the_range_of_whatever_clips():
-    region = resolve("CartPole-v1", gw.GRPOCfg(clip_coef=0.3), preset="verl").algorithm.objective.trust_region
-    assert (region.name, region.clip_low, region.clip_high) == ("dual_clip", 0.3, 0.3)
-    with pytest.raises(
-        ConfigError, match=r"clip_coef=0\.3 sets a clip range, which trust_region='cispo' does not have"
-    ):
-        gw.GRPOCfg(clip_coef=0.3, objective={"trust_region": "cispo"})
-
-
-def test_a_config_comes_back_from_its_json(tmp_path):
-    cfg = resolve("CartPole-v1", {"credit": {"baseline": "leave_one_out"}}, preset="cispo")
-    path = tmp_path / "run.json"
-    path.write_text(to_json(cfg))
-    assert load_config(path) == cfg
-    assert json.loads(path.read_text())["algorithm"]["objective"]["trust_region"] == {
-        "name": "cispo",
-        "low": None,
-        "high": 5.0,
-    }
-
-
-def test_a_choice_and_its_parameters_on_the_command_line():
-    words = [
-        "CartPole-v1",
-        "--algorithm.objective.trust-region",
-        "cispo",
-        "--algorithm.objective.trust-region.high",
-        "4",
-    ]
-    words += ["--algorithm.credit.baseline", "leave_one_out"]
-    algorithm = parse_options(words, Parser()).algorithm
-    assert algorithm.objective.trust_region == cispo.Settings(high=4.0)
-    assert algorithm.credit.baseline.name == "leave_one_out"
-    with pytest.raises(ConfigError, match="unknown trust region 'cisp'"):
-        parse_options([*words[:2], "cisp"], Parser())
 
 
 def test_a_loss_and_a_baseline_of_the_users_own(registry, tmp_path):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from credit_rollouts import OneOfTwo, credit
+from credit_rollouts import credit
 from tensordict import TensorDict
+from two_ranks import in_two_threads
 
 import groupwise as gw
 from groupwise.algorithms import advantages as credit_rules
@@ -116,7 +117,7 @@ def test_ranks_exchange_what_the_next_round_reads_and_no_more(cut, rounds):
 
 
 @pytest.mark.parametrize("pool", [4096, 20])
-def test_two_ranks_are_one_batch(two_ranks, monkeypatch, pool):
+def test_two_ranks_are_one_batch(monkeypatch, pool):
     """Episodes of one rank are near those of the other; some are cut, and one rank has more than the other."""
     monkeypatch.setattr(credit_rules, "POOL", pool)
     rows, steps = 7, 9
@@ -139,28 +140,19 @@ def test_two_ranks_are_one_batch(two_ranks, monkeypatch, pool):
     )
     choices = knn(3, 0.9) | {"normalize": "batch"}
     expected = credit(whole, gamma=0.9, **choices)
-    there = whole[4:].clone()
-    there["episode_id"] -= 4
-
-    def on_rank(rank, batch, all_sum):
-        return credit(batch, gamma=0.9, engine=OneOfTwo(rank, all_sum), **choices)
-
-    ranks = ((0, whole[:4]), (1, there))
-    torch.testing.assert_close(two_ranks(on_rank, *ranks), expected[:4], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(two_ranks(on_rank, *reversed(ranks)), expected[4:], atol=1e-5, rtol=1e-4)
+    parts = [whole[:4], whole[4:].clone()]
+    parts[1]["episode_id"] -= 4
+    found = in_two_threads(lambda e: credit(parts[e.rank], gamma=0.9, engine=e, **choices))
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_rank_without_a_step_that_counts_has_the_others_values_but_no_steps(two_ranks):
+def test_a_rank_without_a_step_that_counts_has_the_others_values_but_no_steps():
     batch, nothing = rollout(), rollout()
     nothing["loss_mask"] = torch.zeros(2, 3, dtype=torch.bool)
-
-    def on_rank(rank, batch, all_sum):
-        return credit(batch, gamma=0.5, engine=OneOfTwo(rank, all_sum), **knn())
-
-    expected = credit_of(batch)
-    torch.testing.assert_close(two_ranks(on_rank, (0, batch), (1, nothing)), expected)
-    torch.testing.assert_close(two_ranks(on_rank, (1, batch), (0, nothing)), expected)
-    assert not two_ranks(on_rank, (0, nothing), (1, batch)).any()
+    for parts in ((batch, nothing), (nothing, batch)):
+        found = in_two_threads(lambda e, parts=parts: credit(parts[e.rank].clone(), gamma=0.5, engine=e, **knn()))
+        torch.testing.assert_close(found[parts[0] is nothing], credit_of(batch))
+        assert not found[parts[0] is batch].any()
 
 
 def test_no_more_states_than_the_pool_holds_are_looked_at(monkeypatch):

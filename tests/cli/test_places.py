@@ -151,3 +151,48 @@ def test_warnings_and_log_lines_show_control_characters(
         )
     finally:
         logging.setLogRecordFactory(factory)
+
+
+CHATTY = """
+import logging
+import warnings
+
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+log = logging.getLogger("groupwise.mine")
+
+
+class Chatty(CartPoleEnv):
+    def reset(self, **options):
+        warnings.warn("a warning")
+        log.warning("a message")
+        log.debug("a detail")
+        return super().reset(**options)
+
+
+gymnasium.register("Chatty-v0", Chatty, max_episode_steps=50)
+"""
+
+
+@pytest.mark.slow
+def test_quiet_prints_one_line_and_errors_and_verbose_every_iteration(tmp_path: Path):
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    words = ("train", "Chatty-v0", "--plugin", "chatty.py", "--total-iterations", "3", "--evaluation.episodes", "2")
+    quiet, again, verbose = (
+        run(tmp_path, *words, *more.split()) for more in ("-q --run-dir a", "-q --run-dir a", "-v")
+    )
+    assert (quiet.returncode, quiet.stderr) == (0, b"")
+    [line] = quiet.stdout.splitlines()
+    assert line.startswith(b"Done in ")
+    assert line.endswith(b" Run folder: a")
+    assert (again.returncode, b"run folder 'a' is taken" in again.stderr) == (2, True)
+    assert verbose.returncode == 0
+    assert verbose.stderr.count(b" iterations   return") == 3
+    assert b"DEBUG groupwise.mine: a detail" in verbose.stderr
+    assert b"a warning" in verbose.stderr
+
+
+def test_quiet_and_verbose_exclude_each_other(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["train", "CartPole-v1", "-q", "--verbose"]) == 2
+    assert "not allowed with argument" in capsys.readouterr().err

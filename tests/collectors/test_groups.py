@@ -1,9 +1,8 @@
-import gymnasium
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from noisy_envs import GlobalStart
 from scripted_envs import FakePolicy, ScriptedGroupEnv, WalkEnv, buffer_for, collect_groups
 
 from groupwise.collectors.groups import GroupCollector
@@ -217,28 +216,9 @@ def test_parts_of_the_reward_are_kept():
     assert rollout["reward_parts"][1].tolist() == [[1, -2], [1, -2], [1, -2], [1, -2], [0, 0], [0, 0]]
 
 
-def test_an_actor_only_policy_leaves_no_values():
-    _, rollout = collect_groups(ScriptedGroupEnv(2, [3]), 3, actor_only=True, group_size=2)
-    assert "value" not in rollout
-
-
-class GlobalNoise(gymnasium.Env):
-    """Cheats: its start comes from NumPy's global generator, whatever the seed."""
-
-    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float64)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.random.random(1), {}
-
-    def step(self, action):
-        return np.zeros(1), 0.0, True, False, {}
-
-
 def test_a_cheating_environment_is_refused_before_anything_is_learned():
-    env = make_env(EnvCfg(num_envs=2), grouped=True, env=GlobalNoise, verify=False)
-    with pytest.raises(GroupStartError, match=r"GlobalNoise.*at the start.*self\.np_random"):
+    env = make_env(EnvCfg(num_envs=2), grouped=True, env=GlobalStart, verify=False)
+    with pytest.raises(GroupStartError, match=r"GlobalStart.*at the start.*self\.np_random"):
         GroupCollector(env, FakePolicy(), group_size=2, collection=CollectionCfg(horizon=5))
 
 

@@ -12,23 +12,10 @@ def of_task(task: str | None, *successes: bool | None) -> list[Episode]:
 
 
 def test_counts_are_summed_extremes_kept_and_means_weighted_by_episodes():
-    first = {"rollout/episodes": 3.0, "rollout/length_max": 9.0, "rollout/length_min": 2.0, "rollout/return_mean": 10.0}
-    second = {
-        "rollout/episodes": 1.0,
-        "rollout/length_max": 5.0,
-        "rollout/length_min": 1.0,
-        "rollout/return_mean": 2.0,
-        "rollout/unscorable": 2.0,
-        "rollout/length_mean": 4.0,
-    }
-    assert pool_metrics([(episodes(3), first), (episodes(1), second)]) == {
-        "rollout/episodes": 4.0,
-        "rollout/length_max": 9.0,
-        "rollout/length_min": 1.0,
-        "rollout/return_mean": 8.0,
-        "rollout/unscorable": 2.0,
-        "rollout/length_mean": 4.0,
-    }
+    names = [f"rollout/{name}" for name in ("episodes", "length_max", "length_min", "return_mean", "unscorable")]
+    first, second, pooled = (3.0, 9.0, 2.0, 10.0), (1.0, 5.0, 1.0, 2.0, 2.0), (4.0, 9.0, 1.0, 8.0, 2.0)
+    ranks = [(episodes(3), dict(zip(names, first, strict=False))), (episodes(1), dict(zip(names, second, strict=True)))]
+    assert pool_metrics(ranks) == dict(zip(names, pooled, strict=True))
 
 
 def test_ranks_without_episodes_count_as_one_of_them():

@@ -47,65 +47,44 @@ def touches(key="is_success", **settings):
     return make_env(cfg, grouped=True, num_envs=4, env=partial(Touch, key, **settings), verify=False)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "same_step", "next_step"])
-def test_windows_know_which_episodes_succeeded(mode):
-    collector = VectorCollector(vector("success", mode), FakePolicy())
-    rollout = collected(collector, 7, windows=2)
+def tell(collector, rollout):
+    """Episodes know their success and task; the recent ones give the rate."""
+    shown = rollout["obs"][..., 1]
+    over = (rollout["terminated"] | rollout["truncated"])[:, :-1]
+    names = [TouchEither.names[int(shown[row, step])] for step, row in over.T.nonzero().tolist()]
+    assert [episode.task for episode in collector.finished] == names
     assert [episode.success for episode in collector.finished] == last_actions(rollout)
-    assert {episode.success for episode in collector.finished} == {True, False}
-    share = sum(episode.success for episode in collector.recent) / len(collector.recent)
+    assert {episode.task for episode in collector.recent} == {"left", "right"}
+    assert {episode.success for episode in collector.recent} == {True, False}
+    episodes = collector.recent_episodes()
+    share = sum(episode.success for episode in episodes) / len(episodes)
     assert collector.metrics()["rollout/success_rate"] == pytest.approx(share)
 
 
-def test_groups_know_which_episodes_succeeded():
-    env = touches()
-    env.max_episode_steps = 3
-    collector = GroupCollector(env, FakePolicy(), group_size=2, verify_start=False)
-    rollout = collected(collector, 9)
-    assert [episode.success for episode in collector.finished] == last_actions(rollout)
-    assert collector.metrics()["rollout/success_rate"] == sum(last_actions(rollout)) / len(collector.finished)
-    assert 0 < collector.metrics()["rollout/success_rate"] < 1
-
-
-def test_an_environment_that_does_not_tell_has_no_rate():
-    collector = VectorCollector(vector(None, "disabled"), FakePolicy())
-    collected(collector, 7)
-    assert {episode.success for episode in collector.finished} == {None}
-    assert "rollout/success_rate" not in collector.metrics()
-
-
-def test_episodes_without_a_flag_count_as_failed_beside_those_with_one():
-    collector = VectorCollector(vector(None, "disabled"), FakePolicy())
-    collector.recent.extend(Episode(0.0, 1, True, success) for success in (True, None, False, None))
-    assert collector.metrics()["rollout/success_rate"] == 0.25
-
-
-def names_seen(rollout):
-    """Of each episode that ended in the rollout, by (step, row): the name that its observations show."""
-    shown = rollout["obs"][..., 1]
-    over = (rollout["terminated"] | rollout["truncated"])[:, :-1]
-    return [TouchEither.names[int(shown[row, step])] for step, row in over.T.nonzero().tolist()]
-
-
 @pytest.mark.parametrize("mode", ["disabled", "same_step", "next_step"])
-def test_windows_know_the_task(mode):
+def test_episodes_of_windows_know_success_and_task(mode):
     env = SyncVectorEnv([TouchEither] * 4, autoreset_mode=AutoresetMode[mode.upper()])
     collector = VectorCollector(GymnasiumVectorEnv(env, env_id="Touch", max_episode_steps=3), FakePolicy())
-    rollout = collected(collector, 7, windows=2)
-    assert [episode.task for episode in collector.finished] == names_seen(rollout)
-    assert {episode.task for episode in collector.recent} == {"left", "right"}
+    tell(collector, collected(collector, 14, windows=2))
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_groups_know_the_task(vectorization):
+def test_episodes_of_groups_know_success_and_task(vectorization):
     cfg = EnvCfg(vectorization=vectorization, max_episode_steps=None)
     env = make_env(cfg, grouped=True, num_envs=4, env=TouchEither, verify=False)
     env.max_episode_steps = 3
     collector = GroupCollector(env, FakePolicy(), group_size=2, verify_start=False)
-    rollout = collected(collector, 18)
-    assert [episode.task for episode in collector.finished] == names_seen(rollout)
-    assert {episode.task for episode in collector.finished} == {"left", "right"}
+    tell(collector, collected(collector, 18))
     env.close()
+
+
+def test_episodes_without_a_flag_count_as_failed_beside_those_with_one():
+    collector = VectorCollector(vector(None, "disabled"), FakePolicy())
+    collected(collector, 7)
+    assert {episode.success for episode in collector.finished} == {None}
+    assert "rollout/success_rate" not in collector.metrics()
+    collector.recent.extend(Episode(0.0, 1, True, success) for success in (True, False))
+    assert collector.metrics()["rollout/success_rate"] == 1 / len(collector.recent)
 
 
 def test_the_horizon_cuts_before_the_environment_tells():

@@ -213,14 +213,6 @@ def test_dictionary_observations_keep_their_structure():
     assert torch.equal(nested["next_value"][:, :-1][~ends[:, :-1]], nested["value"][:, 1:][~ends[:, :-1]])
 
 
-def test_labels_of_a_row_that_begins_dead_and_one_that_goes_on():
-    done = np.array([[F, F, T], [T, F, F]])
-    dead = np.array([[T, F, F], [F, T, F]])
-    episode_id, step = label_episodes(done, dead, np.array([0, 6]))
-    assert episode_id.tolist() == [[-1, 0, 0], [1, -1, 2]]
-    assert step.tolist() == [[0, 0, 1], [6, 0, 0]]
-
-
 class Broken(gymnasium.Env):
     """Shows NaN after two steps, and asserts that actions are in its space."""
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import BaseModel
 
 from groupwise.algorithms.losses import clip_range
 from groupwise.config import json_schema, load_config, resolve, to_json
@@ -20,7 +19,7 @@ from groupwise.config.algorithm import (
     StepCfg,
     register_algorithm,
 )
-from groupwise.config.base import OTHER_NAMES, Cfg, Choice
+from groupwise.config.base import OTHER_NAMES
 from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
 from groupwise.config.run import EnvCfg, RunCfg
 from groupwise.errors import ConfigError
@@ -35,14 +34,6 @@ def write(tmp_path):
         return path
 
     return write_file
-
-
-def all_configs(cfg_type: type[Cfg]) -> list[type[Cfg]]:
-    nested = [field.annotation for field in cfg_type.model_fields.values()]
-    return [cfg_type, *(c for n in nested if isinstance(n, type) and issubclass(n, Cfg) for c in all_configs(n))]
-
-
-EVERY_CONFIG = {c for top in (RunCfg, PPOCfg, GRPOCfg) for c in all_configs(top)}
 
 
 def test_user_beats_environment_preset_field_by_field_also_with_the_default_of_the_class():
@@ -77,14 +68,6 @@ def test_run_fields_as_configs_dicts_and_values():
     cfg = resolve("MyEnv-v0", "ppo", **fields)
     assert (cfg.env.id, cfg.env.num_envs, cfg.policy.hidden_sizes, cfg.device) == ("MyEnv-v0", 3, (32,), "cpu")
     assert cfg.policy.normalize_obs  # the preset of other environments
-
-
-def test_every_field_is_documented_and_no_config_is_long():
-    for cfg_type in EVERY_CONFIG:
-        assert len(cfg_type.model_fields) <= 24, cfg_type
-        assert cfg_type.__doc__ != BaseModel.__doc__, cfg_type
-        undocumented = {name for name, field in cfg_type.model_fields.items() if not field.description}
-        assert undocumented <= ({"name"} if issubclass(cfg_type, Choice) else set()), cfg_type
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -272,7 +255,7 @@ def test_registered_subclass_survives_the_round_trip_and_inherits_presets(regist
 
 
 def test_a_config_needs_a_name_of_its_own(registry):
-    class OwnCfg(AlgorithmCfg):
+    class OwnCfg(AlgorithmCfg, name="own"):
         """Without presets."""
 
     class ThiefCfg(AlgorithmCfg):
@@ -289,7 +272,7 @@ def test_a_config_needs_a_name_of_its_own(registry):
     for cfg_type, message in ((ThiefCfg, "'ppo' is registered already"), (AlgorithmCfg, "AlgorithmCfg has no name")):
         with pytest.raises(ConfigError, match=message):
             register_algorithm(cfg_type)
-    with pytest.raises(ConfigError, match=r"fix: register_algorithm\(StrangerCfg\)"):
+    with pytest.raises(ConfigError, match=r"fix: class StrangerCfg\(\.\.\., name="):
         RunCfg(algorithm=StrangerCfg())
 
 

@@ -40,13 +40,11 @@ class Noisy(gymnasium.Env):
 
 
 class Fragile(Noisy):
-    """Breaks, dies or answers nonsense when it is told to."""
+    """Breaks when it is told to."""
 
     def step(self, action):
         if action[0] > 0.75:
             raise RuntimeError("the wheel came off")
-        if action[0] < -0.75:
-            os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
 
 
@@ -85,15 +83,6 @@ def test_every_row_gets_its_own_action():
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
     env.pause(mask(1, 0, 0))
     assert env.step(go(0.5, 0.25, -0.5)).reward.tolist() == [0.0, 0.75, 1.5]
-
-
-def test_parts_of_the_reward_are_read_from_info():
-    env = make(reward_parts=("cost", "bonus"))
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    assert env.step(go(0.5, 0.25, 0.0)).info["reward_parts"].tolist() == [[-0.5, 1.0], [-0.25, 1.0], [0.0, 1.0]]
-    plain = make()
-    plain.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
-    assert "reward_parts" not in plain.step(STILL).info
 
 
 def test_a_missing_part_is_named_with_those_there_are():
@@ -163,17 +152,15 @@ def test_workers_say_what_one_process_says(workers):
         assert (ours == theirs).all()
 
 
-def test_an_error_in_a_worker_comes_back_and_a_dead_worker_is_named():
+def test_an_error_in_a_worker_comes_back():
     env = make(Fragile, workers=3)
     env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
     with pytest.raises(EnvError, match=r"(?s)Noisy failed in groupwise rows 1-1.*Traceback.*the wheel came off.*row 1"):
         env.step(go(0.0, 1.0, 0.0))
     assert env.step(STILL).reward.tolist() == [1.0, 1.0, 1.0]
-    with pytest.raises(EnvError, match=r"groupwise rows 2-2 of Noisy ended with exit code -9.*fix"):
-        env.step(go(0.0, 0.0, -1.0))
+    env.close()
     with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; fix"):
         env.step(STILL)
-    env.close()
 
 
 def test_an_interrupt_leaves_no_answer_behind_for_the_next_step(monkeypatch):

@@ -129,17 +129,6 @@ def test_what_follows_a_restore_is_what_followed_the_capture(make: Make, name: s
     assert expected[-1][2] or expected[-1][3] or len(expected) == 30
 
 
-def test_the_step_limit_counts_on_from_the_capture() -> None:
-    env = under_way(lambda: gymnasium.make("Ant-v5", max_episode_steps=10), seed=0, steps=7)
-    adapter = adapter_for(env)
-    assert adapter is not None
-    snapshot = adapter.capture(env)
-    for _ in range(2):
-        adapter.restore(env, snapshot)
-        cut = [step[3] for step in play(env, [np.zeros(8, np.float32)] * 5)]
-        assert cut == [False, False, True]
-
-
 def breakout(stickiness: float) -> gymnasium.Env:
     env = gymnasium.make("ALE/Breakout-v5", frameskip=1, repeat_action_probability=stickiness)
     env.reset(seed=0)
@@ -160,22 +149,6 @@ def test_the_action_that_sticks_is_restored() -> None:
     expected = play(to_the_left, [RIGHT] * 20)
     adapter.restore(to_the_right, snapshot)
     assert play(to_the_right, [RIGHT] * 20) == expected
-
-
-def test_the_held_action_is_the_same_for_members_with_noise_of_their_own() -> None:
-    members = breakout(0.9), breakout(0.9)
-    play(members[0], [1, *[LEFT] * 12])
-    play(members[1], [1, *[RIGHT] * 12])
-    adapter = adapter_for(members[0])
-    assert adapter is not None
-    snapshot = adapter.capture(members[0])
-    for noise_seed in range(5):
-        traces = []
-        for env in members:
-            adapter.restore(env, snapshot)
-            reseed_noise(env, noise_seed)
-            traces.append(play(env, [RIGHT] * 10))
-        assert traces[0] == traces[1]
 
 
 @pytest.mark.parametrize("make", [ALE[0], ALE[2], made("CliffWalkingSlippery-v1"), OWN[0]])

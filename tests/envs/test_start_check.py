@@ -2,9 +2,7 @@ import numpy as np
 import pytest
 from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalReward, GlobalStart, Noisy, Remembers
 
-from groupwise.config.run import EnvCfg
 from groupwise.envs.base import GroupStartReport
-from groupwise.envs.make import make_env
 from groupwise.envs.rows import RowCfg, RowsGroupEnv
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import GroupStartError
@@ -111,10 +109,3 @@ def test_verification_leaves_the_action_space_alone():
     before = str(env.action_space.np_random.bit_generator.state)
     verify_group_start(env)
     assert str(env.action_space.np_random.bit_generator.state) == before
-
-
-@pytest.mark.parametrize("vectorization", ["entry_point", "sync"])
-def test_cartpole_passes_in_both_tiers(vectorization):
-    env = make_env(EnvCfg(num_envs=2, vectorization=vectorization), grouped=True)
-    tier = {"entry_point": "native", "sync": "seed"}[vectorization]
-    assert verify_group_start(env) == GroupStartReport("CartPole-v1", tier, True, False)

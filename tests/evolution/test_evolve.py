@@ -164,6 +164,9 @@ def test_on_mutation_sees_each_clone_and_may_change_it(tmp_path):
     assert found.members["r1-1"].settings["algorithm.num_epochs"] == 2
     with pytest.raises(gw.errors.ConfigError, match="was started with on_mutation"):
         Population.resume(tmp_path / "p")
+    for wrong in ({"algorithm.num_epochs": 7}, {"algorithm.gamma": 0.9}):
+        with pytest.raises(gw.errors.ConfigError, match=f"on_mutation gave {next(iter(wrong))} = "):
+            evolve(tmp_path / next(iter(wrong)), on_mutation=lambda name, old, new, w=wrong: new | w, population=2)
 
 
 def test_halving_ends_with_one_member_and_groups_can_change_size(tmp_path):

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from run_folders import logged
 from small_populations import PPO, SMALL, check_same
 
 import groupwise as gw
@@ -64,11 +65,6 @@ class KillOne(threading.Thread):
                 return len(lines)
 
 
-def learned(run):
-    """Metrics without times."""
-    return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
-
-
 def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_path):
     from groupwise.integrations.ray import Workers, resume_on_ray, train_on_ray
 
@@ -79,13 +75,13 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_pa
     killed = train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "killed", **OPTIONS)
     killer.join()
     print(f"from the kill to two further iterations: {killer.seconds:.1f} s")
-    assert learned(killed) == learned(whole)  # each iteration once
+    assert logged(killed) == logged(whole)  # each iteration once
     with pytest.raises(gw.errors.RunFolderError, match="whole"):
         train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "whole", **OPTIONS)
     with pytest.raises(gw.errors.ConfigError, match=r"3 workers .* the Ray cluster has 2 cores and 0 GPUs"):
         train_on_ray("CartPole-v1", GRPO, workers=Workers(3), run_dir=tmp_path / "many", **OPTIONS)
     again = resume_on_ray(whole.path)
-    assert learned(again) == learned(whole)
+    assert logged(again) == logged(whole)
 
 
 def test_an_error_of_the_run_is_raised_at_once(cluster, tmp_path):

@@ -168,7 +168,6 @@ def test_sequences_run_side_by_side():
     valid = torch.tensor([[True, True, True], [True, True, True]])
     packing = Packing.of(valid, torch.tensor([[7, 8, 0], [0, 1, 2]]))
     assert packing.batch_sizes.tolist() == [3, 2, 1]
-    assert packing.num_sequences == 3
     places = list(zip(packing.row.tolist(), packing.slot.tolist(), strict=True))
     assert places == [(1, 0), (0, 0), (0, 2), (1, 1), (0, 1), (1, 2)]
 

@@ -5,30 +5,14 @@ import pytest
 from groupwise.report.health import RULES, examine, examine_groups
 
 HEALTHY = {
-    "rollout/zero_variance_groups": 0.1,
-    "rollout/reward_std": 0.4,
-    "rollout/return_mean": 20.0,
-    "rollout/length_mean": 20.0,
-    "rollout/episodes": 32.0,
-    "rollout/success_rate": 0.5,
-    "rollout/sampler_kl": 1e-8,
-    "rollout/ended_by_eos": 0.95,
-    "rollout/ended_by_stop": 0.0,
-    "completions/clipped_ratio": 0.05,
-    "train/approx_kl": 0.01,
-    "train/optimizer_steps": 20.0,
-    "train/clip_fraction": 0.2,
-    "train/clip_fraction_low": 0.1,
-    "train/clip_fraction_high": 0.1,
-    "train/grad_norm": 0.3,
-    "train/explained_variance": 0.8,
-    "eval/return_mean": 21.0,
-    "eval/return_std": 1.0,
-    "eval/episodes": 20.0,
-    "time/collect_seconds": 3.0,
-    "time/update_seconds": 1.0,
-    "time/steps_per_second": 1000.0,
-}
+    "rollout/zero_variance_groups": 0.1, "rollout/reward_std": 0.4, "rollout/return_mean": 20.0,
+    "rollout/length_mean": 20.0, "rollout/episodes": 32.0, "rollout/success_rate": 0.5, "rollout/sampler_kl": 1e-8,
+    "rollout/ended_by_eos": 0.95, "rollout/ended_by_stop": 0.0, "completions/clipped_ratio": 0.05,
+    "train/approx_kl": 0.01, "train/optimizer_steps": 20.0, "train/clip_fraction": 0.2, "train/clip_fraction_low": 0.1,
+    "train/clip_fraction_high": 0.1, "train/grad_norm": 0.3, "train/explained_variance": 0.8,
+    "eval/return_mean": 21.0, "eval/return_std": 1.0, "eval/episodes": 20.0,
+    "time/collect_seconds": 3.0, "time/update_seconds": 1.0, "time/steps_per_second": 1000.0,
+}  # fmt: skip
 
 
 def entries(count=20, **changes):
@@ -41,10 +25,6 @@ def entries(count=20, **changes):
         | {key: change(share) for key, change in changes.items()}
         for number, share in enumerate(shares)
     ]
-
-
-def at(key, change):
-    return entries(**{key: change})
 
 
 def verdicts(found):
@@ -93,7 +73,7 @@ def test_rules_without_their_metrics_are_silent():
     ],
 )
 def test_a_sick_number_is_found_and_says_what_to_do(key, change, title, verdict):
-    found = examine(at(key, change))
+    found = examine(entries(**{key: change}))
     assert verdicts(found)[title] == verdict
     assert found[0].verdict == max((finding.verdict for finding in found), key=["good", "look", "bad"].index)
     assert all(bool(finding.advice) == (finding.verdict != "good") for finding in found)

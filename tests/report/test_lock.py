@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
@@ -28,18 +30,17 @@ with RunFolder(Path(sys.argv[1])).locked():
 """
 
 
-def hold(path: Path, how: str = "") -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path), how], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+@contextmanager
+def holding(path: Path, how: str = "") -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER, str(path), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == f"{process.pid}\n"
-    return process
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def test_a_second_process_is_refused_by_name_until_the_first_ends(tmp_path: Path):
@@ -48,15 +49,11 @@ def test_a_second_process_is_refused_by_name_until_the_first_ends(tmp_path: Path
         logging={"progress": "none"}, run_dir=tmp_path / "run", evaluation={"episodes": 1},
     )  # fmt: skip
     before = {path.name for path in run.path.iterdir()}
-    process = hold(run.path)
-    try:
-        with pytest.raises(
-            gw.errors.RunFolderError, match=rf"process {process.pid} on '{socket.gethostname()}' trains in it; fix"
-        ):
+    with holding(run.path) as process:
+        who = rf"process {process.pid} on '{socket.gethostname()}' trains in it; fix"
+        with pytest.raises(gw.errors.RunFolderError, match=who):
             gw.resume(run.path, total_steps=128)
         assert len(run.metrics()) == 1
-    finally:
-        end(process)
     assert gw.resume(run.path, total_steps=128).summary["env_steps"] == 128
     assert {path.name for path in run.path.iterdir()} == before
 
@@ -73,26 +70,22 @@ def test_one_process_does_not_train_in_a_folder_twice_either(tmp_path: Path):
 
 
 def test_a_child_that_outlives_a_killed_process_does_not_keep_the_lock(tmp_path: Path):
-    process = hold(tmp_path / "run", "with a child")
-    try:
+    with holding(tmp_path / "run", "with a child") as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         with RunFolder(tmp_path / "run").locked():
             pass
-    finally:
-        end(process)
 
 
 def test_a_lock_is_held_as_long_as_its_process_lives(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     assert not folder.is_training
-    process = hold(folder.path)
-    try:
+    with holding(folder.path):
         assert folder.is_training
-    finally:
-        end(process)
     assert (folder.path / LOCK).read_bytes() != b"", "it was killed"
     assert not folder.is_training
+    with folder.locked():  # a file that is no lock stops nobody
+        pass
 
 
 @pytest.mark.slow
@@ -113,10 +106,3 @@ def test_a_look_at_the_lock_keeps_nobody_out(tmp_path: Path):
     done.set()
     for thread in looking:
         thread.join()
-
-
-def test_a_file_that_is_no_lock_stops_nobody(tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LOCK).write_text("[")
-    with RunFolder(tmp_path / "run").locked():
-        pass

@@ -3,10 +3,8 @@
 import html
 import json
 import re
-from io import BytesIO
 
 import pytest
-from PIL import Image
 from run_folders import write_run
 
 import groupwise as gw
@@ -23,17 +21,17 @@ def shown(path):
     return to_html(RunFolder(path))
 
 
-def test_a_notebook_shows_answer_and_curve(run):
+def test_a_notebook_shows_answer_curve_and_what_to_look_at(run):
     assert "Did it learn? <b>No.</b> The evaluated return rose from 1 to 4" in shown(run)
     assert shown(run).count("<svg") == 1
     assert shown(run).count("<li>") == 1  # evaluations below training
-
-
-def test_a_notebook_shows_what_to_look_at(run):
-    path = run / "metrics.jsonl"
-    entries = [json.loads(line) | {"rollout/return_mean": 0.0} for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    metrics = run / "metrics.jsonl"
+    entries = [json.loads(line) | {"rollout/return_mean": 0.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     assert "<li>trouble: <b>Return</b> Between 0 and 0 in training." in shown(run)
+    metrics.unlink()
+    assert "<svg" not in shown(run)
+    assert "Unknown" in shown(run)
 
 
 def test_two_runs_in_a_notebook_share_no_ids(run, tmp_path):
@@ -50,12 +48,6 @@ def test_names_of_strangers_stay_texts(run):
     assert "<img" not in shown(run)
 
 
-def test_a_run_without_metrics_shows_no_curve(run):
-    (run / "metrics.jsonl").unlink()
-    assert "<svg" not in shown(run)
-    assert "Unknown" in shown(run)
-
-
 def test_the_explorer_is_in_a_frame_with_links_of_its_own(run):
     frame = explore(RunFolder(run))._repr_html_()
     [page] = re.findall(r'<iframe srcdoc="([^"]+)" title="Page of the run"', frame)
@@ -64,18 +56,16 @@ def test_the_explorer_is_in_a_frame_with_links_of_its_own(run):
     assert "<script" not in frame
 
 
-def test_the_curve_is_a_figure_and_a_picture(run):
-    figure = plot(RunFolder(run))
-    [axes] = figure.axes
-    assert axes.get_title() == "CartPole-v1, grpo, seed 0"
-    assert list(axes.lines[0].get_ydata()) == [11.0, 12.0, 13.0, 14.0]
-    assert Image.open(BytesIO(figure._repr_png_())).format == "PNG"
+def test_the_curve_is_a_picture(run):
+    shown = plot(RunFolder(run))._repr_svg_()
+    assert shown.startswith("<svg")
+    assert "CartPole-v1, grpo, seed 0" in shown
 
 
 def test_a_trained_run_has_them(tmp_path):
     short = {"total_steps": 300, "evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
     run = gw.train("CartPole-v1", run_dir=tmp_path / "run", **short)
     assert "CartPole-v1, grpo" in run._repr_html_()
-    assert run.plot().axes[0].get_xlabel() == "environment steps"
+    assert ">environment steps<" in run.plot()
     assert run.report() == run.path / "report.html"
     assert run.report(str(tmp_path / "page.html")).read_text().startswith("<!DOCTYPE html>")

@@ -3,46 +3,33 @@
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
+from noisy_envs import Noisy
 
 
-class Sound(gymnasium.Env):
+class Sound(Noisy):
     """A random start, random steps, a known end; subclasses break something."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
+    length = 20
 
     def __init__(self):
         self.spec = EnvSpec(type(self).__name__, max_episode_steps=20)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count, self.place = 0, float(self.np_random.normal())
-        return self.look(), {}
-
-    def step(self, action):
-        self.count += 1
-        self.place += float(np.sum(action)) + self.draw()
-        return self.look(), 1.0, False, self.count >= 20, {}
-
-    def draw(self):
-        return float(self.np_random.normal())
-
     def look(self):
-        return np.array([self.place], np.float32)
+        return np.array([self.state], np.float32)
 
 
 class Calm(Sound):
-    def draw(self):
+    def draw_noise(self):
         return 0.0
 
 
 class Cheats(Sound):
     """Draws its start from the global generator, which no seed of a reset reaches."""
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = float(np.random.normal())
-        return self.look(), {}
+    def draw_start(self):
+        return np.random.normal()
 
 
 class BreaksInStep(Sound):
@@ -72,7 +59,5 @@ class Counts(Sound):
 
 
 class Alike(Calm):
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = 0.0
-        return self.look(), {}
+    def draw_start(self):
+        return 0.0

@@ -42,6 +42,10 @@ def close(found, expected, name="", **tolerance):
     torch.testing.assert_close(found, expected, **tolerance, msg=lambda text: f"{name}: {text}")
 
 
+GROUPS = {"num_steps": 16, "group_size": 2, "minibatch_size": 40, "micro_batch_size": 7, "kl_coef": 0.1}
+GROUPS |= {"schedule": {"name": "linear"}, "collection": {"partial_groups": "truncate"}}
+
+
 def updates(folder):
     """Of PPO with continuous actions and scaled observations."""
     reference, fast = make(), make(optimizer=flat_adam, gradient=compiled_gradient)
@@ -83,15 +87,7 @@ def whole(folder):
     """A whole run of groups, of which a copy is kept; its first iterations are those of a run that is not compiled."""
     settings = gw.RunCfg(
         env={"id": "CartPole-v1", "num_envs": 4, "vectorization": "torch"},
-        algorithm=gw.GRPOCfg(
-            num_steps=16,
-            group_size=2,
-            minibatch_size=40,
-            micro_batch_size=7,
-            kl_coef=0.1,
-            schedule={"name": "linear"},
-            collection={"partial_groups": "truncate"},
-        ),
+        algorithm=gw.GRPOCfg(**GROUPS),
         total_steps=2_000_000,  # so many that it pays to compile
         run_dir=folder / "whole",
         checkpoint_interval=1,
@@ -123,18 +119,11 @@ def collecting(kind, **fast):
     torch.manual_seed(0)
     env = TorchCartPole(ROWS)
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=kind == "grpo")
-    collector = (
-        TorchVectorCollector(env, policy, seed=1, **fast)
-        if kind == "ppo"
-        else TorchGroupCollector(
-            env,
-            policy,
-            group_size=8,
-            collection=gw.CollectionCfg(partial_groups="truncate", horizon=30),
-            seed=1,
-            **fast,
-        )
-    )
+    if kind == "ppo":
+        collector = TorchVectorCollector(env, policy, seed=1, **fast)
+    else:
+        cfg = gw.CollectionCfg(partial_groups="truncate", horizon=30)
+        collector = TorchGroupCollector(env, policy, group_size=8, collection=cfg, seed=1, **fast)
     specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
     return collector, gw.RolloutBuffer(ROWS, STEPS, value=kind == "ppo", **specs)
 
@@ -142,21 +131,17 @@ def collecting(kind, **fast):
 def rollouts(folder):
     """From the same draws; changes of parameters in place are seen."""
     for kind in ("ppo", "grpo"):
-        compare_rollouts(kind)
-
-
-def compare_rollouts(kind):
-    (reference, buffer), (fast, other) = collecting(kind), collecting(kind, stepper=compiled_stepper)
-    for _ in range(4):
-        expected = reference.collect(STEPS, rollout=buffer.start_rollout())
-        found = fast.collect(STEPS, rollout=other.start_rollout())
-        assert not fast.fast_stepper.failed
-        for key in expected.keys():  # noqa: SIM118  iterating goes over rows
-            close(found[key], expected[key], str(key), rtol=1e-3, atol=1e-3)
-        with torch.no_grad():
-            for policy in (reference.policy, fast.policy):
-                policy.actor.head.bias.add_(torch.tensor([0.1, 0.0]))
-    assert fast.metrics().keys() == reference.metrics().keys()
+        (reference, buffer), (fast, other) = collecting(kind), collecting(kind, stepper=compiled_stepper)
+        for _ in range(4):
+            expected = reference.collect(STEPS, rollout=buffer.start_rollout())
+            found = fast.collect(STEPS, rollout=other.start_rollout())
+            assert not fast.fast_stepper.failed
+            for key in expected.keys():  # noqa: SIM118  iterating goes over rows
+                close(found[key], expected[key], str(key), rtol=1e-3, atol=1e-3)
+            with torch.no_grad():
+                for policy in (reference.policy, fast.policy):
+                    policy.actor.head.bias.add_(torch.tensor([0.1, 0.0]))
+        assert fast.metrics().keys() == reference.metrics().keys()
 
 
 CASES = {case.__name__: case for case in (updates, whole, rollouts, resumed)}

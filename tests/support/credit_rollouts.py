@@ -49,16 +49,6 @@ def zeros_like_steps(values, shape):
     return torch.zeros((*shape, *one.shape), dtype=one.dtype)
 
 
-class OneOfTwo(Engine):
-    """A rank beside another one, whose sums are met elsewhere."""
-
-    world_size = 2
-
-    def __init__(self, rank, all_sum):
-        self.rank = rank
-        self.sum = all_sum
-
-
 def at_start(batch):
     """Scores of a policy of two actions, by which each step's action 0 has the variance that the batch says."""
     if "variance" not in batch.keys():  # noqa: SIM118  iterating goes over rows

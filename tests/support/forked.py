@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ["groupwise.run", "groupwise.training.build", "groupwise.text.build", "groupwise.evolution.evolve"]
+PRELOADED = ["groupwise.run", "groupwise.training.build", "groupwise.text.build", "groupwise.evolution.evolve", "peft"]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 

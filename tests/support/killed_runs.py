@@ -64,8 +64,12 @@ class Runs:
         env_evaluator.film = lambda *args, **options: None  # half of the time
         self.whole = folder / "whole"
         assert self.start(self.whole) == 0, self.log.read_text()
-        self.duration = self._timed()
-        self.changes = self._count()
+        begin = time.perf_counter()
+        self.start(folder / "timed")
+        self.duration = time.perf_counter() - begin
+        path, file = folder / "counted", folder / "changes"
+        self.start(path, lambda: dies_at(10**9, path, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)))
+        self.changes = file.stat().st_size  # of files by one run
 
     def start(self, path: Path, before: Callable[[], None] = lambda: None, kill_after: float | None = None) -> int:
         """Train, or go on; the status of the process."""
@@ -118,17 +122,6 @@ class Runs:
             return f"left behind: {left}"
         shutil.rmtree(path)
         return ""
-
-    def _timed(self) -> float:
-        begin = time.perf_counter()
-        self.start(self.folder / "timed")
-        return time.perf_counter() - begin
-
-    def _count(self) -> int:
-        """Changes of files by one run."""
-        path, file = self.folder / "counted", self.folder / "changes"
-        self.start(path, lambda: dies_at(10**9, path, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)))
-        return file.stat().st_size
 
 
 def dies_at(number: int, path: Path, count: int | None = None) -> None:

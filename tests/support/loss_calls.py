@@ -36,38 +36,26 @@ token_ratio, turn_ratio, sequence_ratio, sequence_token_ratio, sequence_product_
 )
 
 
-def clip_loss(ratio, advantage, *settings):
-    return losses.clip(inputs(advantage, ratio=ratio), *settings)
+def reads(function, *tensors):
+    """A loss of ``LossInputs`` as one of these tensors and its settings."""
+
+    def of(*args):
+        given = dict(zip(tensors, args, strict=False))
+        return function(inputs(given.pop("advantage"), **given), *args[len(tensors) :])
+
+    return of
 
 
-def dual_clip_loss(ratio, advantage, *settings):
-    return losses.dual_clip(inputs(advantage, ratio=ratio), *settings)
-
-
-def two_sided_loss(ratio, advantage, *settings):
-    return losses.two_sided(inputs(advantage, ratio=ratio), *settings)
-
-
-def unclipped_loss(ratio, advantage):
-    return losses.unclipped(inputs(advantage, ratio=ratio))
-
-
-def reinforce_loss(log_prob, advantage):
-    return losses.reinforce(inputs(advantage, log_prob=log_prob))
-
-
-def cispo_loss(log_prob, ratio, advantage, *settings):
-    return losses.cispo(inputs(advantage, log_prob=log_prob, ratio=ratio), *settings)
-
-
-def sapo_loss(ratio, advantage, *settings):
-    return losses.sapo(inputs(advantage, ratio=ratio), *settings)
-
-
-def gmpo_loss(log_prob, old, advantage, mask, episode, number, *settings):
-    return losses.gmpo(
-        inputs(advantage, log_prob=log_prob, old=old, mask=mask, episode=episode, number=number), *settings
-    )
+clip_loss = reads(losses.clip, "ratio", "advantage")
+dual_clip_loss = reads(losses.dual_clip, "ratio", "advantage")
+two_sided_loss = reads(losses.two_sided, "ratio", "advantage")
+unclipped_loss = reads(losses.unclipped, "ratio", "advantage")
+reinforce_loss = reads(losses.reinforce, "log_prob", "advantage")
+cispo_loss = reads(losses.cispo, "log_prob", "ratio", "advantage")
+sapo_loss = reads(losses.sapo, "ratio", "advantage")
+gmpo_loss = reads(losses.gmpo, "log_prob", "old", "advantage", "mask", "episode", "number")
+dppo_keeps = reads(losses.dppo_keeps, "log_prob", "sampled", "advantage")
+off_policy_keeps = reads(losses.off_policy_keeps, "log_prob", "sampled", "advantage", "mask", "episode", "number")
 
 
 def vespo_loss(log_prob, ratio, advantage, *, positive, negative):
@@ -79,19 +67,10 @@ def kl_cov_loss(log_prob, old, ratio, advantage, chosen, penalty):
     return losses.kl_cov(x, penalty=penalty)
 
 
-def dppo_keeps(log_prob, sampled, advantage, divergence, low, high):
-    return losses.dppo_keeps(inputs(advantage, log_prob=log_prob, sampled=sampled), divergence, low, high)
-
-
 def dppo_loss(log_prob, ratio, advantage, keeps, max_ratio):
     """With a sampler that gives the steps that are not kept another probability than bounds allow."""
     sampled = torch.where(keeps, log_prob.detach(), log_prob.detach() - advantage.sign() * 9)
     return losses.dppo(inputs(advantage, log_prob=log_prob, ratio=ratio, sampled=sampled), max_ratio=max_ratio)
-
-
-def off_policy_keeps(log_prob, sampled, advantage, mask, episode, number, limit):
-    x = inputs(advantage, log_prob=log_prob, sampled=sampled, mask=mask, episode=episode, number=number)
-    return losses.off_policy_keeps(x, limit)
 
 
 def start_of(old, sampled, mask=None, episode=None, number=1):

@@ -34,16 +34,8 @@ class _Methods(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    WAITS = (
-        "_local_scalar_dense",
-        "item",
-        "is_nonzero",
-        "nonzero",
-        "masked_select",
-        "equal",
-        "lift_fresh",
-        "repeat_interleave",
-    )
+    WAITS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "lift_fresh")
+    WAITS += ("repeat_interleave",)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__

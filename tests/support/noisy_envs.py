@@ -9,22 +9,19 @@ class Noisy(gymnasium.Env):
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float64)
-    length = 10_000
-
-    def __init__(self):
-        self.episodes = 0
+    length, episodes = 10_000, 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.episodes += 1
         self.count, self.hidden, self.state = 0, 0.0, self.draw_start()
-        return np.array([self.state]), {}
+        return self.look(), {}
 
     def step(self, action):
         self.count += 1
-        self.hidden += float(action[0])
+        self.hidden += float(np.sum(action))
         self.state += self.draw_noise() + self.hidden
-        return np.array([self.state]), self.pay(), False, self.count >= self.length, {}
+        return self.look(), self.pay(), False, self.count >= self.length, {}
 
     def draw_start(self):
         return self.np_random.normal()
@@ -34,6 +31,9 @@ class Noisy(gymnasium.Env):
 
     def pay(self):
         return 1.0
+
+    def look(self):
+        return np.array([self.state])
 
 
 class Calm(Noisy):

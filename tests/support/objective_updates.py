@@ -1,18 +1,14 @@
 """One small update under any objective, and the objectives that are tried."""
 
-import gymnasium as gym
-import numpy as np
+import small_updates
 import torch
+from small_updates import OBS, parameters
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg
-from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.data.spaces import obs_spec
-from groupwise.policies.actor_critic import ActorCritic
 
-OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
-ACT = gym.spaces.Discrete(3)
 ROWS, STEPS = 8, 12
 
 CLIP_COV = {"name": "clip_cov", "fraction": 0.2, "low": 0.0, "high": 9.0}
@@ -64,8 +60,7 @@ EVERY = REGIONS | OTHERS
 
 
 def make_policy(actor_only=True):
-    torch.manual_seed(0)
-    policy = ActorCritic(OBS, ACT, PolicyCfg(hidden_sizes=(8,)), actor_only=actor_only)
+    policy = small_updates.make_policy(actor_only)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.5)  # fresh policies are nearly uniform
@@ -110,10 +105,6 @@ def build(objective, policy=None, engine=None, **cfg):
     fixed = {"num_epochs": 4, "minibatch_size": 10_000, "learning_rate": 0.03, "max_grad_norm": None, "kl_coef": 0.1}
     fixed |= {"optimizer": {"eps": 1e-3}}  # a larger eps, so that rounding stays rounding
     return GRPO(GRPOCfg(objective=ObjectiveCfg(**objective), **fixed | cfg), policy or make_policy(), engine)
-
-
-def parameters(algorithm):
-    return torch.cat([p.detach().flatten() for p in algorithm.policy.parameters()])
 
 
 def updated(objective, rollout=None, policy=None, engine=None, **cfg):

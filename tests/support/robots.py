@@ -59,12 +59,6 @@ def register():
         gym.register("Robot-v0", entry_point=Robot, max_episode_steps=12)
 
 
-def towards_its_side(obs):
-    """An expert, who moves to the middle row, too."""
-    way = -0.8 if bytes(obs["instruction"]).rstrip(b"\0").decode() == TASKS[0] else 0.8
-    return np.array([way, np.clip(-4 * obs["proprio"][1], -1, 1)], np.float32)
-
-
 def observations(env, count=4, texts=TASKS):
     """First observations of episodes, which tell the texts one after another."""
     seen = [env.reset(seed=seed)[0] for seed in range(count)]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise import config
+from groupwise.report.folder import RunFolder
 
 STEPS = (250, 500, 750, 1000)
 
@@ -44,3 +45,9 @@ def write_seeds(folder: Path, finals: tuple[float, ...], **settings: Any) -> Pat
     for seed, final in enumerate(finals):
         write_run(folder / f"seed_{seed}", (0.0, final / 4, final / 2, final), seed=seed, **settings)
     return folder
+
+
+def logged(run: Any) -> list[dict[str, Any]]:
+    """Metrics of a run or its folder, without times."""
+    entries = RunFolder(Path(getattr(run, "path", run))).read_metrics()
+    return [{name: value for name, value in entry.items() if not name.startswith("time/")} for entry in entries]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from text_runs import SETTINGS, numbers, share_copied
+from text_updates import rows_of
 from tiny_models import moved, tiny_model
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +24,7 @@ from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg, PPOCfg
 from groupwise.config.policy import LoRACfg
 from groupwise.engines import from_environment
-from groupwise.text.collector import TextRow, text_rollout
-from groupwise.text.generation import complete
+from groupwise.text.collector import text_rollout
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
 from groupwise.text.sharding import ShardedEngine
@@ -52,13 +52,8 @@ CASES = {
 
 
 def rows_of_all(policy, unscorable=()):
-    completions = complete(policy, PROMPTS, torch.arange(12).view(3, 4))
-    rows = []
-    for number, group in enumerate(completions):
-        for c in group:
-            reward = None if number in unscorable else float(sum(c.tokens) % 5)
-            rows.append(TextRow(PROMPTS[number], c.tokens, c.log_probs, reward, c.stop == "eos", number))
-    return rows
+    rows = rows_of(policy, PROMPTS, score=lambda _, tokens: float(sum(tokens) % 5))
+    return [row._replace(reward=None) if row.group in unscorable else row for row in rows]
 
 
 def own_rows(rows, engine):

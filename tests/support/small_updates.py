@@ -57,14 +57,8 @@ def build(kind, seed=0, policy=None, fast=None, **cfg):
     """``fast``: arguments that replace parts of the algorithm."""
     cls, cfg_cls = {"ppo": (PPO, PPOCfg), "grpo": (GRPO, GRPOCfg)}[kind]
     policy = policy or make_policy(cls.actor_only)
-    settings = {
-        "num_epochs": 1,
-        "minibatch_size": 10_000,
-        "optimizer": SGD,
-        "learning_rate": 0.5,
-        "max_grad_norm": None,
-    }
-    return cls(cfg_cls(**settings | cfg), policy, seed=seed, **fast or {})
+    fixed = {"num_epochs": 1, "minibatch_size": 10_000, "optimizer": SGD, "learning_rate": 0.5, "max_grad_norm": None}
+    return cls(cfg_cls(**fixed | cfg), policy, seed=seed, **fast or {})
 
 
 def parameters(algorithm):

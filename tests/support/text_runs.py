@@ -1,6 +1,7 @@
 """A small model in a folder, a task of digits to copy, and what is compared of runs on it."""
 
 import itertools
+import json
 import random
 
 import torch
@@ -44,6 +45,17 @@ def share_copied(prompts, completions, **columns):
 def copying(reward=share_copied, **settings):
     rows = numbers()
     return gw.TextTask(rows[:60], reward=reward, eval_data=rows[60:68], **settings)
+
+
+def write_settings(folder, model, **task):
+    """A file of settings, whose task is in files too; returns its path."""
+    rows = [json.dumps(row | {"answer": row["prompt"]}) for row in numbers()]
+    for name, part in {"train": rows[:40], "test": rows[40:46]}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(part), encoding="utf-8")
+    task |= {"data": f"{folder}/train.jsonl", "eval_data": f"{folder}/test.jsonl", "rewards": [{"name": "exact"}]}
+    settings = {"task": task, "model": {"path": str(model)}, "algorithm": {"group_size": 4}} | SETTINGS
+    (folder / "text.json").write_text(json.dumps(settings), encoding="utf-8")
+    return f"{folder}/text.json"
 
 
 def train(task, model, run_dir, algorithm=None, **settings):

@@ -10,7 +10,16 @@ from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import DataError, RewardError
-from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, overlong_penalty, pass_at_k, repeated_ngrams
+from groupwise.text.collector import (
+    Dialogue,
+    TextBuffer,
+    TextCollector,
+    TextRow,
+    overlong_penalty,
+    pass_at_k,
+    repeated_ngrams,
+    text_rollout,
+)
 from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardSet, make_reward
@@ -78,20 +87,42 @@ def rows_of(rollout, of):
 
 
 def test_a_rollout_by_hand():
-    of = collector({"12": ["3.", "45"]})
+    of = collector({"12": ["3.", "4"]})
     rollout = collect(of)
-    one, two = (TOKENIZER(text)["input_ids"] for text in ("12", "345"))
-    # tokens 1 2 | 3 end and 1 2 | 4 5
-    assert rollout["obs"].tolist() == [[*one, two[0], END], [*one, *two[1:]]]
-    assert rollout["loss_mask"].int().tolist() == [[0, 1, 1, 0]] * 2
-    assert rollout["reward"].tolist() == [[0, 0, 3, 0], [0, 0, 45, 0]]
-    assert rollout["terminated"][:, 2].tolist() == [True, False]
-    assert rollout["truncated"][:, 2].tolist() == [False, True]
+    # tokens 1 2 | 3 end and 1 2 | 4, of which the prompt's were not chosen
+    one, two, three, four = TOKENIZER("1234")["input_ids"]
+    no = [0, 0, 0, 0]
+    for name, rows in {
+        "obs": [[one, two, three, END], [one, two, four, 0]],
+        "action": [[two, three, END, 0], [two, four, 0, 0]],
+        "valid": [[1, 1, 1, 0], [1, 1, 0, 0]],
+        "loss_mask": [[0, 1, 1, 0], [0, 1, 0, 0]],
+        "sample_log_prob": [[0, -1, -1, 0], [0, -1, 0, 0]],
+        "reward": [[0, 0, 3, 0], [0, 4, 0, 0]],
+        "terminated": [[0, 0, 1, 0], no],
+        "truncated": [no, [0, 1, 0, 0]],
+        "group_id": [[0, 0, 0, -1], [0, 0, -1, -1]],
+        "episode_id": [[0, 0, 0, -1], [1, 1, -1, -1]],
+        "step": [[0, 1, 2, 0], [0, 1, 0, 0]],
+    }.items():
+        assert rollout[name].tolist() == rows, name
     metrics = of.metrics()
-    assert metrics["rollout/return_mean"] == 24
-    assert metrics["rollout/env_steps"] == 4
+    assert metrics["rollout/return_mean"] == 3.5
+    assert metrics["rollout/env_steps"] == 3
     assert metrics["completions/clipped_ratio"] == metrics["rollout/ended_by_eos"] == 0.5
-    assert metrics["rollout/reward_std"] == 21
+    assert metrics["rollout/reward_std"] == 0.5
+
+
+def test_rewards_of_single_tokens_stand_where_the_tokens_are():
+    rows = [TextRow([7, 8], [4, 5, 3], [-1.0] * 3, (0.5, -1.0, 2.0), True, 0)]
+    rows.append(TextRow([9], [6, 6], [-1.0] * 2, [0.25, 0.0], False, 1))
+    assert text_rollout(rows)["reward"].tolist() == [[0, 0.5, -1.0, 2.0, 0], [0.25, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("prompt", "tokens", "log_probs"), [([], [1], [0.0]), ([1], [], []), ([1], [1, 2], [0.0])])
+def test_rows_that_cannot_be(prompt, tokens, log_probs):
+    with pytest.raises(DataError, match=r"row 0 has \d prompt tokens, \d completion tokens and \d log_probs; fix"):
+        text_rollout([TextRow(prompt, tokens, log_probs, 1.0, True, 0)])
 
 
 def test_members_that_nobody_can_score_are_none():
@@ -177,10 +208,8 @@ def test_parts_of_the_reward_are_kept_unweighted():
     of = collector({"1": ["44.", "9."]}, functions=(value, length))
     rollout = collect(of)
     assert rollout["reward_parts"].sum(dim=1).tolist() == [[44, 2], [0, 1]]
-    # what one function cannot say, the other does
-    assert rollout["reward"].sum(dim=1).tolist() == [46, 1]
-    assert of.metrics()["reward/value_mean"] == 44
-    assert of.metrics()["reward/length_mean"] == 1.5
+    assert rollout["reward"].sum(dim=1).tolist() == [46, 1]  # what one function cannot say, the other does
+    assert (of.metrics()["reward/value_mean"], of.metrics()["reward/length_mean"]) == (44, 1.5)
 
 
 def test_every_epoch_has_every_prompt_once_and_goes_on_from_the_position():

@@ -6,15 +6,7 @@ import pytest
 import torch
 from tiny_models import EOS, FAMILIES, tiny_model
 from tiny_tokenizers import character_tokenizer, tiny_tokenizer
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GenerationConfig,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, MistralConfig, Qwen2Config
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, DataError
@@ -26,12 +18,10 @@ PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": EOS}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": EOS}
 SLIDING = {  # windows of 6 tokens, which the longest prompt exceeds and every completion
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)),
-    "qwen2-half": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    ),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+    "mistral": MistralConfig(**SIZES, sliding_window=6),
+    "qwen2-half": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
     ),
 }
 
@@ -39,7 +29,8 @@ SLIDING = {  # windows of 6 tokens, which the longest prompt exceeds and every c
 def sharp_model(family="llama", vocab_size=40):
     """Random weights, large enough that tokens are far from equally likely."""
     torch.manual_seed(1)
-    model = SLIDING[family]() if family in SLIDING else tiny_model(family, seed=1, vocab_size=vocab_size)
+    sliding = family in SLIDING
+    model = AutoModelForCausalLM.from_config(SLIDING[family]) if sliding else tiny_model(family, 1, vocab_size)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

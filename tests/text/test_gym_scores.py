@@ -15,22 +15,21 @@ def solution(example):
     return example.columns["answer"]
 
 
-def judged(example, given):
-    return is_right(example.columns["task"], given, example.columns["answer"], example.columns["metadata"])
-
-
 JUNK = ["", "[]", "{}", "()", "0x", "a", "1", "__import__('os').getpid()", "nan", "(" * 300]
 
 
 def expect_solutions_alone(task, size):
     for example, other in itertools.pairwise([*gym_examples(task, size=size), None]):
-        right = solution(example)
-        assert judged(example, right), (task, right)
+        columns, right = example.columns, solution(example)
+
+        def judged(given, columns=columns):
+            return is_right(columns["task"], given, columns["answer"], columns["metadata"])
+
+        assert judged(right), (task, right)
         wrong = [f"{right} 1", f"x{right}", f"The answer is {right}", f"{right}\n{right}", *JUNK]
         if other is not None and task != "palindrome_generation":
             wrong.append(solution(other))
-        accepted = [given for given in wrong if given.strip() != right.strip() and judged(example, given)]
-        assert accepted == [], task
+        assert [given for given in wrong if given.strip() != right.strip() and judged(given)] == [], task
 
 
 @pytest.mark.parametrize("task", sorted(SCORED_TASKS | COMPUTED_TASKS))

@@ -1,6 +1,7 @@
-"""Rewards and tools that raise, hang, fork, die or hold the interpreter."""
+"""Rewards that raise, hang, fork, die or hold the interpreter."""
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -9,14 +10,15 @@ import sys
 import time
 
 import pytest
+from text_runs import copying, train
 
 from groupwise.config.run import RewardCfg, TextTaskCfg
-from groupwise.errors import ConfigError, RewardError, ToolError
+from groupwise.errors import ConfigError, DataError, RewardError, ToolError
 from groupwise.text import builtin_rewards
 from groupwise.text.builtin_rewards import MathReward, RegexReward
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.sandbox import MathVerifier
-from groupwise.text.tools import IsolatedTool, ask, make_tool
+from groupwise.text.tools import ask, make_tool
 
 TIMEOUT = 2.0
 
@@ -117,31 +119,6 @@ def refuse():
     raise OSError("no key")
 
 
-def tool(text):
-    match text:
-        case "hangs":
-            time.sleep(1000)
-        case "raises":
-            raise ValueError("no number")
-        case "nothing":
-            return None
-    return text.upper()
-
-
-def test_a_tool_that_hangs_is_answered_by_an_error():
-    isolated = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), tool)
-    assert isinstance(isolated, IsolatedTool)
-    assert ask(isolated, "yes") == "YES"
-    assert ask(isolated, "nothing") is None
-    with pytest.raises(ToolError, match=r"the tool raised .*ValueError: no number\n  its input: 'raises'"):
-        ask(isolated, "raises")
-    assert ask(isolated, "hangs") == "error: the tool took longer than 2 s"
-    assert ask(isolated, "yes") == "YES"
-    isolated.close()
-    with pytest.raises(ValueError, match=r"tool_timeout=1\.0 has no effect without a tool"):
-        TextTaskCfg(tool_timeout=1.0)
-
-
 def test_a_pattern_that_takes_too_long_gives_no_reward(monkeypatch, caplog):
     monkeypatch.setattr(builtin_rewards, "_SECONDS_PER_SEARCH", 0.2)
     rewards = reward_set(RegexReward("(a|aa)+$"))
@@ -190,3 +167,70 @@ def test_a_comparison_whose_process_dies_gives_no_reward_and_is_tried_again(monk
     monkeypatch.undo()
     assert score(rewards, "\\boxed{12/3}").reward == (1.0,)
     rewards.close()
+
+
+EVALUATION = {"interval": 10**9, "prompts": 2}
+
+
+def plain_lengths(completions, **_):
+    return [float(len(completion)) for completion in completions]
+
+
+def once_hanging(flag, function):
+    """``function``, whose first call never ends."""
+
+    def called(*args, **columns):
+        if not flag.exists():
+            flag.touch()
+            time.sleep(1000)
+        return function(*args, **columns)
+
+    return called
+
+
+def assert_no_process():
+    assert not [p for p in multiprocessing.active_children() if "reward" in p.name]
+
+
+@pytest.mark.slow
+def test_a_whole_run_survives_a_reward_that_hangs_once_and_leaves_no_process(model, tmp_path, caplog):
+    task = copying(once_hanging(tmp_path / "hung", plain_lengths), reward_timeout=2.0)
+    rows = train(task, model, tmp_path / "run", evaluation=EVALUATION).metrics()
+    assert [row["rollout/unscorable"] for row in rows] == [16.0] + [0.0] * (len(rows) - 1)
+    assert "took longer than 2 s" in caplog.text
+    assert_no_process()
+
+
+@pytest.mark.slow
+def test_a_run_whose_reward_always_hangs_stops_and_can_be_resumed(model, tmp_path):
+    def reward(completions, **_):
+        time.sleep(1000)
+
+    task = copying(reward, reward_timeout=0.5)
+    with pytest.raises(DataError, match="no completion of 3 iterations in a row could be scored") as caught:
+        train(task, model, tmp_path / "run", evaluation=EVALUATION, total_steps=1000)
+    assert "saved after step" in caught.value.__notes__[-1]
+    assert_no_process()
+
+
+def shout(text):
+    match text:
+        case "hangs":
+            time.sleep(1000)
+        case "raises":
+            raise ValueError("no number")
+        case "nothing":
+            return None
+    return text.upper()
+
+
+def test_a_tool_that_hangs_is_answered_by_an_error():
+    tool = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), shout)
+    assert (ask(tool, "yes"), ask(tool, "nothing")) == ("YES", None)
+    with pytest.raises(ToolError, match=r"the tool raised RemoteError: ValueError: no number\n  its input: 'raises'"):
+        ask(tool, "raises")
+    assert ask(tool, "hangs") == "error: the tool took longer than 2 s"
+    assert ask(tool, "yes") == "YES"
+    tool.close()
+    with pytest.raises(ValueError, match=r"tool_timeout=1\.0 has no effect without a tool"):
+        TextTaskCfg(tool_timeout=1.0)

@@ -1,34 +1,30 @@
+"""Layers without dropout and computed again; prefixes that rows share."""
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from groupwise.text.policy import prefix_cache, recompute_layers, silence_dropout, suffix_cache
+from groupwise.text.policy import find_prefixes, prefix_cache, recompute_layers, silence_dropout, suffix_cache
 
 DROPOUTS = {"gpt2": ["attn_pdrop", "embd_pdrop", "resid_pdrop"]}
 TOKENS = torch.arange(4, 10)[None]
 
 
 def noisy_model(family):
+    torch.manual_seed(0)
+    if family == "opt":  # its layers drop out by themselves, and whole layers are dropped
+        sizes = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_hidden_layers": 2}
+        dropout = {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5}
+        return OPTForCausalLM(OPTConfig(vocab_size=40, num_attention_heads=4, **sizes, **dropout))
     config = tiny_model(family).config
     for name in DROPOUTS.get(family, ["attention_dropout"]):
         setattr(config, name, 0.5)
-    torch.manual_seed(0)
     return type(tiny_model(family))(config)
-
-
-def opt():
-    """Its layers drop out by themselves, and whole layers are dropped."""
-    sizes = {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return OPTForCausalLM(OPTConfig(vocab_size=40, **sizes, dropout=0.5, attention_dropout=0.5, layerdrop=0.5))
 
 
 def logits(model):
@@ -37,7 +33,7 @@ def logits(model):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "opt"])
 def test_training_mode_is_evaluation_mode_without_dropout(family):
-    model = opt() if family == "opt" else noisy_model(family)
+    model = noisy_model(family)
     expected = logits(model.eval())
     assert not torch.equal(logits(model.train()), expected)
     silence_dropout(model)
@@ -69,6 +65,7 @@ def test_layers_are_computed_again_in_either_mode_but_not_without_gradient():
 def test_rows_behind_prefixes_leave_the_cache_as_it_was():
     model = tiny_model()
     prefixes = prefix_cache(model.config)
+    assert len(prefixes.layers) == len(DynamicCache(config=model.config).layers) == 2
     model(input_ids=torch.tensor([[4, 5], [6, 7]]), past_key_values=prefixes, use_cache=True)
     assert prefixes.get_seq_length() == 2
     kept = prefixes.layers[0].keys
@@ -82,6 +79,45 @@ def test_rows_behind_prefixes_leave_the_cache_as_it_was():
     assert kept.requires_grad  # unlike those of generation
 
 
-def test_a_cache_has_a_layer_for_each_of_the_model():
-    model = tiny_model()
-    assert len(prefix_cache(model.config).layers) == len(DynamicCache(config=model.config).layers) == 2
+def rows_of(texts, groups, width=None):
+    width = width or max(map(len, texts))
+    tokens = torch.full((len(texts), width), -7)
+    valid, group = torch.zeros_like(tokens, dtype=torch.bool), torch.full_like(tokens, -1)
+    for row, (text, number) in enumerate(zip(texts, groups, strict=True)):
+        where = slice(0, len(text))
+        tokens[row, where], valid[row, where], group[row, where] = torch.tensor(text), True, number
+    return tokens, valid, group
+
+
+def test_by_hand():
+    found = find_prefixes(*rows_of([[1, 2, 3, 4], [1, 2, 5], [6, 7], [6, 7, 8]], [0, 0, 4, 4]))
+    # the third row is the beginning of the fourth: it keeps its last token for itself
+    assert found.number.tolist() == [0, 0, 1, 1]
+    assert found.length.tolist() == [2, 2, 1, 1]
+    assert found.head[found.head_valid].tolist() == [1, 2, 6]
+    assert found.head_valid.tolist() == [[True, True], [False, True]]
+    assert [t[v].tolist() for t, v in zip(found.tail, found.tail_valid, strict=True)] == [[3, 4], [5], [7], [7, 8]]
+
+
+def test_nothing_is_shared_without_members_or_a_common_token():
+    assert find_prefixes(*rows_of([[1, 2, 3], [1, 2, 4]], [0, 1])) is None
+    assert find_prefixes(*rows_of([[1, 2, 3], [9, 2, 3]], [0, 0])) is None
+
+
+def test_a_row_without_members_makes_no_head_wider():
+    long = [[1, 2, *range(5, 11)], [1, 2, *range(6, 12)]]
+    found = find_prefixes(*rows_of([*long, list(range(6))], [0, 0, 1]))
+    assert (found.length.tolist(), found.head.shape[1], found.tail.shape[1]) == ([2, 2, 2], 2, 6)
+
+
+@given(texts=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=6), min_size=1, max_size=6), data=st.data())
+def test_the_parts_hold_every_token_of_the_rows_once_in_its_place(texts, data):
+    groups = data.draw(st.lists(st.integers(0, 2), min_size=len(texts), max_size=len(texts)))
+    tokens, valid, group = rows_of(texts, groups, width=7)
+    found = find_prefixes(tokens, valid, group)
+    if found is None:
+        return
+    again = found.gather(found.head[..., None].float(), found.tail[..., None].float(), valid)
+    assert torch.equal(again[:, 0], tokens[valid])
+    assert len(found.head) == len(set(groups))
+    assert bool((found.tail_valid.sum(dim=1) > 0).all())

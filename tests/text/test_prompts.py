@@ -22,10 +22,15 @@ def read(encoder, prompt):
     return tiny_tokenizer().decode(encoder.encode(Example(prompt, {})))
 
 
-def test_a_text_becomes_a_message_where_there_is_a_template():
+BRIEF = "<|im_start|>system\nBe brief.<|im_end|>\n" + CHAT
+
+
+def test_texts_and_messages_are_read_as_the_template_has_them():
     chat = encoder()
     assert chat.conversational
-    assert read(chat, "1+1=") == CHAT
+    assert read(chat, "1+1=") == read(chat, (USER,)) == CHAT
+    assert read(chat, (SYSTEM, USER)) == BRIEF
+    assert read(chat, (USER, {"role": "assistant", "content": "It is"})) == CHAT + "It is"  # it is continued
     tokens = chat.encode(Example("1+1=", {}))
     assert tokens[0] == START
     assert END in tokens, "a special token, not the letters of its name"
@@ -40,48 +45,33 @@ def test_a_text_stays_a_text_without_a_template_or_if_asked():
     assert characters.encode(Example("1+1=", {})) == [5, 14, 5, 15]
 
 
-def test_messages_are_read_as_the_template_has_them():
-    assert read(encoder(), (USER,)) == CHAT
-    assert read(encoder(), (SYSTEM, USER)) == "<|im_start|>system\nBe brief.<|im_end|>\n" + CHAT
-
-
-def test_a_conversation_that_ends_with_the_assistant_is_continued():
-    begun = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is"})
-    assert read(encoder(), begun) == CHAT + "It is"
-
-
 def test_the_system_prompt_comes_first_unless_there_is_one():
     brief = encoder(system_prompt="Be brief.")
     for prompt in ("1+1=", (USER,), (SYSTEM, USER)):
-        assert read(brief, prompt) == "<|im_start|>system\nBe brief.<|im_end|>\n" + CHAT
-    other = {"role": "system", "content": "Think."}
-    assert read(brief, (other, USER)) == "<|im_start|>system\nThink.<|im_end|>\n" + CHAT
+        assert read(brief, prompt) == BRIEF
+    assert read(brief, (SYSTEM | {"content": "Think."}, USER)) == BRIEF.replace("Be brief.", "Think.")
 
 
-def test_the_template_gets_its_settings():
+def test_the_template_gets_its_settings_and_is_quoted_if_it_refuses():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if loud %}!{% endif %}"
     assert read(encoder(tokenizer), "a") == "a"
     assert read(encoder(tokenizer, chat_template_kwargs={"loud": True}), "a") == "a!"
-
-
-def test_a_template_that_refuses_is_quoted():
-    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(DataError, match=r"the chat template refuses .*Be brief.*: no system role; fix: other roles"):
         encoder(tokenizer).encode(Example((SYSTEM,), {}))
 
 
 def test_conversations_need_a_template():
-    plain = encoder(tiny_tokenizer(chat=False))
-    with pytest.raises(
-        ConfigError, match=r"prompts are for conversations, but .* has no chat template; fix: the tokenizer"
-    ):
-        plain.encode(Example((USER,), {}))
-    with pytest.raises(ConfigError, match=r"prompts are for conversations, but chat='never'; fix"):
-        encoder(chat="never").encode(Example((USER,), {}))
-    with pytest.raises(ConfigError, match=r"system_prompt is for conversations, but .* has no chat template"):
-        encoder(tiny_tokenizer(chat=False), system_prompt="Be brief.")
+    without = tiny_tokenizer(chat=False)
+    for tokenizer, settings, message in [
+        (without, {}, r"prompts are for conversations, but .* has no chat template; fix: the tokenizer"),
+        (None, {"chat": "never"}, r"prompts are for conversations, but chat='never'; fix"),
+        (without, {"system_prompt": "Be brief."}, r"system_prompt is for conversations, but .* no chat template"),
+        (None, {"system_prompt": "a", "chat": "never"}, "system_prompt is a message of a conversation"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            encoder(tokenizer, **settings).encode(Example((USER,), {}))
 
 
 def test_an_empty_prompt_begins_with_the_token_that_texts_begin_with():
@@ -106,13 +96,9 @@ def test_a_prompt_does_not_end_unless_it_says_so():
 def test_long_prompts_are_refused_or_left_out_and_never_cut():
     tokenizer = character_tokenizer()
     examples = [Example("1" * length, {}) for length in (3, 5, 4)]
-    refusing = encoder(tokenizer, max_prompt_tokens=4)
-    with pytest.raises(
-        DataError,
-        match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\); the first: '11111'; fix: .*a larger",
-    ):
+    refusing, dropping = (encoder(tokenizer, max_prompt_tokens=4, on_long_prompt=how) for how in ("error", "drop"))
+    with pytest.raises(DataError, match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\); .*'11111'"):
         refusing.select(examples)
-    dropping = encoder(tokenizer, max_prompt_tokens=4, on_long_prompt="drop")
     with pytest.warns(UserWarning, match="1 of 3 prompts have more than 4 tokens .*they are dropped"):
         kept = dropping.select(examples)
     assert [len(prompt.tokens) for prompt in kept] == [3, 4]
@@ -122,8 +108,3 @@ def test_long_prompts_are_refused_or_left_out_and_never_cut():
     assert [len(prompt.tokens) for prompt in encoder(tokenizer).select(examples)] == [3, 5, 4]
     with pytest.raises(DataError, match="more than 4 tokens"):
         encoder(tokenizer, max_prompt_tokens=9).select(examples, context=4)
-
-
-def test_no_system_prompt_where_there_are_no_conversations():
-    with pytest.raises(ConfigError, match="system_prompt is a message of a conversation"):
-        TextTaskCfg(system_prompt="a", chat="never")

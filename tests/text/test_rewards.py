@@ -206,8 +206,8 @@ def test_an_exception_ends_the_run_and_names_the_function(function, kind, messag
     assert isinstance(caught.value.__cause__, kind)
 
 
-def test_async_functions_run_at_the_same_time_in_one_loop():
-    here = []
+def test_async_functions_run_at_the_same_time_in_one_loop_while_others_run_in_the_main_thread():
+    here, done = [], threading.Event()
 
     async def meet(**_):
         here.append(asyncio.get_running_loop())
@@ -215,42 +215,28 @@ def test_async_functions_run_at_the_same_time_in_one_loop():
             await asyncio.sleep(0.001)
         return [1, 1]
 
+    async def sets(**_):
+        done.set()
+        return [0, 0]
+
+    def waits(**_):
+        assert threading.current_thread() is threading.main_thread()
+        assert done.wait(5)
+        return [1, 1]
+
+    async def notebook():
+        return score(reward_set(waits, sets)).reward
+
     rewards = reward_set(meet, meet)
     assert rewards.names == ("meet", "meet_2")
     assert score(rewards).reward == (2, 2)
     score(rewards)
     assert len(set(here)) == 1, "clients that are bound to a loop live on from call to call"
     rewards.close()
-
-
-def test_async_functions_run_while_sync_ones_do_in_any_order():
-    done = threading.Event()
-
-    async def sets(**_):
-        done.set()
-        return [0, 0]
-
-    def waits(**_):
-        assert done.wait(5)
-        return [1, 1]
-
     for functions in ((sets, waits), (waits, sets)):
         done.clear()
         assert score(reward_set(*functions)).reward == (1, 1)
-
-
-def test_functions_run_in_the_main_thread_even_where_a_loop_runs_already():
-    def where(**_):
-        assert threading.current_thread() is threading.main_thread()
-        return [1, 1]
-
-    async def later(**_):
-        return [1, 1]
-
-    async def notebook():
-        return score(reward_set(where, later)).reward
-
-    assert asyncio.run(notebook()) == (2, 2)
+    assert asyncio.run(notebook()) == (1, 1)  # even where a loop runs already
 
 
 def test_objects_and_partial_functions_are_functions():

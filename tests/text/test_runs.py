@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from text_runs import SETTINGS, copying, logged, numbers, same_weights, share_copied, train, weights
+from text_runs import SETTINGS, copying, logged, numbers, same_weights, share_copied, train, weights, write_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
@@ -93,9 +93,7 @@ def test_a_run_is_loaded_sampled_and_exported_without_its_data_and_rewards(model
     assert all(weights(run)[f"model.{name}"].equal(value) for name, value in exported.items())
     rows = numbers()[60:68]
     assert gw.evaluate(run.path, eval_data=rows, reward=share_copied) == gw.evaluate(run)
-    with pytest.raises(
-        gw.errors.ConfigError, match="eval_data were given in Python; fix: give them again as eval_data="
-    ):
+    with pytest.raises(gw.errors.ConfigError, match="eval_data were given in Python; fix: give them again"):
         gw.evaluate(loaded)
     with pytest.raises(gw.errors.ConfigError, match=r"1 reward.* given in Python, but now 0; fix: give them again"):
         gw.evaluate(run.path, eval_data=rows)
@@ -129,14 +127,8 @@ def test_the_commands(model, tmp_path, capsys):
         out, err = capsys.readouterr()
         return err if code else out
 
-    rows = [row | {"answer": row["prompt"]} for row in numbers()]
-    for name, part in {"train": rows[:40], "test": rows[40:46]}.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)), encoding="utf-8")
-    task = {"data": f"{tmp_path}/train.jsonl", "eval_data": f"{tmp_path}/test.jsonl", "rewards": [{"name": "exact"}]}
-    settings = {"task": task, "model": {"path": str(model)}, "algorithm": {"group_size": 4}} | SETTINGS
-    (tmp_path / "text.json").write_text(json.dumps(settings), encoding="utf-8")
     run = f"{tmp_path}/run"
-    printed = run_cli("train", f"{tmp_path}/text.json", "--run-dir", run, "--sampling.temperature", "0.7")
+    printed = run_cli("train", write_settings(tmp_path, model), "--run-dir", run, "--sampling.temperature", "0.7")
     assert f"Next:  groupwise eval {run}" in printed
     assert run_cli("eval", run).startswith("return_mean=0 ci95=[0, 0] pass@1=0 ci95=[0, 0.39")
     found = json.loads(run_cli("eval", run, "--completions-per-prompt", "2", "--json"))

@@ -29,18 +29,23 @@ def is_running(number):
     return True
 
 
-def test_one_process_answers_many_calls(verifier):
+def test_one_process_answers_many_calls_and_has_no_part_in_the_folder_or_the_terminal(tmp_path, monkeypatch):
+    for name in ("math_verify", "json", "sympy", "groupwise"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')\nraise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    verifier = MathVerifier(0.5)  # the imports, which take longer than this, do not count
+    assert verifier._process is None
+    verifier.close()
     assert verifier.same("1/2", "0.5") is True
     first = pid(verifier)
+    assert os.getpgid(first) != os.getpgid(0)  # an interrupt by Ctrl-C does not reach it
     assert verifier.same("1/2", "2") is False
     assert verifier.same("1/2", "\\frac{") is False
     assert verifier.same("1/2", "2/4") is True
     assert pid(verifier) == first
-
-
-def test_ctrl_c_in_the_terminal_does_not_reach_it(verifier):
-    assert verifier.same("1/2", "0.5") is True
-    assert os.getpgid(pid(verifier)) != os.getpgid(0)
+    verifier.close()
+    assert not is_running(first)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_answer_that_an_interrupt_left_unread_is_not_that_to_the_next_question(verifier):
@@ -55,30 +60,10 @@ def test_an_answer_that_an_interrupt_left_unread_is_not_that_to_the_next_questio
     assert verifier.same("1/2", "0.7") is False
 
 
-def test_starting_the_process_takes_none_of_a_call_s_time():
-    verifier = MathVerifier(0.5)  # the imports take longer than this
-    assert verifier.same("2", "4/2") is True
-    verifier.close()
-
-
-def test_nothing_runs_before_the_first_call_and_after_the_last():
-    verifier = MathVerifier(1.0)
-    assert verifier._process is None
-    verifier.close()
-    verifier.same("1", "1")
-    number = pid(verifier)
-    verifier.close()
-    assert not is_running(number)
-
-
 def test_no_answer_is_run(tmp_path):
-    verifier = MathVerifier(5.0)
-    proof = tmp_path / "ran"
-    for answer in (
-        f"__import__('os').mkdir('{proof}')",
-        f"1+__import__('os').mkdir('{proof}')",
-        f"open('{proof}', 'w')",
-    ):
+    verifier, proof = MathVerifier(5.0), tmp_path / "ran"
+    call = f"__import__('os').mkdir('{proof}')"
+    for answer in (call, f"1+{call}", f"open('{proof}', 'w')"):
         assert verifier.same("1", answer) is False
     assert not proof.exists()
     verifier.close()
@@ -98,18 +83,8 @@ def test_the_process_has_no_keys_of_the_user_and_limits_of_memory_files_and_proc
     }  # fmt: skip
 
 
-def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch, verifier):
-    for name in ("math_verify", "json", "sympy", "groupwise"):
-        (tmp_path / f"{name}.py").write_text("open('ran', 'w')\nraise SystemExit")
-    monkeypatch.chdir(tmp_path)
-    assert verifier.same("1/2", "0.5")
-    assert not (tmp_path / "ran").exists()
-
-
 def test_a_process_that_does_not_start_is_an_error_and_no_wrong_answer(monkeypatch, tmp_path):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "math_verify.py").write_text("raise ImportError('broken package')")
-    monkeypatch.setenv("PYTHONPATH", str(broken))
+    (tmp_path / "math_verify.py").write_text("raise ImportError('broken package')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RewardError, match="does not start: ImportError: broken package"):
         MathVerifier(1.0).same("1/2", "0.5")

@@ -51,20 +51,18 @@ def test_a_task_is_made_again_from_its_settings():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("change", "message"),
     [
-        ({"eval_data": ["x"], "reward": right}, "the data were given in Python; fix: give them again as data=..."),
-        ({"data": ROWS, "reward": right}, "the eval_data were given in Python; fix: give them again as eval_data=..."),
-        ({"data": ROWS, "eval_data": ["x"]}, r"1 reward\(s\) were given in Python, but now 0"),
-        (
-            {"data": ROWS, "eval_data": ["x"], "reward": [right, longest]},
-            r"1 reward\(s\) were given in Python, but now 2",
-        ),
+        ({"data": None}, "the data were given in Python; fix: give them again as data=..."),
+        ({"eval_data": None}, "the eval_data were given in Python; fix: give them again as eval_data=..."),
+        ({"reward": None}, r"1 reward\(s\) were given in Python, but now 0"),
+        ({"reward": [right, longest]}, r"1 reward\(s\) were given in Python, but now 2"),
     ],
 )
-def test_objects_that_are_missing_are_named(given, message):
-    cfg = TextTask(ROWS, reward=right, eval_data=["x"]).cfg
-    task = TextTask.from_cfg(cfg, UserObjects(**given))
+def test_objects_that_are_missing_are_named(change, message):
+    given = {"data": ROWS, "eval_data": ["x"], "reward": right}
+    objects = {name: value for name, value in (given | change).items() if value is not None}
+    task = TextTask.from_cfg(TextTask(ROWS, reward=right, eval_data=["x"]).cfg, UserObjects(**objects))
     with pytest.raises(ConfigError, match=message):
         _ = task.rewards(), task.load()
 
@@ -74,10 +72,7 @@ def test_objects_that_are_missing_are_named(given, message):
     [
         ({"reward": 3}, "reward = 3: expected a function, the name of a registered one"),
         ({"reward": [right, 3]}, "reward = 3: expected"),
-        (
-            {"reward": right, "promt_column": "x"},
-            "unknown setting 'promt_column' of a TextTask; did you mean 'prompt_column'",
-        ),
+        ({"reward": right, "promt_column": "x"}, "'promt_column' of a TextTask; did you mean 'prompt_column'"),
         ({"reward_fn": right}, "unknown setting 'reward_fn' of a TextTask; did you mean 'reward'"),
         ({"rewards": right}, "unknown setting 'rewards' of a TextTask; did you mean 'reward'"),
         ({"reward": right, "eval_overlap": "ignore"}, "eval_overlap = 'ignore': expected one of drop, keep"),
@@ -88,40 +83,28 @@ def test_impossible_settings(settings, message):
         TextTask(ROWS, **settings)
 
 
+@pytest.mark.filterwarnings("ignore:.*in the evaluation data")
 def test_a_task_without_reward_is_refused_unless_its_data_have_one():
     with pytest.raises(ConfigError, match="there is no reward"):
         TextTask(ROWS).rewards()
-    gym = TextTask("reasoning-gym:chain_sum", data_size=3)
+    name = "reasoning-gym:chain_sum"
+    gym = TextTask(name, data_size=80, data_kwargs={"max_terms": 2, "max_digits": 1}, eval_data=name, eval_size=30)
     assert gym.rewards().names == ("reasoning_gym",)
-    example = gym.load()[0][0]
-    columns = {name: [value] for name, value in example.columns.items()}
-    gym.rewards().check_columns(columns)
-    assert gym.rewards().score([example.prompt], [example.columns["answer"]], [[1]], columns).reward == (1,)
-
-
-@pytest.mark.filterwarnings("ignore:.*in the evaluation data")
-def test_gym_data_of_both_parts_share_nothing():
-    small = {"max_terms": 2, "max_digits": 1}
-    task = TextTask(
-        "reasoning-gym:chain_sum", eval_data="reasoning-gym:chain_sum", data_size=80, eval_size=30, data_kwargs=small
-    )
-    train, evaluation = task.load()
+    train, evaluation = gym.load()
     assert len(evaluation) == 30
     assert not {e.prompt for e in train} & {e.prompt for e in evaluation}
-    train, evaluation = TextTask("reasoning-gym:chain_sum", data_size=80, data_kwargs=small).load()
+    columns = {name: [value] for name, value in train[0].columns.items()}
+    gym.rewards().check_columns(columns)
+    assert gym.rewards().score([train[0].prompt], [columns["answer"][0]], [[1]], columns).reward == (1,)
+    train, evaluation = TextTask(name, data_size=80).load()
     assert (len(train), evaluation) == (80, [])
 
 
-def test_shared_prompts_are_left_out_of_training_with_a_warning():
+def test_shared_prompts_are_left_out_of_training_with_a_warning_or_kept():
     task = TextTask(ROWS, reward=right, eval_data=["1+2= ", "9"])
     with pytest.warns(UserWarning, match="1 of 2 training prompts are in the evaluation data: dropped"):
-        train, evaluation = task.load()
-    assert [example.prompt for example in train] == ["1+1="]
-    assert [example.prompt for example in evaluation] == ["1+2= ", "9"]
-
-
-def test_shared_prompts_can_be_kept_and_some_must_be_left():
-    train, _ = TextTask(ROWS, reward=right, eval_data=["1+2="], eval_overlap="keep").load()
-    assert len(train) == 2
-    with pytest.raises(DataError, match=r"all training prompts are in the evaluation data; fix: .*eval_overlap='keep'"):
+        parts = task.load()
+    assert [[example.prompt for example in part] for part in parts] == [["1+1="], ["1+2= ", "9"]]
+    assert len(TextTask(ROWS, reward=right, eval_data=["1+2="], eval_overlap="keep").load()[0]) == 2
+    with pytest.raises(DataError, match="all training prompts are in the evaluation data"):
         TextTask(ROWS, reward=right, eval_data=ROWS).load()

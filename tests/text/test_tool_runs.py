@@ -5,7 +5,7 @@ import json
 
 import pandas
 import pytest
-from text_runs import Count, logged, numbers, same_weights, save_model, share_copied, train
+from text_runs import Count, logged, numbers, same_weights, save_model, share_copied, train, write_settings
 
 import groupwise as gw
 from groupwise import cli
@@ -148,20 +148,14 @@ def test_of_messages_rewards_get_messages(tmp_path):
 def test_a_registered_tool_works_from_the_command_line(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tools, "TOOLS", dict(tools.TOOLS))
     gw.register_tool("count")(Count)
-    for name, part in {"train": numbers()[:40], "test": numbers()[40:44]}.items():
-        rows = [json.dumps(row | {"answer": row["prompt"]}) for row in part]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    task = {"data": f"{tmp_path}/train.jsonl", "eval_data": f"{tmp_path}/test.jsonl", "rewards": [{"name": "exact"}]}
-    settings = {"task": task | {"tool": "count"} | TURNS, "model": {"path": str(model)}, "num_prompts": 4}
-    settings |= {"sampling": {"max_new_tokens": 4}, "total_steps": 60, "logging": {"progress": "none"}}
-    (tmp_path / "text.json").write_text(json.dumps(settings), encoding="utf-8")
+    settings = write_settings(tmp_path, model, tool="count", **TURNS)
     run = f"{tmp_path}/run"
-    assert cli.main(["train", f"{tmp_path}/text.json", "--run-dir", run, "--task.max-turns", "2"]) == 0
+    assert cli.main(["train", settings, "--run-dir", run, "--task.max-turns", "2"]) == 0
     assert RunFolder(tmp_path / "run").read_config()["task"]["max_turns"] == 2
     assert cli.main(["eval", run]) == 0
     assert cli.main(["resume", run, "--total-steps", "200"]) == 0
     assert cli.main(["sample", run, "123", "--count", "2"]) == 0
-    assert cli.main(["train", f"{tmp_path}/text.json", "--run-dir", f"{run}2", "--task.tool", "counter"]) == 2
+    assert cli.main(["train", settings, "--run-dir", f"{run}2", "--task.tool", "counter"]) == 2
     assert "unknown tool 'counter': did you mean 'count'" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from groupwise.text.generation import Completion, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardFunction, RewardSet
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
-from groupwise.text.tools import Calculator, Tool
+from groupwise.text.tools import Calculator
 
 CHARACTERS = "0123456789+=<>/calcresut "
 SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))
@@ -37,19 +37,20 @@ class Scripted:
         return Completion(tokens, [-0.5] * len(tokens), stop)
 
 
-class Length(Tool):
-    """Always answers: how many characters there are."""
+def count(text):
+    """A tool that always answers: how many characters there are."""
+    return str(len(text))
 
-    def __call__(self, text):
-        return str(len(text))
+
+def calling(text, _):
+    """A script of one call, and the end once it is answered."""
+    return ("1", "eos") if "<result>" in text else ("<calc>1</calc>", "stop")
 
 
 def parts(tool=None, *, chat=False, max_turns=2, characters=True, context=None, **settings):
     tokenizer = character_tokenizer(CHARACTERS) if characters else tiny_tokenizer(chat=chat)
-    cfg = TextTaskCfg(tool="calculator", max_turns=max_turns, **settings)
-    encoder = PromptEncoder(tokenizer, cfg)
-    dialogue = Dialogue(encoder, tool or Calculator(), context)
-    return tokenizer, encoder, dialogue
+    encoder = PromptEncoder(tokenizer, TextTaskCfg(tool="calculator", max_turns=max_turns, **settings))
+    return tokenizer, encoder, Dialogue(encoder, tool or Calculator(), context)
 
 
 def transcripts_at(encoder, prompt, count, group=0, greedy=()):
@@ -58,16 +59,10 @@ def transcripts_at(encoder, prompt, count, group=0, greedy=()):
 
 
 def row_of(transcript, reward=0.0):
+    t = transcript
+    support, ended = t.support or None, t.stop != "length"
     return TextRow(
-        transcript.prompt.tokens,
-        transcript.tokens,
-        transcript.log_probs,
-        reward,
-        terminated=transcript.stop != "length",
-        group=transcript.group,
-        turn=transcript.turn,
-        support=transcript.support or None,
-        greedy=transcript.greedy,
+        t.prompt.tokens, t.tokens, t.log_probs, reward, ended, t.group, t.turn, support=support, greedy=t.greedy
     )
 
 
@@ -136,7 +131,7 @@ def _seed_of_turn(transcript, turn):
 
 
 def test_what_was_cut_is_not_answered():
-    tokenizer, encoder, dialogue = parts(Length())
+    tokenizer, encoder, dialogue = parts(count)
     (transcript,) = transcripts_at(encoder, "1=", 1)
     write([transcript], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "length")), SAMPLING, dialogue=dialogue)
     assert (transcript.turns, len(transcript.messages), transcript.stop) == (1, 1, "length")
@@ -147,35 +142,29 @@ def test_what_was_cut_is_not_answered():
 def test_a_completion_without_room_for_another_turn_was_cut(context, turns, stop):
     # prompt 2, call 14, answer 18, and room for 30 more
     tokenizer, encoder, dialogue = parts(context=context)
-    generator = Scripted(tokenizer, lambda text, _: ("1", "eos") if "<result>" in text else ("<calc>1</calc>", "stop"))
     (transcript,) = transcripts_at(encoder, "1=", 1)
-    write([transcript], generator, SAMPLING, dialogue=dialogue)
+    write([transcript], Scripted(tokenizer, calling), SAMPLING, dialogue=dialogue)
     assert (transcript.turns, transcript.stop) == (turns, stop)
     assert len(transcript.tokens) == (14 if turns == 1 else 14 + 18 + 2)
 
 
-def test_a_chat_model_reads_a_message_and_ends_its_turns_once():
-    tokenizer, encoder, dialogue = parts(Length(), chat=True, characters=False)
-    for stop in ("eos", "stop"):
-        (transcript,) = transcripts_at(encoder, "user", 1)
-        generator = Scripted(
-            tokenizer, lambda text, _, stop=stop: ("answer", "eos") if "tool" in text else ("sum", stop)
-        )
-        write([transcript], generator, SAMPLING, dialogue=dialogue)
-        read = tokenizer.decode([*transcript.prompt.tokens, *transcript.tokens])
-        assert read == (
-            "<|im_start|>user\nuser<|im_end|>\n<|im_start|>assistant\nsum<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
-            "<|im_start|>assistant\nanswer<|im_end|>"
-        )
-        ends = [turn for token, turn in zip(transcript.tokens, transcript.turn, strict=True) if token == END]
-        # the first end of turn is the model's own only where it wrote it
-        assert ends == ([0, -1, 1] if stop == "eos" else [-1, -1, 1])
+@pytest.mark.parametrize(("stop", "ends"), [("eos", [0, -1, 1]), ("stop", [-1, -1, 1])])
+def test_a_chat_model_reads_a_message_and_ends_its_turns_once(stop, ends):
+    tokenizer, encoder, dialogue = parts(count, chat=True, characters=False)
+    (transcript,) = transcripts_at(encoder, "user", 1)
+    generator = Scripted(tokenizer, lambda text, _: ("answer", "eos") if "tool" in text else ("sum", stop))
+    write([transcript], generator, SAMPLING, dialogue=dialogue)
+    assert tokenizer.decode([*transcript.prompt.tokens, *transcript.tokens]) == (
+        "<|im_start|>user\nuser<|im_end|>\n<|im_start|>assistant\nsum<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
+        "<|im_start|>assistant\nanswer<|im_end|>"
+    )
+    # the first end of turn is the model's own only where it wrote it
+    assert [turn for token, turn in zip(transcript.tokens, transcript.turn, strict=True) if token == END] == ends
 
 
 def test_greedy_members_are_written_greedily_in_every_turn():
     tokenizer, encoder, dialogue = parts()
-    generator = Scripted(tokenizer, lambda text, _: ("1", "eos") if "<result>" in text else ("<calc>1</calc>", "stop"))
-    transcripts = transcripts_at(encoder, "1=", 3, greedy={2})
+    generator, transcripts = Scripted(tokenizer, calling), transcripts_at(encoder, "1=", 3, greedy={2})
     write(transcripts, generator, SAMPLING, dialogue=dialogue)
     assert [(len(seeds[0]), greedy) for _, seeds, greedy in generator.calls] == [(2, False), (1, True)] * 2
     rollout = text_rollout([row_of(transcript, 1.0) for transcript in transcripts])
@@ -183,52 +172,40 @@ def test_greedy_members_are_written_greedily_in_every_turn():
     assert rollout["loss_mask"].any(dim=1).tolist() == [True, True, False]
 
 
-def completions_seen(prompt, *, chat):
-    tokenizer, encoder, dialogue = parts(Length(), chat=chat, characters=False)
-    transcripts = transcripts_at(encoder, prompt, 2)
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+CONVERSATION = [[message("assistant", "sum"), message("tool", "3"), message("assistant", "answer")]]
+CONVERSATION += [[message("assistant", "answer")]]
+TEXTS = ["sum<result>3</result>answer", "answer"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "expected"),
+    [("user", False, TEXTS), ("user", True, TEXTS), ((message("user", "number"),), True, CONVERSATION)],
+)
+def test_of_a_text_rewards_read_a_text_whatever_the_tokenizer_and_of_messages_messages(prompt, chat, expected):
+    tokenizer, encoder, dialogue = parts(count, chat=chat, characters=False)
+    transcripts, seen = transcripts_at(encoder, prompt, 2), []
     once = _seed_of_turn(transcripts[1], 0)
 
     def script(text, seed):
         return ("answer", "eos") if "result" in text or "tool" in text or seed == once else ("sum", "eos")
 
-    write(transcripts[:1], Scripted(tokenizer, script), SAMPLING, dialogue=dialogue)
-    write(transcripts[1:], Scripted(tokenizer, script), SAMPLING, Dialogue(encoder))
-    seen = []
-
     def reward(completions, **_):
         seen.extend(completions)
         return [float(len(c)) for c in completions]
 
+    write(transcripts[:1], Scripted(tokenizer, script), SAMPLING, dialogue=dialogue)
+    write(transcripts[1:], Scripted(tokenizer, script), SAMPLING, Dialogue(encoder))
     score(transcripts, RewardSet([RewardFunction("r", reward)]))
-    return seen, [member.text for member in transcripts]
+    assert seen == expected
+    assert [member.text for member in transcripts] == TEXTS
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_of_a_text_rewards_read_a_text_whatever_the_tokenizer(chat):
-    seen, texts = completions_seen("user", chat=chat)
-    assert seen == texts == ["sum<result>3</result>answer", "answer"]
-
-
-def test_of_messages_rewards_read_messages():
-    seen, texts = completions_seen(({"role": "user", "content": "number"},), chat=True)
-    assert seen == [
-        [
-            {"role": "assistant", "content": "sum"},
-            {"role": "tool", "content": "3"},
-            {"role": "assistant", "content": "answer"},
-        ],
-        [{"role": "assistant", "content": "answer"}],
-    ]
-    assert texts == ["sum<result>3</result>answer", "answer"]
-
-
-class Digits(Tool):
-    """Ends turns at a few of the tokens; answers with two."""
-
-    stop = tuple("0123")
-
-    def __call__(self, text):
-        return str(10 + len(text))
+DIGITS = tuple("0123")
+"""Tokens that end a turn."""
 
 
 @pytest.mark.parametrize(
@@ -237,9 +214,9 @@ class Digits(Tool):
     ids=["all", "top-k", "all of top-k", "penalties"],
 )
 def test_scores_are_those_of_the_transcript(sampling):
-    tokenizer, encoder, dialogue = parts(Digits(), max_turns=3, tool_answer="={}+")
+    tokenizer, encoder, dialogue = parts(count, max_turns=3, tool_answer="={}+")
     model = tiny_model(vocab_size=len(tokenizer))
-    cfg = SamplingCfg(temperature=0.9, max_new_tokens=6, stop=Digits.stop, **sampling)
+    cfg = SamplingCfg(temperature=0.9, max_new_tokens=6, stop=DIGITS, **sampling)
     policy = CausalLM(model, cfg, tokenizer=tokenizer)
     transcripts = [*transcripts_at(encoder, "12", 6), *transcripts_at(encoder, "345", 6, group=1)]
     write(transcripts, partial(complete, policy), cfg, dialogue=dialogue)
@@ -248,26 +225,24 @@ def test_scores_are_those_of_the_transcript(sampling):
     assert 3 in turns
     rollout = text_rollout([row_of(transcript) for transcript in transcripts])
     for transcript, row in zip(transcripts, rollout, strict=True):
-        _expect_transcript(transcript, row, model, cfg, tokenizer, encoder, policy)
+        _expect_transcript(transcript, row, model, cfg, tokenizer)
 
 
-def _expect_transcript(transcript, row, model, cfg, tokenizer, encoder, policy):
+def _expect_transcript(transcript, row, model, cfg, tokenizer):
     """Everything in the row again, from the prompt, the turns as texts and the tool."""
     read, turn = list(transcript.prompt.tokens), []
     for number in range(transcript.turns):
         written = of_turn(transcript, number)
-        read += written
-        turn += [number] * len(written)
-        if number < transcript.turns - 1:
-            answered = tokenizer(f"={Digits()(tokenizer.decode(written, skip_special_tokens=True))}+")["input_ids"]
-            read += answered
-            turn += [-1] * len(answered)
-    count = len(read)
-    valid = row["valid"]
+        answer = (
+            f"={count(tokenizer.decode(written, skip_special_tokens=True))}+" if number < transcript.turns - 1 else ""
+        )
+        answered = tokenizer(answer)["input_ids"]
+        read += written + answered
+        turn += [number] * len(written) + [-1] * len(answered)
+    valid, prompt = row["valid"], len(transcript.prompt.tokens)
     start = int(valid.nonzero()[0])
-    assert row["obs"][start : start + count].tolist() == read
+    assert row["obs"][start : start + len(read)].tolist() == read
     assert row["action"][valid].tolist() == read[1:]
-    prompt = len(transcript.prompt.tokens)
     assert row["turn_id"][valid].tolist() == [-1] * (prompt - 1) + turn
     assert row["loss_mask"][valid].tolist() == [False] * (prompt - 1) + [t >= 0 for t in turn]
     with torch.no_grad():
@@ -279,16 +254,14 @@ def _expect_transcript(transcript, row, model, cfg, tokenizer, encoder, policy):
         for token in {t for t, same in zip(read[prompt : prompt + place], same_turn, strict=True) if same}:
             scores[token] -= cfg.presence_penalty
     logits /= cfg.temperature
+    where = torch.tensor(turn) >= 0
     if cfg.top_k:
         kept = logits.topk(min(cfg.top_k, logits.shape[1])).indices.sort().values
         logits = torch.full_like(logits, -torch.inf).scatter(1, kept, logits.gather(1, kept))
         support = row["support"][valid][prompt - 1 :]
-        where = torch.tensor(turn) >= 0
         assert support[where].tolist() == kept[where].tolist()
         assert (support[~where] == -1).all()
-    tokens = torch.tensor(read[prompt:])
-    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0] * (torch.tensor(turn) >= 0)
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(read[prompt:])[:, None])[:, 0]
     found = row["sample_log_prob"][valid][prompt - 1 :].double()
-    where = torch.tensor(turn) >= 0
     torch.testing.assert_close(found[where], expected[where], atol=1e-5, rtol=1e-5)
     assert (found[~where] == 0).all()

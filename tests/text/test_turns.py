@@ -45,29 +45,18 @@ def test_an_answer_is_a_message_and_the_model_writes_the_next(template, role):
     assert encoder.encode_answer("1 user", end=2) == expected
 
 
-def test_an_end_that_stands_behind_the_answer_alone_takes_nothing_away():
-    template = LOOP + (
-        "{% if m['role'] == 'assistant' %}{{ m['content'] + '<s>' }}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
-    )
-    tokenizer, encoder = answers(template)
+def test_what_stands_behind_an_answer_is_the_templates():
+    ends = "{% if m['role'] == 'assistant' %}{{ m['content'] + '<s>' }}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    tokenizer, encoder = answers(LOOP + ends)
     expected = tokenizer("<s>84<|im_end|><|im_start|>assistant\n")["input_ids"]
-    assert encoder.encode_answer("84", end=END) == expected
+    assert encoder.encode_answer("84", end=END) == expected  # an end behind the answer alone takes nothing away
     assert encoder.encode_answer("84", end=2) == expected[1:]
-
-
-def test_white_space_before_the_end_goes_with_it():
-    tokenizer, encoder = answers(LOOP + "{{ m['content'] + '\n<|im_end|>' }}")
+    _, encoder = answers(LOOP + "{{ m['content'] + '\n<|im_end|>' }}")  # white space before the end goes with it
     assert encoder.encode_answer("84", end=END) == tokenizer("84\n<|im_end|><|im_start|>assistant\n")["input_ids"]
-
-
-def test_the_template_gets_its_settings():
-    template = LOOP + "{{ m['content'] + '<|im_end|>' + ('' if plain else '?') }}"
-    tokenizer, encoder = answers(template, chat_template_kwargs={"plain": True})
+    settings = {"chat_template_kwargs": {"plain": True}}
+    _, encoder = answers(LOOP + "{{ m['content'] + '<|im_end|>' + ('' if plain else '?') }}", **settings)
     assert encoder.encode_answer("84") == tokenizer("<|im_end|>84<|im_end|><|im_start|>assistant\n")["input_ids"]
-
-
-def test_an_answer_that_imitates_the_placeholder_is_an_answer():
-    tokenizer, encoder = answers("ChatML")
+    _, encoder = answers("ChatML")  # an answer that imitates the placeholder
     assert "\nWRITTEN<|im_end|>" in tokenizer.decode(encoder.encode_answer("WRITTEN"))
 
 
@@ -75,22 +64,16 @@ def test_an_answer_that_imitates_the_placeholder_is_an_answer():
 def test_plain_texts_have_the_answer_in_them(template):
     settings = {} if template is None else {"chat": "never"}
     tokenizer, encoder = answers(template, **settings)
-    assert encoder.encode_answer("84", end=END) == tokenizer("<result>84</result>")["input_ids"]
-    _, encoder = answers(template, tool_answer=" = {}.", **settings)
-    assert encoder.encode_answer("84") == tokenizer(" = 84.")["input_ids"]
-
-
-def test_a_tokenizer_that_begins_every_text_does_not_begin_the_answer():
-    tokenizer, encoder = answers()
-    expected = encoder.encode_answer("84")
+    expected = tokenizer("<result>84</result>")["input_ids"]
+    assert encoder.encode_answer("84", end=END) == expected
+    _, other = answers(template, tool_answer=" = {}.", **settings)
+    assert other.encode_answer("84") == tokenizer(" = 84.")["input_ids"]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     assert tokenizer("84")["input_ids"][0] == 2
-    assert encoder.encode_answer("84") == expected
+    assert encoder.encode_answer("84") == expected  # a tokenizer that begins every text does not begin the answer
 
 
 def test_a_template_without_a_place_for_answers_is_refused():
     first = LOOP + "{% if loop.first %}" + BODY + "{% elif m['role'] == 'assistant' %}" + BODY + "{% endif %}"
-    with pytest.raises(
-        ConfigError, match=r"has no message of role 'tool' or 'user' after the assistant's.*fix: another"
-    ):
+    with pytest.raises(ConfigError, match=r"has no message of role 'tool' or 'user' after the assistant's"):
         answers(first)[1].encode_answer("84")

@@ -23,10 +23,6 @@ def train(run_dir: Path, **settings: Any) -> gw.Run:
     return gw.train("CartPole-v1", ALGORITHM, run_dir=run_dir, **QUICK | settings)
 
 
-def timeless(run: gw.Run) -> list[dict[str, float]]:
-    return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
-
-
 def test_a_run_of_iterations_takes_as_many_and_schedules_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = train(tmp_path / "run", total_iterations=6)
     assert run.summary["stopped"] == "total_iterations"

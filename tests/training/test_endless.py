@@ -40,9 +40,10 @@ def test_grpo_takes_a_limit_and_keeps_it(tmp_path, capsys):
     assert run.summary["training_return_mean"] == 1_000
 
 
-def test_a_horizon_of_the_user_stays(tmp_path):
-    algorithm = gw.GRPOCfg(group_size=2, num_steps=8, collection={"horizon": 5})
-    run = gw.train(Endless, algorithm, run_dir=tmp_path / "run", **SMALL)
+@pytest.mark.parametrize(("collection", "limit"), [({"horizon": 5}, None), ({}, 5)])
+def test_a_horizon_or_limit_of_the_user_stays(collection, limit, tmp_path):
+    algorithm = gw.GRPOCfg(group_size=2, num_steps=8, collection=collection)
+    run = gw.train(Endless, algorithm, max_episode_steps=limit, run_dir=tmp_path / "run", **SMALL)
     assert run.summary["training_return_mean"] == run.summary["return_mean"] == 5
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from at_events import on
+from run_folders import logged
 from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.cli.train import print_run
-from groupwise.report.folder import RunFolder
 from groupwise.training.callbacks import SaveCheckpoints
 from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, serialize, write_checkpoint
 
@@ -79,11 +80,6 @@ def await_checkpoint(trainer: gw.Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, SaveCheckpoints) and callback._writing is not None:
             callback._writing[0].exception()
-
-
-def logged(path: Path) -> list[dict[str, Any]]:
-    rows = RunFolder(path).read_metrics()
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +185,9 @@ def test_metrics_that_were_cut_are_told(whole: gw.Run, tmp_path: Path, caplog: p
 
 
 def test_metrics_that_were_damaged_in_training_are_an_error(tmp_path: Path):
-    class Damages(gw.Callback):
-        def on_training_end(self, trainer: gw.Trainer) -> None:
-            (tmp_path / "run" / "metrics.jsonl").write_text("[\n")
-
+    damages = on("training_end", lambda trainer: (tmp_path / "run" / "metrics.jsonl").write_text("[\n"))
     with pytest.raises(gw.errors.RunFolderError, match="line 1 is damaged"):
-        gw.train("CartPole-v1", PPO, run_dir=tmp_path / "run", callbacks=[Damages()], **SETTINGS)
+        gw.train("CartPole-v1", PPO, run_dir=tmp_path / "run", callbacks=[damages], **SETTINGS)
 
 
 @needs_linux

@@ -5,6 +5,8 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from at_events import on
+from run_folders import logged
 
 import groupwise as gw
 from groupwise.errors import RunFolderError
@@ -34,11 +36,7 @@ def test_training_does_not_notice(algorithm, env, tmp_path):
     assert not (without.path / "groups").exists()
     pairs = zip(with_groups.policy.state_dict().values(), without.policy.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    timeless = [
-        [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
-        for run in (with_groups, without)
-    ]
-    assert timeless[0] == timeless[1]
+    assert logged(with_groups) == logged(without)
 
 
 def test_steps_of_groups_are_those_of_the_rollout(tmp_path):
@@ -123,13 +121,9 @@ def test_a_resumed_run_keeps_what_an_uninterrupted_one_does(tmp_path):
     cfg = gw.GRPOCfg(group_size=3, num_steps=32)
     train(tmp_path / "whole", cfg, total_steps=900)
 
-    class Stop(gw.Callback):
-        def on_iteration_end(self, trainer, rollout, metrics):
-            if trainer.env_steps > 400:
-                trainer.interrupt()
-
+    stop = on("iteration_end", lambda trainer, *_: trainer.interrupt() if trainer.env_steps > 400 else None)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "part", cfg, total_steps=900, callbacks=[Stop()])
+        train(tmp_path / "part", cfg, total_steps=900, callbacks=[stop])
     (tmp_path / "part/groups/000999.parquet").write_bytes(b"of a training that was lost")
     gw.resume(tmp_path / "part")
     kept = [

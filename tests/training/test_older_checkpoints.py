@@ -1,17 +1,15 @@
 """A damaged checkpoint: the newest one before it that is whole is used, and why is said."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from run_folders import logged
 
 import groupwise as gw
-from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import (
     Checkpoint,
     Identity,
@@ -42,11 +40,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
         evaluation={"interval": 128, "episodes": 1}, logging={"progress": "none"},
         run_dir=tmp_path_factory.mktemp("runs") / "trained",
     )  # fmt: skip
-
-
-def logged(path: Path) -> list[dict[str, Any]]:
-    rows = RunFolder(path).read_metrics()
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -117,14 +110,6 @@ def test_the_one_before_may_be_damaged_too(trained: gw.Run, tmp_path: Path, capl
     assert logged(path) == before
 
 
-def test_one_of_another_version_is_refused_though_an_older_one_would_do(trained: gw.Run, tmp_path: Path):
-    path = Path(shutil.copytree(trained.path, tmp_path / "run"))
-    manifest = path / "checkpoints" / "latest" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    with pytest.raises(gw.errors.CheckpointError, match="made by a later version"):
-        gw.resume(path)
-
-
 @pytest.mark.parametrize("stopped", ["total_steps", "killed"])
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(stopped: str, trained: gw.Run, tmp_path: Path):
     path = Path(shutil.copytree(trained.path, tmp_path / "run"))
@@ -137,20 +122,3 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(stopped: str, tra
     ):
         gw.resume(path)
     assert (path / "metrics.jsonl").read_bytes() == before
-
-
-def test_settings_that_were_changed_by_hand_are_noticed(
-    trained: gw.Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    path = Path(shutil.copytree(trained.path, tmp_path / "run"))
-    tree = json.loads((path / "config.json").read_text())
-    was = tree["algorithm"]["learning_rate"]
-    tree["seed"], tree["algorithm"]["learning_rate"] = 4, 0.5
-    (path / "config.json").write_text(json.dumps(tree))
-    gw.resume(path, total_steps=384)
-    [warning] = caplog.messages
-    assert f"algorithm.learning_rate from {was!r} to 0.5" in warning
-    assert "seed from 3 to 4" in warning
-    caplog.clear()
-    gw.resume(path, total_steps=448)
-    assert caplog.messages == []

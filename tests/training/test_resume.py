@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from at_events import interrupt_after, on
 from forked import Script
-from tensordict import TensorDict
+from run_folders import logged
 from torch_pendulum import TorchPendulum
 
 import groupwise as gw
@@ -51,11 +52,6 @@ gw.train(gw.RunCfg.model_validate_json(sys.argv[1]), callbacks=[Slow()])
 def settings(name: str, run_dir: Path) -> gw.RunCfg:
     cfg = gw.RunCfg.model_validate(COMMON | RUNS[name] | {"seed": 7, "total_steps": 1600})
     return cfg.model_copy(update={"run_dir": run_dir})
-
-
-def logged(path: Path) -> list[dict[str, Any]]:
-    entries = RunFolder(path).read_metrics()
-    return [{key: value for key, value in entry.items() if not key.startswith("time/")} for entry in entries]
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -111,14 +107,9 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted: gw.Run, tmp_path
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(uninterrupted: gw.Run, tmp_path: Path):
-    class Interrupts(gw.Callback):
-        def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
-            if trainer.iteration == 2:
-                trainer.interrupt()
-
     cfg = uninterrupted.cfg.model_copy(update={"run_dir": tmp_path / "interrupted"})
     with pytest.raises(KeyboardInterrupt):
-        gw.train(cfg, callbacks=[Interrupts()])
+        gw.train(cfg, callbacks=[interrupt_after(2)])
     gw.resume(tmp_path / "interrupted")
     assert_same_run(uninterrupted.path, tmp_path / "interrupted")
 
@@ -145,17 +136,13 @@ def test_a_finished_run_can_go_on(uninterrupted: gw.Run, tmp_path: Path):
     assert iterations == list(range(1, len(iterations) + 1))
 
 
-def learned(run: gw.Run) -> dict[str, torch.Tensor]:
-    return dict(run.policy.state_dict())
-
-
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_checkpoints_do_not_change_what_is_learned(name: str, tmp_path: Path):
     cfg = settings(name, tmp_path / "a").model_copy(update={"total_steps": 1200})
     often = gw.train(cfg.model_copy(update={"checkpoint_interval": 100}))
     seldom = gw.train(cfg.model_copy(update={"checkpoint_interval": 10_000, "run_dir": tmp_path / "b"}))
     assert logged(often.path) == logged(seldom.path)
-    assert_same(learned(often), learned(seldom))
+    assert_same(often.policy.state_dict(), seldom.policy.state_dict())
 
 
 def test_nothing_restarts_where_no_checkpoint_is_resumed(tmp_path: Path):
@@ -183,18 +170,10 @@ def test_a_run_of_an_earlier_version_is_refused_in_a_line(uninterrupted: gw.Run,
         assert "\n" not in str(caught.value)
 
 
-class Summaries(gw.Callback):
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
-
-    def on_iteration_end(self, trainer: Any, rollout: TensorDict, metrics: dict[str, float]) -> None:
-        self.seen.append(RunFolder(trainer.run_dir).summary.exists())
-
-
 def test_a_resumed_run_that_is_killed_does_not_show_its_former_end(tmp_path: Path) -> None:
-    run = gw.train(settings("ppo", tmp_path / "run"))
-    assert run.summary["stopped"] == "total_steps"
-    during = Summaries()
-    again = gw.resume(tmp_path / "run", total_steps=2400, callbacks=[during])
-    assert set(during.seen) == {False}
+    seen: list[bool] = []
+    look = on("iteration_end", lambda *_: seen.append(RunFolder(tmp_path / "run").summary.exists()))
+    assert gw.train(settings("ppo", tmp_path / "run")).summary["stopped"] == "total_steps"
+    again = gw.resume(tmp_path / "run", total_steps=2400, callbacks=[look])
+    assert set(seen) == {False}
     assert again.summary["env_steps"] == 2432

@@ -95,14 +95,11 @@ def test_an_update_and_a_checkpoint_may_take_longer(parts: Any, monkeypatch: pyt
 
 @pytest.mark.torture
 @pytest.mark.parametrize("seed", range(ROUNDS))
-def test_signals_at_random_moments(tmp_path: Path, seed: int):
-    stop_at_random(tmp_path, CONTROL, 2, seed)
-
-
-@pytest.mark.torture
-@pytest.mark.text
-@pytest.mark.parametrize("seed", range(ROUNDS))
-def test_signals_at_random_moments_of_texts(tmp_path: Path, seed: int):
+@pytest.mark.parametrize("kind", ["control", pytest.param("text", marks=pytest.mark.text)])
+def test_signals_at_random_moments(tmp_path: Path, kind: str, seed: int):
+    if kind == "control":
+        stop_at_random(tmp_path, CONTROL, 2, seed)
+        return
     rows = [json.dumps({"prompt": " ".join(DIGITS[:n]), "answer": "1"}) for n in range(1, 9)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     settings = {

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from at_events import on
 
 import groupwise as gw
 from groupwise import cli
@@ -79,15 +80,14 @@ def test_a_profile_of_some_iterations_lands_in_the_run_folder(tmp_path, capsys):
 def test_the_first_iteration_is_not_recorded_and_a_short_run_writes_what_there_is(parts, tmp_path):
     recorded = []
 
-    class Marks(gw.Callback):
-        def on_rollout_end(self, trainer, rollout):
-            with torch.profiler.record_function(f"iteration {trainer.iteration + 1}"):
-                recorded.append(trainer.iteration + 1)
+    def mark(trainer, rollout):
+        with torch.profiler.record_function(f"iteration {trainer.iteration + 1}"):
+            recorded.append(trainer.iteration + 1)
 
     for iterations, total_steps, expected in ((2, 50, [2, 3]), (9, 30, [2, 3])):
         folder = tmp_path / str(iterations)
         recorded.clear()
-        parts.trainer(Marks(), Profiler(iterations, folder), total_steps=total_steps).train()
+        parts.trainer(on("rollout_end", mark), Profiler(iterations, folder), total_steps=total_steps).train()
         assert recorded == list(range(1, total_steps // 10 + 1))
         events = json.loads((folder / "trace.json").read_text())["traceEvents"]
         found = {event["name"] for event in events if event.get("name", "").startswith("iteration ")}

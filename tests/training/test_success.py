@@ -8,7 +8,9 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
+from at_events import interrupt_after
 from gymnasium.envs.registration import EnvSpec
+from run_folders import logged
 from success_envs import Touch, TouchEither
 
 import groupwise as gw
@@ -16,8 +18,7 @@ from groupwise.cli.train import print_run
 from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
-from groupwise.report.folder import RunFolder
-from groupwise.training.callbacks import Evaluate, StopAtScore
+from groupwise.training.callbacks import Evaluate
 from groupwise.training.checkpoint import Identity, load_checkpoint
 from groupwise.training.evaluation import EvaluationResult, evaluate_policy
 
@@ -34,10 +35,6 @@ def train(run_dir: Path, algorithm: Any = None, key: str | None = "is_success", 
     algorithm = algorithm or gw.GRPOCfg(group_size=2, num_steps=9)
     settings = SMALL | {"evaluation": {"episodes": 10}} | settings
     return gw.train(partial(Touch, key), algorithm, run_dir=run_dir, **settings)
-
-
-def logged(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in RunFolder(path).read_metrics()]
 
 
 def test_interval_by_hand():
@@ -100,15 +97,6 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_rate(parts: Any, tmp_pa
         assert best.state["iteration"] == iteration
         assert (best.state["env_steps"], best.state[name]) == (env_steps, score)
         assert best.policy["count"] == iteration
-
-
-def test_stops_when_the_rate_is_reached(parts: Any, tmp_path: Path):
-    queue = iter([evaluation(False, True, returns=9.0), evaluation(True, True)])
-    evaluate = Evaluate(lambda: next(queue), 10, tmp_path / "best", HERE)
-    trainer = parts.trainer(evaluate, StopAtScore(0.9, "success_rate"))
-    trainer.train()
-    assert trainer.env_steps == 20
-    assert trainer.stop_reason == "score: success_rate 1 reached the threshold 0.9"
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.5, 95.0])
@@ -213,15 +201,9 @@ def test_training_on_success_learns_to_touch(tmp_path: Path):
 def test_a_resumed_run_logs_the_same_success(name: str, tmp_path: Path):
     algorithm = gw.GRPOCfg(group_size=2, num_steps=9) if name == "grpo" else gw.PPOCfg(num_steps=7)
     settings = {"evaluation": {"episodes": 4, "metric": "success_rate", "interval": 50}, "checkpoint_interval": 1}
-
-    class Stop(gw.Callback):
-        def on_iteration_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.iteration == 3:
-                trainer.interrupt()
-
     whole = train(tmp_path / "whole", algorithm, **settings)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "halves", algorithm, callbacks=[Stop()], **settings)
+        train(tmp_path / "halves", algorithm, callbacks=[interrupt_after(3)], **settings)
     again = gw.resume(tmp_path / "halves", env=partial(Touch, "is_success"))
     assert logged(again.path) == logged(whole.path)
     assert any("rollout/success_rate" in line for line in logged(whole.path)[3:])

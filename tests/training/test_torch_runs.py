@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from at_events import on
+from run_folders import logged
 
 import groupwise as gw
 from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
@@ -62,10 +64,6 @@ def test_branch_needs_a_simulator_in_torch(algorithm, env, says):
         build_components(cfg, UserObjects(env=env), Engine())
 
 
-def written(run):
-    return [{k: v for k, v in entry.items() if not k.startswith("time/")} for entry in run.metrics()]
-
-
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name, tmp_path):
     shared = {"total_steps": 500, "policy": gw.PolicyCfg(normalize_obs=False, normalize_reward=False)}
@@ -83,20 +81,17 @@ def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name,
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
-    class Stop(gw.Callback):
-        def on_checkpoint(self, trainer, path):
-            trainer.interrupt()
-
+    stop = on("checkpoint", lambda trainer, path: trainer.interrupt())
     settings = {"num_envs": 8, "total_steps": 900, "checkpoint_interval": 256, "logging": {"progress": "none"}}
     whole = gw.train(TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
-        gw.train(TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "part", callbacks=[Stop()], **settings)
+        gw.train(TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "part", callbacks=[stop], **settings)
     resumed = gw.resume(tmp_path / "part", env=TorchCartPole)
     for (key, one), other in zip(whole.policy.state_dict().items(), resumed.policy.state_dict().values(), strict=True):
         assert torch.equal(one, other), key
-    assert written(resumed)[-1] == written(whole)[-1]
-    entry = written(whole)[-1]
-    assert entry["env_steps"] == sum(e["rollout/env_steps"] for e in written(whole))
+    assert logged(resumed)[-1] == logged(whole)[-1]
+    entry = logged(whole)[-1]
+    assert entry["env_steps"] == sum(e["rollout/env_steps"] for e in logged(whole))
     assert {"rollout/episodes", "rollout/idle_fraction", "train/learning_rate", "train/optimizer_steps"} <= set(entry)
 
 

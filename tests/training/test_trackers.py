@@ -7,7 +7,6 @@ import re
 import sys
 import threading
 import time
-import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +14,12 @@ from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
+from at_events import on
+from run_folders import logged
 
 import groupwise as gw
 from groupwise.training import trackers
-from groupwise.training.trackers import Report, Tracker, make_tracker
+from groupwise.training.trackers import Report, make_tracker
 
 FAKE = """
 import json, os, threading, time
@@ -66,7 +67,7 @@ def learned(run: gw.Run) -> tuple[str, list[dict[str, float]]]:
     digest = hashlib.sha256()
     for value in run.policy.state_dict().values():
         digest.update(value.numpy().tobytes())
-    return digest.hexdigest(), [{k: v for k, v in e.items() if not k.startswith("time/")} for e in run.metrics()]
+    return digest.hexdigest(), logged(run)
 
 
 @pytest.fixture(scope="module")
@@ -162,38 +163,6 @@ def test_wandb_offline_needs_no_key(by_variable: bool, monkeypatch: pytest.Monke
         sent_to_wandb(mode="online")
 
 
-class FakeTrackio(types.ModuleType):
-    """Records the calls."""
-
-    def __init__(self) -> None:
-        super().__init__("trackio")
-        self.calls: list[Any] = []
-
-    def init(self, project: str, **options: Any) -> Any:
-        self.calls.append((project, options))
-        finish = lambda: self.calls.append("finished")  # noqa: E731
-        return types.SimpleNamespace(log=lambda metrics, step: self.calls.append((metrics, step)), finish=finish)
-
-
-@pytest.fixture
-def trackio(monkeypatch: pytest.MonkeyPatch) -> FakeTrackio:
-    made = FakeTrackio()
-    monkeypatch.setitem(sys.modules, "trackio", made)
-    monkeypatch.setattr("groupwise.errors.find_spec", lambda module: True)
-    return made
-
-
-def test_trackio_gets_every_iteration(trackio: FakeTrackio):
-    tracker = {"name": "trackio", "project": "arms", "group": "ppo"}
-    gw.train("CartPole-v1", run_dir="mine", **TINY | {"logging": {"report_to": [tracker], "progress": "none"}})
-    (project, options), *logged, last = trackio.calls
-    assert (project, options["group"], options["resume"], options["config"]["seed"]) == ("arms", "ppo", "allow", 4)
-    assert options["name"].startswith("mine-")
-    assert len(options["name"]) == len("mine-") + 8
-    assert [step for _, step in logged] == [64, 128, 192]
-    assert last == "finished"
-
-
 def test_the_tracker_of_the_docs_gets_every_iteration(registry: None, monkeypatch: pytest.MonkeyPatch):
     mlflow = MagicMock()
     mlflow.search_runs.return_value = []
@@ -227,19 +196,6 @@ def test_mistakes_are_named(given: Any, said: str):
         gw.config.LoggingCfg(report_to=given)
 
 
-def test_a_registered_tracker_is_named_like_a_built_in_one(registry: None):
-    kept = Slow(0.0)
-
-    class KeepCfg(gw.config.TrackerCfg, name="keep"):
-        """Keeps the steps in a list."""
-
-        def build(self, run: gw.config.TrackedRun) -> Tracker:
-            return kept
-
-    gw.train("CartPole-v1", **TINY | {"logging": {"report_to": ["keep"], "progress": "none"}})
-    assert kept.steps == [64, 128, 192]
-
-
 class Slow:
     """Takes a while for everything."""
 
@@ -268,12 +224,11 @@ def test_a_slow_tracker_delays_no_iteration_and_gets_all(parts: Any):
             assert trained.wait(60)
             steps.append(step)
 
-    class End(gw.Callback):
-        def on_training_end(self, trainer: gw.Trainer) -> None:
-            assert steps == []
-            trained.set()
+    def end(trainer: gw.Trainer) -> None:
+        assert steps == []
+        trained.set()
 
-    parts.trainer(Report("slow", Waiting(0.0)), End(), total_steps=60).train()
+    parts.trainer(Report("slow", Waiting(0.0)), on("training_end", end), total_steps=60).train()
     assert steps == [10, 20, 30, 40, 50, 60]
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import math
 import random
 from types import SimpleNamespace
@@ -248,21 +249,17 @@ def test_numbers_are_pooled_over_ranks(parts: Any):
     assert recorder.metrics[0]["rollout/env_steps"] == 26
 
 
-def test_a_stop_on_another_rank_ends_training(parts: Any):
+@pytest.mark.parametrize(
+    ("reason", "last"), [("enough", ["end", "close"]), (INTERRUPTED, ["interrupt after 1", "close"])]
+)
+def test_a_stop_or_an_interrupt_on_another_rank_ends_training(reason: str, last: list[str], parts: Any):
     recorder = Recorder()
     trainer = parts.trainer(recorder)
-    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), "enough")
-    trainer.train()
-    assert (trainer.iteration, trainer.stop_reason) == (1, "enough")
-    assert recorder.journal[-2:] == ["end", "close"]
-
-
-def test_an_interrupt_on_another_rank_interrupts(parts: Any):
-    trainer = parts.trainer()
-    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), INTERRUPTED)
-    with pytest.raises(KeyboardInterrupt):
+    trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), reason)
+    with pytest.raises(KeyboardInterrupt) if reason == INTERRUPTED else contextlib.nullcontext():
         trainer.train()
-    assert trainer.iteration == 1
+    assert (trainer.iteration, trainer.stop_reason) == (1, reason)
+    assert recorder.journal[-2:] == last
 
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 2), (1, 0)])

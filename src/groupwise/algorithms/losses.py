@@ -118,27 +118,16 @@ def policy_ratio(
 def _segment_ratio(
     cfg: ObjectiveCfg, log_prob: Float[Tensor, "*batch"], batch: Batch, counts: Counts
 ) -> Float[Tensor, "*batch"]:
-    moved, mask = log_prob - batch["old_log_prob"], batch["loss_mask"]
+    moved, mask, is_own = log_prob - batch["old_log_prob"], batch["loss_mask"], cfg.ratio == "sequence_token"
     segment, number = batch["episode_id"], counts.episodes
     if cfg.ratio == "turn":
         segment, number = batch["turn"], counts.turns
-    if cfg.ratio == "sequence_product":
-        return bounded_exp(_over_segments(segment_sum, moved, mask, segment, number))
-    if cfg.ratio == "sequence_token":
-        mean = _over_segments(segment_mean, moved.detach(), mask, segment, number)
-        return bounded_exp(mean + (log_prob - log_prob.detach()).masked_fill(~mask, 0))
-    return bounded_exp(_over_segments(segment_mean, moved, mask, segment, number))
-
-
-def _over_segments(
-    reduce: Callable[..., Tensor],
-    x: Float[Tensor, "*batch"],
-    mask: Bool[Tensor, "*batch"],
-    segment: Int[Tensor, "*batch"],
-    number: int,
-) -> Float[Tensor, "*batch"]:
-    """Sum or mean of each segment over the mask, at each of its elements; 0 outside the mask."""
-    return gather_segments(reduce(x, segment, number, mask), segment).masked_fill(~mask, 0)
+    reduce = segment_sum if cfg.ratio == "sequence_product" else segment_mean
+    reduced = reduce(moved.detach() if is_own else moved, segment, number, mask)
+    log_ratio = gather_segments(reduced, segment).masked_fill(~mask, 0)
+    if is_own:
+        log_ratio = log_ratio + (log_prob - log_prob.detach()).masked_fill(~mask, 0)
+    return bounded_exp(log_ratio)
 
 
 # --- trust regions ---
@@ -554,7 +543,9 @@ def sampler_weight(start: UpdateStart, level: Literal["token", "sequence"]) -> F
     """``exp(old_log_prob - sample_log_prob)`` of each step, or the product over its episode; the latter is 1 outside the mask."""
     moved = start.old_log_prob - start.batch["sample_log_prob"]
     if level == "sequence":
-        moved = _over_segments(segment_sum, moved, start.mask, start.batch["episode_id"], start.num_episodes)
+        episode = start.batch["episode_id"]
+        total = segment_sum(moved, episode, start.num_episodes, start.mask)
+        moved = gather_segments(total, episode).masked_fill(~start.mask, 0)
     return bounded_exp(moved)
 
 

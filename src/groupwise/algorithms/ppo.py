@@ -70,8 +70,8 @@ class PPO(BaseAlgorithm):
         """Normalise the advantages over each minibatch, if asked."""
         if self.cfg.normalize_advantage == "minibatch":
             mask, all_sum = elements["loss_mask"], self.engine.sum
-            advantage = whiten_segments(elements["advantage"], minibatch, num_minibatches, mask, all_sum=all_sum)
-            elements["advantage"] = advantage
+            raw = elements["advantage"]
+            elements["advantage"] = whiten_segments(raw, minibatch, num_minibatches, mask, all_sum=all_sum)
         return elements
 
     def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:

@@ -148,11 +148,10 @@ _FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_f
 
 
 def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
-    """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``.
+    """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``; ``--a.no-b`` is ``--a.b false``.
 
     Args:
-        argv: the target is an environment id or a file of settings, also as ``--config FILE``; help without one is that
-            of CartPole.
+        argv: the target is an environment id or a file of settings; help without one is that of CartPole.
         parser: of the command, whose own options are not in ``argv``.
         only: paths of the settings that are options; empty for all.
 
@@ -161,15 +160,20 @@ def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ())
         SystemExit: after ``--help``.
     """
     asked, words = _HELP.intersection(argv), [word for word in argv if word not in _HELP]
-    if "--config" in words:
-        at = words.index("--config")
-        if at and not words[0].startswith("--"):
-            raise ConfigError(f"{words[0]} and --config both say what to train on; fix: one of them")
-        words = [*words[at + 1 : at + 2], *words[:at], *words[at + 2 :]]
     target, *words = words or ["CartPole-v1" if asked else ""]
     if target.startswith("-") or not target:
         raise ConfigError(f"expected an environment id or a file of settings first, as in: {parser.prog} CartPole-v1")
-    given = _by_path(words)
+    given: dict[str, list[str]] = {}  # words after each option, by its path
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.removeprefix("--").partition("=")
+            outer, dot, last = flag.replace("-", "_").removesuffix(".name").rpartition(".")
+            values = given[outer + dot + last.removeprefix("no_")] = ["false"] if last.startswith("no_") else []
+            values += [value] if equals else []
+        elif not given:
+            raise ConfigError(f"{word!r} belongs to no option; fix: leave it out, or name its option (see --help)")
+        else:
+            values.append(word)
     preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
     default = _resolve(target, preset, _tree(_FIRST, given))
     options = [option for option in options_of(default, given=given) if not only or option.path in only]
@@ -228,22 +232,6 @@ def options_of(config: Cfg, prefix: str = "", given: Mapping[str, list[str]] = {
 
 
 # Values
-
-
-def _by_path(words: Sequence[str]) -> dict[str, list[str]]:
-    """The words after each option, by its path; ``--policy.no-normalize-obs`` is ``--policy.normalize-obs false``."""
-    found: dict[str, list[str]] = {}
-    for word in words:
-        if word.startswith("--"):
-            flag, equals, value = word.removeprefix("--").partition("=")
-            outer, dot, last = flag.replace("-", "_").removesuffix(".name").rpartition(".")
-            values = found[outer + dot + last.removeprefix("no_")] = ["false"] if last.startswith("no_") else []
-            values += [value] if equals else []
-        elif not found:
-            raise ConfigError(f"{word!r} belongs to no option; fix: leave it out, or name its option (see --help)")
-        else:
-            values.append(word)
-    return found
 
 
 def _tree(options: Sequence[Option], given: Mapping[str, list[str]]) -> Tree:

@@ -1,6 +1,5 @@
 """Commands that train: ``train``, ``resume`` and ``evolve``."""
 
-import json
 import logging
 import math
 import os
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 from groupwise import plugins
 from groupwise import system as files
-from groupwise.cli.options import Option, Parser, count, parse_options, value_of
+from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of
 from groupwise.config import to_json
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
@@ -36,7 +35,6 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise train CartPole-v1 --algorithm ppo --seed 3
       groupwise train CartPole-v1 --preset dr_grpo --seeds 0-9
       groupwise train my_run.json --algorithm.learning-rate 3e-4
-      groupwise train --config my_run.yaml
 
     Options, with the defaults of this environment:
       --seeds 0-9                         or 0,3,5: one run per seed, in parallel
@@ -103,9 +101,9 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     """
     if argv and (Path(argv[0]) / "population.json").is_file():
         parser.add_argument("population", type=Path, help="folder of the population")
-        options = _add_fields(parser, LaunchCfg)
+        own = _add_fields(parser, LaunchCfg)
         found = vars(parser.read(argv))
-        given = {name: value_of(options[name], [found[name]]) for name in options if found[name] is not None}
+        given = {name: value_of(own[name], [found[name]]) for name in own if found[name] is not None}
 
         from groupwise.evolution.population import Population
 
@@ -368,11 +366,11 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
     base = parse_options(rest, parser)
     if "search" not in given:
         raise ConfigError("--search is missing: the settings that change; fix: see groupwise evolve --help")
-    if not given["search"].lstrip().startswith("{"):
-        given["search"] = json.dumps(read_file(Path(given["search"])))
+    word = given.pop("search")
+    search = parse_json("--search", word) if word.lstrip().startswith("{") else read_file(Path(word))
     values = {name: value_of(options[name], [word]) for name, word in given.items()}
     launch = LaunchCfg(**{name: values.pop(name) for name in LaunchCfg.model_fields if name in values})
-    cfg = EvolutionCfg(**values)
+    cfg = EvolutionCfg(search=search, **values)
 
     from groupwise.evolution.evolve import evolve_from_config
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from groupwise.collectors.vector import EnvCollector, Episode, MakeActor, RolloutWriter, env_steps
+from groupwise.collectors.vector import EnvCollector, Episode, MakeActor, Outcome, RolloutWriter, env_steps
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.envs.base import EnvStep, GroupEnv
@@ -299,7 +299,9 @@ class GroupCollector(EnvCollector):
         members = tracker.members
         reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
         ended = sorted((m for m in members if m.ended and not m.greedy), key=lambda member: member.end)
-        outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
+        outcomes: Sequence[Outcome | tuple[()]] = [()] * len(ended)
+        if writer.reports:
+            outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
         returns = [float(reward[m.row, m.start : m.end].cumsum(dtype=np.float64)[-1]) for m in ended]
         self.record(
             Episode(total, member.length, bool(terminated[member.row, member.end - 1]), *outcome)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested, TensorDict, all_finite, find_nonfinite, lengthen
 from groupwise.envs.base import EnvStep, Mask, VectorEnv, successes_by_task
-from groupwise.errors import ConfigError, EnvError
+from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
 
@@ -233,6 +233,14 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
     Args:
         ranks: the episodes that each rank averages, whose number weights its means, and its metrics.
     """
+    pooled = ranks[0][1] if len(ranks) == 1 else _pooled(ranks)
+    if not any(episode.task for episodes, _ in ranks for episode in episodes):
+        return pooled
+    tasks = successes_by_task((episode.task, episode.success) for episodes, _ in ranks for episode in episodes)
+    return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}
+
+
+def _pooled(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) -> dict[str, float]:
     pooled = {}
     for name in dict.fromkeys(name for _, metrics in ranks for name in metrics):
         values = [metrics[name] for _, metrics in ranks if name in metrics]
@@ -245,8 +253,7 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
             pooled[name] = min(values)
         else:
             pooled[name] = sum(v * (weight / sum(weights)) for v, weight in zip(values, weights, strict=True))
-    tasks = successes_by_task((episode.task, episode.success) for episodes, _ in ranks for episode in episodes)
-    return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}
+    return pooled
 
 
 # Writer of rollouts, step by step
@@ -268,7 +275,7 @@ class RolloutWriter:
         self._policy = policy
         self._cut: list[tuple[Tensor, Tensor, Nested]] = []
         """Rows, steps and final observations of truncated episodes."""
-        self._reports: dict[int, Mapping[str, Any]] = {}
+        self.reports: dict[int, Mapping[str, Any]] = {}
         """``EnvStep.info`` of steps that end episodes."""
         self._open(rollout)
 
@@ -290,9 +297,12 @@ class RolloutWriter:
             _write(self._columns["value"], step, action.value)
         numbers = action.action
         if numbers.is_floating_point() and numbers.device.type == "cpu" and not all_finite(numbers):
-            slots = torch.zeros_like(self.rollout["valid"])  # on a GPU the check would be a host sync
-            slots[:, step] = True
-            raise find_nonfinite(self.rollout, slots)[0].error()
+            raise self._nonfinite(step)  # on a GPU the check would be a host sync
+
+    def _nonfinite(self, step: int) -> DataError:
+        slots = torch.zeros_like(self.rollout["valid"])
+        slots[:, step] = True
+        return find_nonfinite(self.rollout, slots)[0].error()
 
     def outcome(self, step: int, outcome: EnvStep) -> None:
         """Write the outcome of a step."""
@@ -302,7 +312,7 @@ class RolloutWriter:
         for key in self._from_info:
             _write(self._columns[key], step, outcome.info[key])
         if "success" in outcome.info or "log_info" in outcome.info:
-            self._reports[step] = outcome.info
+            self.reports[step] = outcome.info
 
     def cut(self, step: int, truncated: Bool[Tensor, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
@@ -328,10 +338,10 @@ class RolloutWriter:
 
     def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
         """Reports of the environment on the episodes that ended in these rows with these steps."""
-        success = {step: info["success"].tolist() for step, info in self._reports.items() if "success" in info}
+        success = {step: info["success"].tolist() for step, info in self.reports.items() if "success" in info}
         found: list[Outcome] = []
         for row, step in zip(rows, steps, strict=True):
-            info = self._reports.get(step, {})
+            info = self.reports.get(step, {})
             task = str(info["task"][row]) or None if "task" in info else None
             numbers = {name: float(values[row]) for name, values in info.get("log_info", {}).items()}
             is_known = numbers and not any(map(math.isnan, numbers.values()))
@@ -416,7 +426,7 @@ class VectorCollector(EnvCollector):
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        outcomes = writer.outcomes(row.tolist(), time.tolist())
+        outcomes = writer.outcomes(row.tolist(), time.tolist()) if writer.reports else [()] * len(row)
         ended = zip(*(part.tolist() for part in ends), outcomes, strict=True)
         self.record(Episode(*end, *outcome) for *end, outcome in ended)
         over = done[:, -1] | dead[:, -1]
@@ -469,14 +479,14 @@ class VectorCollector(EnvCollector):
             step = self.step_env(action)
             writer.outcome(t, step)
             obs = step.obs
-            if self.env.autoreset != "next_step" and (done := step.terminated | step.truncated).any():
-                final_obs = step.final_obs if self.env.autoreset == "same_step" else obs
-                assert final_obs is not None
-                writer.cut(t, step.truncated & ~step.terminated, final_obs)
-                if self.env.autoreset == "disabled":
-                    mask = done.cpu().numpy()
-                    obs = self.env.reset(mask=mask)
-                    obs = self._begun(obs, mask) if self.policy.state_size else obs
+            cut = step.truncated & ~step.terminated
+            if step.final_obs is not None:
+                writer.cut(t, cut, step.final_obs)
+            elif self.env.autoreset == "disabled" and (done := step.terminated | step.truncated).any():
+                writer.cut(t, cut, obs)
+                mask = done.cpu().numpy()
+                obs = self.env.reset(mask=mask)
+                obs = self._begun(obs, mask) if self.policy.state_size else obs
         return obs
 
 

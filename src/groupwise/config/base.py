@@ -150,7 +150,7 @@ class Choice(Cfg):
     ``class Mine(Family, name="mine")`` registers it, and raises a ``ConfigError`` if another class has the name.
     """
 
-    name: str
+    name: str = ""
     """Name in the registry."""
     source: ClassVar[str] = "groupwise"
     """URL of the paper or library; ``groupwise`` if it was developed here."""
@@ -170,7 +170,7 @@ class Choice(Cfg):
         if family:
             cls.family, cls.default, cls.known = family, default, dict(vars(cls).get("known", {}))
         if name:  # pydantic makes fields of annotations after this
-            cls.__annotations__ = {"name": Literal[name]} | vars(cls).get("__annotations__", {})
+            cls.__annotations__ = {"name": Literal[name]} | inspect.get_annotations(cls)
             cls.name = name
 
     @classmethod
@@ -191,8 +191,7 @@ class Choice(Cfg):
     @classmethod
     def own_name(cls) -> str | None:
         """The default of the field ``name``, if it has one."""
-        default = cls.model_fields["name"].default
-        return default if isinstance(default, str) else None
+        return cls.model_fields["name"].default or None
 
     @classmethod
     def named(cls, name: str) -> type[Any]:
@@ -302,8 +301,7 @@ def settings_of(
         __qualname__=f"{function.__qualname__}.Settings",
         # docstrings of attributes are above; looking for them takes 0.1 s a class
         __cls_kwargs__={"use_attribute_docstrings": False, "name": name, "source": site},
-        __validators__={"checked": model_validator(mode="after")(checked)},
-        **fields,
+        **fields | {"__validators__": {"checked": model_validator(mode="after")(checked)}},
     )
     for attribute, value in attributes.items():
         setattr(settings, attribute, value)

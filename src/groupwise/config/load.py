@@ -5,6 +5,7 @@ preset that is named with a file is the user's, too, and comes before the file.
 """
 
 import functools
+import inspect
 import json
 import operator
 import re
@@ -304,7 +305,7 @@ def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> 
         if tree := by_algorithm.get(base.own_name() or ""):
             settings = _table(tree, "algorithm").items()
             return {**tree, "algorithm": {key: value for key, value in settings if key not in redefined}}
-        redefined |= vars(base).get("__annotations__", {}).keys()
+        redefined |= inspect.get_annotations(base).keys()
     return {}
 
 

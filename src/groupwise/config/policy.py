@@ -14,7 +14,6 @@ from groupwise.errors import require_name
 class AnyPolicyCfg(Choice, family="policy", default="actor_critic"):
     """Which policy. ``register_policy`` adds yours."""
 
-    name: str = ""
     policy: ClassVar[type | None] = None
     """The ``Policy`` that ``register_policy`` gave these settings; it takes ``(observation_space, action_space, cfg, *, actor_only, gamma)``."""
     init_from: Path | None = None

@@ -154,19 +154,6 @@ class WandBCfg(TrackerCfg, name="wandb"):
     """``offline`` keeps the run on disk. None: ``WANDB_MODE``, or ``online``."""
 
 
-class TrackioCfg(TrackerCfg, name="trackio"):
-    """Trackio, on this machine or in a Space."""
-
-    project: str = "groupwise"
-    """Project."""
-    run_name: str | None = None
-    """Name of the run, to which a part of its unique id is added. None: that of the run folder."""
-    group: str | None = None
-    """Group of runs."""
-    space_id: str | None = None
-    """Space on Hugging Face that gets the metrics. None: ``TRACKIO_SPACE_ID``, or this machine alone."""
-
-
 # Texts and rewards
 
 GYM = "reasoning-gym:"
@@ -439,7 +426,7 @@ class CommonCfg(Cfg):
             )
         got = type(self.algorithm)
         if got is not AlgorithmCfg.named(self.algorithm.name):
-            raise ValueError(f"{got.__name__} is not registered; fix: register_algorithm({got.__name__})")
+            raise ValueError(f"{got.__name__} has no name of its own; fix: class {got.__name__}(..., name='my_name')")
         return self
 
 

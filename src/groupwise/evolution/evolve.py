@@ -17,7 +17,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -37,7 +37,6 @@ from groupwise.evolution.population import (
     Population,
     Round,
     check_search,
-    check_within,
     fitted,
     play,
     with_settings,
@@ -104,7 +103,8 @@ class Processes:
     """A pool of processes of this machine, which are known by their connections."""
 
     def __init__(self, size: int, given: UserObjects, output: Path) -> None:
-        self.size, self._output, self._payload = size, str(output), plugins.pickled(given)
+        self.size: float = size
+        self._output, self._payload = str(output), plugins.pickled(given)
         self.busy: dict[Any, Round] = {}
         self._processes: dict[Any, BaseProcess] = {}
 
@@ -121,9 +121,10 @@ class Processes:
 
     def answers(self) -> Iterator[tuple[Any, dict[str, Any] | str]]:
         """Answers of processes, which are idle again unless they died."""
-        for worker in connection.wait(list(self.busy)):
+        ready: list[Any] = connection.wait(list(self.busy))
+        for worker in ready:
             try:
-                answer = worker.recv()  # type: ignore[union-attr]
+                answer = worker.recv()
             except (EOFError, OSError):
                 process = self._processes.pop(worker)
                 process.join(1.0)
@@ -173,16 +174,11 @@ def evolve(
     algorithm: str | AlgorithmCfg | dict[str, Any] | None = None,
     *,
     search: Mapping[str, Any],
-    population: int = 8,
-    rounds: int = 10,
-    round_steps: int = 10_000,
     policy: Any = None,
     preset: str | None = None,
     num_envs: int | None = None,
     max_episode_steps: int | None = None,
     run_dir: Path | str | None = None,
-    workers: int | None = None,
-    launcher: Literal["processes", "ray"] = "processes",
     on_mutation: OnMutation | None = None,
     **fields: Any,
 ) -> Population:
@@ -191,15 +187,11 @@ def evolve(
     Args:
         env, algorithm, policy, preset, num_envs, max_episode_steps: as of ``gw.train``.
         search: bounds or values of settings, by path: ``{"algorithm.learning_rate": {"min": 1e-5, "max": 1e-2, "log": True}}``.
-        population: members.
-        rounds: rounds of training, evaluation and selection.
-        round_steps: environment steps (tokens for text) that each member trains in a round.
         run_dir: a folder that does not exist or is empty. None: a new one under ``runs/``.
-        workers: members at once. None: one per core, or as many as a cluster has room for.
-        launcher: ``processes`` of this machine, or ``ray``. The result depends neither on it nor on ``workers``.
         on_mutation: called with a clone's name, its parent's settings and its own; may return others.
-        fields: other settings of the search (``episodes``, ``fitness``, ``selection``, ``mutation``, ``weight_noise``), and
-            of the runs as in ``gw.train``. With Ray also ``cpus`` and ``gpus`` of each member.
+        fields: other settings of the search (``population``, ``rounds``, ``round_steps`` and so on, see ``EvolutionCfg``), and
+            of the runs as in ``gw.train``; ``workers`` (members at once), ``launcher`` (``processes`` of this machine, or
+            ``ray``), and with Ray ``cpus`` and ``gpus`` of each member, on none of which the result depends.
 
     Raises:
         ConfigError: a setting is unknown or impossible, or cannot be searched.
@@ -207,9 +199,8 @@ def evolve(
         MemberError: a member failed three times; the others are saved.
         DivergedError: all members diverged.
     """
-    launch = LaunchCfg(workers=workers, launcher=launcher, **_taken(fields, LaunchCfg))
-    own = {"search": search, "population": population, "rounds": rounds, "round_steps": round_steps}
-    cfg = EvolutionCfg(**_taken(fields, EvolutionCfg) | own)
+    launch = LaunchCfg(**_taken(fields, LaunchCfg))
+    cfg = EvolutionCfg(**_taken(fields, EvolutionCfg) | {"search": search})
     if named := [name for name in BUDGETS if fields.get(name) is not None]:
         raise ConfigError(f"{named[0]}: the budget is rounds times round_steps; fix: set these")
     in_env = {"num_envs": num_envs, "max_episode_steps": max_episode_steps}
@@ -277,7 +268,7 @@ def go_on(population: Population, given: UserObjects, launch: LaunchCfg, on_muta
                         parent, unfinished = population.folder(member.parent), folder.with_name(f".{folder.name}")
                         files.remove(unfinished)
                         own = with_settings(load_config(parent / "config.json"), member.settings, seed=seed)
-                        fork_run(parent, unfinished, "latest", lambda _, own=own: own, finished=True)
+                        fork_run(parent, unfinished, "latest", lambda _: own, finished=True)  # noqa: B023
                         unfinished.rename(folder)
                 settings, until = with_settings(base, member.settings, seed=seed), (number + 1) * cfg.round_steps
                 common = _seed(base, "evaluation of members")
@@ -326,7 +317,11 @@ def _select(population: Population, active: list[Member], number: int, on_mutati
             settings = cfg.mutation.mutate(member.settings, cfg.search, Random(_seed(base, "mutation", name)))
             if on_mutation is not None:
                 settings = dict(on_mutation(name, member.settings, settings) or settings)
-                check_within(cfg.search, settings, "on_mutation")
+                for path in cfg.search.keys() | settings.keys():
+                    space, value = cfg.search.get(path, ()), settings.get(path)
+                    size = value if isinstance(value, int | float) else math.nan
+                    if not (space.min <= size <= space.max if isinstance(space, RangeCfg) else value in space):
+                        raise ConfigError(f"on_mutation gave {path} = {value!r}; expected a value of the search space")
             with_settings(base, settings)  # possible together
             member = Member(name, member.name, number + 1, settings)
         population.members[member.name] = member

@@ -160,14 +160,11 @@ class Population:
         """A round in one line."""
         ranked = self.ranked(number)
         best, worst = (self.fitness(member, number) for member in (ranked[0], ranked[-1]))
-        values = ((path.rpartition(".")[2], value) for path, value in ranked[0].settings.items())
-        shown = ", ".join(
-            f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}" for name, value in values
-        )
-        return (
-            f"round {number + 1}/{self.cfg.rounds}   best {best:.6g} ({ranked[0].name}: {shown})   "
-            f"worst {worst:.6g} ({ranked[-1].name})"
-        )
+        values = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in ranked[0].settings.values()]
+        names = [path.rpartition(".")[2] for path in ranked[0].settings]
+        shown = ", ".join(map("=".join, zip(names, values, strict=True)))
+        best_member = f"best {best:.6g} ({ranked[0].name}: {shown})"
+        return f"round {number + 1}/{self.cfg.rounds}   {best_member}   worst {worst:.6g} ({ranked[-1].name})"
 
     def write_best(self) -> None:
         """Copy the run of the best member of the last round to ``best/``."""
@@ -180,8 +177,6 @@ class Population:
 
 # Settings of members: search ranges, first values, paths in a run's config
 
-Search = Mapping[str, RangeCfg | Choices]
-
 _OF_ALL = (
     "seed", "run_dir", "total_steps", "total_iterations", "total_epochs", "evaluation", "logging", "stop",
     "checkpoint_interval", "keep_checkpoints", "ddp_timeout",
@@ -189,7 +184,7 @@ _OF_ALL = (
 """Settings that all members share."""
 
 
-def check_search(search: Search, base: CommonCfg) -> None:
+def check_search(search: Mapping[str, RangeCfg | Choices], base: CommonCfg) -> None:
     """Refuse settings that cannot be searched, before anything starts.
 
     Raises:
@@ -211,17 +206,6 @@ def check_search(search: Search, base: CommonCfg) -> None:
 def fitted(base: CommonCfg, path: str, value: Value) -> Value:
     """``value``, rounded where the setting at ``path`` is a whole number."""
     return round(value) if isinstance(value, float) and isinstance(setting_at(base, path), int) else value
-
-
-def check_within(search: Search, settings: Mapping[str, Value], owner: str) -> None:
-    """Refuse settings that are not those that are searched, or outside of the search space."""
-    if settings.keys() != search.keys():
-        raise ConfigError(f"{owner} gave settings {', '.join(settings)}; expected {', '.join(search)}")
-    for path, space in search.items():
-        value = settings[path]
-        number = value if isinstance(value, int | float) else math.nan
-        if not (space.min <= number <= space.max if isinstance(space, RangeCfg) else value in space):
-            raise ConfigError(f"{owner} gave {path} = {value!r}; expected a value of the search space")
 
 
 def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any) -> CommonCfg:

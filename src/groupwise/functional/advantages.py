@@ -4,7 +4,7 @@ Axes: row = N environments or samples, step = T, batch = any shape, key = what i
 step). An id of -1 marks an absent element. A row may hold several episodes one after another.
 """
 
-from typing import Literal, assert_never
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -285,5 +285,3 @@ def _batch_scale(
             counts = torch.stack([((score != 0) & mask).sum().to(score), mask.sum() + zeros.sum()])
             nonzero, count = all_sum(counts).unbind()
             return nonzero.clamp(min=1) / count.clamp(min=1)
-        case _:
-            assert_never(scale)

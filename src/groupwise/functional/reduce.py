@@ -6,7 +6,7 @@ shape depends on the data.
 """
 
 from collections.abc import Callable
-from typing import Literal, assert_never
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -150,8 +150,6 @@ def loss_weights(
             return weight / num_counted
         case "constant":
             return weight / (num_counted * longest)
-        case _:
-            assert_never(aggregation)
 
 
 def token_mean_weights(

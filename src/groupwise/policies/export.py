@@ -84,6 +84,8 @@ def _onnx(policy: Policy) -> bytes:
         )
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require_extra(package, "export")
+    import onnxruntime
+
     policy = policy.without_critic().cpu()
     if (space := getattr(policy, "observation_space", None)) is None:
         raise ConfigError(
@@ -118,16 +120,9 @@ def _onnx(policy: Policy) -> bytes:
         log.setLevel(level)
     assert program is not None
     model: bytes = program.model_proto.SerializeToString()
-    _check(model, actor, leaves)
-    return model
-
-
-def _check(model: bytes, actor: DeterministicActor, leaves: tuple[Tensor, ...]) -> None:
-    """Raise a ``ConfigError`` unless ONNX Runtime takes the policy's actions, of many observations and of one."""
-    import onnxruntime
 
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    for count in (_CHECKED, 1):
+    for count in (_CHECKED, 1):  # many observations, and one
         some = [leaf[:count] for leaf in leaves]
         (found,) = session.run(None, {name: leaf.numpy() for name, leaf in zip(actor.names, some, strict=True)})
         with torch.no_grad():
@@ -137,3 +132,4 @@ def _check(model: bytes, actor: DeterministicActor, leaves: tuple[Tensor, ...]) 
                 f"ONNX Runtime takes other actions than the policy: {found.ravel()[:4]} in place of {expected.ravel()[:4]}; "
                 "fix: safetensors, and please report this"
             )
+    return model

@@ -88,7 +88,7 @@ class RecurrentActorCritic(ActorCritic):
         """Scores of the actions of whole rows ``[B, T]``, with gradient; 0 where a row is not valid."""
         at = Packing.of(batch["valid"], batch["step"])
         obs, action, state = (batch[key][at.row, at.slot] for key in ("obs", "action", "state"))
-        params, value, _ = self._follow(obs, state[: at.num_sequences], at.batch_sizes)
+        params, value, _ = self._follow(obs, state[: int(at.batch_sizes[:1].sum())], at.batch_sizes)
         log_prob, entropy = self.head.score(params, action)
         shape = batch["valid"].shape
         return Evaluation(
@@ -209,7 +209,7 @@ class Packing(NamedTuple):
     row: Int[Tensor, " element"]
     slot: Int[Tensor, " element"]
     batch_sizes: Int[Tensor, " step"]
-    """Sequences that have a first, second, ... element. On the CPU."""
+    """Sequences that have a first, second, ... element; those first elements come first. On the CPU."""
 
     @classmethod
     def of(cls, valid: Bool[Tensor, "row slot"], step: Int[Tensor, "row slot"]) -> "Packing":
@@ -227,11 +227,6 @@ class Packing(NamedTuple):
         order = (place * len(length) + rank[number]).argsort()
         row, slot = valid.nonzero()[order].unbind(dim=1)
         return cls(row, slot, torch.bincount(place).cpu())
-
-    @property
-    def num_sequences(self) -> int:
-        """How many there are; their first elements come first."""
-        return int(self.batch_sizes[:1].sum())
 
     def unpacked(self, x: Tensor, shape: torch.Size) -> Tensor:
         """``x`` ``[element, ...]`` in rows ``[*shape, ...]``, 0 elsewhere."""

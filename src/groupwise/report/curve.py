@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 
 TRAINING, EVALUATION = "#4c72b0", "#c44e52"
+WIDTH, HEIGHT = 700, 410
+LEFT, RIGHT, TOP, BOTTOM = 68, 682, 34, 330
+"""Place of the axes in a panel, in pixels."""
 
 
 def plot_curve(
@@ -28,47 +31,99 @@ def plot_curve(
     xlabel: str = "environment steps",
     ylabel: str = "episode return",
 ) -> None:
-    """Write a PNG of return against steps: training, and evaluations with 95 % intervals.
+    """Write the learning curve as SVG; see ``curve_svg``. matplotlib would take a second and 30 MiB to import."""
+    files.write(path, curve_svg(metrics, title, xlabel, ylabel, look="background: white; color: #222").encode())
+
+
+def curve_svg(metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, ylabel: str, look: str = "") -> Markup:
+    """Return against steps: training, and evaluations with 95 % intervals. Lines and text have the colour of the page.
 
     A second panel shows the success rate, where the environment reports success.
 
     Args:
         metrics: entries of ``metrics.jsonl``; nothing is drawn for keys that none of them has.
+        look: CSS of the picture.
     """
-    save_figure(curve_figure(metrics, title, xlabel, ylabel, size=(7.0, 4.2)), path)
-
-
-def curve_figure(
-    metrics: Sequence[Mapping[str, Any]],
-    title: str,
-    xlabel: str,
-    ylabel: str,
-    size: tuple[float, float],
-    kind: "type[Figure] | None" = None,
-) -> "Figure":
-    """The figure of ``plot_curve``.
-
-    Args:
-        size: of a panel, in inches.
-        kind: of figure; None: matplotlib's own.
-    """
-    from matplotlib.figure import Figure
-
     panels = {"return_mean": ylabel}
     if any("rollout/success_rate" in entry or "eval/success_rate" in entry for entry in metrics):
         panels["success_rate"] = "success rate"
     if metrics and all(_is_success(entry) for entry in metrics):
         del panels["return_mean"]
-    width, height = size
-    figure = (kind or Figure)(figsize=(width, height * len(panels)), dpi=130, layout="constrained")
-    every = list(figure.subplots(len(panels), squeeze=False).flat)
-    for axes, (name, label) in zip(every, panels.items(), strict=True):
-        _draw(axes, metrics, name)
-        axes.set(xlabel=xlabel, ylabel=label, title=title if axes is every[0] else "")
-        against_steps(axes)
-    if (handles := every[0].get_legend_handles_labels())[0]:
-        figure.legend(*handles, frameon=False, loc="outside lower center", ncols=2)
-    return figure
+    drawn = [_panel(metrics, name, xlabel, label) for name, label in panels.items()]
+    shifted = [f'<g transform="translate(0 {number * HEIGHT})">{panel}</g>' for number, panel in enumerate(drawn)]
+    return Markup(  # noqa: S704  drawn here, and words are escaped
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(drawn)}" role="img" style="{look}" '
+        f'font-family="sans-serif" font-size="13" text-anchor="middle" fill="currentColor" '
+        f'aria-label="{escape(f"Learning curve: {ylabel} against {xlabel}, in training and in evaluations")}">'
+        f'<text x="{WIDTH / 2}" y="20" font-size="15">{escape(title)}</text>{"".join(shifted)}</svg>'
+    )
+
+
+def _panel(metrics: Sequence[Mapping[str, Any]], name: str, xlabel: str, ylabel: str) -> str:
+    """A score in training and in evaluations."""
+    training, evaluated = points(metrics, f"rollout/{name}"), points(metrics, f"eval/{name}")
+    entries = [entry for entry in metrics if f"eval/{name}" in entry]
+    ends = [interval_of(entry, name) or (score, score) for entry, (_, score) in zip(entries, evaluated, strict=True)]
+    scores = [score for _, score in training + evaluated] + [end for both in ends for end in both]
+    across, up = _ticks(0, max((step for step, _ in training + evaluated), default=1) or 1), _ticks(*_span(scores))
+
+    def x(step: float) -> str:
+        return f"{LEFT + (RIGHT - LEFT) * step / across[-1]:.1f}"
+
+    def y(score: float) -> str:
+        return f"{BOTTOM - (BOTTOM - TOP) * (score - up[0]) / (up[-1] - up[0]):.1f}"
+
+    def line(points: Sequence[tuple[float, float]], color: str, width: float) -> str:
+        places = " ".join(f"{x(step)},{y(score)}" for step, score in points)
+        return f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="{width}"/>'
+
+    def dot(step: float, score: float, color: str) -> str:
+        return f'<circle cx="{x(step)}" cy="{y(score)}" r="3" fill="{color}"/>'
+
+    parts = []
+    for step in across:
+        parts.append(f'<path d="M{x(step)} {TOP}V{BOTTOM}" stroke="currentColor" opacity="0.15"/>')
+        parts.append(f'<text x="{x(step)}" y="{BOTTOM + 18}">{short(step)}</text>')
+    for score in up:
+        parts.append(f'<path d="M{LEFT} {y(score)}H{RIGHT}" stroke="currentColor" opacity="0.15"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y(score)}" dy="4" text-anchor="end">{short(score)}</text>')
+    parts.append(f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="currentColor"/>')
+    parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 40}">{escape(xlabel)}</text>')
+    middle, legend = (TOP + BOTTOM) / 2, []
+    parts.append(f'<text x="16" y="{middle}" transform="rotate(-90 16 {middle})">{escape(ylabel)}</text>')
+    if training:
+        parts += [line(training, TRAINING, 1.6)] if len(training) > 1 else [dot(*training[0], TRAINING)]
+        legend.append((TRAINING, "training, sampled"))
+    if evaluated:
+        whiskers = [
+            line([(step, low), (step, high)], EVALUATION, 1)
+            for (step, _), (low, high) in zip(evaluated, ends, strict=True)
+        ]
+        parts += [line(evaluated, EVALUATION, 1), *whiskers, *(dot(*point, EVALUATION) for point in evaluated)]
+        episodes = max(entry.get("eval/episodes", 0) for entry in entries)
+        legend.append((EVALUATION, f"evaluation (mean of {episodes:.0f}, 95 % interval)" if episodes else "evaluation"))
+    words = "&#160;".join(f'<tspan fill="{color}">&#9644;</tspan> {word} ' for color, word in legend)
+    return "".join([*parts, f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 66}">{words}</text>'])
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """Lowest and highest number, apart where they are equal."""
+    low, high = min(filter(isfinite, values), default=0.0), max(filter(isfinite, values), default=1.0)
+    return (low, high) if low < high else (low - (abs(low) or 1.0) / 10, high + (abs(high) or 1.0) / 10)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers from ``low`` or below to ``high`` or above."""
+    size = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(size))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size)
+    return [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
+
+
+def short(value: float) -> str:
+    """A number as on axes: 20k, 1.5M."""
+    size, suffix = next(((s, n) for s, n in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if s <= abs(value) < 1e12), (1.0, ""))
+    return f"{value / size:.4g}{suffix}"
 
 
 def _is_success(entry: Mapping[str, Any]) -> bool:
@@ -79,19 +134,14 @@ def _is_success(entry: Mapping[str, Any]) -> bool:
 
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write a PNG."""
-    files.write(path, to_png(figure))
+    png = BytesIO()
+    figure.savefig(png, format="png")
+    files.write(path, png.getvalue())
 
 
 def line(axes: "Axes", steps: Sequence[float], scores: Sequence[float], **look: Any) -> None:
     """Draw scores against steps; a line of one point, which would be invisible, as a dot."""
     axes.plot(steps, scores, marker="o" if len(steps) == 1 else None, **look)
-
-
-def to_png(figure: "Figure") -> bytes:
-    """The figure as PNG."""
-    png = BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
 
 
 def against_steps(axes: "Axes") -> None:
@@ -102,22 +152,6 @@ def against_steps(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw(axes: "Axes", metrics: Sequence[Mapping[str, Any]], name: str) -> None:
-    """A score in training and in evaluations."""
-    if training := points(metrics, f"rollout/{name}"):
-        line(axes, *_columns(training), color=TRAINING, linewidth=1.6, label="training, sampled")
-    if evaluated := points(metrics, f"eval/{name}"):
-        entries = [entry for entry in metrics if f"eval/{name}" in entry]
-        ends = [interval_of(entry, name) or (math.nan, math.nan) for entry in entries]
-        errors = [[score - low, high - score] for (_, score), (low, high) in zip(evaluated, ends, strict=True)]
-        episodes = max(entry.get("eval/episodes", 0) for entry in entries)
-        label = f"evaluation (mean of {episodes:.0f}, 95 % interval)" if episodes else "evaluation"
-        axes.errorbar(
-            *_columns(evaluated), yerr=list(zip(*errors, strict=True)), color=EVALUATION, fmt="o-", markersize=4,
-            linewidth=1, capsize=2.5, label=label,
-        )  # fmt: skip
 
 
 def points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -139,16 +173,6 @@ _STYLE: Any = {
     "svg.hashsalt": "groupwise",
     "font.size": 11,
 }
-
-
-def learning_curve(metrics: Sequence[Mapping[str, Any]], axes: tuple[str, str], name: str = "curve") -> Markup:
-    """Return against steps, with the intervals of evaluations.
-
-    Args:
-        name: as of ``svg``.
-    """
-    label = f"Learning curve: {axes[1]} against {axes[0]}, in training and in evaluations"
-    return svg(lambda: curve_figure(metrics, "", *axes, size=(5.8, 3.4)), label, name)
 
 
 def overlay(

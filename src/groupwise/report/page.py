@@ -12,11 +12,9 @@ from importlib.resources import files as resources
 from itertools import groupby
 from math import hypot, inf
 from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from markupsafe import Markup
-from matplotlib.figure import Figure
 from pydantic import ValidationError
 
 from groupwise import plugins
@@ -25,7 +23,7 @@ from groupwise.config import resolve
 from groupwise.config.base import flat
 from groupwise.config.run import BUDGETS, TextRunCfg
 from groupwise.errors import ConfigError
-from groupwise.report.curve import curve_figure, histogram, learning_curve, small, to_png
+from groupwise.report.curve import curve_svg, histogram, small
 from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_frames, read_groups, scores_of
 from groupwise.report.health import CLONING, WORDS, Metrics, diagnose
 
@@ -208,7 +206,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             ending=_ending(folder, metrics, unit),
             answer=answer(metrics, score, sample),
             success=_success(metrics),
-            curve=learning_curve(metrics, (unit, score)) if metrics else "",
+            curve=curve_svg(metrics, "", unit, score) if metrics else "",
             video=b64encode(files.read(folder.video, MAX_VIDEO)).decode() if has_video else "",
             completions=_completions(groups),
             health=_health(metrics, folder),
@@ -429,11 +427,11 @@ def _shown(value: float | int) -> str:
 # Views of a run in a notebook
 
 
-class Curve(Figure):
-    """A figure that a notebook shows, also one that did not import pyplot."""
+class Curve(str):
+    """A picture as SVG, which a notebook shows."""
 
-    def _repr_png_(self) -> bytes:
-        return to_png(self)
+    def _repr_svg_(self) -> str:
+        return str(self)
 
 
 class Frame:
@@ -449,11 +447,11 @@ class Frame:
         return f'<iframe srcdoc="{escape(page)}" title="Page of the run" style="{style}"></iframe>'
 
 
-def plot(folder: RunFolder) -> Figure:
+def plot(folder: RunFolder) -> Curve:
     """The learning curve of a run."""
     config = folder.read_config()
     title = f"{_title(folder)}, seed {config['seed']}"
-    return curve_figure(folder.read_metrics(), title, *words_of(config)[:2], size=(7.0, 4.2), kind=Curve)
+    return Curve(curve_svg(folder.read_metrics(), title, *words_of(config)[:2]))
 
 
 def to_html(folder: RunFolder) -> str:
@@ -461,7 +459,7 @@ def to_html(folder: RunFolder) -> str:
     config, metrics = folder.read_config(), folder.read_metrics()
     unit, score, sample = words_of(config)
     learned = answer(metrics, score, sample)
-    curve = learning_curve(metrics, (unit, score), f"r{token_hex(8)}") if metrics else ""  # unique in the notebook
+    curve = curve_svg(metrics, "", unit, score) if metrics else ""
     row = Markup("<li>{}: <b>{}</b> {} {}</li>")
     sick = [row.format(WORDS[f.verdict], f.title, f.text, f.advice) for f in diagnose(folder) if f.verdict != "good"]
     parts = Markup("<p><b>{}</b>, seed {}, {}</p><p>Did it learn? <b>{}.</b> {}</p>").format(

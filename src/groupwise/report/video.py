@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 MAX_SIZE = 400
 """Pixels; wider or higher frames are scaled down."""
-MAX_FPS = 15
+MAX_FPS = 10
 """Frames per second; faster environments show fewer of their steps, at the same speed."""
-MAX_FRAMES = 150
+MAX_FRAMES = 100
 """Longer episodes show fewer of their steps, too."""
 MAX_STEPS = 1000
 """Truncates the episode."""
@@ -70,7 +71,11 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
     delay = 10 * round(100 * stride / fps)  # GIF counts in hundredths of a second
     delays = [delay] * (len(frames) - 1) + [LAST_DELAY]
     video, suffix = BytesIO(), path.suffix.removeprefix(".")
-    frames[0].save(video, suffix, save_all=True, append_images=frames[1:], loop=0, duration=delays)
+    first, *rest = frames
+    rest.reverse()
+    frames.clear()
+    others = (rest.pop() for _ in range(len(rest)))  # the picture that is written has copies
+    first.save(video, suffix, save_all=True, append_images=others, loop=0, duration=delays)
     files.write(path, video.getvalue())
 
 
@@ -211,7 +216,7 @@ def explained(name: str) -> Iterator[None]:
 # Frames of a group's members: kept actions, replayed in an environment that renders
 
 MAX_MEMBERS = 8
-MAX_REPLAY_FRAMES = 96
+MAX_REPLAY_FRAMES = 64
 """Frames of all members together: drawing a frame of a robot arm takes 0.05 s."""
 MAX_BYTES = 300_000
 """Bytes of all frames together."""
@@ -238,7 +243,9 @@ def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, ou
     if not kept:
         return
     iteration, path = list(kept.items())[-1]
-    group, members = _widest_group(read_groups(path))
+    group, members = _widest_group(
+        read_groups(path, "group", "member", "start", "step", "observation", "action", "reward")
+    )
     if not members[0]["start"][0]:  # without groups, no start is shared
         return
     found = Frames(iteration=iteration, group=group)
@@ -324,16 +331,15 @@ def _numbers(obs: Nested) -> np.ndarray:
 
 
 def _widest_group(columns: _Columns) -> tuple[int, list[dict[str, list[Any]]]]:
-    """The group whose returns differ most, and the columns of each of its members."""
-    groups: dict[int, dict[int, dict[str, list[Any]]]] = {}
-    for values in zip(*columns.values(), strict=True):
-        step = dict(zip(columns, values, strict=True))
-        member = groups.setdefault(step["group"], {}).setdefault(step["member"], {name: [] for name in columns})
-        for name, value in step.items():
-            member[name].append(value)
-    returns = {group: [sum(member["reward"]) for member in members.values()] for group, members in groups.items()}
+    """The group whose returns differ most, and the columns of each of its members. Rows are in order."""
+    groups: dict[int, list[slice]] = {}
+    numbers = list(zip(columns["group"], columns["member"], strict=True))
+    for (group, _), steps in groupby(range(len(numbers)), numbers.__getitem__):
+        rows = list(steps)
+        groups.setdefault(group, []).append(slice(rows[0], rows[-1] + 1))
+    returns = {group: [sum(columns["reward"][own]) for own in members] for group, members in groups.items()}
     widest = max(returns, key=lambda group: max(returns[group]) - min(returns[group]))
-    return widest, list(groups[widest].values())
+    return widest, [{name: list(values[own]) for name, values in columns.items()} for own in groups[widest]]
 
 
 def _some(members: Sequence[dict[str, list[Any]]]) -> list[dict[str, list[Any]]]:

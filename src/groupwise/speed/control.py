@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -23,7 +23,7 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.losses import finest_unit
 from groupwise.algorithms.ppo import PPO
-from groupwise.collectors.torch import StepOutput, TorchCollector
+from groupwise.collectors.torch import Step, StepOutput, TorchCollector
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import subspaces
@@ -242,7 +242,10 @@ class CompiledBackward:
             compiled = compiled_for(function.compute, [vector, *example])
             for size in (rows, rows + 1):
                 values = function.values(_resized(batch, max(size, 2)))
-                _check(compiled(vector, *values)[0], function.compute(vector, *values)[0])
+                found, expected = compiled(vector, *values)[0], function.compute(vector, *values)[0]
+                norm = float(expected.norm())
+                if math.isfinite(norm) and not float((found - expected).norm()) <= _TOLERANCE * norm + 1e-6:
+                    raise RuntimeError(f"the compiled gradient differs from the reference, whose norm is {norm:.3g}")
             return compiled
 
         self._function, self._compiled = function, compiled_or_none("updates", build)
@@ -254,11 +257,25 @@ class _Gradient:
 
     def __init__(self, algorithm: BaseAlgorithm, flat: FlatAdam, batch: Batch) -> None:
         names = {id(parameter): f"policy.{name}" for name, parameter in algorithm.policy.named_parameters()}
-        self._sizes = flat.sizes
-        self._shapes = {names[id(parameter)]: parameter.shape for parameter in flat.parameters}
+        shapes = {names[id(parameter)]: parameter.shape for parameter in flat.parameters}
+        module, sizes, keys = _Loss(algorithm), flat.sizes, list(batch)
+        self._widths = {width for shape in shapes.values() for width in shape} | {sum(sizes)}
         self.keys = dict.fromkeys(batch).keys()
         """The keys that this is compiled for; shapes and types follow from the buffer's check."""
-        self.compute = _differentiated(_Loss(algorithm), self._shapes, self._sizes, list(batch))
+
+        def compute(vector: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+            batch = dict(zip(keys, values, strict=True))
+
+            def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
+                parts = zip(shapes.items(), torch.split(vector, sizes), strict=True)
+                parameters = {name: part.view(shape) for (name, shape), part in parts}
+                return torch.func.functional_call(module, parameters, (batch,))  # type: ignore[no-any-return]
+
+            gradient, (_, metrics) = torch.func.grad_and_value(loss, has_aux=True)(vector)
+            return gradient, metrics
+
+        self.compute = compute
+        """From the parameters' vector and a micro-batch's values to the gradient, and the sums of the metrics."""
 
     def values(self, batch: Batch) -> list[Tensor]:
         """The inputs besides the vector."""
@@ -266,29 +283,9 @@ class _Gradient:
 
     def example(self, batch: Batch) -> Batch:
         """A batch of similar size, but no other dimension's: the compiler would take equal sizes as always equal."""
-        others = {width for value in batch.values() for width in value.shape[1:]}
-        others |= {width for shape in self._shapes.values() for width in shape} | {sum(self._sizes)}
+        others = self._widths | {width for value in batch.values() for width in value.shape[1:]}
         rows = max(len(batch["loss_mask"]), 2)
         return _resized(batch, next(number for number in count(rows) if number not in others))
-
-
-def _differentiated(
-    module: nn.Module, shapes: dict[str, torch.Size], sizes: list[int], keys: list[str]
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A function of the parameters' vector and a micro-batch's values: the gradient, and the sums of the metrics."""
-
-    def compute(vector: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
-        batch = dict(zip(keys, values, strict=True))
-
-        def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            parts = zip(shapes.items(), torch.split(vector, sizes), strict=True)
-            parameters = {name: part.view(shape) for (name, shape), part in parts}
-            return torch.func.functional_call(module, parameters, (batch,))  # type: ignore[no-any-return]
-
-        gradient, (_, metrics) = torch.func.grad_and_value(loss, has_aux=True)(vector)
-        return gradient, metrics
-
-    return compute
 
 
 class _Loss(nn.Module):
@@ -308,12 +305,6 @@ def _resized(batch: Batch, rows: int) -> Batch:
     return {key: value[torch.arange(rows) % len(value)] for key, value in batch.items()}
 
 
-def _check(found: Tensor, expected: Tensor) -> None:
-    norm = float(expected.norm())
-    if math.isfinite(norm) and not float((found - expected).norm()) <= _TOLERANCE * norm + 1e-6:
-        raise RuntimeError(f"the compiled gradient differs from the reference, whose norm is {norm:.3g}")
-
-
 # --- acting and stepping of torch environments, compiled ---
 
 WORTH_ROLLOUT_STEPS = 50_000
@@ -321,8 +312,6 @@ WORTH_ROLLOUT_STEPS = 50_000
 
 _RTOL, _ATOL = 1e-3, 1e-5
 """A compiled step whose numbers differ by more from the reference is not used."""
-
-Step: TypeAlias = Callable[..., StepOutput]
 
 
 def compiled_stepper(collector: TorchCollector) -> "CompiledStepper | None":
@@ -368,7 +357,9 @@ class CompiledStepper:
         with _Draws() as draws:
             expected = reference(*args)
         # separate tensors: if one came twice, the compiler would assume that these arguments are always the same tensor
-        example, given = pytree.tree_map(_own, (args, draws.drawn))
+        with torch.inference_mode(False):
+            own = partial(torch.clone, memory_format=torch.contiguous_format)
+            example, given = pytree.tree_map(own, (args, draws.drawn))
         step, act = self._step, self._policy.act
 
         def pure(draws: list[Tensor], *args: Any) -> StepOutput:
@@ -417,11 +408,6 @@ class _Draws(TorchFunctionMode):
         self.calls.append(partial(func, *args, **{key: value for key, value in kwargs.items() if key != "generator"}))
         self.drawn.append(result.clone())
         return result
-
-
-def _own(tensor: Tensor) -> Tensor:
-    with torch.inference_mode(False):
-        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _check_rollouts(found: Any, expected: Any) -> None:

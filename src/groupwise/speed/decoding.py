@@ -52,13 +52,17 @@ class FastDecoder(Decoder):
             del steps, ours, theirs  # they hold caches of their own
             self.used = "llama" if off <= policy.rounding else "transformers"
             if self.used == "transformers":
-                warnings.warn(
-                    f"{type(policy.network).__name__} decodes with transformers (no fast step): log-probabilities of the "
-                    f"fast step differ by {off:.2g}, at most {policy.rounding} is rounding",
-                    SlowPathWarning,
-                    stacklevel=3,
-                )
+                _warn_of_other_numbers(policy, off)
         return LlamaStep(policy, prompts) if self.used == "llama" else Step(policy, prompts)
+
+
+def _warn_of_other_numbers(policy: CausalLM, off: float) -> None:
+    message = (
+        f"{type(policy.network).__name__} decodes with transformers (no fast step): log-probabilities of the fast step"
+    )
+    warnings.warn(
+        f"{message} differ by {off:.2g}, at most {policy.rounding} is rounding", SlowPathWarning, stacklevel=4
+    )
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:
@@ -104,9 +108,7 @@ class LlamaStep(Step):
         self._layers = [_layer(policy, layer) for layer in base.layers]
         self._head_width, self._groups = cached[0].keys.shape[-1], cached[0].keys.shape[1]
         self._stores = [_store(layer, prompts.group_size) for layer in cached]
-        self._length, self._rows = valid.shape[1], len(valid)
-        self._slots: Tensor | None = None  # the rows' places in the caches, once these are in another order
-        self._position = valid.sum(dim=1)
+        self._length, self._position = valid.shape[1], valid.sum(dim=1)
         # cosine and sine of each position; the sine of a head's first half is negated
         places = torch.arange(self._length + most, device=valid.device)[None]
         cos, sin = base.rotary_emb(self._embed(places[:, :1]), places)
@@ -122,14 +124,9 @@ class LlamaStep(Step):
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, after its token."""
-        if self._slots is not None:
-            token = torch.empty_like(token).index_copy_(0, self._slots, token)
         if self._length == self._stores[0].shape[3]:
-            for number, store in enumerate(self._stores):
-                shape = (2, self._rows, self._groups, self._length + ROOM, self._head_width)
-                grown = self._stores[number] = store.new_empty(shape)
-                grown[:, :, :, : self._length] = store[:, : self._rows]
-        mask = None if self._mask is None else self._mask[: self._rows, :, :, : self._length + 1]
+            self._grow()
+        mask = None if self._mask is None else self._mask[:, :, :, : self._length + 1]
         with autocast_off(token.device.type):
             hidden = self._embed(token)
             rotary = self._rotary[self._position].unbind(1)
@@ -139,37 +136,35 @@ class LlamaStep(Step):
                 hidden = hidden + layer.down(layer.act(gate) * up)
             hidden = self._norm(hidden)
         self._length, self._position = self._length + 1, self._position + 1
-        return hidden if self._slots is None else hidden[self._slots]
+        return hidden
+
+    def _grow(self) -> None:
+        for number, store in enumerate(self._stores):
+            grown = self._stores[number] = store.new_empty(*store.shape[:3], self._length + ROOM, self._head_width)
+            grown[:, :, :, : self._length] = store
 
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
-        """Drop the other rows: in the caches, the last rows move into their places."""
-        slots = kept.nonzero()[:, 0] if self._slots is None else self._slots[kept]
-        count = self._rows = len(slots)
-        free = torch.ones_like(kept).index_fill_(0, slots, False)[:count].nonzero()[:, 0]
-        moved = (slots >= count).nonzero()[:, 0]
-        source = slots[moved]
-        if len(free):
-            masks = [] if self._mask is None else [self._mask]
-            for rows in (*(half for store in self._stores for half in store), self._position, *masks):
-                rows[free] = rows[source]
-        self._position = self._position[:count]
-        self._slots = slots.index_copy(0, moved, free)
+        """Drop the other rows."""
+        for number, store in enumerate(self._stores):
+            self._stores[number] = store[:, kept]
+        self._position = self._position[kept]
+        self._mask = None if self._mask is None else self._mask[kept]
 
     def _attention(
         self, layer: _Layer, store: Tensor, x: Tensor, rotary: Sequence[Tensor], mask: Tensor | None
     ) -> Float[Tensor, "row width"]:
-        qkv = layer.qkv(x).view(self._rows, -1, self._head_width)
+        qkv = layer.qkv(x).view(len(x), -1, self._head_width)
         qk, value = qkv.tensor_split([-self._groups], dim=1)
         if layer.head_norm is not None:
             qk = layer.head_norm(qk)
         qk = torch.addcmul(qk * rotary[0], qk.roll(self._head_width // 2, dims=-1), rotary[1])
         query, key = qk.tensor_split([-self._groups], dim=1)
-        keys, values = store[:, : self._rows, :, : self._length + 1].unbind(0)
+        keys, values = store[:, :, :, : self._length + 1].unbind(0)
         keys[:, :, -1], values[:, :, -1] = key, value
         # the queries of a group are like several tokens of one head
-        query = query.reshape(self._rows, self._groups, -1, self._head_width).to(store.dtype)
+        query = query.reshape(len(x), self._groups, -1, self._head_width).to(store.dtype)
         out = functional.scaled_dot_product_attention(query, keys, values, mask)
-        return layer.out(out.reshape(self._rows, -1).to(value.dtype))
+        return layer.out(out.reshape(len(x), -1).to(value.dtype))
 
 
 def autocast_off(device: str) -> AbstractContextManager:
@@ -215,16 +210,16 @@ def _linear(policy: CausalLM, *modules: Any) -> _Map:
     biases = [module.bias for module in modules if module.bias is not None]
     plain = all(type(module) is nn.Linear and not has_hooks(module) for module in modules)
     if not plain or len(biases) not in (0, len(modules)):
-
-        def called(x: Tensor) -> Tensor:
-            with policy.computing():
-                return torch.cat([module(x) for module in modules], dim=-1)
-
-        return called
+        return lambda x: _called(policy, modules, x)
     dtype = policy.autocast or modules[0].weight.dtype
     weight = torch.cat([module.weight.to(dtype) for module in modules])
     bias = torch.cat(biases).to(dtype) if biases else None
     return lambda x: functional.linear(x if policy.autocast is None else x.to(dtype), weight, bias)
+
+
+def _called(policy: CausalLM, modules: Sequence[Any], x: Tensor) -> Tensor:
+    with policy.computing():
+        return torch.cat([module(x) for module in modules], dim=-1)
 
 
 def _store(layer: Any, group_size: int) -> Float[Tensor, "2 row group room width"]:

@@ -5,7 +5,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -33,7 +32,7 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, read_prompt
 from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask, make_tool
-from groupwise.training.evaluation import EvaluationResult, Evaluator, shown
+from groupwise.training.evaluation import EvaluationResult, shown
 
 # Texts as a rollout: tokens are the observations, next tokens the actions
 
@@ -113,6 +112,18 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
         "step": place * valid,
         "turn_id": turn,
     }
+    if any(row[7:] != _USUAL for row in rows):
+        keys |= _rare_keys(rows, prompt, valid, last)
+    return TensorDict(keys, batch_size=(len(rows), num_slots)).to(device)
+
+
+_USUAL = tuple(TextRow._field_defaults.values())[1:]
+"""The fields after ``turn`` of most rows."""
+
+
+def _rare_keys(rows: Sequence[TextRow], prompt: Tensor, valid: Tensor, last: Tensor) -> dict[str, Tensor]:
+    """Keys of the rollout that are left out if no row has them."""
+    keys, num_slots = {}, valid.shape[1]
     if rows[0].support:
         kept = pad_sequence([ids for row in rows for ids in row.support or ()], batch_first=True, padding_value=-1)
         keys["support"] = torch.full((len(rows), num_slots, kept.shape[1]), -1, dtype=torch.int32)
@@ -125,7 +136,7 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
         keys["greedy"] = valid & torch.tensor([row.greedy and row.reward is not None for row in rows])[:, None]
     if any(row.reward_parts for row in rows):
         keys["reward_parts"] = torch.tensor([row.reward_parts for row in rows])[:, None] * last[..., None]
-    return TensorDict(keys, batch_size=(len(rows), num_slots)).to(device)
+    return keys
 
 
 class TextBuffer(RolloutBuffer):
@@ -215,14 +226,14 @@ class Dialogue:
 
     def __init__(self, encoder: PromptEncoder, tool: AnyTool | None = None, context: int | None = None) -> None:
         self.encoder = encoder
-        self._tool, self._asking = tool, Lock()
+        self.tool, self._asking = tool, Lock()
         self._context = context
         if tool is not None:
             encoder.encode_answer("84")  # a template that cannot is refused before training
 
     def stopping(self, sampling: SamplingCfg) -> SamplingCfg:
         """The sampling with turns that end where a call ends."""
-        ends = self._tool.stop if isinstance(self._tool, Tool) else ()
+        ends = self.tool.stop if isinstance(self.tool, Tool) else ()
         return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *ends)))})
 
     def answer(self, transcript: Transcript, max_new_tokens: int) -> bool:
@@ -230,10 +241,10 @@ class Dialogue:
 
         A completion that has no room for an answer and another turn counts as cut.
         """
-        if self._tool is None or transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
+        if self.tool is None or transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
             return False
         with self._asking:  # several rollouts may be written at the same time
-            answer = ask(self._tool, transcript.messages[-1]["content"])
+            answer = ask(self.tool, transcript.messages[-1]["content"])
         if answer is None:
             return False
         tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
@@ -254,8 +265,8 @@ class Dialogue:
 
     def close(self) -> None:
         """End the tool's process, if it has one."""
-        if isinstance(self._tool, IsolatedTool):
-            self._tool.close()
+        if isinstance(self.tool, IsolatedTool):
+            self.tool.close()
 
 
 def open_group(
@@ -285,6 +296,8 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
             written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy)
             for member, completion in zip(chain(*groups), chain(*written), strict=True):
                 member.add_turn(completion, decode(completion.tokens, skip_special_tokens=True))
+        if dialogue.tool is None:
+            return
         running = [member for member in running if dialogue.answer(member, sampling.max_new_tokens)]
 
 
@@ -308,20 +321,12 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
     if reward is not None and cfg.overlong_buffer:
         last_turn = torch.tensor([member.turn.count(member.turns - 1)])
         reward -= float(overlong_penalty(last_turn, cfg.sampling.max_new_tokens, cfg.overlong_buffer))
+    parts = tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else ()
     return TextRow(
-        member.prompt.tokens,
-        member.tokens,
-        member.log_probs,
-        reward,
-        terminated=not cut,
-        group=member.group,
-        turn=member.turn,
-        support=member.support or None,
-        policy_version=member.policy_version or None,
+        member.prompt.tokens, member.tokens, member.log_probs, reward, terminated=not cut, group=member.group, turn=member.turn,
+        support=member.support or None, policy_version=member.policy_version or None, greedy=member.greedy, reward_parts=parts,
         trained=not (cut and cfg.mask_truncated_completions),
-        greedy=member.greedy,
-        reward_parts=tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else (),
-    )
+    )  # fmt: skip
 
 
 def rewards_of_groups(transcripts: Sequence[Transcript]) -> list[list[float]]:
@@ -464,7 +469,7 @@ class TextCollector(Collector):
         self.position = state["position"] // self.world_size
 
     def close(self) -> None:
-        """Close the reward functions and the tool."""
+        """End the processes of the reward functions and of the tool."""
         self.rewards.close()
         self._dialogue.close()
 
@@ -577,7 +582,7 @@ class TextEvaluation(EvaluationResult):
         return {k: self.pass_at(k) for k in (*(2**i for i in range(most.bit_length())), most)}
 
 
-class TextEvaluator(Evaluator):
+class TextEvaluator:
     """Completes and scores held-out prompts, always the same ones with the same seeds."""
 
     def __init__(
@@ -616,7 +621,7 @@ class TextEvaluator(Evaluator):
         return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, self._cfg.task.success_threshold)
 
     def close(self) -> None:
-        """Close the reward functions and the tool."""
+        """End the processes of the reward functions and of the tool."""
         self._rewards.close()
         self._dialogue.close()
 
@@ -662,10 +667,10 @@ def write_texts(
         [Transcript(prompt, number, derive_seed(seed, "sample", number, i), deterministic) for i in range(count)]
         for number, prompt in enumerate(encoded)
     ]
-    with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length)) as dialogue:
-        for first in range(0, len(groups), _PROMPTS_AT_ONCE):
-            some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
-            write(some, partial(complete, policy), sampling, dialogue)
+    dialogue = Dialogue(encoder, make_tool(task, tool), policy.context_length)
+    for first in range(0, len(groups), _PROMPTS_AT_ONCE):
+        some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
+        write(some, partial(complete, policy), sampling, dialogue)
     return [[member.text for member in group] for group in groups]
 
 

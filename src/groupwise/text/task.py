@@ -49,9 +49,31 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
         DataError: no examples, a row that cannot be read (names file and line), or a missing column.
     """
     where = str(source) if isinstance(source, str | Path) else "the data"
-    rows = [{prompt_column: row} if isinstance(row, str) else row for row in _rows(source, where)]
+    if isinstance(source, str | Path):
+        path = Path(source)
+        if path.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet"):
+            raise DataError(f"data = {str(path)!r}: expected .jsonl, .json, .csv or .parquet; fix: convert it")
+        if not path.is_file():
+            raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
+        try:
+            source = _read_file(path)
+        except (ValueError, RecursionError, csv.Error) as error:  # also of JSON, Parquet and UTF-8
+            raise DataError(f"{path}, {error}; fix: write it again, texts in UTF-8") from error
+    elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
+        source = source.to_dict("records")
+    if isinstance(source, Mapping) or not isinstance(source, Iterable):
+        raise DataError(
+            f"{where}: expected a path or a list of examples; got {source!r:.80}; fix: a list of mappings, or one part of "
+            "a mapping, such as data['train']"
+        )
+    rows = [{prompt_column: row} if isinstance(row, str) else row for row in source]
     if not rows:
         raise DataError(f"{where} has no examples; fix: at least one prompt")
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{where}, example {number}: expected a mapping of columns or a text; got {row!r:.80}; fix: {{'prompt': ...}}"
+            )
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if prompt_column not in columns:
         there = ", ".join(sorted(map(repr, columns)))
@@ -91,8 +113,7 @@ def gym_examples(
         known = ", ".join(field.name for field in dataclasses.fields(DATASETS[task][1]))
         raise ConfigError(f"data_kwargs of {GYM}{task}: {error}; fix: {known}") from error
     return [
-        Example(item["question"], {"task": task, "answer": item["answer"], "metadata": item["metadata"]})
-        for item in items
+        Example(item["question"], {"task": task} | {key: item[key] for key in ("answer", "metadata")}) for item in items
     ]
 
 
@@ -102,44 +123,9 @@ def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> li
     kept = [example for example in train if _key(example.prompt) not in keys]
     if not kept:
         raise DataError("all training prompts are in the evaluation data; fix: other eval_data, or eval_overlap='keep'")
-    if num_dropped := len(train) - len(kept):
-        warnings.warn(
-            f"{num_dropped} of {len(train)} training prompts are in the evaluation data: dropped", stacklevel=2
-        )
+    if dropped := len(train) - len(kept):
+        warnings.warn(f"{dropped} of {len(train)} training prompts are in the evaluation data: dropped", stacklevel=2)
     return kept
-
-
-def _rows(source: object, where: str) -> list[Any]:
-    """The rows of a file, a data frame or any other iterable: mappings or texts; a ``DataError`` if it has others."""
-    if isinstance(source, str | Path):
-        path = Path(source)
-        if path.suffix.lower() not in _ENDINGS:
-            raise DataError(
-                f"data = {str(path)!r}: expected a file that ends in {', '.join(_ENDINGS)}; fix: convert it"
-            )
-        if not path.is_file():
-            raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
-        try:
-            source = _read_file(path)
-        except (ValueError, RecursionError, csv.Error) as error:  # also of JSON, Parquet and UTF-8
-            raise DataError(f"{path}, {error}; fix: write it again, texts in UTF-8") from error
-    elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
-        source = source.to_dict("records")
-    if isinstance(source, Mapping) or not isinstance(source, Iterable):
-        raise DataError(
-            f"{where}: expected a path or a list of examples; got {source!r:.80}; fix: a list of mappings, or one part of "
-            "a mapping, such as data['train']"
-        )
-    rows = list(source)
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping | str):
-            raise DataError(
-                f"{where}, example {number}: expected a mapping of columns or a text; got {row!r:.80}; fix: {{'prompt': ...}}"
-            )
-    return rows
-
-
-_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def _read_file(path: Path) -> Any:

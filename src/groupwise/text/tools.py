@@ -62,7 +62,7 @@ def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
 
 
 class IsolatedTool(Tool):
-    """A tool in a process of its own. A call that takes too long or ends the process is answered by an error."""
+    """A tool in a process of its own. A call that takes too long, or ends the process, is answered by an error."""
 
     def __init__(self, tool: AnyTool, seconds: float) -> None:
         self.stop = tool.stop if isinstance(tool, Tool) else ()
@@ -74,7 +74,7 @@ class IsolatedTool(Tool):
             answer: str | None = self._isolated(text)
         except LostChildError as error:
             log.warning("the tool %s, with the input %r", error, text[:80])
-            answer = f"error: the tool {error}"
+            return f"error: the tool {error}"
         return answer
 
     def close(self) -> None:

@@ -64,16 +64,8 @@ class _Scores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        token: Tensor,
-        temperature: float,
-        processor: LogitProcessor,
-        chunks: list[slice],
-        frozen: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, token: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        temperature, processor, chunks, frozen = settings
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.processor, ctx.chunks = temperature, processor, chunks
         wide = _widened(weight, hidden)

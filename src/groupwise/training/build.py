@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -17,8 +17,8 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.collectors.groups import GroupCollector
-from groupwise.collectors.torch import MakeStepper, TorchGroupCollector, TorchVectorCollector
-from groupwise.collectors.vector import Collector, MakeActor, VectorCollector, acting_on_finite
+from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
+from groupwise.collectors.vector import Collector, VectorCollector, acting_on_finite
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg, with_max_length
 from groupwise.config.base import GIVEN, Cfg
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, RecurrentCfg
@@ -50,7 +50,6 @@ from groupwise.speed.control import flat_adam
 from groupwise.training.callbacks import (
     CheckSamplerMismatch,
     Evaluate,
-    JoinCheckpoints,
     KeepGroups,
     MetricsLog,
     Progress,
@@ -59,7 +58,7 @@ from groupwise.training.callbacks import (
     TimeLimit,
 )
 from groupwise.training.checkpoint import Identity, initialize
-from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, Evaluator, evaluate_policy
+from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
 from groupwise.training.trackers import Report, make_tracker
 from groupwise.training.trainer import Callback
 
@@ -111,10 +110,6 @@ class UserObjects(NamedTuple):
         """The objects that were given, by name."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
-    def names(self) -> list[str]:
-        """The names of the objects that were given."""
-        return list(self.as_arguments())
-
 
 @dataclass(frozen=True)
 class Components(ABC):
@@ -144,8 +139,8 @@ class Components(ABC):
         return "return"
 
     @abstractmethod
-    def evaluator(self) -> Evaluator | None:
-        """The evaluator of training; None if there can be none."""
+    def evaluator(self) -> Any:
+        """The evaluator of training: a call plays the episodes, ``close`` frees its resources. None if there can be none."""
 
     def notes(self) -> list[str]:
         """Lines to print when training starts."""
@@ -195,16 +190,22 @@ def pick_device(name: str) -> torch.device:
 
 
 def build_callbacks(
-    parts: Components, folder: RunFolder, users: Sequence[Callback], evaluator: Evaluator | None, rank: int
+    parts: Components,
+    folder: RunFolder,
+    users: Sequence[Callback],
+    evaluator: Callable[[], EvaluationResult] | None,
+    rank: int,
 ) -> list[Callback]:
     """The user's callbacks and those of the settings; on ranks above 0 the user's, and those that help to save.
 
     Their order: logs have what others add to the metrics, the last iteration is evaluated, and a checkpoint covers what
     the logs hold.
     """
-    if rank != 0:
-        return [*users, JoinCheckpoints(parts.cfg.checkpoint_interval)]
     cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
+    place = folder.latest if rank == 0 else None
+    saves = SaveCheckpoints(place, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints)
+    if rank != 0:
+        return [*users, saves]
     built = [*users, *parts.own_callbacks(folder)]
     if stop.time_limit is not None:
         built.append(TimeLimit(stop.time_limit))
@@ -215,11 +216,9 @@ def build_callbacks(
         built.append(StopAtScore(stop.threshold, parts.metric))
     if cfg.evaluation.num_logged_groups and not isinstance(cfg.algorithm, BCCfg):
         built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
-    settings = cfg.model_dump(mode="json")
-    saves = SaveCheckpoints(folder.latest, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints, settings)
     built.append(MetricsLog(folder.metrics, saves))
     if logging.report_to:
-        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
+        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], cfg.model_dump(mode="json"))
         built += [Report(tracker.name, make_tracker(tracker, run)) for tracker in logging.report_to]
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
@@ -234,7 +233,7 @@ _MAKE_VEC_KWARGS = {"num_envs", "vectorization_mode", "vector_kwargs"}
 """Arguments of ``gymnasium.make_vec`` that it records among those of the environment."""
 
 
-class EnvEvaluator(Evaluator):
+class EnvEvaluator:
     """Plays the episodes that ``cfg.evaluation`` describes, in environments of its own.
 
     Args:
@@ -390,34 +389,27 @@ class Videos(Callback):
 
 # Check that rollouts fit in memory, before anything is allocated
 
-SLOT_BYTES = 40
-"""The least that a step takes in a rollout: reward, masks, ids, log-probability, and small observations and actions."""
-_EPISODE_BYTES = 250
-"""Bookkeeping of an episode in a group."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def check_rollout_fits(
-    cfg: RunCfg | TextRunCfg, slot_bytes: int = SLOT_BYTES, device: torch.device | None = None
-) -> None:
+def check_rollout_fits(cfg: RunCfg | TextRunCfg, slot_bytes: int = 40, device: torch.device | None = None) -> None:
     """Raise a ``ConfigError`` if a rollout needs more memory than there is, even with episodes of a single step.
 
     Args:
-        slot_bytes: of one step of one environment, or one token.
+        slot_bytes: of one step of one environment, or one token. 40: the least that reward, masks, ids, log-probability, and
+            small observations and actions take.
         device: that holds the rollout.
     """
-    sums = {}
+    size, of_episode, sums = cfg.algorithm.groups.size, slot_bytes + 250, {}  # 250: bookkeeping in a group
     if isinstance(cfg, RunCfg):
         rows, steps = cfg.env.num_envs, cfg.algorithm.num_steps
         window = f"env.num_envs={rows:,} x (algorithm.num_steps={steps:,} + 1) x {slot_bytes} bytes"
         sums[window] = rows * (steps + 1) * slot_bytes
-    of_episode, episodes, names = slot_bytes + _EPISODE_BYTES, 1, []
-    if isinstance(cfg, TextRunCfg):
-        episodes, names = cfg.num_prompts, [f"num_prompts={cfg.num_prompts:,}"]
-    if (size := cfg.algorithm.groups.size) > 1:
-        episodes *= size
-        names.append(f"algorithm.group_size={size:,}")
-    sums[f"{' x '.join(names)} x at least {of_episode} bytes an episode"] = episodes * of_episode
+    prompts, names = (
+        (cfg.num_prompts, f"num_prompts={cfg.num_prompts:,} x ") if isinstance(cfg, TextRunCfg) else (1, "")
+    )
+    group = f"{names}algorithm.group_size={size:,} x at least {of_episode} bytes an episode"
+    sums[group] = prompts * size * of_episode
     what, need = max(sums.items(), key=lambda item: item[1])
     there = total_memory(device)
     if there is not None and need > there:
@@ -464,15 +456,14 @@ class EnvComponents(Components):
 
     def notes(self) -> list[str]:
         """Where the weights come from, how the members of a group share their start, and what to know about the environment."""
-        mode = self._start_mode()
-        shared = "not shared." if mode == "none" else f"shared ({mode}), verified."
-        weights = [self.initialized] if self.initialized else []
+        mode, lines = self._start_mode(), [self.initialized] if self.initialized else []
+        if mode:
+            lines.append(f"Group starts: {'not shared' if mode == 'none' else f'shared ({mode}), verified'}.")
         horizon = self.cfg.algorithm.groups.collection.horizon
-        limits = []
         if horizon is not None and self.env.max_episode_steps is None:
             steps = f"{horizon:,} steps (algorithm.collection.horizon)"
-            limits = [f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}."]
-        return [*weights, *([f"Group starts: {shared}"] if mode else []), *limits, *self.env.notes]
+            lines.append(f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}.")
+        return [*lines, *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:
         """How the members of a group share their start."""
@@ -483,9 +474,9 @@ class EnvComponents(Components):
         """A check of the sampler; videos after evaluations; those that the algorithm brings."""
         fix = "act() and evaluate() of the policy must give an action the same log-probability"
         built: list[Callback] = [CheckSamplerMismatch(SamplerMismatchCfg(stop=None), fix)]
-        if self.cfg.evaluation.video_interval is not None:
-            seed = derive_seed(self.cfg.seed, "evaluation")
-            built.append(Videos(partial(self.render, seed=seed), self.cfg.evaluation.video_interval, folder.videos))
+        if (interval := self.cfg.evaluation.video_interval) is not None:
+            film = partial(self.render, seed=derive_seed(self.cfg.seed, "evaluation"))
+            built.append(Videos(film, interval, folder.videos))
         return [*built, *self.more_callbacks]
 
     def render(self, path: Path, seed: int) -> None:
@@ -550,10 +541,6 @@ def policy_class(cfg: AnyPolicyCfg) -> type[Policy]:
     raise ConfigError(f"{type(cfg).__name__} has no policy; fix: @gw.register_policy(name, {type(cfg).__name__})")
 
 
-MakeCollector: TypeAlias = Callable[..., tuple[Collector, tuple[Callback, ...]]]
-"""Makes, from ``(cfg, env, algorithm, engine, read=..., fit_normalizers=...)``, a collector and the callbacks that come with it."""
-
-
 def build_components(
     cfg: RunCfg,
     given: UserObjects,
@@ -562,13 +549,14 @@ def build_components(
     restored: bool = False,
     algorithm_type: type[BaseAlgorithm] | None = None,
     policy_type: type[Policy] | None = None,
-    make_collector: MakeCollector | None = None,
+    make_collector: Callable[..., tuple[Collector, tuple[Callback, ...]]] | None = None,
 ) -> EnvComponents:
     """The parts of a run from its settings.
 
     Args:
         restored: the weights will come from a checkpoint of the run itself, so ``policy.init_from`` is not read.
-        algorithm_type, policy_type, make_collector: in place of those that the core has for the settings.
+        algorithm_type, policy_type, make_collector: in place of those that the core has for the settings. ``make_collector``
+            also gives the callbacks that come with it.
 
     Raises:
         ConfigError: settings that exclude each other, or an object that must be given and was not.
@@ -576,7 +564,19 @@ def build_components(
         DataError: demonstrations that do not fit the environment.
     """
     algorithm_type = algorithm_type or algorithm_class(cfg.algorithm)
-    _check(cfg, given, algorithm_type)
+    if cfg.env.id == GIVEN and given.env is None:
+        raise ConfigError("the environment was given in Python; fix: give it again as env=...")
+    if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:
+        raise no_second_env(given.env)
+    if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
+        raise ConfigError(
+            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
+        )
+    if algorithm_type.grouped and cfg.algorithm.groups.size == 1:
+        raise ConfigError(
+            f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
+            "fix: derive the config from GRPOCfg"
+        )
     device = pick_device(cfg.device)
     check_rollout_fits(cfg)
     env = make_env(
@@ -587,17 +587,51 @@ def build_components(
         reward_parts=cfg.algorithm.reward_parts,
         device=device,
     )
-    policy = build_policy(cfg, env, given, algorithm_type, policy_type).to(device)
+    policy = given.policy
+    if policy is None:  # orthogonal weights come out differently on another number of threads
+        with threads(1), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(cfg.seed, "policy"))
+            kind: Any = policy_type or policy_class(cfg.policy)
+            spaces, kwargs = (env.observation_space, env.action_space), {"gamma": cfg.algorithm.gamma}
+            policy = kind(*spaces, cfg.policy, actor_only=algorithm_type.actor_only, **kwargs)
+    policy = policy.to(device)
     initialized = "" if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
-    cfg = _with_lengths(cfg, env, policy.num_units)
+    groups, longest, changed = cfg.algorithm.groups, env.max_episode_steps, cfg.algorithm
+    collection = groups.collection
+    if longest is None and groups.size > 1 and collection.horizon is None and collection.partial_groups == "complete":
+        # nothing else ends the episodes of a group
+        collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
+        changed = changed.model_copy(update={"collection": collection})
+    longest = collection.horizon or longest  # in units, where the loss divides by it
+    changed = with_max_length(changed, None if longest is None else longest * policy.num_units)
+    cfg = cfg.model_copy(update={"algorithm": changed})
     of_algorithm, of_collector = fast_paths(cfg, engine.world_size)
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"), **of_algorithm)
     more_callbacks: tuple[Callback, ...] = ()
-    if make_collector is None:
-        collector = _build_collector(cfg, env, policy, engine, **of_collector)
-    else:
+    shared: dict[str, Any] = {"seed": cfg.seed, "rank": engine.rank, "actor": of_collector.pop("actor")}
+    in_groups: dict[str, Any] = {"group_size": groups.size, "collection": collection}
+    collector: Collector
+    if make_collector is not None:
         fit = given.policy is None and not initialized
         collector, more_callbacks = make_collector(cfg, env, algorithm, engine, read=not restored, fit_normalizers=fit)
+    elif groups.size == 1 or not isinstance(env, GroupEnv):
+        if isinstance(env, TorchGroupEnv) and not policy.state_size:
+            collector = TorchVectorCollector(env, policy, **of_collector, **shared)
+        else:
+            collector = VectorCollector(env, policy, **shared)
+    elif collection.partial_groups == "complete":
+        collector = GroupCollector(env, policy, greedy_members=groups.greedy_members, **in_groups, **shared)
+    elif groups.greedy_members:
+        raise ConfigError(
+            "collection.partial_groups='truncate' excludes credit.baseline='greedy'; fix: partial_groups='complete'"
+        )
+    elif isinstance(env, TorchGroupEnv):
+        collector = TorchGroupCollector(env, policy, **of_collector, **in_groups, **shared)
+    else:
+        raise ConfigError(
+            f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
+            "fix: env.vectorization='torch' (for CartPole-v1), or collection.partial_groups='complete'"
+        )
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,
@@ -634,87 +668,3 @@ def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[s
     ):  # otherwise actions are replaced on their way to the environment
         of_collector["stepper"] = rollouts.compiled_stepper
     return of_algorithm, of_collector
-
-
-def build_policy(
-    cfg: RunCfg,
-    env: VectorEnv,
-    given: UserObjects,
-    algorithm_type: type[BaseAlgorithm],
-    policy_type: type[Policy] | None = None,
-) -> Policy:
-    """The policy that was given, or a new one whose weights follow from the run's seed."""
-    if given.policy is not None:
-        return given.policy
-    # orthogonal weights come out differently on another number of threads
-    with threads(1), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(cfg.seed, "policy"))
-        kind: Any = policy_type or policy_class(cfg.policy)
-        made: Policy = kind(
-            env.observation_space,
-            env.action_space,
-            cfg.policy,
-            actor_only=algorithm_type.actor_only,
-            gamma=cfg.algorithm.gamma,
-        )
-        return made
-
-
-def _check(cfg: RunCfg, given: UserObjects, algorithm_type: type[BaseAlgorithm]) -> None:
-    if cfg.env.id == GIVEN and given.env is None:
-        raise ConfigError("the environment was given in Python; fix: give it again as env=...")
-    if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:
-        raise no_second_env(given.env)
-    if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
-        raise ConfigError(
-            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
-        )
-    if algorithm_type.grouped and cfg.algorithm.groups.size == 1:
-        raise ConfigError(
-            f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
-            "fix: derive the config from GRPOCfg"
-        )
-
-
-def _with_lengths(cfg: RunCfg, env: VectorEnv, num_units: int) -> RunCfg:
-    """The config with a horizon, where whole groups are collected and nothing else ends their episodes; and with the longest
-    episode in units, where the loss divides by it.
-    """
-    algorithm, groups, longest = cfg.algorithm, cfg.algorithm.groups, env.max_episode_steps
-    collection = groups.collection
-    if longest is None and groups.size > 1 and collection.horizon is None and collection.partial_groups == "complete":
-        collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
-        algorithm = algorithm.model_copy(update={"collection": collection})
-    longest = collection.horizon or longest
-    algorithm = with_max_length(algorithm, None if longest is None else longest * num_units)
-    return cfg.model_copy(update={"algorithm": algorithm})
-
-
-def _build_collector(
-    cfg: RunCfg,
-    env: VectorEnv,
-    policy: Policy,
-    engine: Engine,
-    *,
-    actor: MakeActor | None = None,
-    stepper: MakeStepper | None = None,
-) -> Collector:
-    size, greedy_members, collection = cfg.algorithm.groups
-    shared: dict[str, Any] = {"seed": cfg.seed, "rank": engine.rank, "actor": actor}
-    if size == 1 or not isinstance(env, GroupEnv):
-        if isinstance(env, TorchGroupEnv) and not policy.state_size:
-            return TorchVectorCollector(env, policy, stepper=stepper, **shared)
-        return VectorCollector(env, policy, **shared)
-    shared |= {"group_size": size, "collection": collection}
-    if collection.partial_groups == "complete":
-        return GroupCollector(env, policy, greedy_members=greedy_members, **shared)
-    if greedy_members:
-        raise ConfigError(
-            "collection.partial_groups='truncate' excludes credit.baseline='greedy'; fix: partial_groups='complete'"
-        )
-    if not isinstance(env, TorchGroupEnv):
-        raise ConfigError(
-            f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
-            "fix: env.vectorization='torch' (for CartPole-v1), or collection.partial_groups='complete'"
-        )
-    return TorchGroupCollector(env, policy, stepper=stepper, **shared)

@@ -242,7 +242,14 @@ def saved_counts(folder: Path) -> dict[str, int | float]:
     Raises:
         CheckpointError: it is damaged, and so are those before it.
     """
-    return _newest(folder, _read_counts) if has_checkpoint(folder) else {"iterations": 0, "steps": 0, "epochs": 0.0}
+
+    def read(found: Path) -> dict[str, int | float]:
+        try:
+            return _counts_of(files.parse_json(files.read(found / STATE, MAX_STATE)))
+        except (OSError, *DAMAGES) as error:
+            raise _DamageError(f"{found / STATE} is missing or damaged ({_in_short(error)})") from error
+
+    return _newest(folder, read) if has_checkpoint(folder) else {"iterations": 0, "steps": 0, "epochs": 0.0}
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -333,14 +340,35 @@ def _newest(folder: Path, read: Callable[[Path], Content]) -> Content:
 
 
 def _read_checkpoint(folder: Path, identity: Identity | None, limits: Mapping[str, int]) -> Checkpoint:
-    manifest = _read_manifest(folder)
-    for field, want in ({} if identity is None else identity._asdict()).items():
-        if manifest[field] != want:
+    path, content = folder / MANIFEST, {}
+    try:
+        manifest: dict[str, Any] = files.parse_json(files.read(path, files.MAX_SETTINGS))
+        version, digests, here = manifest["format"], manifest["sha256"], [manifest[key] for key in Identity._fields]
+        if type(version) is not int or not all(isinstance(digests[name], str) for name in limits):
+            raise TypeError(f"format is {version!r:.80}, expected a number, and digests are {digests!r:.80}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _DamageError(f"{path} is missing or damaged ({_in_short(error)})") from error
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{folder} was made by {'a later' if version > FORMAT else 'an earlier'} version of groupwise (format {version}, "
+            f"this one reads format {FORMAT}); fix: train again, or use that version"
+        )
+    for field, found, want in zip(Identity._fields, here, identity or here, strict=True):
+        if found != want:
             raise CheckpointError(
-                f"{folder} belongs to another environment: its {field} is {manifest[field]!r:.200}, here it is {want!r}; "
+                f"{folder} belongs to another environment: its {field} is {found!r:.200}, here it is {want!r}; "
                 "fix: use the environment it was trained in"
             )
-    content = {name: _read_verified(folder / name, manifest["sha256"][name], limits[name]) for name in limits}
+    for name, limit in limits.items():
+        try:
+            with files.reading(folder / name, limit) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digests[name]:  # before all of it is in memory
+                    raise ValueError(f"its SHA-256 is not the one in {MANIFEST}")
+                file.seek(0)
+                content[name] = file.read()
+        except (OSError, ValueError) as error:
+            what = "is missing" if isinstance(error, OSError) else "is damaged"
+            raise _DamageError(f"{folder / name} {what}: {error}") from error
     try:
         weights, tensors = (safetensors.torch.load(content[name]) for name in (POLICY, ALGORITHM))
         state = decode(files.parse_json(content[STATE]), tensors)
@@ -349,47 +377,6 @@ def _read_checkpoint(folder: Path, identity: Identity | None, limits: Mapping[st
     except (*DAMAGES, SafetensorError) as error:
         raise _DamageError(f"{folder} is damaged: {_in_short(error)}") from error
     return Checkpoint(weights, state)
-
-
-def _read_counts(folder: Path) -> dict[str, int | float]:
-    path = folder / STATE
-    try:
-        return _counts_of(files.parse_json(files.read(path, MAX_STATE)))
-    except (OSError, *DAMAGES) as error:
-        raise _DamageError(f"{path} is missing or damaged ({_in_short(error)})") from error
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = files.parse_json(files.read(path, files.MAX_SETTINGS))
-        version, _ = manifest["format"], [manifest[key] for key in Identity._fields]
-        if type(version) is not int:
-            raise TypeError(f"format is {version!r:.80}, expected a number")
-        digests = {name: manifest["sha256"][name] for name in (POLICY, ALGORITHM, STATE)}
-        if wrong := [name for name, digest in digests.items() if not isinstance(digest, str)]:
-            raise TypeError(f"the SHA-256 of {wrong[0]} is {digests[wrong[0]]!r:.80}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _DamageError(f"{path} is missing or damaged ({_in_short(error)})") from error
-    if version != FORMAT:
-        raise CheckpointError(
-            f"{folder} was made by {'a later' if version > FORMAT else 'an earlier'} version of groupwise (format {version}, "
-            f"this one reads format {FORMAT}); fix: train again, or use that version"
-        )
-    return manifest
-
-
-def _read_verified(path: Path, digest: str, limit: int) -> bytes:
-    try:
-        with files.reading(path, limit) as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:  # before all of it is in memory
-                raise ValueError(f"its SHA-256 is not the one in {MANIFEST}")
-            file.seek(0)
-            return file.read()
-    except OSError as error:
-        raise _DamageError(f"{path} is missing ({error})") from error
-    except ValueError as error:
-        raise _DamageError(f"{path} is damaged: {error}") from error
 
 
 def _limits(policy: Mapping[str, Any] | None) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """Evaluation of a policy over exactly n episodes, each with its own seed."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from groupwise.config.run import EvaluationMetric
 from groupwise.data.rollout import all_finite, allocate
 from groupwise.envs.base import GroupEnv, successes_by_task
 from groupwise.errors import DataError, EnvError
+from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.report.folder import mean_ci95, wilson_95
 from groupwise.seeding import derive_seed
@@ -32,12 +32,6 @@ class TaskSuccess(NamedTuple):
     success_ci95: tuple[float, float]
     """95 % confidence interval by Wilson's formula."""
     episodes: int
-
-    @classmethod
-    def of(cls, flags: Sequence[bool]) -> "TaskSuccess":
-        """Summary of the success of each episode."""
-        rate = sum(flags) / len(flags)
-        return cls(rate, wilson_95(rate, len(flags)), len(flags))
 
 
 @dataclass(frozen=True)
@@ -93,8 +87,11 @@ class EvaluationResult:
     @property
     def success_by_task(self) -> dict[str, TaskSuccess]:
         """Success of each task, by name; empty unless the environment names several."""
-        outcomes = zip(self.tasks or (), self.successes or (), strict=False)
-        return {task: TaskSuccess.of(flags) for task, flags in successes_by_task(outcomes).items()}
+        found = {}
+        for task, flags in successes_by_task(zip(self.tasks or (), self.successes or (), strict=False)).items():
+            rate = sum(flags) / len(flags)
+            found[task] = TaskSuccess(rate, wilson_95(rate, len(flags)), len(flags))
+        return found
 
     def score(self, metric: EvaluationMetric) -> float:
         """The mean return or the success rate.
@@ -202,7 +199,11 @@ def evaluate_policy(
             generator = None
             if not deterministic:
                 generator = torch.Generator(policy.device).manual_seed(derive_seed(seed, "act", step))
-            action = policy.env_action(act(batch, deterministic, generator).action)[played]
+            if deterministic and on_nonfinite == "stop" and type(policy) is ActorCritic:
+                action = policy.mode(batch)  # what act gives, in half of its time
+            else:
+                action = act(batch, deterministic, generator).action
+            action = policy.env_action(action)[played]
             if action.is_floating_point() and not all_finite(action):
                 bad = running[played] & ~action.isfinite().flatten(1).all(dim=1).cpu().numpy()
                 if bad.any():
@@ -245,15 +246,3 @@ def evaluate_policy(
         cut_episodes=int(running[kept].sum()),
         tasks=tuple(names) if any(names) else None,
     )
-
-
-class Evaluator(ABC):
-    """Evaluates a policy apart from training, in the same way at each call."""
-
-    @abstractmethod
-    def __call__(self) -> EvaluationResult:
-        """Scores of the policy as it is now."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free its resources."""

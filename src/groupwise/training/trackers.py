@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from groupwise.config.run import TensorBoardCfg, TrackedRun, TrackerCfg, TrackioCfg, WandBCfg
+from groupwise.config.run import TensorBoardCfg, TrackedRun, TrackerCfg, WandBCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, require_extra
 from groupwise.report.folder import RunFolder
@@ -129,24 +129,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class _RunTracker:
-    """Sends to the run that ``open`` begins, with the interface of W&B."""
-
-    def __init__(self, cfg: Any, run: TrackedRun) -> None:
-        self.cfg = cfg
-        self.run = run
-        self._run: Any = None
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send every number."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-class WandB(_RunTracker):
+class WandB:
     """Sends to Weights & Biases, or keeps the run on disk where its mode is offline.
 
     Raises:
@@ -154,7 +137,10 @@ class WandB(_RunTracker):
         ConfigError: there is no API key.
     """
 
-    cfg: WandBCfg
+    def __init__(self, cfg: WandBCfg, run: TrackedRun) -> None:
+        self.cfg = cfg
+        self.run = run
+        self._run: Any = None
 
     def open(self, step: int) -> None:
         """Open the run, or continue it."""
@@ -180,41 +166,19 @@ class WandB(_RunTracker):
             entity=cfg.entity, group=cfg.group, tags=cfg.tags, mode=cfg.mode,
         )  # fmt: skip
 
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send every number."""
+        self._run.log(dict(metrics), step=step)
 
-class Trackio(_RunTracker):
-    """Writes to Trackio's database on this machine, or sends to a Space.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-
-    cfg: TrackioCfg
-
-    def open(self, step: int) -> None:
-        """Open the run, or continue it: Trackio finds it by its name, which is unique."""
-        require_extra("trackio", "trackio")
-        import trackio
-
-        self._run = trackio.init(
-            self.cfg.project,
-            name=f"{self.cfg.run_name or self.run.folder.name}-{self.run.run_id[:8]}",
-            group=self.cfg.group,
-            space_id=self.cfg.space_id,
-            config=self.run.settings,
-            resume="allow",
-            embed=False,
-        )
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
 
 
 def make_tracker(cfg: TrackerCfg, run: TrackedRun) -> Tracker:
-    """The tracker that settings describe: their own ``build``, or a built-in one."""
-    if type(cfg).build is not TrackerCfg.build:
-        made: Tracker = cfg.build(run)
-        return made
+    """The tracker that settings describe: a built-in one, or their own ``build``."""
     if isinstance(cfg, WandBCfg):
         return WandB(cfg, run)
-    if isinstance(cfg, TrackioCfg):
-        return Trackio(cfg, run)
     return TensorBoard(cfg, run) if isinstance(cfg, TensorBoardCfg) else cfg.build(run)
 
 

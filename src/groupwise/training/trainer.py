@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -153,6 +152,10 @@ class Trainer:
         self.ending = False
         """Whether iterations are over, and callbacks save the last one."""
         self._counts_before = self.counts
+        self.iteration = 0
+        """Finished iterations."""
+        self.env_steps = 0
+        """Environment steps taken, over all ranks."""
         self._bad_updates = 0
 
     def train(self) -> None:
@@ -169,7 +172,12 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.on_training_start(self)
                 if hears := [c for c in self.callbacks if type(c).on_step is not Callback.on_step]:
-                    stack.enter_context(self.collector.calling(partial(self._call_on_step, hears)))
+
+                    def call(action: Tensor, step: "EnvStep") -> None:
+                        for callback in hears:
+                            callback.on_step(self, action, step)
+
+                    stack.enter_context(self.collector.calling(call))
                 self._train()
         except BaseException as error:
             self._end_with(error)
@@ -235,7 +243,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
-        metrics = self._to_floats(self.algorithm.update(self.buffer.get()))
+        metrics = {name: float(value.detach()) for name, value in self.algorithm.update(self.buffer.get()).items()}
         updated = time.perf_counter()
 
         self._bad_updates = self._bad_updates + 1 if "train/skipped_steps" in metrics or self.buffer.all_dropped else 0
@@ -244,11 +252,9 @@ class Trainer:
                 f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see the warnings)"
             )
         self._counts_before, self.counts = self.counts, counts
-        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
-            what = f"{name} is {metrics.pop(name)} in iteration {self.iteration}"
-            if self.algorithm.cfg.on_nonfinite == "stop":
-                raise DivergedError.because(what)
-            log.warning("%s, and left out", what)
+        self.iteration, self.env_steps = int(counts["iterations"]), int(counts["steps"])
+        if not all(map(math.isfinite, metrics.values())):
+            self._leave_out_nonfinite(metrics)
         self.seconds += updated - start
         collected_by = self.engine.gather_objects((self.collector.recent_episodes(), self.collector.metrics()))
         self.metrics = metrics | pool_metrics(collected_by) | {
@@ -263,16 +269,12 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, self.metrics)
 
-    def _to_floats(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """Python numbers, by one transfer from the device."""
-        device = self.algorithm.policy.device
-        parts = [value.detach().to(device, torch.float64).reshape(-1) for value in metrics.values()]
-        numbers = torch.cat([torch.empty(0, dtype=torch.float64, device=device), *parts]).tolist()
-        return dict(zip(metrics, numbers, strict=True))
-
-    def _call_on_step(self, callbacks: Sequence[Callback], action: Tensor, step: Any) -> None:
-        for callback in callbacks:
-            callback.on_step(self, action, step)
+    def _leave_out_nonfinite(self, metrics: dict[str, float]) -> None:
+        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
+            what = f"{name} is {metrics.pop(name)} in iteration {self.iteration}"
+            if self.algorithm.cfg.on_nonfinite == "stop":
+                raise DivergedError.because(what)
+            log.warning("%s, and left out", what)
 
     def stop(self, reason: str) -> None:
         """End training on all ranks after this iteration. Only a stop on rank 0 evaluates the last iteration."""
@@ -286,16 +288,6 @@ class Trainer:
     def is_done(self) -> bool:
         """Whether the current iteration is the last one."""
         return self.done >= self.budget.total or self.stop_reason not in (None, INTERRUPTED)
-
-    @property
-    def iteration(self) -> int:
-        """Finished iterations."""
-        return int(self.counts["iterations"])
-
-    @property
-    def env_steps(self) -> int:
-        """Environment steps taken, over all ranks."""
-        return int(self.counts["steps"])
 
     @property
     def done(self) -> int | float:
@@ -341,14 +333,14 @@ class Trainer:
             "steps": counters["env_steps"],
             "epochs": counters.get("epochs", 0.0),
         }
+        self.iteration, self.env_steps = counters["iteration"], counters["env_steps"]
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Callbacks by class name, numbered where a class comes twice."""
         seen: Counter[str] = Counter()
         named = []
         for callback in self.callbacks:
-            name = type(callback).__name__
-            seen[name] += 1
+            seen[name := type(callback).__name__] += 1
             named.append((f"{name}-{seen[name]}" if seen[name] > 1 else name, callback))
         return named
 

@@ -1,5 +1,6 @@
 """A damaged checkpoint: the newest one before it that is whole is used, and why is said."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -122,3 +123,19 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(stopped: str, tra
     ):
         gw.resume(path)
     assert (path / "metrics.jsonl").read_bytes() == before
+
+
+def test_settings_that_were_changed_by_hand_are_noticed(trained, tmp_path, caplog):
+    path = Path(shutil.copytree(trained.path, tmp_path / "run"))
+    tree = json.loads((path / "config.json").read_text())
+    was = tree["algorithm"]["learning_rate"]
+    tree["seed"], tree["algorithm"]["learning_rate"], tree["env"]["kwargs"] = 4, 0.5, {"sutton_barto_reward": True}
+    (path / "config.json").write_text(json.dumps(tree))
+    gw.resume(path, total_steps=384)
+    [warning] = caplog.messages
+    assert f"algorithm.learning_rate from {was!r} to 0.5" in warning
+    assert "seed from 3 to 4" in warning
+    assert "env.kwargs.sutton_barto_reward from None to True" in warning
+    caplog.clear()
+    gw.resume(path, total_steps=448)
+    assert caplog.messages == []

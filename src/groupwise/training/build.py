@@ -203,7 +203,8 @@ def build_callbacks(
     """
     cfg, stop, logging = parts.cfg, parts.cfg.stop, parts.cfg.logging
     place = folder.latest if rank == 0 else None
-    saves = SaveCheckpoints(place, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints)
+    settings = cfg.model_dump(mode="json")
+    saves = SaveCheckpoints(place, cfg.checkpoint_interval, parts.identity, cfg.keep_checkpoints, settings)
     if rank != 0:
         return [*users, saves]
     built = [*users, *parts.own_callbacks(folder)]
@@ -218,7 +219,7 @@ def build_callbacks(
         built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
     built.append(MetricsLog(folder.metrics, saves))
     if logging.report_to:
-        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], cfg.model_dump(mode="json"))
+        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
         built += [Report(tracker.name, make_tracker(tracker, run)) for tracker in logging.report_to]
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -19,7 +20,8 @@ from rich.progress import Progress as Bar
 from torch import Tensor
 
 from groupwise import system as files
-from groupwise.config.run import EvaluationMetric, SamplerMismatchCfg
+from groupwise.config.base import flat
+from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg
 from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.errors import DivergedError, SamplerMismatchError
 from groupwise.report.folder import MAX_WIDTH, SCORES, RunFolder, Values, kept_iterations, write_groups
@@ -48,6 +50,13 @@ log = logging.getLogger(__name__)
 SAVE_SECONDS = "time/save_seconds"
 
 
+_NOT_LEARNING = (
+    *BUDGETS, "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints", "engine",
+    "ddp_timeout",
+)  # fmt: skip
+"""Settings that do not change what is learned."""
+
+
 class SaveCheckpoints(Callback):
     """Saves regularly and at the end, also an early one.
 
@@ -58,9 +67,18 @@ class SaveCheckpoints(Callback):
         folder: of the checkpoint. None, on ranks above 0: hands over the part of the state that this rank has.
         interval: environment steps between checkpoints. None: a tenth of the budget.
         keep: checkpoints that stay.
+        settings: those of the run. They are saved, so that a resumed run notices changes.
     """
 
-    def __init__(self, folder: Path | None, interval: int | None, identity: Identity, keep: int) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        interval: int | None,
+        identity: Identity,
+        keep: int,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.settings = dict(settings)
         self.folder = folder
         self.interval = interval
         self.identity = identity
@@ -103,6 +121,27 @@ class SaveCheckpoints(Callback):
         if self.folder is not None and trainer.iteration != self.saved_at and not trainer.engine.sharded:
             self._begin(trainer)
             self._finish(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings."""
+        return {"settings": self.settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Warn of settings that are not those of the checkpoint."""
+        saved, now = (
+            {name: value for name, value in flat(tree).items() if name.partition(".")[0] not in _NOT_LEARNING}
+            for tree in (state.get("settings") or self.settings, self.settings)
+        )
+        if changed := [
+            f"{name} from {saved.get(name)!r:.80} to {now.get(name)!r:.80}"
+            for name in dict.fromkeys((*saved, *now))
+            if saved.get(name) != now.get(name)
+        ]:
+            log.warning(
+                "config.json was changed since the checkpoint: %s; training continues with these values, and will not equal a "
+                "run that was trained with either of them from the start",
+                ", ".join(changed),
+            )
 
     def close(self) -> None:
         """Wait until everything is written."""

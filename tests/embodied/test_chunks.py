@@ -152,33 +152,30 @@ def rollout_of(kind, cfg, num_steps=4):
         collector.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
 @pytest.mark.parametrize("kind", ["groups", "vector"])
-def test_rollouts_say_how_much_of_each_chunk_was_executed(kind, vectorization):
-    """Episodes of 7 steps in chunks of 3: 3, 3 and 1 executed, rewards 6, 15 and 7."""
-    cfg = EnvCfg(num_envs=2, action_chunk=3, max_episode_steps=20, vectorization=vectorization)
-    rollout, collector = rollout_of(kind, cfg, 3)
-    assert rollout["executed"][:, :3].tolist() == [[3, 3, 1]] * 2
-    assert rollout["reward"][:, :3].tolist() == [[6.0, 15.0, 7.0]] * 2
-    assert rollout["terminated"][:, :3].tolist() == [[False, False, True]] * 2
-    assert rollout["sample_log_prob"].shape == (2, 4, 3)
+@pytest.mark.parametrize(
+    ("settings", "executed", "rewards"),
+    [
+        ({}, [3, 3, 1], [6.0, 15.0, 7.0]),
+        pytest.param({"vectorization": "async"}, [3, 3, 1], [6.0, 15.0, 7.0], marks=pytest.mark.slow),
+        ({"num_action_steps": 2}, [2, 2, 2, 1], [3.0, 7.0, 11.0, 7.0]),
+    ],
+)
+def test_rollouts_say_how_much_of_each_chunk_was_executed(kind, settings, executed, rewards):
+    """Episodes of 7 steps, of three in each chunk all or two."""
+    cfg = EnvCfg(num_envs=2, action_chunk=3, max_episode_steps=20, **settings)
+    size = len(executed)
+    rollout, collector = rollout_of(kind, cfg, size)
+    assert rollout["executed"][:, :size].tolist() == [executed] * 2
+    assert rollout["reward"][:, :size].tolist() == [rewards] * 2
+    assert rollout["terminated"][:, :size].tolist() == [[False] * (size - 1) + [True]] * 2
+    assert rollout["sample_log_prob"].shape == (2, size + 1, 3)
     assert rollout["executed"].dtype == torch.int64
     assert collector.last_steps == 14  # environment steps
-    assert [(e.episode_return, e.length) for e in collector.finished] == [(28.0, 3)] * 2
-
-
-@pytest.mark.parametrize("kind", ["groups", "vector"])
-def test_rollouts_of_a_shorter_horizon(kind):
-    """Episodes of 7 steps, two of each chunk of three: 2, 2, 2 and 1 executed; the third action counts in no ratio."""
-    cfg = EnvCfg(num_envs=2, action_chunk=3, num_action_steps=2, max_episode_steps=20)
-    rollout, collector = rollout_of(kind, cfg, 4)
-    assert rollout["executed"][:, :4].tolist() == [[2, 2, 2, 1]] * 2
-    assert rollout["reward"][:, :4].tolist() == [[3.0, 7.0, 11.0, 7.0]] * 2
-    assert collector.env.max_episode_steps == 10
-    assert collector.last_steps == 14
-    mask = collector.policy.unit_mask({**rollout[:, :4]})
-    assert mask[0].int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0]]
+    assert [(e.episode_return, e.length) for e in collector.finished] == [(28.0, size)] * 2
+    assert collector.env.max_episode_steps == (10 if "num_action_steps" in settings else 7)
+    mask = collector.policy.unit_mask({**rollout[:, :size]})
+    assert mask[0].int().tolist() == [[1] * count + [0] * (3 - count) for count in executed]
 
 
 def test_a_video_decides_as_often_as_a_run(tmp_path):

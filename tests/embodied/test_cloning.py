@@ -298,13 +298,11 @@ def test_the_loss_of_discrete_actions_is_the_cross_entropy(turning, tmp_path):
 
 def test_the_loss_of_gaussians_is_the_squared_error(reaching, tmp_path):
     metrics = first_update("ToyReaching-v0", reaching, tmp_path, label_noise=0.0)
-    demos = collector(reaching, holdout=0.1)
-    action = collected(collector(reaching, holdout=0.1, num_envs=1), 64)["action"]
-    wanted = math.log(2 * math.pi) + 0.5 * action.square().sum(dim=1).mean().item()
-    assert metrics["train/loss"] == pytest.approx(wanted, rel=1e-5)
-    held_out = demos.labels["action"][demos.held_out]
-    wanted = math.log(2 * math.pi) + 0.5 * held_out.square().sum(dim=1).mean().item()
-    assert metrics["eval/demo_loss"] == pytest.approx(wanted, rel=1e-5)
+    demos = collector(reaching, holdout=0.1, num_envs=1)
+    held_out, trained = demos.labels["action"][demos.held_out], collected(demos, 64)["action"]
+    for name, action in (("train/loss", trained), ("eval/demo_loss", held_out)):
+        wanted = math.log(2 * math.pi) + 0.5 * action.square().sum(dim=1).mean().item()
+        assert metrics[name] == pytest.approx(wanted, rel=1e-5)
     assert metrics["eval/demo_error"] == pytest.approx(held_out.abs().mean().item(), rel=1e-5)
 
 
@@ -321,18 +319,13 @@ def test_each_dimension_has_an_accuracy(tmp_path):
 
     policy = zero_policy(STATE, space)
     cfg = gw.config.BCCfg(data=folder, num_steps=4, learning_rate=1e-9, holdout=0.5)
-    evaluation = {"episodes": 1}
-    components = build(
-        gw.RunCfg(env={"id": "<given in Python>", "num_envs": 1}, algorithm=cfg, evaluation=evaluation),
-        UserObjects(env=make, policy=policy),
-        Engine(),
-    )
+    settings = {"env": {"id": "<given in Python>", "num_envs": 1}, "evaluation": {"episodes": 1}}
+    components = build(gw.RunCfg(algorithm=cfg, **settings), UserObjects(env=make, policy=policy), Engine())
     *_, scores = components.own_callbacks(RunFolder(tmp_path))
     found = scores.scores(components.collector.held_out.nonzero()[:, 0])
     components.close()
-    assert found["eval/demo_accuracy_0"] == 0.75
-    assert found["eval/demo_accuracy_1"] == 0.25
-    assert found["eval/demo_accuracy"] == 0.5
+    accuracy = {"eval/demo_accuracy": 0.5, "eval/demo_accuracy_0": 0.75, "eval/demo_accuracy_1": 0.25}
+    assert {name: found[name] for name in accuracy} == accuracy
     assert found["eval/demo_loss"] == pytest.approx(math.log(3) + math.log(2))
 
 

@@ -58,6 +58,7 @@ def test_it_has_as_many_parameters_as_its_page_says():
 
 def test_decisions_and_their_scores_agree(policy):
     obs = observations()
+    policy.train()  # a model of the user's has no dropout
     action = policy.act(obs, generator=seeded())
     assert action.log_prob.shape == (4, *[C * A] * (policy.scored_by == "token"))
     evaluation = scores(policy, obs, action.action)
@@ -104,13 +105,6 @@ def test_predict_takes_one_observation_or_a_batch(policy):
     np.testing.assert_allclose(policy.predict(batch), np.stack([action] * 2), atol=1e-5)
 
 
-def test_a_model_of_the_user_s_has_no_dropout(folder):
-    policy = from_folder(folder).train()
-    obs = observations()
-    action = policy.act(obs, generator=seeded())
-    torch.testing.assert_close(scores(policy, obs, action.action).log_prob, action.log_prob, atol=1e-5, rtol=1e-5)
-
-
 def test_without_a_critic_there_is_no_value():
     policy, obs = make_policy(), observations()
     assert policy.act(obs).value is None
@@ -133,26 +127,15 @@ def test_a_clone_shares_nothing_and_a_reference_is_frozen():
 # --- tokens, units and adapters ---
 
 
-def test_probabilities_of_a_token_s_bins_add_up_to_one():
-    policy, obs = make_policy(), observations()
-    total = sum(scores(policy, obs, torch.full((4, C, A), token)).log_prob.exp() for token in range(BINS))
-    torch.testing.assert_close(total, torch.ones(4, C * A))
-
-
-def test_tokens_are_drawn_with_these_probabilities():
+def test_tokens_are_drawn_with_probabilities_that_add_up_to_one():
     policy, obs = make_policy(), observations(1)
-    many = obs.expand(4000)
-    drawn = policy.act(many, generator=seeded()).action.flatten(1)
-    for token in range(BINS):
-        expected = scores(policy, obs, torch.full((1, C, A), token)).log_prob.exp()[0]
-        torch.testing.assert_close((drawn == token).float().mean(dim=0), expected.detach(), atol=0.03, rtol=0)
-
-
-def test_deterministic_takes_the_likeliest_tokens():
-    policy, obs = make_policy(), observations()
-    best = policy.act(obs, deterministic=True)
-    for token in range(BINS):
-        assert (scores(policy, obs, torch.full((4, C, A), token)).log_prob <= best.log_prob + 1e-6).all()
+    drawn = policy.act(obs.expand(4000), generator=seeded()).action.flatten(1)
+    best = policy.act(obs, deterministic=True).log_prob
+    log_probs = [scores(policy, obs, torch.full((1, C, A), token)).log_prob.detach() for token in range(BINS)]
+    torch.testing.assert_close(sum(log_prob.exp() for log_prob in log_probs), torch.ones(1, C * A))
+    for token, log_prob in enumerate(log_probs):
+        torch.testing.assert_close((drawn == token).float().mean(dim=0), log_prob[0].exp(), atol=0.03, rtol=0)
+        assert (log_prob <= best + 1e-6).all(), "deterministic takes the likeliest"
 
 
 def test_the_temperature_divides_the_logits_of_sampling_and_training():
@@ -165,27 +148,24 @@ def test_the_temperature_divides_the_logits_of_sampling_and_training():
     torch.testing.assert_close(drawn.log_prob, scores(warm, obs, drawn.action).log_prob)
 
 
-@pytest.mark.parametrize(("unit", "num_units"), [("token", C * A), ("action", C), ("chunk", 1)])
-def test_units_are_sums_of_tokens(unit, num_units):
+@pytest.mark.parametrize(
+    ("unit", "num_units", "executed"),
+    [
+        ("token", C * A, [[1, 1, 0, 0, 0, 0], [1] * 6]),
+        ("action", C, [[1, 0, 0], [1, 1, 1]]),
+        ("chunk", 1, [[1], [1]]),
+    ],
+)
+def test_units_are_sums_of_tokens_and_masked_where_actions_were_not_executed(unit, num_units, executed):
     obs, tokens, policy = observations(), make_policy(), make_policy(unit=unit)
     policy.load_state_dict(tokens.state_dict())
     action = tokens.act(obs, generator=seeded()).action
     one, all_of_them = scores(policy, obs, action), scores(tokens, obs, action)
     assert policy.num_units == num_units
-    assert one.log_prob.shape == one.entropy.shape == (4, num_units)
-    torch.testing.assert_close(one.log_prob.sum(dim=1), all_of_them.log_prob.sum(dim=1))
-    torch.testing.assert_close(one.entropy.sum(dim=1), all_of_them.entropy.sum(dim=1))
-    first = {"token": 1, "action": A, "chunk": C * A}[unit]
-    torch.testing.assert_close(one.log_prob[:, 0], all_of_them.log_prob[:, :first].sum(dim=1))
-
-
-@pytest.mark.parametrize(
-    ("unit", "expected"),
-    [("token", [[1, 1, 0, 0, 0, 0], [1] * 6]), ("action", [[1, 0, 0], [1, 1, 1]]), ("chunk", [[1], [1]])],
-)
-def test_units_of_actions_that_were_not_executed_are_masked(unit, expected):
-    mask = make_policy(unit=unit).unit_mask({"executed": torch.tensor([1, 3])})
-    assert mask.int().tolist() == expected
+    for name in ("log_prob", "entropy"):
+        of_units, of_tokens = getattr(one, name), getattr(all_of_them, name)
+        torch.testing.assert_close(of_units, of_tokens.reshape(4, num_units, -1).sum(dim=2))
+    assert policy.unit_mask({"executed": torch.tensor([1, 3])}).int().tolist() == executed
 
 
 def test_without_chunks_every_unit_counts():

@@ -13,7 +13,7 @@ from groupwise.functional.random import RowRandom
 
 SCRIPT = ROOT / "examples" / "mujoco_warp_push.py"
 pytest.importorskip("mujoco_warp")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # compiling the kernels takes minutes on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # kernels are compiled the first time, a minute or two
 
 
 @pytest.fixture(scope="module")

@@ -69,21 +69,17 @@ CFG_NAMES = {
 """Arguments that ``GRPOCfg`` has under another name."""
 OF_OBJECTIVE = ("objective", "kl_estimator", "top_entropy_quantile", "adaptive_entropy")
 """Settings that a preset which is named as ``objective`` has."""
-_NO_CRITIC = "there is no critic; fix: leave it out"
-_SCALE = "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'"
-_EVERY_STEP = "actions are drawn independently at every step; fix: leave it out, ent_coef is what explores"
-_OWN_STORE = "whole groups have a store of their own; fix: leave it out"
 ELSEWHERE = {
-    "clip_range_vf": _NO_CRITIC,
-    "vf_coef": _NO_CRITIC,
-    "gae_lambda": "advantages compare members, and no critic looks ahead; fix: leave it out, or choose a credit=...",
-    "normalize_advantage": _SCALE,
-    "scale_rewards": _SCALE,
-    "use_sde": _EVERY_STEP,
-    "sde_sample_freq": _EVERY_STEP,
-    "rollout_buffer_class": _OWN_STORE,
-    "rollout_buffer_kwargs": _OWN_STORE,
-    "kl_beta": "it has another name here; fix: kl_coef=...",
+    name: reason
+    for names, reason in (
+        ("clip_range_vf vf_coef", "there is no critic; fix: leave it out"),
+        ("gae_lambda", "advantages compare members; fix: leave it out, or choose a credit=..."),
+        ("normalize_advantage scale_rewards", "credit has a scale; fix: credit=CreditCfg(scale='std'), or 'none'"),
+        ("use_sde sde_sample_freq", "actions are drawn independently at every step; fix: ent_coef is what explores"),
+        ("rollout_buffer_class rollout_buffer_kwargs", "whole groups have a store of their own; fix: leave it out"),
+        ("kl_beta", "it has another name here; fix: kl_coef=..."),
+    )
+    for name in names.split()
 }
 """Arguments of SB3's on-policy algorithms and of sb3-contrib's proposed GRPO: why they are missing."""
 _ABSENT = {"credit.reward": "parts", "credit.baseline": "greedy", "objective.ratio": "turn"}
@@ -294,6 +290,7 @@ class ActorPolicy(BasePolicy):
     Args:
         net_arch: width of each hidden layer, or ``dict(pi=...)`` with it. Default: 64, 64; none behind a ``NatureCNN``.
         optimizer_kwargs: default for Adam: ``eps=1e-5, fused=True``.
+        others: ``features_extractor_kwargs`` and ``normalize_images``.
 
     Raises:
         ConfigError: ``net_arch`` describes more than the policy network.
@@ -312,10 +309,9 @@ class ActorPolicy(BasePolicy):
         ortho_init: bool = True,
         log_std_init: float = 0.0,
         features_extractor_class: type[BaseFeaturesExtractor] | None = None,
-        features_extractor_kwargs: dict[str, Any] | None = None,
-        normalize_images: bool = True,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam,
         optimizer_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> None:
         features_extractor_class = features_extractor_class or self.default_extractor
         if optimizer_kwargs is None:
@@ -324,10 +320,9 @@ class ActorPolicy(BasePolicy):
             observation_space,
             action_space,
             features_extractor_class,
-            features_extractor_kwargs,
             optimizer_class=optimizer_class,
             optimizer_kwargs=optimizer_kwargs,
-            normalize_images=normalize_images,
+            **others,
         )
         if net_arch is None:
             net_arch = [] if features_extractor_class is NatureCNN else [64, 64]
@@ -591,11 +586,7 @@ class GRPO(OnPolicyAlgorithm):
         return self
 
     def _setup_learn(
-        self,
-        total_timesteps: int,
-        callback: MaybeCallback = None,
-        reset_num_timesteps: bool = True,
-        *log: Any,
+        self, total_timesteps: int, callback: MaybeCallback = None, reset_num_timesteps: bool = True, *log: Any
     ) -> tuple[int, BaseCallback]:
         """Continue the running episodes, or start the first ones by the reset that SB3 does here."""
         env, groups = self.env, self.rollout_buffer
@@ -731,23 +722,14 @@ class GRPO(OnPolicyAlgorithm):
         record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
 
     @classmethod
-    def load(
-        cls: type[SelfGRPO],
-        path: str | Path | io.BufferedIOBase,
-        env: GymEnv | None = None,
-        device: torch.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
-        print_system_info: bool = False,
-        force_reset: bool = True,
-        **kwargs: Any,
-    ) -> SelfGRPO:
-        """The model that was saved there, with other settings where ``kwargs`` has some.
+    def load(cls: type[SelfGRPO], path: str | Path | io.BufferedIOBase, *args: Any, **kwargs: Any) -> SelfGRPO:
+        """The model that was saved there: SB3's arguments, and settings that replace the saved ones.
 
         Raises:
             ConfigError: another algorithm saved it, or ``kwargs`` names no argument.
         """
-        refuse(kwargs, cls)
-        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+        refuse(kwargs.keys() - inspect.signature(super().load).parameters.keys(), cls)
+        return super().load(path, *args, **kwargs)
 
     def _excluded_save_params(self) -> list[str]:
         """Names that are not saved: SB3's, attributes that follow from others, and the environments."""

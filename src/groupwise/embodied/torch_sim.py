@@ -96,10 +96,6 @@ class TorchSim(VectorEnv):
         self.obs_spec = obs_spec(self.observation_space)
         self.device = self._obs.device
         outcome = env.step(self._any_action())
-        if len(outcome) not in (4, 5):
-            raise EnvError(
-                f"step of {self.env_id} returned {len(outcome)} values, expected 4 or 5; fix: as Gymnasium's"
-            )
         notes = []
         if len(outcome) == 4 and outcome[-1].get("time_outs", None) is None:
             notes.append(f"{self.env_id} flags no time_outs: every end counts as a termination.")
@@ -158,15 +154,6 @@ class TorchSim(VectorEnv):
         self._obs = self._kept(self._env.reset(**settings))
         return self._obs
 
-    def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> Nested:
-        """Observations [N, ...] after copying the states of the ``source`` rows into the ``target`` rows."""
-        state = TensorDict(self._base.get_state_dict(), batch_size=[self.num_envs])
-        self._base.set_state_dict(state[self._index(source)].to_dict(), self._index(target))
-        index = torch.arange(self.num_envs, device=self.device)
-        index[self._index(target)] = self._index(source)
-        self._obs = self._obs[index]
-        return self._obs
-
     def as_group_env(self, *, verify: bool = True) -> "TorchSimGroups":
         """The simulator as rows that start independently.
 
@@ -203,6 +190,15 @@ class TorchSim(VectorEnv):
             f"members of {self.env_id} cannot share a start: {why}; fix: ppo, or from_torch_sim(env, start_mode='none') "
             "for groups whose members start apart"
         )
+
+    def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> Nested:
+        """Observations [N, ...] after copying the states of the ``source`` rows into the ``target`` rows."""
+        state = TensorDict(self._base.get_state_dict(), batch_size=[self.num_envs])
+        self._base.set_state_dict(state[self._index(source)].to_dict(), self._index(target))
+        index = torch.arange(self.num_envs, device=self.device)
+        index[self._index(target)] = self._index(source)
+        self._obs = self._obs[index]
+        return self._obs
 
     @cached_property
     @torch.no_grad()

@@ -65,17 +65,13 @@ def test_only_whole_groups_are_trained_on_and_nothing_is_lost(taken):
     assert steps + waiting == model.num_timesteps
 
 
-def test_a_rollout_waits_for_the_groups_it_began():
+def test_a_rollout_waits_for_the_groups_it_began_and_the_last_one_for_nothing():
     watch = Watch()
     model = corridor(n_steps=2, group_size=4).learn(60, watch)
     rollouts = watch.events.count("rollout_end")
     assert watch.events == ["training_start", *["rollout_start", "rollout_end"] * rollouts, "training_end"]
     assert model.core.iteration >= rollouts - 1  # only the last one may have been short of a group
-
-
-def test_the_last_rollout_waits_for_nothing():
-    model = corridor(n_steps=10, group_size=2).learn(40)
-    assert model.num_timesteps <= 40 + 10 * 2
+    assert corridor(n_steps=10, group_size=2).learn(40).num_timesteps <= 40 + 10 * 2
 
 
 def test_nothing_learned_is_said():

@@ -110,11 +110,6 @@ def test_an_environment_may_write_into_its_arrays():
     np.testing.assert_array_equal(parameters(corridor(env=Reuses(DummyVecEnv([Corridor] * 2))).learn(100)), plain)
 
 
-def test_unsupported_action_spaces_are_refused():
-    with pytest.raises(AssertionError, match="only supports"):
-        GRPO("MlpPolicy", Corridor(spaces.Dict({"a": spaces.Discrete(2)})))
-
-
 @pytest.mark.parametrize("channel_first", [True, False])
 def test_images(tmp_path, channel_first):
     env = FakeImageEnv(screen_height=36, screen_width=36, channel_first=channel_first)
@@ -163,15 +158,18 @@ def test_sub_processes_train_like_one_process():
     np.testing.assert_array_equal(*trained)
 
 
-def test_learning_without_an_environment_is_refused():
-    with pytest.raises(gw.errors.EnvError, match=r"fix: model\.set_env"):
-        GRPO("MlpPolicy", None, _init_setup_model=False).learn(10)
-
-
-@pytest.mark.parametrize("policy", ["NoPolicy", ActorCriticPolicy])
-def test_unsuited_policies_are_refused(policy):
-    with pytest.raises(ValueError, match=r"NoPolicy unknown|ActorCriticPolicy is not a policy without a critic; fix"):
-        GRPO(policy, "CartPole-v1")
+@pytest.mark.parametrize(
+    ("make", "error", "reason"),
+    [
+        (lambda: GRPO("NoPolicy", "CartPole-v1"), ValueError, "NoPolicy unknown"),
+        (lambda: GRPO(ActorCriticPolicy, "CartPole-v1"), ValueError, "is not a policy without a critic"),
+        (lambda: GRPO("MlpPolicy", Corridor(spaces.Dict(a=spaces.Discrete(2)))), AssertionError, "only supports"),
+        (lambda: GRPO("MlpPolicy", None, _init_setup_model=False).learn(10), gw.errors.EnvError, r"model\.set_env"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, error, reason):
+    with pytest.raises(error, match=reason):
+        make()
 
 
 def test_a_policy_of_ones_own():

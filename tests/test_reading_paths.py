@@ -9,8 +9,8 @@ import pytest
 
 TOOL = Path(__file__).parents[1] / "tools" / "step_path.py"
 LIMITS = {
-    "control ppo": {"files": 20, "functions": 130, "lines": 843},
-    "control grpo": {"files": 22, "functions": 145, "lines": 1019},
+    "control ppo": {"files": 21, "functions": 131, "lines": 855},
+    "control grpo": {"files": 23, "functions": 146, "lines": 1030},
     "text": {"files": 26, "functions": 176, "lines": 1474},
 }
 

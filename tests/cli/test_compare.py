@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from run_folders import write_seeds
 
 import groupwise as gw
@@ -36,8 +35,7 @@ def test_runs_are_compared_from_training_to_table_json_and_picture(trained, tmp_
     assert "grpo > mine" in shown
     assert "algorithm.num_steps" in shown
     assert f"written: {tmp_path / 'out' / 'comparison.json'}" in shown
-    with Image.open(tmp_path / "out" / "comparison.png") as image:
-        image.verify()
+    assert "grpo &gt; mine" in (tmp_path / "out" / "comparison.html").read_text()
 
     assert cli.main([*argv[:3], "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -115,17 +113,3 @@ def test_comparing_imports_no_torch(tmp_path):
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.splitlines()[-1] == "False"
-
-
-def test_the_page_has_the_picture_and_the_tables(tmp_path, capsys):
-    write_seeds(tmp_path / "g", (10.0, 20.0))
-    write_seeds(tmp_path / "p", (5.0, 6.0), algorithm="ppo")
-    out = tmp_path / "new/page.html"
-    assert cli.main(["compare", str(tmp_path / "g"), f"<b>bold={tmp_path / 'p'}", "--html", str(out)]) == 0
-    assert capsys.readouterr().out.endswith(f"written: {out}\n")
-    page = out.read_text()
-    assert page.count("<svg") == 1
-    assert "<b>" not in page
-    assert "grpo &gt; &lt;b&gt;bold" in page
-    assert "fewer than 5 runs" in page
-    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")

@@ -1,3 +1,4 @@
+import json
 import re
 import shlex
 import subprocess
@@ -135,7 +136,8 @@ def test_what_was_loaded_is_what_the_last_command_named_and_a_run_folder_records
     Path("b.py").write_text("")
     plugins.load([Path("a.py"), Path("b.py")])
     assert plugins.options(plugins.loaded()) == " --plugin a.py --plugin b.py"
-    assert RunFolder.create({}, Path("run")).read_provenance()["plugins"] == ["a.py", "b.py"]
+    config = RunFolder.create({}, Path("run")).config
+    assert json.loads(config.read_text())["provenance"]["plugins"] == ["a.py", "b.py"]
     plugins.load([])
     assert plugins.options(plugins.loaded()) == ""
 

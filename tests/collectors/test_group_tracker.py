@@ -1,4 +1,4 @@
-"""What becomes of steps: shared noise, episodes that fail, filtered groups, and what counts as wasted."""
+"""The fate of steps: shared noise, episodes that fail, filtered groups, wasted steps."""
 
 import pytest
 import torch

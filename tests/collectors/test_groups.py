@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from noisy_envs import GlobalStart
-from scripted_envs import FakePolicy, ScriptedGroupEnv, WalkEnv, buffer_for, collect_groups
+from scripted_envs import FakePolicy, ScriptedGroupEnv, WalkEnv, buffer_for, check, collect_groups
 
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.vector import Episode
@@ -14,12 +14,6 @@ from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError
 
 T, F = True, False
-
-
-def check(rollout, **expected):
-    for key, numbers in expected.items():
-        dtype = rollout[key].dtype
-        assert rollout[key].squeeze(-1).tolist() == torch.tensor(numbers, dtype=dtype).tolist(), key
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 64])

@@ -102,11 +102,6 @@ def test_an_entry_that_is_missing_or_no_number_is_named(counting, tmp_path, keys
         train(tmp_path, log_info=keys)
 
 
-def test_environments_that_vectorise_themselves_refuse_it():
-    with pytest.raises(gw.errors.EnvError, match="does not support log_info"):
-        gw.make_env(gw.EnvCfg(id="CartPole-v1", vectorization="torch", log_info=("x",)))
-
-
 def test_episodes_without_numbers_are_left_out_of_the_mean():
     env = gw.make_env(gw.EnvCfg(num_envs=2), env=partial(gymnasium.make, "CartPole-v1"))
     collector = VectorCollector(env, FakePolicy())

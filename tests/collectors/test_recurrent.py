@@ -1,4 +1,4 @@
-"""What recurrent policies remember in rollouts."""
+"""The memory of recurrent policies in rollouts."""
 
 import pytest
 import torch

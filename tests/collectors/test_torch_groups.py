@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from no_waiting import NoWaiting
-from torch_rollouts import ENVS, named, same
+from torch_rollouts import ENVS, goes_on_bit_for_bit, named, never_waits
 
 import groupwise as gw
 from groupwise.collectors.torch import TorchGroupCollector
@@ -164,30 +163,12 @@ def test_members_draw_their_own_noise_unless_told_otherwise():
 @pytest.mark.parametrize("env", ["cut often", "named"])
 def test_no_step_waits_for_the_device(env):
     collector, buffer = made(env, 30, 4, 12, horizon=9)
-    step = collector.step
-
-    def without_waiting(*args):
-        with NoWaiting():
-            return step(*args)
-
-    collector.step = without_waiting
-    for _ in range(2):
-        buffer.add(collector.collect(12, buffer.start_rollout()))
+    never_waits(collector, buffer)
     assert collector.metrics()["rollout/episodes"] > 0
 
 
 def test_a_resumed_collector_goes_on_bit_for_bit():
-    collector, buffer = made("pendulum", 3, 3, 6)
-    for _ in range(3):
-        collector.collect(6, buffer.start_rollout())
-        collector.metrics()
-    state = collector.state_dict()
-    resumed, other = made("pendulum", 3, 3, 6)
-    resumed.load_state_dict(state)
-    resumed.iteration = 3
-    for _ in range(2):
-        same(collector.collect(6, buffer.start_rollout()), resumed.collect(6, other.start_rollout()))
-        assert collector.metrics() == resumed.metrics()
+    goes_on_bit_for_bit(lambda: made("pendulum", 3, 3, 6))
 
 
 @pytest.mark.parametrize(

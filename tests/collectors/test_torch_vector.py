@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from no_waiting import NoWaiting
-from torch_rollouts import ENVS, same
+from torch_rollouts import ENVS, goes_on_bit_for_bit, never_waits, same
 
 import groupwise as gw
 from groupwise.collectors.torch import TorchVectorCollector
@@ -66,30 +65,12 @@ def test_they_are_those_of_the_reference(env, num_envs, num_steps, seed, actor_o
 @pytest.mark.parametrize("env", ENVS)
 def test_no_step_waits_for_the_device(env):
     collector, buffer = made(env, 70, 12, in_torch=True, normalize_obs=True)
-    step = collector.step
-
-    def without_waiting(*args):
-        with NoWaiting():
-            return step(*args)
-
-    collector.step = without_waiting
-    for _ in range(2):
-        buffer.add(collector.collect(12, buffer.start_rollout()))
+    never_waits(collector, buffer)
     assert collector.last_steps == 70 * 12
 
 
 def test_a_resumed_collector_goes_on_bit_for_bit():
-    collector, buffer = made("pendulum", 9, 6, in_torch=True)
-    for _ in range(3):
-        collector.collect(6, buffer.start_rollout())
-        collector.metrics()
-    state = collector.state_dict()
-    resumed, other = made("pendulum", 9, 6, in_torch=True)
-    resumed.load_state_dict(state)
-    resumed.iteration = 3
-    for _ in range(2):
-        same(collector.collect(6, buffer.start_rollout()), resumed.collect(6, other.start_rollout()))
-        assert collector.metrics() == resumed.metrics()
+    goes_on_bit_for_bit(lambda: made("pendulum", 9, 6, in_torch=True))
 
 
 def test_another_device_is_refused():

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from scripted_envs import FakePolicy, ScriptedEnv, WalkEnv, buffer_for, scripted
+from scripted_envs import FakePolicy, ScriptedEnv, WalkEnv, buffer_for, check, scripted
 
 from groupwise.collectors.vector import Episode, RolloutWriter, VectorCollector, label_episodes
 from groupwise.config.run import EnvCfg
@@ -27,12 +27,6 @@ def windows(policy, autoreset, *lengths, scripts=SCRIPTS):
         rollouts.append(collector.collect(length, buffer.start_rollout()))
         buffer.add(rollouts[-1])
     return collector, rollouts
-
-
-def check(rollout, **expected):
-    for key, numbers in expected.items():
-        dtype = rollout[key].dtype
-        assert rollout[key].squeeze(-1).tolist() == torch.tensor(numbers, dtype=dtype).tolist(), key
 
 
 @pytest.mark.parametrize("autoreset", ["disabled", "same_step"])

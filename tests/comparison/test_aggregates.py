@@ -43,21 +43,6 @@ def test_iqm_is_the_trimmed_mean_of_scipy(scores):
     assert iqm(scores) == pytest.approx(stats.trim_mean(scores, 0.25))
 
 
-@given(st.permutations(list(np.linspace(-3, 9, 11) ** 3)))
-def test_iqm_knows_no_order(scores):
-    assert iqm(np.array(scores)) == iqm(np.sort(scores))
-
-
-@given(SCORES, st.integers(-5, 5).map(float), NUMBER)
-def test_iqm_follows_scale_and_shift(scores, scale, shift):
-    assert iqm(scale * scores + shift) == pytest.approx(scale * iqm(scores) + shift, abs=1e-9)
-
-
-@given(SCORES)
-def test_iqm_is_between_least_and_most(scores):
-    assert scores.min() - 1e-9 <= iqm(scores) <= scores.max() + 1e-9
-
-
 # --- probability of improvement ---
 
 
@@ -71,11 +56,6 @@ def test_probability_by_counting_pairs():
 def test_probability_is_mann_whitney_over_the_pairs(x, y):
     u = stats.mannwhitneyu(x, y, method="asymptotic" if np.ptp(np.concatenate([x, y])) else "exact").statistic
     assert probability_of_improvement(x, y) == pytest.approx(u / (len(x) * len(y)))
-
-
-@given(SCORES, SCORES)
-def test_one_of_two_is_better_or_they_tie(x, y):
-    assert probability_of_improvement(x, y) + probability_of_improvement(y, x) == pytest.approx(1.0)
 
 
 @given(SEVERAL)
@@ -132,12 +112,9 @@ def test_interval_is_that_of_scipy():
     assert [float(end) for end in ours] == pytest.approx(list(theirs.confidence_interval), abs=0.03)
 
 
-def test_the_same_runs_give_the_same_interval():
-    assert estimate(iqm, [X[:, 0]]) == estimate(iqm, [X[:, 0]])
-
-
 def test_runs_of_an_environment_are_drawn_from_it_alone():
     """Drawn from all at once, the mean of two environments would vary; drawn from each, it cannot."""
+    assert estimate(iqm, [X[:, 0]]) == estimate(iqm, [X[:, 0]])  # the same runs give the same
     constant = [np.full(4, 0.0), np.full(4, 1.0)]
     assert estimate(iqm, constant, 200).interval == (0.5, 0.5)
 

@@ -14,38 +14,30 @@ def method(algorithm: Any = "grpo", **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "is_method"),
     [
-        {"seed": 7},
-        {"run_dir": "elsewhere"},
-        {"logging": {"progress": "none"}},
-        {"evaluation": {"interval": 7, "episodes": 3}},
-        {"total_steps": 7},
-        {"stop": {"time_limit": 1e9}},
-        {"env": {"max_episode_steps": 7}},
+        ({"seed": 7}, False),
+        ({"run_dir": "elsewhere"}, False),
+        ({"logging": {"progress": "none"}}, False),
+        ({"evaluation": {"interval": 7, "episodes": 3}}, False),
+        ({"total_steps": 7}, False),
+        ({"stop": {"time_limit": 1e9}}, False),
+        ({"env": {"max_episode_steps": 7}}, False),
+        ({"device": "cuda"}, True),
+        ({"env": {"num_envs": 16}}, True),
+        ({"policy": {"hidden_sizes": [8]}}, True),
+        ({"checkpoint_interval": 9}, True),
     ],
     ids=str,
 )
-def test_what_is_not_of_the_method(fields):
-    assert method(**fields) == method()
+def test_settings_that_make_the_method(fields, is_method):
+    assert (method(**fields) != method()) == is_method
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"device": "cuda"}, {"env": {"num_envs": 16}}, {"policy": {"hidden_sizes": [8]}}, {"checkpoint_interval": 9}],
-    ids=str,
-)
-def test_what_is_of_the_method(fields):
-    assert method(**fields) != method()
-
-
-def test_environment_is_its_id_arguments_and_step_limit():
+def test_environments_and_tasks():
     one, other = ({"env": {"id": "A-v0", "kwargs": {"g": g}, "max_episode_steps": None, "num_envs": g}} for g in (1, 2))
     assert environment_of(one) == ("A-v0", {"env.id": "A-v0", "env.kwargs.g": 1, "env.max_episode_steps": None})
     assert environment_of(one) != environment_of(other)
-
-
-def test_environment_of_texts_is_their_task():
     name, settings = environment_of({"task": {"data": "some/sums.jsonl", "rewards": []}, "model": {"path": "m"}})
     assert (name, settings["task.data"]) == ("sums.jsonl", "some/sums.jsonl")
     assert "model.path" in method_of({"task": {"data": "x"}, "model": {"path": "m"}})
@@ -54,33 +46,24 @@ def test_environment_of_texts_is_their_task():
 # --- names ---
 
 
-def test_algorithms_name_themselves():
-    assert labels([method("grpo"), method("ppo")]) == ["grpo", "ppo"]
-    assert labels([method("ppo")]) == ["ppo"]
+RATES = [{"learning_rate": rate} for rate in (0.12345678, 0.12345679)]
+GRID = [{"gamma": gamma, "learning_rate": rate} for gamma in (0.9, 1.0) for rate in (0.1, 0.2)]
 
 
-def test_one_setting_names_what_differs():
-    found = [method({"learning_rate": rate}) for rate in (0.001, 0.0003)]
-    assert labels([*found, method("ppo")]) == ["grpo learning_rate=0.001", "grpo learning_rate=0.0003", "ppo"]
-
-
-def test_few_settings_name_what_differs_in_several():
-    grid = [method({"gamma": gamma, "learning_rate": rate}) for gamma in (0.9, 1.0) for rate in (0.1, 0.2)]
-    assert labels(grid) == [
-        "grpo learning_rate=0.1, gamma=0.9",
-        "grpo learning_rate=0.2, gamma=0.9",
-        "grpo learning_rate=0.1, gamma=1",
-        "grpo learning_rate=0.2, gamma=1",
-    ]
-    both = [method({"gamma": value, "learning_rate": value}) for value in (0.5, 0.25)]
-    assert labels(both) == ["grpo learning_rate=0.5", "grpo learning_rate=0.25"]  # one of the two is enough
-
-
-def test_settings_that_differ_little_have_names_that_do():
-    assert labels([method({"learning_rate": rate}) for rate in (0.12345678, 0.12345679)]) == [
-        "grpo learning_rate=0.12345678",
-        "grpo learning_rate=0.12345679",
-    ]
+@pytest.mark.parametrize(
+    ("algorithms", "names"),
+    [
+        (["grpo", "ppo"], ["grpo", "ppo"]),
+        (["ppo"], ["ppo"]),
+        ([{"learning_rate": 0.001}, {"learning_rate": 0.0003}, "ppo"], ["grpo learning_rate=0.001", "grpo learning_rate=0.0003", "ppo"]),
+        (GRID, [f"grpo learning_rate={rate}, gamma={gamma}" for gamma in ("0.9", "1") for rate in ("0.1", "0.2")]),
+        ([{"gamma": one, "learning_rate": one} for one in (0.5, 0.25)], ["grpo learning_rate=0.5", "grpo learning_rate=0.25"]),
+        (RATES, ["grpo learning_rate=0.12345678", "grpo learning_rate=0.12345679"]),
+    ],
+    ids=["algorithms", "one", "a setting", "several settings", "one of two is enough", "close numbers"],
+)  # fmt: skip
+def test_names_of_methods(algorithms, names):
+    assert labels([method(algorithm) for algorithm in algorithms]) == names
 
 
 def test_settings_that_end_alike_keep_their_full_names():

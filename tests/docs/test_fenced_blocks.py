@@ -62,14 +62,15 @@ COMMANDS = {
 def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: None):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)  # half of the time of so short a run
-    monkeypatch.setattr(credit, "CREDIT_RULES", dict(credit.CREDIT_RULES))
     assert builtin_rewards  # registered before the copy, else later tests would miss them
     monkeypatch.setattr(rewards, "REWARDS", dict(rewards.REWARDS))
     save_model(tmp_path / "my_model")
-    known = dict(gymnasium.registry)
+    registries = [gymnasium.registry, credit.CREDIT_RULES]
+    before = [dict(known) for known in registries]
     yield
-    gymnasium.registry.clear()
-    gymnasium.registry.update(known)
+    for known, names in zip(registries, before, strict=True):
+        known.clear()
+        known.update(names)
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}), ids=lambda page: page.stem)

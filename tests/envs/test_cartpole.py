@@ -56,14 +56,6 @@ def test_a_reset_of_all_rows_lets_the_held_ones_go_on():
     assert env.step(actions(1)[0]).reward.tolist() == [1.0] * 4
 
 
-class Heavier(CartPoleVectorEnv):
-    """Steps its own way."""
-
-    def step(self, action):
-        obs, reward, terminated, truncated, info = super().step(action)
-        return obs, 2 * reward, terminated, truncated, info
-
-
 def test_the_environment_that_was_given_shows_where_its_rows_are():
     raw = CartPoleVectorEnv(3)
     env = CartPoleGroupEnv(raw, env_id="CartPole-v1")
@@ -71,8 +63,3 @@ def test_the_environment_that_was_given_shows_where_its_rows_are():
     for action in actions(3, 3):
         obs = env.step(action).obs
         assert np.array_equal(raw.state.T.astype(np.float32), obs.numpy())
-
-
-def test_what_steps_its_own_way_is_stepped_that_way():
-    env = CartPoleGroupEnv(Heavier(2), env_id="Heavier")
-    assert env.step(torch.tensor([0, 1])).reward.tolist() == [2.0, 2.0]

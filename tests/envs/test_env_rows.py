@@ -76,7 +76,7 @@ def episodes(method, make=Walk, count=2):
 
 
 def walk(episode, obs, actions=(0.5, -0.25, 0.125)):
-    """What is observed from ``obs`` on."""
+    """The observations from ``obs`` on."""
     return [obs.tolist(), *(episode.env.step(np.array([action]))[0].tolist() for action in actions)]
 
 

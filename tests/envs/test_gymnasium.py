@@ -91,16 +91,6 @@ def test_final_observations_under_same_step(vectorizer):
     env.close()
 
 
-def test_under_next_step_the_reset_takes_a_step_of_its_own():
-    env = make("next_step")
-    env.reset(seed=0)
-    assert env.step(ACTION).obs["left"].tolist() == [0, 1, 2]
-    step = env.step(ACTION)
-    assert step.obs["left"].tolist() == [1, 0, 1]
-    assert step.reward.tolist() == [0.0, 0.5, 0.5]
-    assert step.final_obs is None
-
-
 class VectorOnly(gymnasium.vector.VectorEnv):
     """A vector environment of somebody else's."""
 

@@ -1,4 +1,4 @@
-"""What rows say about environments that break their own word."""
+"""Errors of rows whose environments break their own word."""
 
 import gymnasium
 import numpy as np

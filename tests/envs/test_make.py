@@ -198,17 +198,3 @@ def test_what_is_registered_here_is_known_in_workers(monkeypatch):
     env = make_env(EnvCfg(id="Here-v0", num_envs=2, vectorization="async", kwargs={"scale": 0.5}), grouped=True)
     assert (env.reset(seed=0).tolist(), env.max_episode_steps) == ([[0.5, 0.5]] * 2, 3)
     env.close()
-
-
-def test_cartpole_of_single_environments_is_the_vectorised_one_bit_for_bit():
-    ours = make_env(EnvCfg(num_envs=3), grouped=True)
-    rows = make_env(EnvCfg(num_envs=3, vectorization="sync"), grouped=True)
-    assert (ours.start_report.start_mode, rows.start_report.start_mode) == ("native", "seed")
-    start = np.array([3, 4, 3], np.int64)
-    everybody = np.ones(3, np.bool_)
-    assert torch.equal(ours.start(everybody, start, start), rows.start(everybody, start, start))
-    for action in torch.randint(0, 2, (60, 3), generator=torch.Generator().manual_seed(0)):
-        one, other = ours.step(action), rows.step(action)
-        assert torch.equal(one.obs, other.obs)
-        assert torch.equal(one.reward, other.reward)
-        assert torch.equal(one.terminated, other.terminated)

@@ -140,8 +140,3 @@ def test_masks_that_nobody_asked_for_are_mentioned(grouped):
     assert notes(Cards, action_masks=True) == ()
     assert notes(CardsInDict, obs_keys=("hand",)) == ()
     assert notes(lambda: gymnasium.make("Acrobot-v1")) == ()
-
-
-def test_vector_environments_of_their_own_have_no_info_to_read():
-    with pytest.raises(EnvError, match="does not support action_masks = True; fix: vectorization='sync'"):
-        make_env(EnvCfg(action_masks=True, vectorization="entry_point"))

@@ -69,6 +69,12 @@ ALL = mask(1, 1, 1)
 STILL = go(0.0, 0.0, 0.0)
 
 
+def started(*args, **settings):
+    env = make(*args, **settings)
+    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    return env
+
+
 def test_a_start_is_the_plain_seeded_reset_in_the_rollouts_types():
     env = make()
     largest = 2**31 - 1
@@ -79,30 +85,26 @@ def test_a_start_is_the_plain_seeded_reset_in_the_rollouts_types():
 
 
 def test_every_row_gets_its_own_action():
-    env = make()
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env = started()
     env.pause(mask(1, 0, 0))
     assert env.step(go(0.5, 0.25, -0.5)).reward.tolist() == [0.0, 0.75, 1.5]
 
 
 def test_a_missing_part_is_named_with_those_there_are():
-    env = make(reward_parts=("bonus", "speed"))
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env = started(reward_parts=("bonus", "speed"))
     with pytest.raises(EnvError, match=r"Noisy has no reward part 'speed': .*\['bonus', 'cost'\]; fix"):
         env.step(STILL)
 
 
 def test_an_error_is_passed_on_with_its_row():
-    env = make(Fragile)
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env = started(Fragile)
     with pytest.raises(RuntimeError, match="the wheel came off") as caught:
         env.step(go(0.0, 1.0, 0.0))
     assert caught.value.__notes__ == ["in row 1 of Noisy"]
 
 
 def test_a_failed_row_is_reported_replaced_and_paused(caplog):
-    env = make(Fragile, on_error="report")
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env = started(Fragile, on_error="report")
     assert env.step(STILL).failed is None
     shown = env.step(STILL).obs["at"].clone()
     with caplog.at_level(logging.ERROR):
@@ -126,8 +128,9 @@ def test_a_failed_row_is_reported_replaced_and_paused(caplog):
 
 
 def story(env):
-    """Everything that an environment says while rows end, are paused, started, captured and put back."""
-    said = [env.start(ALL, seeds(1, 1, 3), seeds(1, 2, 3)).clone()]
+    """Everything that an environment says while rows are reset, end, are paused and started."""
+    said = [env.reset(seed=4).clone(), env.reset(mask=mask(0, 1, 1)).clone(), env.reset().clone()]
+    said.append(env.start(ALL, seeds(1, 1, 3), seeds(1, 2, 3)).clone())
     for number in range(8):
         step = env.step(go(0.25, -0.25, 0.125 * number))
         said += [step.obs.clone(), step.reward.clone(), step.truncated.clone(), step.info["reward_parts"].clone()]
@@ -153,8 +156,7 @@ def test_workers_say_what_one_process_says(workers):
 
 
 def test_an_error_in_a_worker_comes_back():
-    env = make(Fragile, workers=3)
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env = started(Fragile, workers=3)
     with pytest.raises(EnvError, match=r"(?s)Noisy failed in groupwise rows 1-1.*Traceback.*the wheel came off.*row 1"):
         env.step(go(0.0, 1.0, 0.0))
     assert env.step(STILL).reward.tolist() == [1.0, 1.0, 1.0]
@@ -167,8 +169,7 @@ def test_an_interrupt_leaves_no_answer_behind_for_the_next_step(monkeypatch):
     def interrupted(worker):
         raise KeyboardInterrupt
 
-    env = make(workers=2)
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env = started(workers=2)
     monkeypatch.setattr("multiprocessing.connection.Connection.recv", interrupted)
     with pytest.raises(KeyboardInterrupt):
         env.step(STILL)
@@ -183,8 +184,7 @@ class Sleeps(Noisy):
 
 
 def test_an_interrupt_waits_for_no_hung_process():
-    env = make(Sleeps, workers=2)
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env = started(Sleeps, workers=2)
     ctrl_c = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     start = time.perf_counter()
     ctrl_c.start()
@@ -209,8 +209,7 @@ def test_what_cannot_be_made_in_a_worker_is_told():
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_parts_of_rows_that_take_no_step_are_0_as_their_rewards(workers):
-    env = make(Fragile, workers=workers, reward_parts=("bonus", "cost"), on_error="report")
-    env.start(ALL, seeds(1, 2, 3), seeds(1, 2, 3))
+    env = started(Fragile, workers=workers, reward_parts=("bonus", "cost"), on_error="report")
     assert env.step(go(0.5, 0.5, 0.5)).info["reward_parts"].tolist() == [[1.0, -0.5]] * 3
     env.pause(mask(1, 0, 0))
     step = env.step(go(0.25, 1.0, 0.25))

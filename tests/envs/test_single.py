@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
+from noisy_envs import Calm
 
 from groupwise.config.run import EnvCfg
 from groupwise.envs import make as single
@@ -12,34 +13,13 @@ from groupwise.envs.make import make_env
 from groupwise.errors import EnvError, GroupStartError
 
 
-class Calm(gymnasium.Env):
-    """Starts where its seed says and stays there; subclasses depend on their process."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = self.np_random.normal() + self.shift()
-        return np.array([self.place]), {}
-
-    def step(self, action):
-        return np.array([self.place]), self.bonus(), False, False, {}
-
-    def shift(self):
-        return 0.0
-
-    def bonus(self):
-        return 0.0
-
-
 class StartsByProcess(Calm):
-    def shift(self):
-        return float(os.getpid())
+    def draw_start(self):
+        return super().draw_start() + os.getpid()
 
 
 class PaysByProcess(Calm):
-    def bonus(self):
+    def pay(self):
         return float(os.getpid())
 
 

@@ -82,7 +82,7 @@ Trace = list[tuple[Any, ...]]
 
 
 def play(env: gymnasium.Env, actions: list[Any]) -> Trace:
-    """What the environment says, up to the end of the episode."""
+    """Everything that the environment says up to the end of the episode."""
     trace: Trace = []
     for action in actions:
         obs, reward, terminated, truncated, _ = env.step(action)

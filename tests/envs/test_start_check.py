@@ -18,7 +18,7 @@ class CheatsInTheEnd(Calm):
 
 
 class LeavesSomething(Calm):
-    """What it did last shows at the start's right half only, as BipedalWalker's contacts do at some starts."""
+    """Its last action shows at the start's right half only, as BipedalWalker's contacts do at some starts."""
 
     last = 0.0
 

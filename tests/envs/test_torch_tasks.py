@@ -1,4 +1,4 @@
-"""What tasks in torch promise: shared starts, exact copies, no waiting for the device."""
+"""Promises of tasks in torch: shared starts, exact copies, no waiting for the device."""
 
 import gymnasium
 import numpy as np

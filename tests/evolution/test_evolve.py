@@ -232,7 +232,7 @@ def test_the_help_shows_the_search(capsys):
     assert cli.main(["evolve", "--help"]) == 0
     out = capsys.readouterr().out
     assert "--round-steps" in out
-    assert "--selection VALUE" in out
+    assert "--selection halving|tournament|truncation|JSON" in out
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from groupwise import cli
 from groupwise.config import resolve
 from groupwise.report import folder as groups
 from groupwise.report import page as explorer
-from groupwise.report.curve import small
+from groupwise.report.curve import histogram, small
 from groupwise.report.folder import RunFolder
 from groupwise.report.page import answer, settings_of, write_page
 from groupwise.report.video import film
@@ -326,8 +326,15 @@ def test_the_answer_follows_from_evaluations_and_their_noise(entries, word, text
 
 
 def test_a_line_has_its_lowest_and_its_highest_value():
-    drawn = small([([1, 2, 3], [0.25, 1370.0, float("nan")]), ([1], [2.5])], "return", "h0")
-    assert re.findall(r">([^<>\s]+)</text>", drawn) == ["1.4k", "0.25"]
-    assert "</text>" not in small([([1], [float("nan")])], "nothing finite", "h0")
-    for value in (0.0, 0.1, 500.0, -1e9):
-        assert "<path" in small([([1, 2, 3], [value] * 3)], "constant", "h0")
+    drawn = small([([1, 2, 3], [0.25, 1370.0, float("nan")]), ([1], [2.5])], "return")
+    assert re.findall(r">([^<>\s]+)</text>", drawn) == ["1.37k", "0.25"]
+    assert re.findall(r'points="([^"]+)"', drawn) == ["56.0,45.0 216.0,5.0", "56.0,44.9"]
+    assert "</text>" not in small([([1], [float("nan")])], "nothing finite")
+    for value in (0.0, 0.1, 500.0, -1e9):  # a metric that stays the same
+        assert "25.0 136.0,25.0 216.0,25.0" in small([([1, 2, 3], [value] * 3)], "constant")
+
+
+def test_a_histogram_of_ratios_by_hand():
+    """Of 45 bins from 0.4 to 2.2, ratios of 1 are in bin 15 (0.4 + 15 * 0.04), and those beyond the ends in the last."""
+    bars = re.findall(r'<rect x="([0-9.]+)" y="([0-9.]+)"', histogram([1.01, 1.01, 0.1, 9.0], "ratios"))
+    assert sorted(bars) == [("0.0", "25.0"), ("215.1", "25.0"), ("73.3", "0.0")]

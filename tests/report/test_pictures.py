@@ -129,6 +129,26 @@ class NoImages(Corridor):
         return np.zeros((8, 8, 1), np.uint8)
 
 
+class FatalError(Exception):
+    """Of a library in C, derived from no usual error."""
+
+
+class OpenGLMissing(Corridor):
+    closed = 0
+
+    def render(self) -> Any:
+        raise FatalError("an OpenGL platform library\nhas not been loaded")
+
+    def close(self) -> None:
+        OpenGLMissing.closed += 1
+        raise FatalError("nothing to free")
+
+
+class NoDevice(Corridor):
+    def __init__(self) -> None:
+        raise FatalError("no device")
+
+
 def policy_for(env: gymnasium.Env) -> ActorCritic:
     torch.manual_seed(0)
     return ActorCritic(env.observation_space, env.action_space, actor_only=True)
@@ -213,11 +233,6 @@ def test_mujoco_is_drawn_without_a_display(tmp_path: Path, monkeypatch: pytest.M
     assert "MUJOCO_GL" not in os.environ
 
 
-def test_an_environment_without_pictures_says_so():
-    with pytest.raises(NoPictureError, match=r"does not render to arrays; fix: .*render_mode='rgb_array'"):
-        rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor)
-
-
 class TakesNoArguments(gymnasium.Env):
     """What a user writes who never draws."""
 
@@ -225,25 +240,12 @@ class TakesNoArguments(gymnasium.Env):
     action_space = gymnasium.spaces.Discrete(2)
 
 
-def test_a_registered_environment_that_takes_no_render_mode_says_so():
+def test_an_environment_without_pictures_says_so():
+    with pytest.raises(NoPictureError, match=r"does not render to arrays; fix: .*render_mode='rgb_array'"):
+        rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor)
     gymnasium.register("TakesNoArguments-v0", entry_point=TakesNoArguments)
     with pytest.raises(NoPictureError, match="does not render to arrays"):
         rendering_env(EnvCfg(id="TakesNoArguments-v0"), None)
-
-
-class FatalError(Exception):
-    """Of a library in C, derived from no usual error."""
-
-
-class OpenGLMissing(Corridor):
-    closed = 0
-
-    def render(self) -> Any:
-        raise FatalError("an OpenGL platform library\nhas not been loaded")
-
-    def close(self) -> None:
-        OpenGLMissing.closed += 1
-        raise FatalError("nothing to free")
 
 
 @pytest.mark.parametrize(
@@ -252,26 +254,14 @@ class OpenGLMissing(Corridor):
         (BrokenRenderer, "DependencyNotInstalled: pygame is not installed"),
         (NoImages, "TypeError: Cannot handle this data type"),
         (OpenGLMissing, "FatalError: an OpenGL platform library has not been loaded"),
+        (NoDevice, "FatalError: no device"),
     ],
 )
 def test_whatever_a_renderer_raises_is_one_error_of_ours(tmp_path: Path, broken: type[Corridor], reason: str):
+    OpenGLMissing.closed = 0
     with pytest.raises(EnvError, match=r"^no video: rendering .* failed \(.*\); fix: install what") as caught:
         film(policy_for(Corridor()), EnvCfg(), broken, tmp_path / "policy.gif", seed=0)
     assert reason in str(caught.value)
     assert not isinstance(caught.value, NoPictureError)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_renderer_that_fails_again_when_it_is_closed_hides_nothing(tmp_path: Path):
-    OpenGLMissing.closed = 0
-    with pytest.raises(EnvError, match="has not been loaded"):
-        film(policy_for(Corridor()), EnvCfg(), OpenGLMissing, tmp_path / "policy.gif", seed=0)
-    assert OpenGLMissing.closed == 1
-
-
-def test_an_environment_that_cannot_be_made_to_render_is_an_error_of_ours(tmp_path: Path):
-    def make() -> Corridor:
-        raise FatalError("no device")
-
-    with pytest.raises(EnvError, match="FatalError: no device"):
-        film(policy_for(Corridor()), EnvCfg(), make, tmp_path / "policy.gif", seed=0)
+    assert OpenGLMissing.closed == (broken is OpenGLMissing)  # that it fails again then hides nothing

@@ -17,27 +17,17 @@ from groupwise.report.video import film_group
 from groupwise.training import build as env_evaluator
 
 SHORT = {
-    "num_envs": 3,
-    "max_episode_steps": 12,
-    "total_iterations": 1,
-    "total_steps": None,
-    "evaluation": {"episodes": 1},
+    "num_envs": 3, "max_episode_steps": 12, "total_iterations": 1, "total_steps": None, "evaluation": {"episodes": 1},
     "logging": {"progress": "none"},
-}
+}  # fmt: skip
 GROUPS_OF_THREE = {"group_size": 3, "num_steps": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frames():
-    """Runs here end with frames."""
+    """Runs here end with frames, and without a video."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(env_evaluator, "film_group", film_group)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_video():
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(env_evaluator, "film", lambda *args, **options: None)
         yield
 

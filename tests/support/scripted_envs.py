@@ -180,3 +180,10 @@ def collect_groups(env, num_steps, *, slots=8, actor_only=False, iteration=0, **
     rollout = collector.collect(num_steps, buffer.start_rollout())
     buffer.add(rollout)
     return collector, rollout
+
+
+def check(rollout, **expected):
+    """The rollout has these numbers."""
+    for key, numbers in expected.items():
+        dtype = rollout[key].dtype
+        assert rollout[key].squeeze(-1).tolist() == torch.tensor(numbers, dtype=dtype).tolist(), key

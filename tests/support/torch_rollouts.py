@@ -3,6 +3,7 @@
 import gymnasium as gym
 import numpy as np
 import torch
+from no_waiting import NoWaiting
 from tensordict import TensorDict
 from torch_pendulum import TorchPendulum
 
@@ -66,3 +67,28 @@ def same(rollout, expected):
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6, msg=key)
         else:
             assert torch.equal(found[key], tensor), key
+
+
+def goes_on_bit_for_bit(make):
+    """A collector that continues from a saved state collects the same rollouts of 6 steps. ``make`` gives one and its buffer."""
+    (collector, buffer), (resumed, other) = make(), make()
+    for _ in range(3):
+        collector.collect(6, buffer.start_rollout())
+    resumed.load_state_dict(collector.state_dict())
+    resumed.iteration = 3
+    for _ in range(2):
+        same(collector.collect(6, buffer.start_rollout()), resumed.collect(6, other.start_rollout()))
+        assert collector.metrics() == resumed.metrics()
+
+
+def never_waits(collector, buffer):
+    """Rollouts of 12 steps, none of which waits for the device."""
+    step = collector.step
+
+    def without_waiting(*args):
+        with NoWaiting():
+            return step(*args)
+
+    collector.step = without_waiting
+    for _ in range(2):
+        buffer.add(collector.collect(12, buffer.start_rollout()))

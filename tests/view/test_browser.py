@@ -147,7 +147,7 @@ def addresses(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     texts = text_runs.train(text_runs.copying(), text_runs.save_model(folder / "model"), folder / "texts").report()
     comparison, again = folder / "comparison.html", shutil.copytree(run, folder / "again")
-    assert cli.main(["compare", f"one={run}", f"other={again}", "--html", str(comparison)]) == 0
+    assert cli.main(["compare", f"one={run}", f"other={again}", "--out", str(folder)]) == 0
     failed = write_run(folder / "failed", summary={"stopped": "failed", "error": "RuntimeError: broken"})
     files = {"control": run / "report.html", "texts": texts, "failed": write_page(failed), "comparison": comparison}
     with process("view", run.parent) as viewer:

@@ -120,13 +120,11 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> None:
       groupwise compare runs/grpo_seeds runs/ppo_seeds             folders of train --seeds
       groupwise compare runs/*                                     or single runs
       groupwise compare new=runs/a old=runs/b                      methods with your names
-      groupwise compare runs/* --out comparison                    comparison.json and comparison.png
-      groupwise compare runs/* --html comparison.html              a page of one file
+      groupwise compare runs/* --out comparison                    comparison.json and a page, comparison.html
       groupwise compare runs/* --json | jq '.environments[].methods[].iqm'
     """
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUNS", help="folder of a run, or one that holds several")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json and comparison.png there")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves and tables there")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json and comparison.html there")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, curves too")
     finished = "leave out unfinished and damaged runs, and say so"
     parser.add_argument("--finished-only", action="store_true", help=finished)
@@ -148,13 +146,11 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> None:
         named.setdefault(name, []).append(path)
 
     from groupwise.comparison.compare import compare
-    from groupwise.comparison.results import tables, write_page
+    from groupwise.comparison.results import tables
 
     comparison = compare(named, reference=reference, metric=options.metric, finished_only=options.finished_only)
     if options.out is not None:
         comparison.save(options.out)
-    if options.html is not None:
-        write_page(comparison, options.html)
     if options.json:
         show(json.dumps(comparison.report(), allow_nan=False))
         return
@@ -167,9 +163,7 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> None:
     for note in comparison.notes:
         show(f"note: {note}")
     if options.out is not None:
-        show(f"written: {options.out / 'comparison.json'}, {options.out / 'comparison.png'}")
-    if options.html is not None:
-        show(f"written: {options.html}")
+        show(f"written: {options.out / 'comparison.json'}, {options.out / 'comparison.html'}")
 
 
 def parse_word(word: str) -> tuple[str | None, Path]:

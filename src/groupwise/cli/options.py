@@ -90,7 +90,7 @@ def unknown_option(flag: str, known: Iterable[str], more: str) -> ConfigError:
     own = OTHER_NAMES.get(own, own)
     paths = [path for path in map(_path, known) if not typed.startswith(f"{path}.")]
     near = [path for path in paths if path.rpartition(".")[2] == own] or get_close_matches(
-        typed, paths, n=1, cutoff=0.8
+        typed, paths, n=1, cutoff=0.75
     )
     hint = f"did you mean {' or '.join(map(_flag, near[:3]))}? " if near else ""
     return ConfigError(f"unknown option {_flag(typed)}; {hint}all options: {more}")

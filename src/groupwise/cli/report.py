@@ -60,7 +60,6 @@ def view_command(parser: Parser, argv: Sequence[str]) -> None:
     require_extra("starlette", "view")
     require_extra("uvicorn", "view")
     # what pages need is imported before the priority falls: while training uses all cores they would take a minute
-    import matplotlib.backends.backend_svg  # noqa: F401
     import pyarrow.parquet  # noqa: F401
     import uvicorn
 

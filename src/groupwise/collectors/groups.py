@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from groupwise.collectors.vector import EnvCollector, Episode, MakeActor, Outcome, RolloutWriter, env_steps
+from groupwise.collectors.vector import EnvCollector, Episode, MakeActor, RolloutWriter, env_steps
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.envs.base import EnvStep, GroupEnv
@@ -203,9 +203,7 @@ class GroupCollector(EnvCollector):
     New groups are opened until ``num_envs * num_steps`` steps are taken.
 
     Args:
-        env: gives observations on the policy's device.
         greedy_members: further episodes of each group that act greedily: a baseline, never trained on.
-        rank: of this process; each draws its own streams.
         verify_start: check before training that members share their start bit for bit.
 
     Raises:
@@ -299,7 +297,7 @@ class GroupCollector(EnvCollector):
         members = tracker.members
         reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
         ended = sorted((m for m in members if m.ended and not m.greedy), key=lambda member: member.end)
-        outcomes: Sequence[Outcome | tuple[()]] = [()] * len(ended)
+        outcomes: Sequence[tuple[Any, ...]] = [()] * len(ended)
         if writer.reports:
             outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
         returns = [float(reward[m.row, m.start : m.end].cumsum(dtype=np.float64)[-1]) for m in ended]

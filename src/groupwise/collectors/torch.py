@@ -304,15 +304,12 @@ class TorchGroupCollector(TorchCollector):
 
     def _seeds(self, num_steps: int) -> list[Seeds]:
         """Seeds of groups that begin at each slot of the window; the last ones are for the slot behind it, where none does."""
-        slot, group = torch.arange(num_steps, device=self.env.device)[:, None], self._group
-        noise = group * num_steps + slot
+        device = self.env.device
+        number = self._group * num_steps + torch.arange(num_steps, device=device)[:, None]
+        numbers = {"start": number, "noise": number}
         if self.collection.noise == "independent":
-            noise = noise * self.group_size + self._member
-        start, noise = (
-            hash_pair(
-                torch.tensor(derive_seed(self.seed, name, self.rank, self.iteration), device=group.device), number
-            )
-            for name, number in (("start", group * num_steps + slot), ("noise", noise))
-        )
+            numbers["noise"] = number * self.group_size + self._member
+        seeds = {name: derive_seed(self.seed, name, self.rank, self.iteration) for name in numbers}
+        start, noise = (hash_pair(torch.tensor(seeds[name], device=device), numbers[name]) for name in numbers)
         found = list(zip(start, noise, strict=True))
         return [*found, found[-1]]

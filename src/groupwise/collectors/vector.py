@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -199,7 +199,7 @@ class EnvCollector(Collector):
 
     def action_generator(self) -> torch.Generator:
         """Draws the actions of this iteration."""
-        generator = torch.Generator(self.policy.device)
+        generator = torch.Generator(self.env.device)
         return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
 
 
@@ -275,7 +275,7 @@ class RolloutWriter:
         self._policy = policy
         self._cut: list[tuple[Tensor, Tensor, Nested]] = []
         """Rows, steps and final observations of truncated episodes."""
-        self.reports: dict[int, Mapping[str, Any]] = {}
+        self.reports: dict[int, dict[str, Any]] = {}
         """``EnvStep.info`` of steps that end episodes."""
         self._open(rollout)
 
@@ -312,7 +312,9 @@ class RolloutWriter:
         for key in self._from_info:
             _write(self._columns[key], step, outcome.info[key])
         if "success" in outcome.info or "log_info" in outcome.info:
-            self.reports[step] = outcome.info
+            self.reports[step] = dict(outcome.info)
+            if "success" in outcome.info:  # the next step may overwrite it
+                self.reports[step]["success"] = outcome.info["success"].clone()
 
     def cut(self, step: int, truncated: Bool[Tensor, " row"], obs: Nested) -> None:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
@@ -374,10 +376,6 @@ class VectorCollector(EnvCollector):
     A checkpoint keeps the running episodes where ``env.state_dict`` captures them (classic control, MuJoCo, environments in
     torch, and others made of numbers and arrays, or that clone a state of these). Elsewhere, and on ranks other than the one
     that saves, resuming a run starts new episodes.
-
-    Args:
-        env: gives observations on the policy's device.
-        rank: of this process; each draws its own streams.
     """
 
     def __init__(
@@ -426,7 +424,9 @@ class VectorCollector(EnvCollector):
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        outcomes = writer.outcomes(row.tolist(), time.tolist()) if writer.reports else [()] * len(row)
+        outcomes: Sequence[tuple[Any, ...]] = [()] * len(row)
+        if writer.reports:
+            outcomes = writer.outcomes(row.tolist(), time.tolist())
         ended = zip(*(part.tolist() for part in ends), outcomes, strict=True)
         self.record(Episode(*end, *outcome) for *end, outcome in ended)
         over = done[:, -1] | dead[:, -1]

@@ -1,13 +1,12 @@
-"""Methods compared by the scores of their runs: statistics, tables, a picture and a page. Imports no torch."""
+"""Methods compared by the scores of their runs: statistics, tables and a page. Imports no torch."""
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations, cycle, product
+from itertools import combinations
 from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +14,7 @@ from numpy.typing import NDArray
 from groupwise import system as files
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError, DataError, nearest
-from groupwise.report.curve import against_steps, line, save_figure, svg
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from groupwise.report.curve import overlay
 
 # Statistics over several runs: interquartile mean, probability of improvement, bootstrap intervals, curves
 
@@ -264,12 +259,25 @@ class Comparison:
         return asdict(self)
 
     def save(self, folder: Path | str) -> None:
-        """Write ``comparison.json`` and ``comparison.png`` into a folder."""
+        """Write ``comparison.json``, and the page ``comparison.html``: one file, without network and scripts."""
+        from groupwise.report.page import style, templates  # it draws pages of runs, and takes long to import
+
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.report(), indent=1, allow_nan=False)
         files.write(folder / "comparison.json", f"{text}\n".encode())
-        save_figure(comparison_figure(self), folder / "comparison.png")
+        pictures = []
+        for one in self.environments:
+            curves = {}
+            for method in one.methods:
+                steps, low, high = method.curve.env_steps, method.curve.low or (), method.curve.high or ()
+                outline = [*zip(steps, low, strict=False), *reversed([*zip(steps, high, strict=False)])]
+                curves[method.method] = [*zip(steps, method.curve.iqm, strict=True)], (), outline
+            pictures.append(overlay(curves, one.environment, one.unit, f"{one.score}, IQM of runs"))
+        names = ", ".join(one.environment for one in self.environments)
+        page = templates(__package__).get_template("comparison.html")
+        shown = page.render(names=names, pictures=pictures, tables=[*tables(self)], notes=self.notes, style=style())
+        files.write(folder / "comparison.html", shown.encode())
 
 
 def compare_records(
@@ -418,74 +426,7 @@ def _over_environments(found: Sequence[EnvironmentResult], reference: Reference)
     return Overall(scales, methods, _improvements(everywhere))
 
 
-COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9")
-"""Seaborn's palette ``colorblind``."""
-STYLES = ("-", "--", ":")
-"""Line styles of the first, second and third ten methods."""
-NAME_WIDTH = 40
-"""Characters of a method's name in a line."""
-
-
-def comparison_figure(found: Comparison) -> "Figure":
-    """Plot of the score against steps for each environment, and of the final score of each method."""
-    from matplotlib.figure import Figure
-
-    methods = list(dict.fromkeys(result.method for one in found.environments for result in one.methods))
-    styles = cycle(product(STYLES, COLORS))
-    looks = {name: {"color": color, "linestyle": style} for name, (style, color) in zip(methods, styles, strict=False)}
-    rows = len(found.environments) + (found.overall is not None)
-    height = max(2.9, 1.4 + 0.34 * len(methods)) * rows
-    figure = Figure(figsize=(11, height + 0.3), dpi=130, layout="constrained")
-    grid = figure.add_gridspec(rows, 2, width_ratios=(3, 2))
-    for row, one in enumerate(found.environments):
-        axes = figure.add_subplot(grid[row, 0])
-        for result in one.methods:
-            curve, look = result.curve, looks[result.method]
-            line(axes, curve.env_steps, curve.iqm, linewidth=1.6, label=fill(result.method, NAME_WIDTH), **look)
-            if curve.low is not None and curve.high is not None:
-                axes.fill_between(curve.env_steps, curve.low, curve.high, color=look["color"], alpha=0.18, linewidth=0)
-                if len(curve.env_steps) == 1:
-                    axes.vlines(curve.env_steps, curve.low, curve.high, color=look["color"], linewidth=1)
-        axes.set(title=one.environment, xlabel=one.unit, ylabel=f"{one.score}, IQM of runs")
-        against_steps(axes)
-        axes.legend(frameon=False, loc="best", fontsize="small")
-        ends = {result.method: result.iqm for result in one.methods}
-        each = {result.method: result.scores for result in one.methods}
-        _intervals(figure.add_subplot(grid[row, 1]), ends, each, looks, f"final {one.score}")
-    if found.overall is not None:
-        ends = {method.method: method.iqm for method in found.overall.methods}
-        title = "all environments, normalised final scores"
-        _intervals(figure.add_subplot(grid[rows - 1, :]), ends, {}, looks, title)
-    return figure
-
-
-def _intervals(
-    axes: "Axes",
-    ends: dict[str, Estimate],
-    scores: dict[str, tuple[float, ...]],
-    looks: dict[str, dict[str, Any]],
-    title: str,
-) -> None:
-    """A line per method, the first on top: its interval as a bar, the interquartile mean in it, each run as a dot."""
-    for place, (method, end) in enumerate(ends.items()):
-        color = looks[method]["color"]
-        if end.interval is not None:
-            low, high = end.interval
-            axes.barh(place, high - low, left=low, height=0.5, color=color, alpha=0.35)
-        axes.plot([end.value] * 2, [place - 0.25, place + 0.25], color=color, linewidth=2.5)
-        dots = scores.get(method, ())
-        axes.plot(dots, [place] * len(dots), "o", color=color, markersize=3.5, markeredgewidth=0, alpha=0.7)
-    axes.set_yticks(range(len(ends)), [fill(method, NAME_WIDTH) for method in ends], fontsize="small")
-    axes.set_ylim(len(ends) - 0.4, -0.6)
-    axes.use_sticky_edges = False  # bars would begin at the frame
-    axes.margins(x=0.05)
-    axes.set(title=title, xlabel="IQM and 95 % interval" + ("; dots are runs" if scores else ""))
-    axes.grid(alpha=0.3, axis="x")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-
-
-# Tables of a comparison, for the terminal and the page
+# Tables for the terminal and the page
 
 
 class Table(NamedTuple):
@@ -541,18 +482,3 @@ def _pairs(pairs: Sequence[Improvement]) -> Iterator[Table]:
     if pairs:
         rows = tuple((f"{pair.method} > {pair.other}", shown(pair.probability, "{:.2f}".format)) for pair in pairs)
         yield Table("", ("probability that a run is better", "P"), rows)
-
-
-# A comparison as one HTML file, without network and scripts
-
-
-def write_page(found: Comparison, out: Path) -> None:
-    """Write curves, intervals, tables and notes to ``out``."""
-    from groupwise.report.page import style, templates  # it draws pages of runs, and takes long to import
-
-    names = ", ".join(one.environment for one in found.environments)
-    picture = svg(lambda: comparison_figure(found), f"Curves and final scores of the methods on {names}", "comparison")
-    page = templates(__package__).get_template("comparison.html")
-    text = page.render(names=names, picture=picture, tables=[*tables(found)], notes=found.notes, style=style())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    files.write(out, text.encode())

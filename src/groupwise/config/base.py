@@ -191,7 +191,8 @@ class Choice(Cfg):
     @classmethod
     def own_name(cls) -> str | None:
         """The default of the field ``name``, if it has one."""
-        return cls.model_fields["name"].default or None
+        default: str = cls.model_fields["name"].default
+        return default or None
 
     @classmethod
     def named(cls, name: str) -> type[Any]:

@@ -24,6 +24,12 @@ class Budget(NamedTuple):
     name: str
     """The setting."""
     total: int | float
+    unit: str
+    """``steps``, ``iterations`` or ``epochs``."""
+    metric: str
+    """The metric that counts the progress."""
+    tenth: int | float
+    """A tenth of it; of steps and iterations whole ones."""
 
     @classmethod
     def only(cls, **totals: int | float | None) -> "Budget":
@@ -32,28 +38,15 @@ class Budget(NamedTuple):
         if len(given) != 1:
             found = " and ".join(f"{name}={total:,}" for name, total in given.items()) or "none"
             raise ConfigError(f"training needs one of {', '.join(totals)}; got {found}, fix: give one of them")
-        return cls(*given.popitem())
+        [(name, total)] = given.items()
+        unit = name.removeprefix("total_")
+        return cls(name, total, unit, BUDGETS[name], total / 10 if unit == "epochs" else max(1, total // 10))
 
     def check_exceeds(self, done: int | float, where: object) -> None:
         """Raise a ``ConfigError`` if ``where`` has done as much already."""
         name, total, unit = self.name, self.total, self.unit
         if total <= done:
             raise ConfigError(f"{name} = {total:,}, but {where} has {done:,} {unit} already; fix: a larger {name}")
-
-    @property
-    def unit(self) -> str:
-        """``steps``, ``iterations`` or ``epochs``."""
-        return self.name.removeprefix("total_")
-
-    @property
-    def metric(self) -> str:
-        """The metric that counts the progress."""
-        return BUDGETS[self.name]
-
-    @property
-    def tenth(self) -> int | float:
-        """A tenth of it; of steps and iterations whole ones."""
-        return self.total / 10 if self.unit == "epochs" else max(1, self.total // 10)
 
 
 # Environments

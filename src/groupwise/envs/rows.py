@@ -180,7 +180,11 @@ class LocalRows:
                     raise ValueError
                 array[row] = leaf
         except (KeyError, IndexError, TypeError, ValueError):
-            refuse_misfit(obs, self._cfg.observation_space, f"{method}() of {self._cfg.env_id}")
+            try:  # to name the given and the declared values
+                obs_to_tensor(self._cfg.observation_space, obs, batched=False)
+            except DataError as error:
+                where = f"{method}() of {self._cfg.env_id}"
+                raise DataError(f"{where} returned what its observation_space does not allow: {error}") from None
             raise
 
     def _fail(self, row: int, error: Exception) -> None:
@@ -213,14 +217,6 @@ def logged(info: Mapping[str, Any], keys: Sequence[str]) -> list[float]:
             raise EnvError(f"env.log_info: info[{key!r}] is {info[key]!r:.80}, expected a number; fix: leave it out")
         numbers.append(float(value.item()))
     return numbers
-
-
-def refuse_misfit(obs: Any, space: Any, source: str) -> None:
-    """Raise a ``DataError`` with given and declared values, if the space does not allow those of ``source``."""
-    try:
-        obs_to_tensor(space, obs, batched=False)
-    except DataError as error:
-        raise DataError(f"{source} returned what its observation_space does not allow: {error}") from None
 
 
 def explained_step(error: Exception, env_id: str) -> Exception:

@@ -208,12 +208,10 @@ def choose_start(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStart
                 report.env_id,
             )
         return report
-    cannot = f"members of {cfg.env_id} cannot share a start"
-    if wanted == "auto":
-        raise GroupStartError(f"{cannot}: {'; '.join(_joined(reasons))}; fix: {FIX}")
-    raise GroupStartError(
-        f"{cannot} by start_mode={wanted!r}: {reasons[wanted]}; fix: {FIX}; or start_mode='auto', which tries every way"
-    )
+    by, why, more = "", "; ".join(_joined(reasons)), ""
+    if wanted != "auto":
+        by, why, more = f" by start_mode={wanted!r}", reasons[wanted], "; or start_mode='auto', which tries every way"
+    raise GroupStartError(f"members of {cfg.env_id} cannot share a start{by}: {why}; fix: {FIX}{more}")
 
 
 def _examine_mode(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStartReport:

@@ -287,18 +287,15 @@ class CartPoleGroupEnv(GroupEnv):
         """First observations [N, 4]. All rows draw from one stream, as Gymnasium's class does."""
         if mask is None:
             self._env.reset(seed=seed)
-            self._paused[:] = False
+            mask, drawn = np.ones_like(self._paused), self._env.state
         else:
             drawn = self._env.np_random.uniform(self._env.low, self._env.high, size=(4, int(mask.sum())))
-            self._begin(mask, drawn)
-        return self._obs()
+        return self._begin(mask, drawn)
 
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, 4] after starting the rows of ``mask``; see ``GroupEnv.start``."""
-        if mask.any():
-            single = [np.random.default_rng(seed).uniform(-0.05, 0.05, size=4) for seed in start_seed[mask].tolist()]
-            self._begin(mask, np.stack(single, axis=1))
-        return self._obs()
+        single = [np.random.default_rng(seed).uniform(-0.05, 0.05, size=4) for seed in start_seed[mask].tolist()]
+        return self._begin(mask, np.reshape(single, (-1, 4)).T)
 
     def pause(self, mask: Mask) -> None:
         """Pause the rows of ``mask`` until they are started again."""
@@ -333,12 +330,10 @@ class CartPoleGroupEnv(GroupEnv):
         """Free the environment."""
         self._env.close()
 
-    def _begin(self, mask: Mask, state: npt.NDArray[np.float64]) -> None:
+    def _begin(self, mask: Mask, state: npt.NDArray[np.float64]) -> Tensor:
         self._env.state[:, mask] = state
         self._env.steps[mask] = 0
         self._paused[mask] = False
-
-    def _obs(self) -> Tensor:
         return torch.from_numpy(self._env.state.T.astype(np.float32)).to(self.device)
 
 

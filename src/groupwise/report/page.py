@@ -341,13 +341,11 @@ def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dic
     """The findings with their figures."""
     read = Metrics(metrics)
     rows = []
-    for number, finding in enumerate(diagnose(folder)):
-        label, name = f"{finding.title}, all of training", f"h{number}"
-        picture = (
-            small([(read[key].steps, read[key].values) for key in finding.keys], label, name) if finding.keys else ""
-        )
+    for finding in diagnose(folder):
+        label = f"{finding.title}, all of training"
+        picture = small([(read[key].steps, read[key].values) for key in finding.keys], label) if finding.keys else ""
         if finding.values:
-            picture = histogram(finding.values, f"Histogram: {finding.title.lower()}", name)
+            picture = histogram(finding.values, f"Histogram: {finding.title.lower()}")
         rows.append(finding._asdict() | {"picture": picture, "word": WORDS[finding.verdict]})
     return rows
 

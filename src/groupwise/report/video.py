@@ -249,26 +249,24 @@ def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, ou
     if not members[0]["start"][0]:  # without groups, no start is shared
         return
     found = Frames(iteration=iteration, group=group)
-    try:
-        found = _film(found, policy, cfg, env, _some(members))
-    except NoFramesError as error:
-        found.problem = str(error)
-    files.write(out, json.dumps(found.model_dump()).encode())
-
-
-def _film(found: Frames, policy: Policy, cfg: EnvCfg, env: object | None, members: Sequence[_Columns]) -> Frames:
+    ranked = sorted(members, key=lambda member: -sum(member["reward"]))  # the best, the worst and some in between
+    places = np.linspace(0, len(ranked) - 1, min(MAX_MEMBERS, len(ranked))).round().astype(int).tolist()
+    chosen = sorted((ranked[place] for place in places), key=lambda member: int(member["member"][0]))
+    stride = -(-max(len(member["step"]) for member in chosen) // (MAX_REPLAY_FRAMES // len(chosen) - 1))
     drawn = []
-    with no_display(), explained(cfg.id):
-        player = _Player(policy, cfg, env)
-        with closing(player):
-            stride = -(-max(len(member["step"]) for member in members) // (MAX_REPLAY_FRAMES // len(members) - 1))
-            for member in members:
-                number = member["member"][0]
-                drawn.append(player.play(member, number, stride))
-                found.members[str(number)] = _steps_of_frames(len(member["step"]), stride)
-    found.width, found.height = drawn[0][0].size
-    found.picture = b64encode(sheet(drawn)).decode()
-    return found
+    try:
+        with no_display(), explained(cfg.id):
+            player = _Player(policy, cfg, env)
+            with closing(player.env):
+                for member in chosen:
+                    number = member["member"][0]
+                    drawn.append(player.play(member, number, stride))
+                    found.members[str(number)] = _steps_of_frames(len(member["step"]), stride)
+        found.width, found.height = drawn[0][0].size
+        found.picture = b64encode(sheet(drawn)).decode()
+    except NoFramesError as error:
+        found = Frames(iteration=iteration, group=group, problem=str(error))
+    files.write(out, json.dumps(found.model_dump()).encode())
 
 
 class _Player:
@@ -298,7 +296,9 @@ class _Player:
             raise NoFramesError(f"No frames: more than {MAX_WIDTH} numbers are not kept, and could not be compared.")
         every, start = np.ones(1, np.bool_), np.array([int(member["start"][0])])
         met, frames = [_numbers(self.env.start(every, start, start))], []
-        for step, action in enumerate(self._env_actions(member["action"])):
+        spec: Any = self.policy.action_spec
+        kept = torch.tensor(member["action"], device=self.policy.device).to(spec.dtype).reshape(-1, *spec.shape)
+        for step, action in enumerate(self.policy.env_action(kept)):
             if step % stride == 0:
                 frames.append(draw(self.drawing, MAX_FRAME_SIZE))
             met.append(_numbers(self.env.step(action[None]).obs))
@@ -309,14 +309,6 @@ class _Player:
                 f"elsewhere at step {apart.argmax()} than it was in training. More than these decides its start or its steps."
             )
         return [*frames[: len(_steps_of_frames(len(met) - 1, stride)) - 1], draw(self.drawing, MAX_FRAME_SIZE)]
-
-    def close(self) -> None:
-        self.env.close()
-
-    def _env_actions(self, actions: Sequence[Sequence[float]]) -> Tensor:
-        spec: Any = self.policy.action_spec
-        kept = torch.tensor(actions, device=self.policy.device).to(spec.dtype).reshape(-1, *spec.shape)
-        return self.policy.env_action(kept)
 
 
 def _steps_of_frames(length: int, stride: int) -> list[int]:
@@ -340,14 +332,6 @@ def _widest_group(columns: _Columns) -> tuple[int, list[dict[str, list[Any]]]]:
     returns = {group: [sum(columns["reward"][own]) for own in members] for group, members in groups.items()}
     widest = max(returns, key=lambda group: max(returns[group]) - min(returns[group]))
     return widest, [{name: list(values[own]) for name, values in columns.items()} for own in groups[widest]]
-
-
-def _some(members: Sequence[dict[str, list[Any]]]) -> list[dict[str, list[Any]]]:
-    """The best, the worst and some in between, by number."""
-    ranked = sorted(members, key=lambda member: -sum(member["reward"]))
-    count = min(MAX_MEMBERS, len(ranked))
-    chosen = [ranked[place] for place in np.linspace(0, len(ranked) - 1, count).round().astype(int).tolist()]
-    return sorted(chosen, key=lambda member: int(member["member"][0]))
 
 
 def sheet(rows: "Sequence[Sequence[Image]]") -> bytes:

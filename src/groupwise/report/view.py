@@ -113,7 +113,7 @@ class Viewer:
     def __init__(self, root: Path, token: str) -> None:
         self.root, self.token = root, token
         self._home = f"/{token}/"
-        self._one_at_a_time = Lock()  # matplotlib's settings are those of the process
+        self._one_at_a_time = Lock()  # of a processor that training may need
         self._script = resources(__package__).joinpath("live.js").read_text(encoding="utf-8")
 
     def app(self) -> Starlette:
@@ -152,10 +152,10 @@ class Viewer:
         chosen = chosen or set(list(runs)[:MAX_CURVES])
         rows = [read_row(name, path, version_of(path)) for name, path in runs.items()]
         drawn = [row for row in rows if row.name in chosen and row.training + row.evaluations]
-        curves: list[str] = []
-        for title in dict.fromkeys(row.subject for row in drawn):
-            lines = {row.name: (row.training, row.evaluations) for row in drawn if row.subject == title}
-            curves.append(overlay(lines, title, f"c{len(curves)}"))
+        curves = [
+            overlay({row.name: (row.training, row.evaluations, ()) for row in drawn if row.subject == title}, title)
+            for title in dict.fromkeys(row.subject for row in drawn)
+        ]
         page = templates(__package__).get_template("list.html")
         return page.render(
             rows=rows, chosen=chosen, curves=curves, live=live, style=style(), home=self._home, root=self.root

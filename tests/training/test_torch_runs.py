@@ -49,7 +49,7 @@ def test_other_environments_are_trained_on_as_before():
         (
             BRANCH,
             None,
-            r"needs an environment in torch, and CartPole-v1 is none; fix: env\.vectorization='torch', or collection",
+            r"needs an environment in torch, and CartPole-v1 is none; fix: env\.vectorization='torch'",
         ),
         (
             BRANCH.model_copy(update={"credit": gw.CreditCfg(baseline="greedy", scale="none")}),

@@ -534,6 +534,8 @@ def write_groups(folder: Path, iteration: int, columns: Mapping[str, Values]) ->
     arrays = [_array(field.type, columns[field.name], count) for field in schema()]
     data = BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=schema()), data, compression="zstd")
+    del arrays
+    pyarrow.default_memory_pool().release_unused()
     path = folder / f"{iteration:06d}.parquet"
     with files.warning_if_unwritable(path):
         folder.mkdir(exist_ok=True)

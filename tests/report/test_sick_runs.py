@@ -117,7 +117,7 @@ def test_a_fault_is_found(tmp_path, env, settings, algorithm, expected):
         assert advice in found[title].advice
     if "Return" in expected:
         assert found["Return"].verdict == "bad"
-    assert ("Groups without signal" in found) == ("Groups without signal" in expected)
+        assert ("Groups without signal" in found) == ("Groups without signal" in expected)
     if "Lower learning_rate" in expected.values():
         assert not any("higher learning_rate" in finding.advice for finding in found.values())
 

@@ -5,6 +5,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -667,10 +668,10 @@ def write_texts(
         [Transcript(prompt, number, derive_seed(seed, "sample", number, i), deterministic) for i in range(count)]
         for number, prompt in enumerate(encoded)
     ]
-    dialogue = Dialogue(encoder, make_tool(task, tool), policy.context_length)
-    for first in range(0, len(groups), _PROMPTS_AT_ONCE):
-        some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
-        write(some, partial(complete, policy), sampling, dialogue)
+    with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length)) as dialogue:
+        for first in range(0, len(groups), _PROMPTS_AT_ONCE):
+            some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
+            write(some, partial(complete, policy), sampling, dialogue)
     return [[member.text for member in group] for group in groups]
 
 

@@ -139,7 +139,7 @@ def test_the_commands(model, tmp_path, capsys):
     assert run_cli("sample", run, "123", "456", "--count", "2").startswith(first + "=" * 20 + "\n")
     said = run_cli("sample", run, "--messages", '[{"role": "user"}]', code=2)
     assert "prompt 0: message = {'role': 'user'}: expected the texts role and content" in said
-    assert "--messages: '123 +' is no list of messages" in run_cli("sample", run, "--messages", "123 +", code=2)
+    assert "--messages: '123 +' is broken JSON" in run_cli("sample", run, "--messages", "123 +", code=2)
     run_cli("resume", run, "--total-steps", "150")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sampling"]["temperature"] == 0.7
     assert f"written: {run}/transformers" in run_cli("export", run, "--to", "transformers")
@@ -198,7 +198,6 @@ def test_adapters_train_alone_and_their_reference_is_the_base(model, tmp_path):
         ({"sampling": {"max_new_tokens": 64}}, "max_new_tokens=64 leaves no room for a prompt: .* 64 tokens; fix"),
         ({"sampling": {"max_new_tokens": 62}}, "prompts have more than 2 tokens .*a smaller max_new"),
         ({"algorithm": gw.GRPOCfg(kl_estimator="exact")}, "kl_estimator='exact' .*CausalLM.*fix: 'k3'"),
-        ({"algorithm": gw.GRPOCfg(credit=OPTIMAL_TOKEN)}, "'optimal_token' .*CausalLM .*fix: baseline="),
         ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; fix: model="),
         ({"reward": share_copied}, r"the reward is the task's; fix: gw\.TextTask\(data, reward=\.\.\.\)"),
         ({"lora": True}, "lora = True: expected settings by name"),
@@ -214,6 +213,11 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(change, message,
     with pytest.raises((gw.errors.ConfigError, gw.errors.DataError), match=message):
         train(**{"task": copying(), "model": model, "run_dir": tmp_path / "run"} | change)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_baseline_of_distributions_is_refused_at_the_first_update(model, tmp_path):
+    with pytest.raises(gw.errors.DataError, match=r"credit.baseline='optimal_token' needs distributions"):
+        train(copying(), model, tmp_path / "run", gw.GRPOCfg(group_size=4, credit=OPTIMAL_TOKEN))
 
 
 def test_a_reward_that_knows_nothing_or_fails_stops_the_run(model, tmp_path):

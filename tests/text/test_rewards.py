@@ -126,7 +126,7 @@ async def later():
         iter([1, 0.5]),
         later(),
     ],
-    ids=str,
+    ids=["list", "tuple", "array", "tensor", "numpy", "tensors", "iterator", "coroutine"],
 )
 def test_any_numbers_are_scores(returned):
     assert score(reward_set(lambda **_: returned)).reward == (1, 0.5)

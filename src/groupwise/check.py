@@ -149,7 +149,6 @@ def check_env(env: object) -> EnvReport:
             name, space, actions = made.env_id, made.observation_space, made.action_space
             max_steps, own = made.max_episode_steps, made.start_mode
         modes = dict.fromkeys(START_MODES, Finding(None, f"it makes its rows itself, and starts them by {own}"))
-        modes[own] = Finding(True)
     else:
         with closing(make_one(cfg, make)) as one:
             name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
@@ -160,6 +159,8 @@ def check_env(env: object) -> EnvReport:
 
     checked = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     refused = Finding[Any](None, checked.reason, checked.fix)
+    if rows:
+        modes[own] = refused if checked.value is None else Finding(True)
     start_varies = noise_varies = training = refused
     if checked.value is not None and (report := checked.value.start_report) is not None:
         checked.value.close()

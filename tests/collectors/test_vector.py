@@ -270,3 +270,11 @@ def test_numbers_of_half_precision_are_written_as_they_are():
     writer.act(0, Action(torch.tensor([1, 0]), log_prob))
     assert rollout["sample_log_prob"][:, 0].tolist() == [-0.5, -1.5]
     assert rollout["action"][:, 0].tolist() == [1, 0]
+
+
+def test_truncated_rows_that_were_reset_need_their_final_observations():
+    policy, env = FakePolicy(), scripted("same_step", *SCRIPTS)
+    step = env.step
+    env.step = lambda action: step(action)._replace(final_obs=None)
+    with pytest.raises(EnvError, match="gave no final_obs"):
+        VectorCollector(env, policy).collect(5, buffer_for(env, policy, 5).start_rollout())

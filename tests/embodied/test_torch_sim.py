@@ -334,6 +334,12 @@ class Endless(RslRlEnv):
         return super().step(action)
 
 
+class Privileged(RslRlEnv):
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs, None, obs, *rest
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -347,6 +353,14 @@ class Endless(RslRlEnv):
 def test_what_is_no_simulator_is_refused(make, reason):
     with pytest.raises(EnvError, match=reason):
         gw.from_torch_sim(make()).reset()
+
+
+def test_a_step_with_other_values_is_refused():
+    env = gw.from_torch_sim(RslRlEnv(4))
+    env.reset()
+    env._env = Privileged(4)
+    with pytest.raises(EnvError, match=r"returned 6 values, expected obs, reward, done, info or"):
+        env.step(torch.zeros(4, env.action_space.shape[0]))
 
 
 def test_an_unknown_start_mode_is_refused():

@@ -348,7 +348,7 @@ def test_the_command_line_trains_goes_on_evaluates_and_resumes(tmp_path, capsys)
     assert cli.main(["eval", str(tmp_path / "grpo"), "--episodes=2"]) == 0
     assert cli.main(["resume", str(tmp_path / "grpo"), "--total-steps=150"]) == 0
     tree = json.loads((tmp_path / "grpo" / "config.json").read_text())
-    assert (tree["policy"]["name"], tree["policy"]["hidden_size"]) == (32)
+    assert (tree["policy"]["name"], tree["policy"]["hidden_size"]) == ("vla", 32)
     assert tree["algorithm"]["objective"]["trust_region"] == {"name": "clip", "clip_low": 0.2, "clip_high": 0.28}
     assert "episodes" in capsys.readouterr().out
 

@@ -85,6 +85,15 @@ def test_interval_of_a_mean_by_the_table():
     assert mean_ci95(1.0, 0.0, 1) is None
 
 
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(-200.09999999999997, -200.09999999999994), (5e-324, 1e-323), (-1e308, 1e308), (0.0, 0.0), (3.0, 3.0 + 2**-50)],
+)
+def test_scores_that_differ_by_rounding_or_are_extreme_have_a_curve(low, high):
+    metrics = [{"env_steps": step, "rollout/return_mean": score} for step, score in ((1, low), (2, high))]
+    assert "nan" not in curve.curve_svg(metrics, "", "steps", "return")
+
+
 def test_a_single_episode_has_no_interval_in_the_summary_and_still_a_curve():
     single = {"env_steps": 20, "iteration": 1, "time/total_seconds": 1.0}
     single |= {"eval/return_mean": 4.0, "eval/return_std": 0.0, "eval/episodes": 1.0}

@@ -69,6 +69,15 @@ async def async_right(completion, answer, question):
     return right(completion, answer, question)
 
 
+def test_arguments_of_the_other_form_are_columns():
+    for function, column in (
+        (lambda completions, prompt: [], "prompt"),
+        (lambda completion, trainer_state: 0.0, "trainer_state"),
+    ):
+        with pytest.raises(DataError, match=f"needs the column '{column}'"):
+            reward_set(function).check_columns(["answer"])
+
+
 @pytest.mark.parametrize("function", [right, async_right, functools.partial(right)])
 @pytest.mark.parametrize("timeout", [None, 60.0])
 def test_a_function_of_one_completion_scores_each(function, timeout):

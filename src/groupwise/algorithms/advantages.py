@@ -19,7 +19,7 @@ from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, Par
 from groupwise.config.base import Fraction, NonNegative, PositiveInt, settings_of
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.engines import Engine
-from groupwise.errors import DataError, require_name
+from groupwise.errors import ConfigError, DataError, require_name
 from groupwise.functional.advantages import (
     Baseline,
     baseline_relative,
@@ -75,6 +75,10 @@ class CreditInput(NamedTuple):
         return return_to_go(self.reward.double(), self.done, self.gamma).to(self.reward)
 
 
+_SCALES_OF_BATCH = ("none", "batch_std", "nonzero_share")
+"""Scales that do not come from the group."""
+
+
 class Scores(NamedTuple):
     """Scores of episodes or of steps; each is compared with the members of its key."""
 
@@ -109,7 +113,8 @@ class Scores(NamedTuple):
     ) -> Float[Tensor, "*batch"]:
         """Each score less a baseline from elsewhere, over a scale of the batch."""
         cfg, engine = self.credit.cfg, self.credit.engine
-        assert cfg.scale in ("batch_std", "nonzero_share", "none")
+        if cfg.scale not in ("batch_std", "nonzero_share", "none"):
+            raise ConfigError(f"credit.scale = {cfg.scale!r} is of groups; fix: one of {', '.join(_SCALES_OF_BATCH)}")
         member = self.member if member is None else member
         return baseline_relative(self.score, baseline, scale=cfg.scale, member=member, eps=cfg.eps, all_sum=engine.sum)
 
@@ -375,10 +380,6 @@ def register_baseline(
     return register
 
 
-_SCALES_OF_BATCH = ("none", "batch_std", "nonzero_share")
-"""Scales that do not come from the group."""
-
-
 @register_baseline("mean")
 def mean(scores: Scores) -> Tensor:
     """The mean of those compared.
@@ -612,7 +613,7 @@ def nearest(
 
     Args:
         pool: indices of elements.
-        asked: elements to look up; None: all.
+        asked: slice of the elements to look up.
 
     Source: values from nearest neighbours: Blundell et al. 2016, https://arxiv.org/abs/1606.04460, eq. 2; as a baseline that
         episodes give each other, after GiGPO, https://arxiv.org/abs/2505.10978, which compares equal states.

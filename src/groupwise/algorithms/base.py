@@ -264,7 +264,8 @@ class BaseAlgorithm(ABC):
             return
         if count == 1 and size is None:
             whole = self._weighted(elements, [len(elements["loss_mask"])], num_episodes)
-            yield from [[whole][: len(whole["loss_mask"])]] * self.cfg.num_epochs  # this rank may have no element
+            step = [whole] if len(whole["loss_mask"]) else []  # this rank may have no element
+            yield from [step] * self.cfg.num_epochs
             return
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration))
         for _ in range(self.cfg.num_epochs):
@@ -412,7 +413,9 @@ def build_optimizer(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> to
         case "sgd":
             return torch.optim.SGD(parameters, **settings)
         case name:
-            raise ConfigError(f"optimizer={name!r} is not one of torch's; fix: override build_optimizer")
+            raise ConfigError(
+                f"optimizer={name!r} is not one of torch's; fix: give the algorithm optimizer=a function of settings and parameters"
+            )
 
 
 class Schedule:

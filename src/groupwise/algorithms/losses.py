@@ -8,7 +8,7 @@ types, bounds and defaults, and their texts stand under ``Args:``. Nothing is av
 
 Data that depend on the whole rollout (corrections, covariances, quantiles of the entropy) are computed once, at the
 update's start, by ``objective_data``; the rest looks at single elements or whole episodes. So no split changes the gradient.
-Wherever it is not said otherwise, a loss has the gradient ``-A`` with respect to ``log_prob`` at ratio 1.
+Unless stated otherwise, a loss has the gradient ``-A`` with respect to ``log_prob`` at ratio 1.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class LossInputs(NamedTuple):
     old_log_prob: Float[Tensor, "*batch"]
     """Log-probability under the policy at the update's start."""
     sample_log_prob: Float[Tensor, "*batch"]
-    """Log-probability that the sampler reported, for losses with ``reads_sampler``; otherwise ``old_log_prob``."""
+    """Log-probability that the sampler reported where the update keeps it, as with ``reads_sampler``; otherwise ``old_log_prob``."""
     ratio: Float[Tensor, "*batch"]
     """Probability ratio at the level of ``objective.ratio``."""
     advantage: Float[Tensor, "*batch"]
@@ -704,7 +704,7 @@ def objective_data(
     return data if weight is None else multiplied(data, weight)
 
 
-def _turns(batch: TensorDict | Batch) -> Int[Tensor, "row step"]:
+def _turns(batch: TensorDict | Batch) -> Int[Tensor, "*batch"]:
     """One id for each turn of each episode, dense in this rank's rollout; -1 outside."""
     turn, episode = batch.get("turn_id", None), batch["episode_id"]
     if turn is None:

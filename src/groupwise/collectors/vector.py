@@ -1,4 +1,4 @@
-"""Fixed windows of experience, for PPO."""
+"""Interface of collectors, the writer of rollouts, and fixed windows of experience for PPO."""
 
 import math
 from abc import ABC, abstractmethod
@@ -81,7 +81,7 @@ class Collector(ABC):
         Raises:
             ConfigError: there are no environments.
         """
-        raise ConfigError("on_step hears steps of environments, and there are none; fix: on_rollout_end")
+        raise ConfigError("on_step is called for steps of environments, and there are none; fix: on_rollout_end")
 
     @abstractmethod
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
@@ -435,6 +435,40 @@ class VectorCollector(EnvCollector):
         self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
         return rollout
 
+    def _begin(self) -> Nested:
+        rows = self.env.num_envs
+        self._dead = np.zeros(rows, dtype=np.bool_)
+        self._age = np.zeros(rows, dtype=np.int64)
+        self._return = np.zeros(rows, dtype=np.float64)
+        self._resetting.zero_()
+        obs = self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
+        return self._begun(obs, np.ones(rows, np.bool_)) if self.policy.state_size else obs
+
+    def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
+        """Act, step and write; the observations to act on next."""
+        act, generator = self.actor(), self.action_generator()
+        for t in range(num_steps):
+            writer.observe(t, obs)
+            action = act(obs, generator=generator)
+            writer.act(t, action)
+            step = self.step_env(action)
+            writer.outcome(t, step)
+            obs = step.obs
+            cut = step.truncated & ~step.terminated
+            if step.final_obs is not None:
+                writer.cut(t, cut, step.final_obs)
+            elif self.env.autoreset == "same_step" and cut.any():
+                raise EnvError(
+                    f"{self.env.env_id} resets rows in the step in which they end, and gave no final_obs for truncated ones; "
+                    "fix: EnvStep(..., final_obs=observations before the reset)"
+                )
+            elif self.env.autoreset == "disabled" and (done := step.terminated | step.truncated).any():
+                writer.cut(t, cut, obs)
+                mask = done.cpu().numpy()
+                obs = self.env.reset(mask=mask)
+                obs = self._begun(obs, mask) if self.policy.state_size else obs
+        return obs
+
     def state_dict(self) -> dict[str, Any]:
         """The state, with the running episodes, where the environment's state can be captured."""
         env = None if self._obs is None else self.env.state_dict()
@@ -459,35 +493,6 @@ class VectorCollector(EnvCollector):
         self._dead, self._age, self._return = running["dead"], running["age"], running["return"]
         if self.policy.state_size:
             self._state, self._resetting = obs["state"].to(device), torch.from_numpy(self._dead).to(device)
-
-    def _begin(self) -> Nested:
-        rows = self.env.num_envs
-        self._dead = np.zeros(rows, dtype=np.bool_)
-        self._age = np.zeros(rows, dtype=np.int64)
-        self._return = np.zeros(rows, dtype=np.float64)
-        self._resetting.zero_()
-        obs = self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
-        return self._begun(obs, np.ones(rows, np.bool_)) if self.policy.state_size else obs
-
-    def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
-        """Act, step and write; the observations to act on next."""
-        act, generator = self.actor(), self.action_generator()
-        for t in range(num_steps):
-            writer.observe(t, obs)
-            action = act(obs, generator=generator)
-            writer.act(t, action)
-            step = self.step_env(action)
-            writer.outcome(t, step)
-            obs = step.obs
-            cut = step.truncated & ~step.terminated
-            if step.final_obs is not None:
-                writer.cut(t, cut, step.final_obs)
-            elif self.env.autoreset == "disabled" and (done := step.terminated | step.truncated).any():
-                writer.cut(t, cut, obs)
-                mask = done.cpu().numpy()
-                obs = self.env.reset(mask=mask)
-                obs = self._begun(obs, mask) if self.policy.state_size else obs
-        return obs
 
 
 def label_episodes(

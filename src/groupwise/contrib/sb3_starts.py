@@ -9,11 +9,11 @@ from groupwise.errors import require_extra
 require_extra("stable_baselines3", "sb3")
 
 import copy
-import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
+import numpy as np
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
@@ -70,21 +70,29 @@ class SharedStart(gymnasium.Wrapper):
         self._queued = start
         return self._episode, self._steps
 
-    def try_start(self, start: Start, actions: Sequence[Any]) -> list[bytes]:
-        """Each step's pickled observation, reward, terminated and truncated, from a start to the end of the episode.
+    def try_start(self, start: Start, actions: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Each step's observation as bits, reward, terminated and truncated, from a start to the end of the episode.
 
         Reset it afterwards.
         """
         env = self.env
         while isinstance(env, Monitor):  # the monitor must not log this episode
             env = env.env
-        moments = [pickle.dumps(_start(env, start, None)[0])]
+        moments: list[tuple[Any, ...]] = [(_bits(_start(env, start, None)[0]),)]
         for action in actions:
             obs, reward, terminated, truncated, _ = env.step(copy.deepcopy(action))
-            moments.append(pickle.dumps((obs, float(reward), bool(terminated), bool(truncated))))
+            moments.append((_bits(obs), repr(float(reward)), bool(terminated), bool(truncated)))
             if terminated or truncated:
                 break
         return moments
+
+
+def _bits(obs: Any) -> Any:
+    """An observation (array, or dictionary of them) in a form in which NaN equals NaN."""
+    if isinstance(obs, dict):
+        return {key: _bits(value) for key, value in obs.items()}
+    array = np.asarray(obs)
+    return array.dtype.str, array.shape, array.tobytes()
 
 
 def _start(env: gymnasium.Env, start: Start, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:

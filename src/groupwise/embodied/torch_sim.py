@@ -115,7 +115,13 @@ class TorchSim(VectorEnv):
     @torch.no_grad()
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
-        obs, reward, *ends, info = self._env.step(action.to(self.device))
+        outcome = self._env.step(action.to(self.device))
+        if len(outcome) not in (4, 5):
+            raise EnvError(
+                f"step of {self.env_id} returned {len(outcome)} values, expected obs, reward, done, info or obs, reward, "
+                "terminated, truncated, info; fix: a wrapper that returns these"
+            )
+        obs, reward, *ends, info = outcome
         if len(ends) == 2:
             terminated, truncated = (self._tensor(end).bool() for end in ends)
         else:

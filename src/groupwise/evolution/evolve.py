@@ -320,7 +320,8 @@ def _select(population: Population, active: list[Member], number: int, on_mutati
                 for path in cfg.search.keys() | settings.keys():
                     space, value = cfg.search.get(path, ()), settings.get(path)
                     size = value if isinstance(value, int | float) else math.nan
-                    if not (space.min <= size <= space.max if isinstance(space, RangeCfg) else value in space):
+                    fits = space.min <= size <= space.max if isinstance(space, RangeCfg) else value in space
+                    if path not in settings or not fits:
                         raise ConfigError(f"on_mutation gave {path} = {value!r}; expected a value of the search space")
             with_settings(base, settings)  # possible together
             member = Member(name, member.name, number + 1, settings)

@@ -19,6 +19,8 @@ DASHES = ("none", "7 3", "2 3")
 """Dashes of the first, second and third ten lines."""
 WIDTH, HEIGHT = 700, 410
 LEFT, RIGHT, TOP, BOTTOM = 68, 682, 34, 330
+LARGEST = 1e300
+"""Scores beyond it are drawn there."""
 """Place of the axes in a panel, in pixels."""
 Points = Sequence[tuple[float, float]]
 """Steps and scores."""
@@ -122,6 +124,7 @@ class Axes:
 
     def y(self, score: float) -> str:
         """Place of a score."""
+        score = min(max(score, -LARGEST), LARGEST)
         return f"{BOTTOM - (BOTTOM - TOP) * (score - self.up[0]) / (self.up[-1] - self.up[0]):.1f}"
 
     def places(self, points: Points) -> str:
@@ -142,9 +145,13 @@ class Axes:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest number, apart where they are equal."""
-    low, high = min(filter(isfinite, values), default=0.0), max(filter(isfinite, values), default=1.0)
-    return (low, high) if low < high else (low - (abs(low) or 1.0) / 10, high + (abs(high) or 1.0) / 10)
+    """Lowest and highest number, apart where they are equal but for rounding."""
+    known = [min(max(value, -LARGEST), LARGEST) for value in values if isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    size = max(abs(low), abs(high))
+    if high - low > max(1e-9 * size, 1e-300):
+        return low, high
+    return low - (size if size > 1e-290 else 1.0) / 10, high + (size if size > 1e-290 else 1.0) / 10
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -50,7 +50,7 @@ class TextRow(NamedTuple):
     log_probs: Sequence[float]
     """Log-probabilities under the distribution that the tokens were drawn from."""
     reward: float | Sequence[float] | None
-    """Reward of the completion, or of each of its tokens. None: unscorable, so that the row neither has a loss nor is a baseline."""
+    """Reward of the completion, or of each of its tokens. None: it could not be scored, so it has no loss and is not compared."""
     terminated: bool
     """Whether the model ended it; False: it was cut at the length limit."""
     group: int
@@ -70,7 +70,9 @@ class TextRow(NamedTuple):
 
 
 def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu") -> TensorDict:
-    """The rollout ``[N, T+1]`` of the rows, padded on the right; ``loss_mask`` is True where the model wrote the action.
+    """The rollout ``[N, T+1]`` of the rows, padded on the right.
+
+    ``loss_mask`` is True where the model wrote the action, in rows that are scored and not greedy.
 
     Slot t holds token t and, as its action, token t+1; a completion's reward is at its last token. ``step`` counts from
     the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``support`` and
@@ -125,11 +127,11 @@ _USUAL = tuple(TextRow._field_defaults.values())[1:]
 def _rare_keys(rows: Sequence[TextRow], prompt: Tensor, valid: Tensor, last: Tensor) -> dict[str, Tensor]:
     """Keys of the rollout that are left out if no row has them."""
     keys, num_slots = {}, valid.shape[1]
-    if rows[0].support:
+    if any(row.support for row in rows):
         kept = pad_sequence([ids for row in rows for ids in row.support or ()], batch_first=True, padding_value=-1)
         keys["support"] = torch.full((len(rows), num_slots, kept.shape[1]), -1, dtype=torch.int32)
         keys["support"][_places([row.support or () for row in rows], prompt - 1)] = kept.int()
-    if rows[0].policy_version:
+    if any(row.policy_version for row in rows):
         keys["policy_version"] = _spread([row.policy_version or () for row in rows], prompt - 1, num_slots, -1)
     if not all(row.trained for row in rows):
         keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]

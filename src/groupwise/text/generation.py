@@ -46,7 +46,7 @@ def penalized(
 
 
 def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) -> Int[Tensor, "row kept"]:
-    """Ids that ``top_k``, then ``top_p``, then ``min_p`` keep, by rising id; of equally likely tokens some.
+    """Ids that ``top_k``, then ``top_p``, then ``min_p`` keep, by rising id.
 
     If tokens at the border are equally likely, as many as fit are kept. The most likely one is always kept.
 

@@ -42,7 +42,7 @@ def load_causal_lm(
         except ConfigError as error:
             raise ConfigError(f"{adapters} names its base {name!r}: {error}") from None
     tokenizer = None
-    for place in (base, path):  # adapters may have one of their own
+    for place in dict.fromkeys((base, path)):  # adapters may have one of their own
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     if tokenizer is None:
@@ -68,6 +68,9 @@ def find_model(path: str) -> str:
     """The folder of a model, or its id on the hub or in its cache; a ``ConfigError`` if there is none, or a broken ``config.json``."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
+        for child in folder.iterdir():
+            if not child.is_file() and not child.is_dir():
+                raise ConfigError(f"{child} is neither a file nor a folder; fix: remove it")
         if (folder / "config.json").is_file():
             read_file(folder / "config.json")
         return str(folder)

@@ -180,7 +180,7 @@ class RewardFunction:
         self.required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in several]
         """Arguments without a default."""
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._scores_one = "completion" in parameters and "completions" not in parameters
+        self.scores_one = "completion" in parameters and "completions" not in parameters
         self.is_async = any(inspect.iscoroutinefunction(one) for one in (call, cast(Any, call).__call__))
         """Whether its calls run while other functions are called."""
         self.isolated: Isolated | None = None
@@ -198,9 +198,13 @@ class RewardFunction:
         """Call it with the keywords that it takes; returns its result, or an error for each completion if its process was lost."""
         if self.isolated is not None:
             return self._call_isolated(self.isolated, keywords, log_metric)
-        if self._scores_one:
+        if self.scores_one:
             return self._one_by_one(keywords)
-        keywords = {**keywords, "log_extra": lambda *_: None, "log_metric": log_metric}  # TRL prints these columns
+        keywords = {
+            **keywords,
+            "log_extra": lambda *_: None,
+            "log_metric": log_metric,
+        }  # TRL prints columns; here they are ignored
         taken = keywords.keys() - self._bound if self._takes_all else keywords.keys() & self._names
         return self.call(**{name: keywords[name] for name in taken})
 
@@ -295,7 +299,7 @@ class TrainingState(NamedTuple):
     global_step: int = 0
     """Iterations so far."""
     max_steps: int = 0
-    """Always 0, unlike in TRL, because a run's length is counted in tokens."""
+    """Always 0, unlike in TRL."""
     epoch: float = 0.0
 
 
@@ -345,11 +349,11 @@ class RewardSet:
             raise DataError(
                 f"the {data} have a column {min(taken)!r}, which is an argument of every reward; fix: rename it"
             )
-        known = {*ARGUMENTS, *ARGUMENTS_OF_ONE, *there}
         for function in self.functions:
+            arguments = (*ARGUMENTS_OF_ONE, "completion_ids") if function.scores_one else ARGUMENTS
             needed = function.call.columns if isinstance(function.call, RewardObject) else function.required
             for column in needed:
-                if column not in known:
+                if column not in (*arguments, *there):
                     raise DataError(
                         f"reward {function.name!r} needs the column {column!r}; the {data} have {', '.join(map(repr, there)) or 'none'} "
                         f"besides the prompt; fix: add it{nearest(column, there)}"

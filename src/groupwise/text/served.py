@@ -54,7 +54,6 @@ class ServedGenerator:
         """Iteration whose policy the servers have; a completion of an earlier one is an error."""
         for server in servers:
             server.check()
-        bars.disable_progress_bar()  # there would be one whenever weights are saved
 
     def update(self, iteration: int) -> None:
         """Give all servers the policy's weights."""
@@ -65,7 +64,13 @@ class ServedGenerator:
     def save(self, iteration: int) -> None:
         """Write the policy's weights for the servers to read."""
         if self.engine.rank == 0:
-            self.policy.save_model(self.folder / self._version(iteration))
+            shown = bars.is_progress_bar_enabled()
+            bars.disable_progress_bar()
+            try:
+                self.policy.save_model(self.folder / self._version(iteration))
+            finally:
+                if shown:
+                    bars.enable_progress_bar()
 
     def load(self, iteration: int) -> None:
         """Give all servers weights that were saved, unless they have them or later ones."""

@@ -57,7 +57,7 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
             raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
         try:
             source = _read_file(path)
-        except (ValueError, RecursionError, csv.Error) as error:  # also of JSON, Parquet and UTF-8
+        except (ValueError, RecursionError) as error:  # also of JSON, Parquet and UTF-8
             raise DataError(f"{path}, {error}; fix: write it again, texts in UTF-8") from error
     elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
         source = source.to_dict("records")
@@ -139,21 +139,24 @@ def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> li
 
 
 def _read_file(path: Path) -> Any:
-    """The content of a file; a ``ValueError`` or ``csv.Error`` if it is broken."""
+    """The content of a file; a ``ValueError`` if it is broken."""
     if path.suffix.lower() == ".parquet":
         from pyarrow.parquet import read_table
 
         return read_table(path).to_pylist()
-    text = path.read_text(encoding="utf-8-sig")
+    text = path.read_bytes().decode("utf-8-sig")  # line ends inside quotes are part of the text
     if path.suffix.lower() == ".json":
         return json.loads(text)
     rows: list[Any] = []
     if path.suffix.lower() == ".csv":
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        for row in reader:
-            if None in row or None in row.values():
-                raise ValueError(f"near line {reader.line_num}: not as many fields as columns")
-            rows.append(row)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise csv.Error("not as many fields as columns")
+                rows.append(row)
+        except csv.Error as error:
+            raise ValueError(f"near line {reader.line_num}: {error}") from error
         return rows
     for number, line in enumerate(text.split("\n"), 1):
         try:

@@ -214,7 +214,7 @@ def build_callbacks(
         built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
     built.append(MetricsLog(folder.metrics, saves))
     if logging.report_to:
-        run = TrackedRun(folder.path, folder.read_provenance()["run_id"], settings)
+        run = TrackedRun(folder.path, folder.read_provenance()["run_id"] or folder.path.name, settings)
         built += [Report(tracker.name, make_tracker(tracker, run)) for tracker in logging.report_to]
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"

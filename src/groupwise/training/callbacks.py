@@ -130,7 +130,7 @@ class SaveCheckpoints(Callback):
         """Warn of settings that are not those of the checkpoint."""
         saved, now = (
             {name: value for name, value in flat(tree).items() if name.partition(".")[0] not in _NOT_LEARNING}
-            for tree in (state.get("settings") or self.settings, self.settings)
+            for tree in ((self.folder and state.get("settings")) or self.settings, self.settings)
         )
         if changed := [
             f"{name} from {saved.get(name)!r:.80} to {now.get(name)!r:.80}"

@@ -107,7 +107,7 @@ def _in_memory_as_saved(tensors: Mapping[str, Tensor], value: Mapping[str, Any])
 log = logging.getLogger(__name__)
 Content = TypeVar("Content")
 
-FORMAT = 2
+FORMAT = 3
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
 DAMAGES = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 """Errors of code that reads a state with wrong entries."""

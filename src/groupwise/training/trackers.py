@@ -177,9 +177,12 @@ class WandB:
 
 def make_tracker(cfg: TrackerCfg, run: TrackedRun) -> Tracker:
     """The tracker that settings describe: a built-in one, or their own ``build``."""
-    if isinstance(cfg, WandBCfg):
+    if type(cfg).build is TrackerCfg.build and isinstance(cfg, WandBCfg):
         return WandB(cfg, run)
-    return TensorBoard(cfg, run) if isinstance(cfg, TensorBoardCfg) else cfg.build(run)
+    if type(cfg).build is TrackerCfg.build and isinstance(cfg, TensorBoardCfg):
+        return TensorBoard(cfg, run)
+    tracker: Tracker = cfg.build(run)
+    return tracker
 
 
 # Traces of some iterations by torch.profiler

@@ -5,6 +5,7 @@ from text_runs import numbers, share_copied, train
 
 import groupwise as gw
 from groupwise import config
+from groupwise.config.run import Budget
 from groupwise.errors import ConfigError
 from groupwise.training.checkpoint import load_checkpoint
 
@@ -57,7 +58,7 @@ def test_each_tenth_of_an_epoch_is_evaluated(model, tmp_path):
 
 
 def test_epochs_are_of_texts():
-    assert config.resolve_text(total_epochs=0.5).budget == ("total_epochs", 0.5)
+    assert config.resolve_text(total_epochs=0.5).budget == Budget("total_epochs", 0.5, "epochs", "rollout/epoch", 0.05)
     with pytest.raises(ConfigError, match="one of total_steps, total_iterations, total_epochs; got total_steps=5 and"):
         config.resolve_text(total_epochs=0.5, total_steps=5)
     with pytest.raises(ConfigError, match="unknown key 'total_epochs'"):

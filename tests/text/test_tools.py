@@ -115,7 +115,7 @@ def test_registered_tools_take_their_settings(monkeypatch):
     assert make_tool(TextTaskCfg(tool="plain"))("a") == "A"
     with pytest.raises(ConfigError, match="tool 'repeated' is registered already; fix: choose another name"):
         register_tool("repeated")(repeated)
-    for kwargs, wrong in [({"time": 2}, "time"), ({"text": 2}, "text"), ({}, "times")]:
+    for kwargs, wrong in [({"time": 2}, "times"), ({"text": 2}, "text"), ({}, "times")]:
         with pytest.raises(ConfigError, match=f"tool 'repeated': .* argument:? '{wrong}'"):
             make_tool(TextTaskCfg(tool="repeated", tool_kwargs=kwargs))
 

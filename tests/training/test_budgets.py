@@ -75,12 +75,12 @@ def test_one_budget_replaces_that_of_the_preset_and_of_the_file(tmp_path: Path):
     assert (cfg.total_steps, cfg.total_iterations) == (None, 5)
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"env": {"id": "CartPole-v1"}, "total_steps": 10}))
-    assert config.load_config(path, total_iterations=7).budget == ("total_iterations", 7)
+    assert config.load_config(path, total_iterations=7).budget[:2] == ("total_iterations", 7)
     path.write_text(config.to_json(cfg))
     assert config.load_config(path) == cfg
-    assert config.load_config(path, total_steps=9).budget == ("total_steps", 9)
-    assert gw.RunCfg(total_iterations=3).budget == ("total_iterations", 3)
-    assert gw.RunCfg().budget == ("total_steps", 100_000)
+    assert config.load_config(path, total_steps=9).budget[:2] == ("total_steps", 9)
+    assert gw.RunCfg(total_iterations=3).budget[:2] == ("total_iterations", 3)
+    assert gw.RunCfg().budget[:2] == ("total_steps", 100_000)
 
 
 def test_exactly_one_budget():

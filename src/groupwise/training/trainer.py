@@ -134,7 +134,6 @@ class Trainer:
         self.buffer = buffer
         self.num_steps = num_steps
         self.budget = Budget.only(total_steps=total_steps, total_iterations=total_iterations, total_epochs=total_epochs)
-        self._unit, self._tenth = self.budget.unit, self.budget.tenth
         self.seed = seed
         self.callbacks = check_callbacks(callbacks)
         self.engine = engine or Engine()
@@ -239,7 +238,7 @@ class Trainer:
             "epochs": sum(self.engine.gather_objects(self.collector.position)) / size if size else 0.0,
         }
         total = self.budget.total
-        self.algorithm.set_progress(self.done / total, total, (counts[self._unit] - self.done) / total)
+        self.algorithm.set_progress(self.done / total, total, (counts[self.budget.unit] - self.done) / total)
         collected = time.perf_counter()
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
@@ -293,11 +292,11 @@ class Trainer:
     @property
     def done(self) -> int | float:
         """The part of the budget that is used up, in its unit."""
-        return self.counts[self._unit]
+        return self.counts[self.budget.unit]
 
     def passed(self, interval: int | None) -> bool:
         """Whether the last iteration passed a multiple of ``interval`` environment steps. None: of a tenth of the budget."""
-        unit, size = (self._unit, self._tenth) if interval is None else ("steps", interval)
+        unit, size = (self.budget.unit, self.budget.tenth) if interval is None else ("steps", interval)
         before, now = (int(counts[unit] / size + 1e-9) for counts in (self._counts_before, self.counts))
         return now > before  # 1e-9: of epochs, 0.3 / 0.1 is less than 3
 

@@ -180,7 +180,7 @@ class Choice(Cfg):
             register_choice(cls)
 
     def __init__(self, /, **fields: Any) -> None:
-        super().__init__(**{"name": type(self).own_name()} | fields)
+        super().__init__(**{"name": type(self).own_name() or ""} | fields)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as in Cfg
 

@@ -231,7 +231,7 @@ def test_a_start_that_depends_on_the_noise_seed_is_refused():
     class NoisySensor(SharedStart):
         def try_start(self, start, actions):
             first, *others = super().try_start(start, actions)
-            return [first + bytes([start.noise_seed % 256]), *others]
+            return [(*first, start.noise_seed), *others]
 
     env = DummyVecEnv([lambda: NoisySensor(Walk())])
     with pytest.raises(GroupStartError, match="at the start, in environment 0"):

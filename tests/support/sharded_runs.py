@@ -34,9 +34,8 @@ REFERENCE = {"kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mi
 CASES = {
     "tied": {"family": "smollm"},
     "clipped": {"family": "gpt2", "max_grad_norm": 0.01},
-    "micro_batches": {"micro_batch_size": 12, "num_epochs": 2},
-    "idle_rank": {"unscorable": [2], "micro_batch_size": 12, "num_epochs": 2},
-    "idle_rank_whole": {"unscorable": [2]},
+    "micro_batches": {"micro_batch_size": 12},
+    "idle_rank": {"unscorable": [2], "micro_batch_size": 12},
     "recomputed": RECOMPUTED | {"gradient_checkpointing": True, "top_entropy_quantile": 0.5, "num_epochs": 2},
     "reference": REFERENCE,
     "adapters": REFERENCE | {"lora": True},

@@ -1,4 +1,4 @@
-"""Whole runs on texts: train, resume, evaluate, sample, and what is said of bad input."""
+"""Whole runs on texts: train, resume, evaluate, sample, and errors for bad input."""
 
 import errno
 import json
@@ -136,8 +136,8 @@ def test_the_commands(model, tmp_path, capsys):
     first = run_cli("sample", run, "123", "--count", "2")
     assert len(first.split("-" * 20)) == 2
     assert run_cli("sample", run, "123", "456", "--count", "2").startswith(first + "=" * 20 + "\n")
-    said = run_cli("sample", run, "--messages", '[{"role": "user"}]', code=2)
-    assert "prompt 0: message = {'role': 'user'}: expected the texts role and content" in said
+    error = run_cli("sample", run, "--messages", '[{"role": "user"}]', code=2)
+    assert "prompt 0: message = {'role': 'user'}: expected the texts role and content" in error
     assert "--messages: '123 +' is broken JSON" in run_cli("sample", run, "--messages", "123 +", code=2)
     run_cli("resume", run, "--total-steps", "150")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sampling"]["temperature"] == 0.7

@@ -239,7 +239,9 @@ def _serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
                 f"no nodes of the Ray cluster have cpus = {servers.cpus:g} and gpus = {servers.gpus} for each of "
                 f"{servers.number} servers; fix: ask for less"
             )
-        with closing(_Keeper(placed.create(folder, servers.number), group, servers, how.timeout)):
+        for number in range(servers.number):
+            (folder / str(number)).mkdir()
+        with closing(_Keeper(placed.in_folder(folder), group, servers, how.timeout)):
             yield folder
     finally:
         remove_placement_group(group)

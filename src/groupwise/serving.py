@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 HEALTH = "/health"
 """Path that a running server answers at once, even when it is busy."""
+MAX_ANSWER = 2**30
+"""Most bytes of an answer."""
 SECONDS_TO_CONNECT = 10.0
 """A server that is busy accepts connections; one that is cut off or stopped does not, and no error reports it."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
@@ -154,6 +156,8 @@ class HttpClient:
                 text += part
                 if time.monotonic() > until:
                     raise TimeoutError("the answer took too long")
+                if len(text) > MAX_ANSWER:
+                    raise ServerError(f"{self.url}{path}: an answer of more than {MAX_ANSWER:,} bytes")
             if response.length:  # read1 does not say that the connection was cut
                 raise NoAnswerError(f"the connection was cut, {response.length} bytes before the end of the answer")
         except TimeoutError:

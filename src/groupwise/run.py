@@ -205,7 +205,6 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     try:
         metrics = folder.read_metrics()
         summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
-        summary["disk_mib"] = round(files.size(folder.path) / files.MIB, 1)
         unsaved = {
             "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
             "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),

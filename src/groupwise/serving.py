@@ -182,10 +182,10 @@ class HttpClient:
 
     def _read(self, path: str, status: int, kind: str, text: bytes) -> Any:
         if status >= 300:
-            said = f"status {status}: {text[:2000].decode(errors='replace')}"
+            message = f"status {status}: {text[:2000].decode(errors='replace')}"
             if status >= 500 or status == 429:
-                raise NoAnswerError(said)
-            raise RefusedError(f"{self.url}{path} was refused: {said}", status)
+                raise NoAnswerError(message)
+            raise RefusedError(f"{self.url}{path} was refused: {message}", status)
         if "json" not in kind or not text:
             return None
         try:
@@ -284,16 +284,16 @@ class VLLMServer:
         body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
         with self._reading():
             try:
-                said = self._client.call("/inference/v1/generate", body)
+                reply = self._client.call("/inference/v1/generate", body)
             except RefusedError as error:
                 if error.status == 404 and self._adapters:
                     raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
                 raise
-            if list(said["prompt_token_ids"]) != list(request.prompt):
+            if list(reply["prompt_token_ids"]) != list(request.prompt):
                 raise ServerError(
                     f"{self.url} read another prompt than it was sent; fix: serve the model that is trained"
                 )
-            choices = sorted(said["choices"], key=lambda choice: choice["index"])
+            choices = sorted(reply["choices"], key=lambda choice: choice["index"])
             answers = [self._answer(choice, request) for choice in choices]
         if len(answers) != request.size:
             raise ServerError(f"{self.url} gave {len(answers)} completions, asked for {request.size}")
@@ -448,7 +448,15 @@ class LocalServer:
         self._address = (host, free_port(port, host))
         self.url, self.log, self._timeout = f"http://{host}:{self._address[1]}", log, timeout
         self.words = [*words, "--host", host, "--port", str(self._address[1])]
-        self._process = self._start()
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _LEAD, *self.words],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
 
     def wait(self) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
@@ -476,17 +484,6 @@ class LocalServer:
                 if probe.connect_ex(self._address) != 0:
                     break
             time.sleep(0.05)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self.log.open("wb") as file:
-            return subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _LEAD, *self.words],
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-                env=os.environ | ENVIRONMENT,
-                start_new_session=True,
-            )
 
 
 def last_lines(log: Path) -> str:
@@ -555,13 +552,6 @@ class PlacedServer:
                 raise ServerError(f"a server of the run was not ready in {timeout:g} s; fix: more generation.timeout")
             time.sleep(_POLL)
         return url
-
-
-def create(folder: Path, number: int) -> list[PlacedServer]:
-    """New servers in an empty folder."""
-    for name in range(number):
-        (folder / str(name)).mkdir()
-    return in_folder(folder)
 
 
 def in_folder(folder: Path) -> list[PlacedServer]:

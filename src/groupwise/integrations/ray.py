@@ -235,6 +235,7 @@ def _serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
                 f"no nodes of the Ray cluster have cpus = {servers.cpus:g} and gpus = {servers.gpus} for each of "
                 f"{servers.number} servers; fix: ask for less"
             )
+<<<<<<< HEAD
         tasks = []
         for number, place in enumerate(placed.create(folder, servers.number)):
             bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
@@ -247,6 +248,11 @@ def _serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
             )
             tasks.append(serve.remote(place, how.timeout, os.getcwd()))
         try:
+=======
+        for number in range(servers.number):
+            (folder / str(number)).mkdir()
+        with closing(_Keeper(placed.in_folder(folder), group, servers, how.timeout)):
+>>>>>>> u_tools
             yield folder
         finally:
             for task in tasks:

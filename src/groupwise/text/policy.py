@@ -7,7 +7,7 @@ import copy
 import functools
 import sys
 import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
@@ -161,9 +161,7 @@ class CausalLM(Policy):
         """The decoding step in generation."""
         named = dict(self.named_parameters())  # each by its first name, as weights may be tied
         trained = {name for name, parameter in named.items() if parameter.requires_grad}
-        self._saved = (trained or set(named)) | {name for name, _ in self.named_buffers()}
-        self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
+        self.save_only((trained or set(named)) | {name for name, _ in self.named_buffers()})
 
     def train(self, mode: bool = True) -> "CausalLM":
         """Set the mode, but keep layers quantised by bitsandbytes in training mode."""
@@ -385,19 +383,6 @@ class CausalLM(Policy):
 def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
     """Values where the mask is True, zeros elsewhere."""
     return torch.zeros_like(mask, dtype=torch.float32).index_put(mask.nonzero(as_tuple=True), values)
-
-
-def _keep_saved(
-    policy: CausalLM, state: MutableMapping[str, Tensor], prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    """Remove untrained parameters and second names of tied weights from a state dict."""
-    for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in policy._saved]:
-        del state[name]
-
-
-def _expect_saved(policy: CausalLM, keys: Any) -> None:
-    """Do not report the names that ``_keep_saved`` removes as missing."""
-    keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
 
 
 # Changes to transformers models for training: no dropout, gradient checkpointing, shared prefixes

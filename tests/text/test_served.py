@@ -360,7 +360,8 @@ def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path)
 
 
 def test_a_run_that_begins_after_a_restart_finds_the_new_address(moving, tmp_path):
-    (place,) = http.create(tmp_path, 1)
+    (tmp_path / "0").mkdir()
+    (place,) = http.in_folder(tmp_path)
     before = moving.url()
     place.say(url=before)
     moving.move()

@@ -246,12 +246,6 @@ def test_a_reward_that_is_not_finite_is_dropped_if_the_algorithm_says_so(model, 
     assert all(math.isfinite(value) for entry in metrics for value in entry.values())
 
 
-def test_equal_rewards_are_warned_of_once(model, tmp_path, caplog):
-    run = train(copying(lambda prompts, **_: [1.0] * len(prompts)), model, tmp_path / "equal")
-    assert [entry["train/optimizer_steps"] for entry in run.metrics()] == [0, 0]
-    assert sum("no group has members with different returns" in message for message in caplog.messages) == 1
-
-
 def test_lone_surrogates_are_replaced_with_one_warning(model, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1\\ud8002"}\n{"prompt": "\\ud83d\\ude00"}\n')
     task = gw.TextTask(tmp_path / "data.jsonl", reward=share_copied, tool=lambda text: None)

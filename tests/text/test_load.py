@@ -131,10 +131,22 @@ def test_adapters_whose_base_has_gone_are_refused(folder, tmp_path):
             load(path)
 
 
-def test_a_model_that_is_no_folder_is_refused_unless_it_may_be_on_the_hub():
+def test_a_model_that_is_no_folder_and_that_the_hub_does_not_give_is_refused_in_one_line(monkeypatch):
+    def offline(api, name, timeout):
+        raise ConnectionError("cannot reach the hub\nand a long story")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked"))
     for path in ("", "./none", "/none/at/all", "~/none", "a/b/c"):
         with pytest.raises(ConfigError, match=rf"no folder '{path}'; fix: a folder with config\.json"):
             find_model(path)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", offline)
+    with pytest.raises(ConfigError, match=r"^no folder 'some/model', .*\(cannot reach the hub\)[^\n]*$") as info:
+        load("some/model")
+    assert info.value.__suppress_context__
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
+    assert find_model("some/model") == "some/model"
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", offline)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: "/cache/config.json")
     assert find_model("some/model") == "some/model"
 
 

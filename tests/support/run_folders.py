@@ -2,26 +2,28 @@
 
 import json
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from groupwise import config
 from groupwise.report.folder import RunFolder
+from groupwise.training.checkpoint import load_checkpoint
 
 STEPS = (250, 500, 750, 1000)
 
 
 def write_run(
-    path: Path,
-    returns: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0),
+    path,
+    returns=(1.0, 2.0, 3.0, 4.0),
     *,
-    steps: tuple[int, ...] = STEPS,
-    env: str = "CartPole-v1",
-    algorithm: Any = "grpo",
-    evaluated: bool = True,
-    summary: dict[str, Any] | None = None,
-    provenance: dict[str, Any] | None = None,
-    **fields: Any,
-) -> Path:
+    steps=STEPS,
+    env="CartPole-v1",
+    algorithm="grpo",
+    evaluated=True,
+    summary=None,
+    provenance=None,
+    **fields,
+):
     """A finished run's folder; its training returns are 10 more than those of its evaluations."""
     cfg = config.resolve(env, algorithm, **{"total_steps": 1000, **fields})
     path.mkdir(parents=True)
@@ -35,19 +37,32 @@ def write_run(
         evaluation = {"eval/return_mean": value, "eval/return_std": 1.0, "eval/episodes": 20.0}
         lines.append(json.dumps(entry | (evaluation if evaluated else {})))
     (path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
-    said = {"stopped": "total_steps", "env_steps": steps[-1], "seconds": 2.0 + cfg.seed, "peak_memory_mib": 100.0}
-    (path / "summary.json").write_text(json.dumps(said | (summary or {})))
+    ended = {"stopped": "total_steps", "env_steps": steps[-1], "seconds": 2.0 + cfg.seed, "peak_memory_mib": 100.0}
+    (path / "summary.json").write_text(json.dumps(ended | (summary or {})))
     return path
 
 
-def write_seeds(folder: Path, finals: tuple[float, ...], **settings: Any) -> Path:
+def write_seeds(folder, finals, **settings):
     """A folder of runs that differ in their seed and reach these returns."""
     for seed, final in enumerate(finals):
         write_run(folder / f"seed_{seed}", (0.0, final / 4, final / 2, final), seed=seed, **settings)
     return folder
 
 
-def logged(run: Any) -> list[dict[str, Any]]:
+def logged(run):
     """Metrics of a run or its folder, without times."""
     entries = RunFolder(Path(getattr(run, "path", run))).read_metrics()
     return [{name: value for name, value in entry.items() if not name.startswith("time/")} for entry in entries]
+
+
+def weights(run):
+    """Weights of a run, of a policy, or of the last checkpoint in a folder."""
+    if isinstance(run, Path):
+        return load_checkpoint(run / "checkpoints/latest").policy
+    return run if isinstance(run, dict) else getattr(run, "policy", run).state_dict()
+
+
+def same_weights(run, other):
+    """Whether their weights are equal, bit for bit."""
+    one, two = weights(run), weights(other)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

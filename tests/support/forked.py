@@ -56,12 +56,15 @@ class Script:
             process.join(seconds)
         codes = [process.exitcode for process in self.processes]
         if any(codes) or None in codes:
-            errors = "\n".join((self._out / f"{rank}.err").read_text() for rank in range(len(codes)))
+            errors = "\n".join(map(self.errors, range(len(codes))))
             self.kill()
             pytest.fail(f"exit codes {codes}\n{errors[-3000:]}")
         printed = "".join((self._out / f"{rank}.out").read_text() for rank in range(len(codes)))
         self._folder.cleanup()
         return printed
+
+    def errors(self, rank):
+        return (self._out / f"{rank}.err").read_text()
 
     def kill(self):
         for process in self.processes:

@@ -24,8 +24,8 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import TensorDict, TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.text.generation import Decoder, complete, left_padded, recorded_processor
-from groupwise.text.vocabulary import token_scores, unprocessed
+from groupwise.text.generation import Decoder, complete, left_padded
+from groupwise.text.vocabulary import token_scores
 
 # Prefix sharing: the common prefix of a group's rows is encoded once
 
@@ -137,7 +137,7 @@ class CausalLM(Policy):
         self.sampling = sampling or SamplingCfg()
         self.actor_only, self.tokenizer, self.autocast = actor_only, tokenizer, autocast
         self.action_spec = TensorSpec((), torch.int64)
-        self.batch_keys += ("support",) * self.sampling.has_filters + ("turn_id",) * self.sampling.has_penalties
+        self.batch_keys += ("support",) * self.sampling.has_filters
         peft = sys.modules.get("peft")  # imported by the code that made a model with adapters
         self.has_adapters = peft is not None and isinstance(model, peft.PeftModel)
         """Whether the model has adapters by peft."""
@@ -209,10 +209,9 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
-        processes = self.sampling.has_filters or self.sampling.has_penalties
-        processor = recorded_processor(batch, self.sampling) if processes else unprocessed
+        support = batch["support"][mask] if self.sampling.has_filters else None
         token, temperature = batch["action"][mask], self.sampling.temperature
-        scores = token_scores(hidden, self.head, token, temperature=temperature, processor=processor)
+        scores = token_scores(hidden, self.head, token, temperature=temperature, support=support)
         log_prob, entropy = (_spread(score, mask) for score in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
 
@@ -257,7 +256,7 @@ class CausalLM(Policy):
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """The next token of B contexts: token ids ``[B, T]``, or a sequence of ids for each.
 
-        Its log-probability is that of the sampling distribution. To penalties the context is a prompt.
+        Its log-probability is that of the sampling distribution.
         """
         ids = obs.tolist() if isinstance(obs, Tensor) else obs
         seeds = torch.randint(2**31, (len(ids), 1), generator=generator, device=self.device)

@@ -13,7 +13,7 @@ from groupwise.config.policy import RecurrentCfg
 from groupwise.data.spaces import obs_to_tensor
 from groupwise.errors import DataError
 from groupwise.policies.base import with_state
-from groupwise.policies.recurrent import Packing, RecurrentActorCritic
+from groupwise.policies.recurrent import RecurrentActorCritic
 
 BOX = spaces.Box(-10, 10, (3,), np.float32)
 SPACES = {
@@ -163,15 +163,6 @@ def test_numbers_by_hand():
     torch.testing.assert_close(averaging().evaluate(on).value, torch.tensor([[0.9, 0.45, 0.625, 0.4]]))
 
 
-def test_sequences_run_side_by_side():
-    """Of lengths 2, 1 and 3: three first elements, two second ones, one third."""
-    valid = torch.tensor([[True, True, True], [True, True, True]])
-    packing = Packing.of(valid, torch.tensor([[7, 8, 0], [0, 1, 2]]))
-    assert packing.batch_sizes.tolist() == [3, 2, 1]
-    places = list(zip(packing.row.tolist(), packing.slot.tolist(), strict=True))
-    assert places == [(1, 0), (0, 0), (0, 2), (1, 1), (0, 1), (1, 2)]
-
-
 @pytest.mark.parametrize(("setting", "size"), [("lstm", 20), ("gru", 10), ("shared", 10)])
 def test_actor_and_critic_remember_apart_unless_they_share(setting, size):
     policy = make(**SETTINGS[setting])
@@ -192,13 +183,13 @@ def test_predict_gives_the_state_back(kind):
     again, later = policy.predict(obs, state=state)
     assert len(again) == len(first) == 2
     assert not np.array_equal(state, later)
-    # a beginning forgets
-    _, mixed = policy.predict(obs, state=state, episode_start=[False, True])
+    # a state of 0 forgets
+    _, mixed = policy.predict(obs, state=state * [[1], [0]])
     np.testing.assert_allclose(mixed[0], later[0], rtol=1e-6)
     np.testing.assert_allclose(mixed[1], state[1], rtol=1e-6)
-    for wrong in ({"state": state[:1]}, {"state": state[:, :3]}, {"state": state, "episode_start": [True]}):
-        with pytest.raises(DataError, match=r"expected \[2, 10\] and \[2\]; fix: the state of the last call"):
-            policy.predict(obs, **wrong)
+    for wrong in (state[:1], state[:, :3]):
+        with pytest.raises(DataError, match=r"expected \[2, 10\]; fix: the state of the last call"):
+            policy.predict(obs, state=wrong)
     one, _ = policy.predict(SPACES[kind][0].sample())
     assert SPACES[kind][1].contains(one)
 

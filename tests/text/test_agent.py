@@ -153,7 +153,7 @@ def test_tokens_that_are_taken_out_of_a_mask_have_no_loss(model):
 
 
 def test_a_schedule_follows_the_loop(model):
-    agent, env = agent_of(model, algorithm={"schedule": {"name": "linear", "warmup": 2}}), digits()
+    agent, env = agent_of(model, algorithm={"schedule": {"name": "linear", "warmup": 0.5}}), digits()
     rates = []
     for step in range(4):
         agent.set_progress(step, 4)

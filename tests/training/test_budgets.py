@@ -16,7 +16,7 @@ from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import RunFolder
 
 QUICK = {"num_envs": 4, "evaluation": {"episodes": 1}, "logging": {"progress": "lines"}}
-ALGORITHM = gw.PPOCfg(num_steps=16, minibatch_size=64, num_epochs=1, schedule={"name": "linear", "warmup": 2})
+ALGORITHM = gw.PPOCfg(num_steps=16, minibatch_size=64, num_epochs=1, schedule={"name": "linear", "warmup": 1 / 3})
 
 
 def train(run_dir: Path, **settings: Any) -> gw.Run:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from groupwise.algorithms.losses import Counts, UpdateStart, check_objective, finest_unit, k3, objective_data
+from groupwise.algorithms.losses import Counts, UpdateStart, check_objective, finest_item, k3, objective_data
 from groupwise.algorithms.memory import EqualMicroBatches, MicroBatches
 from groupwise.config.algorithm import (
     AdaptiveKLCfg,
@@ -127,12 +127,12 @@ class BaseAlgorithm(ABC):
                 f"adaptive_entropy needs the entropy, which {type(self).__name__} does not measure; "
                 "fix: None, or 'entropy' among its metric_names"
             )
-        self.layout = LAYOUTS[policy.scored_by](policy, finest_unit(cfg.objective))
-        self.own_micro_batches = MicroBatches(self.layout.unit)
+        self.layout = LAYOUTS[policy.scored_by](policy, finest_item(cfg.objective))
+        self.own_micro_batches = MicroBatches(self.layout.item)
         """Micro-batches of computations by this rank alone; ``micro_batches`` is for those of all ranks together."""
         self.micro_batches = self.own_micro_batches
         if self.engine.sharded:
-            self.micro_batches = EqualMicroBatches(self.layout.unit, self.engine, policy.device)
+            self.micro_batches = EqualMicroBatches(self.layout.item, self.engine, policy.device)
         self.gradient = None if gradient is None else gradient(self)
 
     # --- for algorithms ---
@@ -324,12 +324,12 @@ class BaseAlgorithm(ABC):
         inputs: dict[str, Nested],
         advantage: Float[Tensor, "row step"],
         num_episodes: int,
-        start: Evaluation | None = None,
+        evaluation: Evaluation | None = None,
     ) -> dict[str, Nested]:
         """``policy_inputs`` with the advantages, and with further inputs of the configured objective.
 
         Args:
-            start: the policy's scores of every step at the update's start, if they are known already.
+            evaluation: the policy's scores of every step at the update's start, if they are known already.
         """
         self.advantage = advantage
         mask = inputs["loss_mask"]
@@ -339,7 +339,7 @@ class BaseAlgorithm(ABC):
         single_pass = self.cfg.num_epochs == 1 and self._num_minibatches(mask) <= 1
 
         def score() -> Evaluation:
-            return self.score(self.learner, inputs) if start is None else start
+            return self.score(self.learner, inputs) if evaluation is None else evaluation
 
         more = objective_data(self.cfg.objective, facts, score, single_pass=single_pass)
         return inputs | {"advantage": data["advantage"]} | more
@@ -370,10 +370,10 @@ class BaseAlgorithm(ABC):
 
     # --- progress and state ---
 
-    def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
-        """Set the schedules to the finished share of training, in [0, 1]; see ``schedule_factor`` for the others."""
+    def set_progress(self, progress: float, step: float = 0.0) -> None:
+        """Set the schedules to the finished share of training, in [0, 1]; ``step`` as in ``schedule_factor``."""
         if not self.schedule.adaptive:
-            self.schedule.set_factor(schedule_factor(self.cfg.schedule, progress, budget, step))
+            self.schedule.set_factor(schedule_factor(self.cfg.schedule, progress, step))
         if self.range_schedules is not None:
             self.cfg = at_progress(self.range_schedules, progress)
 
@@ -448,19 +448,17 @@ class Schedule:
             group["lr"] = self.learning_rate * factor
 
 
-def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, step: float = 0.0) -> float:
+def schedule_factor(cfg: ScheduleCfg, progress: float, step: float = 0.0) -> float:
     """Share of the learning rate for an update that begins at a share ``progress`` of training.
 
     Args:
-        budget: all of training, in the unit of a ``warmup`` that is no share.
         step: share of training that the update takes. The warm-up counts it, so that its first update has a rate, too; with 0 it is that of
             transformers.
     """
     if isinstance(cfg, LinearCfg) and cfg.warmup:
-        warmup = _warmup_share(cfg.warmup, budget)
-        if progress < warmup:
-            return min((progress + step) / warmup, 1.0)
-        progress = (progress - warmup) / (1 - warmup)
+        if progress < cfg.warmup:
+            return min((progress + step) / cfg.warmup, 1.0)
+        progress = (progress - cfg.warmup) / (1 - cfg.warmup)
     match cfg:
         case CosineCfg():
             return cfg.final + (1 - cfg.final) * (1 + math.cos(math.pi * progress)) / 2
@@ -472,13 +470,6 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
         case _:
             return 1.0
-
-
-def _warmup_share(warmup: int | float, budget: int | float) -> float:
-    share = warmup if warmup < 1 else warmup / budget
-    if share >= 1:
-        raise ConfigError(f"schedule.warmup={warmup} is all of a budget of {budget:g}; fix: less, or a larger budget")
-    return share
 
 
 class EntropyBonus:

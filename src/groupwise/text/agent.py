@@ -349,7 +349,7 @@ class LanguageAgent:
 
     def set_progress(self, step: int, num_steps: int) -> None:
         """Set a schedule of the learning rate to ``step`` of ``num_steps`` calls of ``learn``."""
-        self.algorithm.set_progress(step / num_steps, num_steps, 1 / num_steps)
+        self.algorithm.set_progress(step / num_steps, 1 / num_steps)
 
     def clone(self, index: int | None = None) -> "LanguageAgent":
         """A copy that shares nothing, with the state of the optimiser."""

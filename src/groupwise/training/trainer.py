@@ -238,7 +238,7 @@ class Trainer:
             "epochs": sum(self.engine.gather_objects(self.collector.position)) / size if size else 0.0,
         }
         total = self.budget.total
-        self.algorithm.set_progress(self.done / total, total, (counts[self.budget.unit] - self.done) / total)
+        self.algorithm.set_progress(self.done / total, (counts[self.budget.unit] - self.done) / total)
         collected = time.perf_counter()
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)

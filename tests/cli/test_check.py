@@ -18,7 +18,6 @@ def test_check_env_command_prints_a_table_or_json(capsys):
     assert cli.main(["check-env", "FrozenLake-v1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["start_varies"] == {"value": False, "reason": "", "fix": ""}
-    assert printed["start_modes"]["native"]["value"] is None
     assert printed["training"]["value"]["start_mode"] == "seed"
 
 

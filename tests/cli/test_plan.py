@@ -26,11 +26,6 @@ def test_the_plan_is_a_table(run_file, capsys):
     ]
     shown = ("weights, whole, to generate", "weights, 1/8, to train", "only in generation", "of 72.0 usable: fits")
     assert all(word in out for word in shown)
-    assert "Memory of the host" not in out
-    assert cli.main(["plan", run_file, "--gpus", "8", "--engine", "fsdp", "--cpu-offload"]) == 0
-    of_gpu, of_host = capsys.readouterr().out.split("\n\nMemory of the host, for each GPU")
-    assert "weights, 1/8, to train" in of_host
-    assert "1/8" not in of_gpu
 
 
 def test_the_plan_as_json(run_file, capsys):

@@ -15,7 +15,7 @@ pytest.importorskip("gymnasium_robotics")
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.contrib
 
-IDS = ["FetchPush-v4", "FetchPickAndPlace-v4", "FetchReach-v4", "FetchPushDense-v4"]
+IDS = ["FetchPickAndPlace-v4", "FetchPushDense-v4"]
 
 
 def rows(env_id: str, num_envs: int = 4, **settings):

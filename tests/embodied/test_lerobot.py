@@ -2,7 +2,6 @@
 
 import json
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -136,7 +135,7 @@ def test_statistics_are_those_of_all_steps(folder):
     assert stats["observation.images.image_1"]["count"] == [6]
 
 
-def test_a_box_alone_is_the_state(tmp_path):
+def test_a_box_alone_is_the_state_and_a_tuple_is_read_back(tmp_path):
     demo = Demonstration(torch.ones(2, 4), np.zeros((2, 2), np.float32), np.zeros(2, np.float32), None, "X")
     space = spaces.Box(-1, 1, (4,), np.float32)
     write(tmp_path / "demos", [demo], space)
@@ -144,6 +143,10 @@ def test_a_box_alone_is_the_state(tmp_path):
     assert "observation.state" in features
     assert "next.success" not in features, "the environment does not say"
     assert read_demos(tmp_path / "demos", space).obs.shape == (2, 4)
+    pair = spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)))
+    obs = obs_to_tensor(pair, (np.ones((2, 2)), np.array([1, 2])), batched=True)
+    write(tmp_path / "pair", [demo._replace(obs=obs)], pair)
+    assert read_demos(tmp_path / "pair", pair).obs["1"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +189,3 @@ def test_an_interrupted_recording_is_no_dataset(tmp_path):
         write(tmp_path, demos())
     with pytest.raises(DataError, match="holds no demonstrations"):
         read_demos(tmp_path, EVERYTHING)
-
-
-def test_a_tuple_of_observations_is_read_back(tmp_path):
-    space = gymnasium.spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)))
-    obs = obs_to_tensor(space, (np.ones((2, 2)), np.array([1, 2])), batched=True)
-    write(tmp_path / "x", [Demonstration(obs, np.zeros((2, 2), np.float32), np.zeros(2, np.float32), None, "X")], space)
-    assert read_demos(tmp_path / "x", space).obs["1"].tolist() == [1, 2]

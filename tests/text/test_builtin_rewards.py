@@ -36,7 +36,6 @@ def test_an_exact_answer_is_all_of_it_and_nothing_more(score):
     texts = ["Paris", " Paris\n", "<answer>Paris</answer>", "It is Paris", "paris", "", "Paris Paris"]
     columns = {"answer": ["Paris"] * 7}
     assert score("exact", texts, columns=columns) == [1, 1, 1, 0, 0, 0, 0]
-    assert score("exact", texts, columns=columns, case="ignored") == [1, 1, 1, 0, 1, 0, 0]
     assert score("exact", texts, columns=columns, where="tag") == [0, 0, 1, 0, 0, 0, 0]
     assert score("exact", ["a"], columns={"solution": ["a"]}, column="solution") == [1]
     assert score("exact", ["a", "b"], columns={"answer": [None, "b"]}) == [None, 1]  # no right answer is no score
@@ -71,19 +70,8 @@ def test_a_gym_answer_that_contains_the_right_one_is_wrong_and_another_right_one
     own = reasoning_gym.create_dataset("word_sequence_reversal", size=1)
     assert own.score_answer(f"{gold}, x", {"answer": gold}) > 0.5, "the library itself rewards it, so we do not ask it"
     assert score("reasoning_gym", texts, columns=columns) == [1, 1, 0, 0, 0, 0, 0]
-    columns = {name: [value] for name, value in gym_examples("chain_sum", size=1)[0].columns.items()}
-    assert score("reasoning_gym", [f"{columns['answer'][0]}.0"], columns=columns) == [1]
-    palindrome = {"task": ["palindrome_generation"], "answer": ["abba"], "metadata": [{"letters": list("abab")}]}
-    assert score("reasoning_gym", ["baab"], columns=palindrome) == [1]
-
-
-def test_scorers_leave_the_data_alone(score):
-    board = {"A1": ["A2"], "A2": ["A1"]}
-    swap = {"board": board, "pieces": {"A1": "w", "A2": None}, "start_turn": "w", "is_possible": True, "solution": []}
-    columns = {"task": ["knight_swap"], "answer": ["[]"], "metadata": [swap]}
-    before = repr(columns)
-    score("reasoning_gym", ['["w,A1,A2"]'], columns=columns)
-    assert repr(columns) == before
+    countdown = {"task": ["countdown"], "answer": ["1 + 5"], "metadata": [{"numbers": [1, 5], "target": 6}]}
+    assert score("reasoning_gym", ["5 + 1"], columns=countdown) == [1]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +82,6 @@ def test_scorers_leave_the_data_alone(score):
         ("regex", {}, "'regex': missing a required argument: 'pattern'"),
         ("regex", {"patern": "a"}, "; did you mean 'pattern'"),
         ("exact", {"where": "end"}, "where = 'end'"),
-        ("exact", {"case": "lower"}, "case = 'lower'"),
         ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),
         ("numerik", {}, "unknown reward 'numerik': did you mean 'numeric'"),
         ("math", {}, "'math_verify' is not installed"),

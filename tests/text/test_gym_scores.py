@@ -1,54 +1,26 @@
-"""Tasks of reasoning-gym: right answers count, others do not, and what cannot be told is refused."""
-
-import itertools
+"""Tasks of reasoning-gym: what is computed, and tasks that are refused."""
 
 import pytest
 from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
 from groupwise.errors import ConfigError
-from groupwise.text.builtin_rewards import COMPUTED_TASKS, REFUSED_TASKS, SCORED_TASKS, computes, is_right
+from groupwise.text.builtin_rewards import COMPUTED_TASKS, REFUSED_TASKS, computes, is_right
 from groupwise.text.task import gym_examples
 
 
-def solution(example):
-    """A right answer of the example."""
-    return example.columns["answer"]
+@pytest.mark.parametrize("task", sorted(COMPUTED_TASKS))
+def test_solutions_are_right_and_nothing_around_them(task):
+    columns = gym_examples(task, size=1)[0].columns
+    right = columns["answer"]
+    for given in (right, f"({right})", f"{right} 1", f"x{right}", f"{right}\n{right}", "", "(" * 300):
+        assert is_right(task, given, None, columns["metadata"]) == (given in (right, f"({right})"))
 
 
-JUNK = ["", "[]", "{}", "()", "0x", "a", "1", "__import__('os').getpid()", "nan", "(" * 300]
-
-
-def expect_solutions_alone(task, size):
-    for example, other in itertools.pairwise([*gym_examples(task, size=size), None]):
-        columns, right = example.columns, solution(example)
-
-        def judged(given, columns=columns):
-            return is_right(columns["task"], given, columns["answer"], columns["metadata"])
-
-        assert judged(right), (task, right)
-        wrong = [f"{right} 1", f"x{right}", f"The answer is {right}", f"{right}\n{right}", *JUNK]
-        if other is not None and task != "palindrome_generation":
-            wrong.append(solution(other))
-        assert [given for given in wrong if given.strip() != right.strip() and judged(given)] == [], task
-
-
-@pytest.mark.parametrize("task", sorted(SCORED_TASKS | COMPUTED_TASKS))
-def test_of_tasks_with_several_right_answers_solutions_count_alone(task):
-    expect_solutions_alone(task, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of what the tasks import
-def test_every_task_is_scored_or_refused():
-    assert DATASETS.keys() >= {*SCORED_TASKS, *COMPUTED_TASKS, *REFUSED_TASKS}
-    for task in sorted(DATASETS.keys() - REFUSED_TASKS):
-        expect_solutions_alone(task, 1)
-
-
-@pytest.mark.parametrize("task", sorted(REFUSED_TASKS))
-def test_tasks_that_cannot_be_judged_are_refused(task):
-    with pytest.raises(ConfigError, match=rf"reasoning-gym:{task} .*; fix: a reward of your own"):
-        is_right(task, "1", "1", {})
+def test_tasks_that_cannot_be_judged_are_refused():
+    assert DATASETS.keys() >= COMPUTED_TASKS | REFUSED_TASKS
+    for task in REFUSED_TASKS:
+        with pytest.raises(ConfigError, match=rf"reasoning-gym:{task} .*; fix: a reward of your own"):
+            is_right(task, "1", "1", {})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +64,3 @@ def test_close_is_not_equal():
     assert get_score_answer_fn("countdown")("281 + 1/(96*97)", entry) == 1, "the library itself accepts it"
     assert not computes("281 + 1/(96*97)", [281, 1, 96, 97], 281)
     assert not computes("1/(3 - 3)", [1, 3, 3], 24)
-
-
-def test_another_solution_counts():
-    assert is_right("countdown", "5 + 1", "1 + 5", {"numbers": [1, 5], "target": 6})

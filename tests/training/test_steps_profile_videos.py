@@ -59,7 +59,9 @@ def test_a_ready_environment_is_left_as_it_was(tmp_path):
 
 
 def test_collectors_without_environments_refuse_it(parts):
-    with pytest.raises(gw.errors.ConfigError, match="on_step is called for steps of environments, and there are none; fix:"):
+    with pytest.raises(
+        gw.errors.ConfigError, match="on_step is called for steps of environments, and there are none; fix:"
+    ):
         parts.trainer(Steps()).train()
 
 

@@ -1,9 +1,7 @@
 """Behaviour cloning: maximum likelihood of demonstrated actions, in the same loop as PPO and GRPO.
 
-A collector hands out demonstrated steps in place of experience, so minibatches, optimiser, checkpoints, several processes and
-evaluation are the usual ones. The loss of a step is ``-log_prob`` of its action: cross-entropy for discrete actions and
-tokens, squared error over the variance for Gaussians. Policies may have another one (``Policy.imitate``). Chunks of actions
-are the labels of the steps that they begin with.
+A collector hands out demonstrated steps in place of experience. The loss of a step is ``-log_prob`` of its action:
+cross-entropy for discrete actions and tokens, squared error over the variance for Gaussians, or ``Policy.imitate``.
 """
 
 from functools import cached_property

@@ -109,14 +109,11 @@ def overlap(model: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def timed(metrics: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of an iteration after the first, and the shares of waiting."""
+    """Seconds of an iteration after the first, and the share in which the learner waited."""
     seconds = (metrics[-1]["time/total_seconds"] - metrics[0]["time/total_seconds"]) / (len(metrics) - 1)
-    idle = {
-        who: round(fmean(m[f"time/{who}_idle_fraction"] for m in metrics[1:]), 4)
-        for who in ("learner", "server")
-        if f"time/{who}_idle_fraction" in metrics[0]
-    }
-    return {"seconds": round(seconds, 4), "reward": round(metrics[-1]["rollout/return_mean"], 4)} | idle
+    idle = fmean(m.get("time/learner_idle_fraction", 0.0) for m in metrics[1:])
+    reward = metrics[-1]["rollout/return_mean"]
+    return {"seconds": round(seconds, 4), "reward": round(reward, 4), "learner": round(idle, 4)}
 
 
 def learning(model: Path, seeds: int, iterations: int, staleness: tuple[int, ...]) -> list[dict[str, Any]]:

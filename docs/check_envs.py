@@ -62,7 +62,6 @@ FAMILIES: dict[str, list[str]] = {
 }
 
 NOTE = "<!-- Written by docs/check_envs.py from environments.json. -->"
-START_MODES = ("native", "snapshot", "seed", "fresh")
 
 
 def main(arguments: list[str]) -> None:
@@ -118,7 +117,8 @@ def page(data: dict[str, Any]) -> str:
                 "# Environments",
                 NOTE,
                 f"The result of `groupwise check-env` for {len(found)} environments ({versions}).",
-                "- `yes` in the column of a [start mode](../starts.md): a group shares its start in this mode, bit for bit.\n"
+                "- `training uses`: the [start mode](../starts.md) in which a group shares its start, bit for bit, and "
+                "`env.vectorization`.\n"
                 "- `steps random`: members with their own random numbers drifted apart within some tens of random steps.",
                 *(text for title, names in present.items() if names for text in facts(title, names, found)),
             ]
@@ -129,7 +129,7 @@ def page(data: dict[str, Any]) -> str:
 
 def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
     """Table of the findings, and the reasons below it."""
-    header = ("environment", "observation", "action", "step limit", "start depends on seed", "steps random", *START_MODES, "training uses")  # fmt: skip
+    header = ("environment", "observation", "action", "step limit", "start depends on seed", "steps random", "training uses")  # fmt: skip
     rows: list[tuple[str, ...]] = []
     notes: dict[str, list[str]] = {}
     for name in names:
@@ -138,8 +138,7 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
             reason = finding["reason"].replace(f"{report['env_id']} ", "it ")
             if what == "training" and finding["fix"]:
                 reason = f"{reason}; fix: {finding['fix']}"
-            if reason != "it registers no vectorised version":
-                notes.setdefault(f"{what}: {reason}", []).append(f"`{name}`")
+            notes.setdefault(f"{what}: {reason}", []).append(f"`{name}`")
         rows.append(
             (
                 f"`{name}`",
@@ -148,7 +147,6 @@ def facts(title: str, names: list[str], found: dict[str, Any]) -> list[str]:
                 shown(report["max_episode_steps"]),
                 shown(report["start_varies"]),
                 shown(report["noise_varies"]),
-                *(shown(report["start_modes"][mode]) for mode in START_MODES),
                 used(report),
             )
         )
@@ -165,8 +163,7 @@ def refusals(report: dict[str, Any]) -> dict[str, Any]:
     """Findings that need a reason: only the first one where the others follow from it."""
     if report["observation"]["value"] is None:
         return {"observation": report["observation"]}
-    single = {key: report[key] for key in ("action", "start_varies", "noise_varies", "training")}
-    findings = {**{f"start mode {mode}": finding for mode, finding in report["start_modes"].items()}, **single}
+    findings = {key: report[key] for key in ("action", "start_varies", "noise_varies", "training")}
     return {what: finding for what, finding in findings.items() if finding["value"] is None}
 
 

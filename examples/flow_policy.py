@@ -128,14 +128,6 @@ class FlowPolicy(Policy):
         own = (2 * (action - self.low) / (self.high - self.low) - 1).flatten(-self.low.dim())
         return torch.cat([torch.zeros_like(own), torch.zeros_like(own), own, torch.zeros_like(own[..., :1])], dim=-1)
 
-    @torch.no_grad()
-    def predict(self, obs, deterministic=True):
-        """Environment actions for one observation or a batch of them: numpy in, numpy out."""
-        batched = np.ndim(obs) > len(self.observation_space.shape)
-        rows = torch.as_tensor(np.asarray(obs if batched else [obs]), dtype=torch.float32, device=self.device)
-        action = self.env_action(self.act(rows, deterministic).action).cpu().numpy()
-        return action if batched else action[0]
-
     def flow(self, obs, noisy, time):
         return self.velocity(torch.cat([obs.flatten(1) / self.scale, noisy, time], dim=1))
 

@@ -106,7 +106,7 @@ class CubePush(gw.TorchGroupEnv):
         self._tip, self._rotation = wp.to_torch(self._data.site_xpos), wp.to_torch(self._data.xmat)
         self._cube = self.model.body("cube").id
         self._folded = torch.tensor(FOLDED, device=device)
-        self._graphs = {}
+        self._step, self._kinematics = self._recorded(mjw.step, SUBSTEPS), self._recorded(mjw.kinematics, 1)
 
     def initial(self, random):
         """At rest: the arm folded, the cube beyond the finger, and the goal beyond the cube."""
@@ -125,7 +125,7 @@ class CubePush(gw.TorchGroupEnv):
             view.copy_(state[name])
         self._ctrl.copy_(action)
         self._overflow.zero_()
-        self._launch(self._substeps)
+        self._launch(self._step)
         moved = {name: view.clone() for name, view in self._views.items()}
         lost = (self._overflow & self._lost) != 0  # too little room for contacts: training stops at NaN
         after = {**state, **moved, **self._poses(moved["qpos"])}
@@ -149,22 +149,17 @@ class CubePush(gw.TorchGroupEnv):
         self._launch(self._kinematics)
         return {"tip": self._tip[:, 0, :2].clone(), "turn": self._rotation[:, self._cube, :2, 0].clone()}
 
-    def _substeps(self):
-        for _ in range(SUBSTEPS):
-            mjw.step(self._sim, self._data)
+    def _recorded(self, function, times):
+        """The function's kernels, to be replayed: launching them from Python takes 50 times as long."""
+        with wp.ScopedDevice(self._warp_device), wp.ScopedCapture() as capture:
+            for _ in range(times):
+                function(self._sim, self._data)
+        return capture.graph
 
-    def _kinematics(self):
-        mjw.kinematics(self._sim, self._data)
-
-    def _launch(self, function):
-        """Record the function's kernels once, and replay them on torch's stream: launching them from Python takes 50 times as long."""
-        if function.__name__ not in self._graphs:
-            with wp.ScopedDevice(self._warp_device), wp.ScopedCapture() as capture:
-                function()
-            self._graphs[function.__name__] = capture.graph
+    def _launch(self, graph):
         on_cuda = self.device.type == "cuda"
         stream = wp.stream_from_torch(torch.cuda.current_stream(self.device)) if on_cuda else None
-        wp.capture_launch(self._graphs[function.__name__], stream=stream)
+        wp.capture_launch(graph, stream=stream)
 
 
 def polar(radius, turn):

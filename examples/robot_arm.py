@@ -29,13 +29,13 @@ def clone_expert(folder: Path, seed: int, episodes: int, total_steps: int) -> gw
     )
 
 
-def learn_from_success(clone: gw.Run, folder: Path, seed: int, total_steps: int) -> gw.Run:
+def learn_from_success(clone: gw.Run, folder: Path, seed: int, total_steps: int, num_envs: int) -> gw.Run:
     """The clone after more practice: the reward is 1 for success, else 0."""
     return gw.train(
         TASK,
         gw.GRPOCfg(group_size=8, num_steps=16, num_epochs=4, minibatch_size=512, learning_rate=1e-3),
         policy={"init_from": clone.path},
-        num_envs=64,
+        num_envs=num_envs,
         total_steps=total_steps,
         seed=seed,
         run_dir=folder / "grpo",
@@ -50,6 +50,7 @@ def main() -> None:
         "--clone-steps", type=int, default=100_000, help="demonstrated steps to imitate, with repetition"
     )
     parser.add_argument("--total-steps", type=int, default=240_000, help="environment steps of GRPO")
+    parser.add_argument("--num-envs", type=int, default=64, help="environments of GRPO")
     parser.add_argument("--episodes", type=int, default=100, help="unseen starts in each evaluation")
     parser.add_argument("--run-dir", type=Path, help="folder for everything (default: a fresh one under runs/)")
     args = parser.parse_args()
@@ -57,7 +58,7 @@ def main() -> None:
 
     clone = clone_expert(folder, args.seed, args.demos, args.clone_steps)
     before = gw.evaluate(clone, args.episodes)
-    run = learn_from_success(clone, folder, args.seed, args.total_steps)
+    run = learn_from_success(clone, folder, args.seed, args.total_steps, args.num_envs)
     after = gw.evaluate(run, args.episodes)
 
     print(f"\n{f'{args.episodes} unseen starts':<17}   success   95 % interval   video of one episode")

@@ -3,8 +3,10 @@ import sys
 from functools import partial
 
 import gymnasium
+import numpy as np
 import pytest
-from checked_envs import Alike, BreaksInReset, BreaksInStep, Calm, CannotBeMade, Cheats, Counts, Sound, Speaks
+from gymnasium.envs.registration import EnvSpec
+from noisy_envs import Noisy
 from success_envs import TorchTouch, Touch, TouchEither
 
 from groupwise import check
@@ -16,12 +18,61 @@ from groupwise.errors import EnvError, UnknownNameError
 limited = gymnasium.wrappers.TimeLimit
 
 
-class Late(Touch):
-    """Tells at the end alone."""
+class Sound(Noisy):
+    """A random start, random steps, a known end; subclasses break something."""
 
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    length = 20
+
+    def __init__(self):
+        self.spec = EnvSpec(type(self).__name__, max_episode_steps=20)
+
+    def look(self):
+        return np.array([self.state], np.float32)
+
+
+class Calm(Sound):
+    def draw_noise(self):
+        return 0.0
+
+
+class Cheats(Sound):
+    """Draws its start from the global generator, which no seed of a reset reaches."""
+
+    def draw_start(self):
+        return np.random.normal()
+
+
+class BreaksInStep(Sound):
     def step(self, action):
-        *outcome, over, info = super().step(action)
-        return *outcome, over, {"success": info["is_success"]} if over else {}
+        raise RuntimeError("the motor is off; fix: switch it on")
+
+
+class BreaksInReset(Sound):
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("no room")
+
+
+class CannotBeMade(Sound):
+    def __init__(self):
+        raise OSError("licence file not found")
+
+
+class Speaks(Sound):
+    observation_space = gymnasium.spaces.Text(5)
+
+    def look(self):
+        return "hello"
+
+
+class Counts(Sound):
+    action_space = gymnasium.spaces.Box(0, 5, (1,), np.int64)
+
+
+class Alike(Calm):
+    def draw_start(self):
+        return 0.0
 
 
 class Endless(Calm):
@@ -53,27 +104,15 @@ def test_a_sound_environment():
     assert report.observation == Finding("Box[1] float32")
     assert report.action == Finding("Discrete(2)")
     assert report.max_episode_steps == Finding(20)
-    assert {mode for mode, found in report.start_modes.items() if found.value} == {"snapshot", "seed", "fresh"}
-    assert report.start_modes["native"] == Finding(None, "it registers no vectorised version")
     assert report.training.value == Training("seed", "sync", 8, ())
-
-
-@pytest.mark.parametrize(
-    ("env", "start_varies", "noise"), [(Sound, True, True), (Calm, True, False), (Alike, False, False)]
-)
-def test_randomness(env, start_varies, noise):
-    report = check_env(env)
-    assert (report.start_varies.value, report.noise_varies.value) == (start_varies, noise)
-
-
-def test_an_environment_with_a_vectorised_version():
-    report = check_env("CartPole-v1")
-    assert all(found.value for found in report.start_modes.values())
-    assert report.training.value == Training("native", "entry_point", 8, ())
+    assert (report.start_varies.value, report.noise_varies.value) == (True, True)
+    report = check_env(Alike)
+    assert (report.start_varies.value, report.noise_varies.value) == (False, False)
 
 
 @pytest.mark.slow
 def test_settings_of_the_environment_count():
+    assert check_env("CartPole-v1").training.value == Training("native", "entry_point", 8, ())
     assert check_env(EnvCfg(vectorization="async")).training.value.vectorization == "async"
     for slippery in (False, True):
         report = check_env(EnvCfg(id="FrozenLake-v1", kwargs={"is_slippery": slippery}))
@@ -90,8 +129,6 @@ def test_a_callable_that_makes_all_rows():
         "Discrete(2)",
     )
     assert (report.start_varies.value, report.noise_varies.value) == (True, False)
-    assert report.start_modes["native"].value
-    assert report.start_modes["seed"].reason == "it makes its rows itself, and starts them by native"
     assert report.training.value == Training("native", "own", 8, ())
     assert "8 environments by own, shared starts: native" in str(report)
     named = check_env(EnvCfg(id="CartPole-v1", vectorization="torch"))
@@ -108,12 +145,11 @@ def test_rows_that_cheat_are_a_finding():
 def test_a_cheat_is_refused_with_the_reason_and_the_fix():
     report = check_env(Cheats)
     assert report.training.value is None
-    assert report.training.reason.count("rows that were started with the same seed differ") == 1
-    seed = report.start_modes["seed"]
-    assert seed == report.start_modes["fresh"]
-    assert seed.reason == "rows that were started with the same seed differ at the start, in 'obs' of row 1"
+    reason = "seed, fresh: rows that were started with the same seed differ at the start, in 'obs' of row 1"
+    assert report.training.reason == reason
     text = str(report)
-    assert "shared start: fresh       no, see 'shared start: seed'" in text
+    assert f"start depends on the seed no: {reason}" in text
+    assert "training uses             no, see 'start depends on the seed'" in text
     assert "fix                       let the environment draw all its randomness from self.np_random" in text
 
 
@@ -122,8 +158,8 @@ def test_a_cheat_is_refused_with_the_reason_and_the_fix():
 )
 def test_what_breaks_is_a_finding(env, reason):
     report = check_env(env)
-    findings = [report.noise_varies, report.training, report.start_modes["seed"]]
-    assert [(found.value, found.reason) for found in findings] == [(None, reason)] * 3
+    findings = [report.noise_varies, report.training]
+    assert [(found.value, found.reason) for found in findings] == [(None, reason)] * 2
 
 
 def rows_that_break(num_envs):
@@ -152,7 +188,7 @@ def test_spaces_that_are_not_supported():
     assert speaks.action.value == "Discrete(2)"
     assert counts.training == counts.action
     assert counts.action.reason.startswith("action space Box(0, 5, (1,), int64) is not supported")
-    assert counts.start_modes["seed"].value
+    assert counts.noise_varies.value
 
 
 @pytest.mark.parametrize(
@@ -192,23 +228,22 @@ def test_a_script_without_a_guard_runs_once_and_says_so(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    told = (tmp_path / "told").read_text().splitlines()
-    assert (told[0], told[-1]) == ("before __main__", "after __main__")
-    assert set(told[1:-1]) == {"before __mp_main__"}  # children come as far as to the check
+    lines = (tmp_path / "told").read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before __main__", "after __main__")
+    assert set(lines[1:-1]) == {"before __mp_main__"}  # children come as far as to the check
     assert "if __name__ == '__main__':" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "text"),
     [
         (lambda: limited(Touch(), 9), "reported at the end of episodes"),
         (lambda: limited(TouchEither("success"), 9), "reported at the end of episodes, with the names of tasks"),
-        (lambda: limited(Late(), 9), "reported at the end of episodes"),
         (TorchTouch, "reported at the end of episodes"),
     ],
 )
-def test_whether_success_is_reported(env, said):
-    assert check_env(env).success.value == said
+def test_whether_success_is_reported(env, text):
+    assert check_env(env).success.value == text
 
 
 def test_without_success_the_report_says_how(monkeypatch):

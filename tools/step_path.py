@@ -56,7 +56,7 @@ def main():
                 run_dir=Path(tmp) / "r",
                 callbacks=[Window()],
                 total_steps=100_000,
-                evaluation={"interval": 90_000},
+                evaluation={"interval": 90_000, "episodes": 2},
             )
         else:
             sys.path.insert(0, str(Path(__file__).parent))

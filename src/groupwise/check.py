@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
-import gymnasium
 import numpy as np
 import torch
 
@@ -27,10 +26,8 @@ from groupwise.envs.names import check_id
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.heads import make_head
 
-START_MODES: tuple[StartMode, ...] = ("native", "snapshot", "seed", "fresh")
 NUM_ENVS = 8
 _EPISODE_S = 3.0
-_GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
 
 T = TypeVar("T")
 Maker: TypeAlias = Callable[..., Any] | None
@@ -69,8 +66,8 @@ class EnvReport:
 
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
-    ``noise_varies``: whether members drift apart under equal actions. ``start_modes``: whether a mode passes its check.
-    ``training``: GRPO's defaults; its value is None where GRPO refuses the environment.
+    ``noise_varies``: whether members drift apart under equal actions. ``training``: GRPO's defaults; its value is None
+    where GRPO refuses the environment.
     """
 
     env_id: str
@@ -80,7 +77,6 @@ class EnvReport:
     success: Finding[str]
     start_varies: Finding[bool]
     noise_varies: Finding[bool]
-    start_modes: dict[str, Finding[bool]]
     training: Finding[Training]
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,7 +92,6 @@ class EnvReport:
             "success": self.success,
             "start depends on the seed": self.start_varies,
             "steps are random": self.noise_varies,
-            **{f"shared start: {mode}": found for mode, found in self.start_modes.items()},
             "training uses": self.training,
         }
         first: dict[str, str] = {}
@@ -141,32 +136,26 @@ def check_env(env: object) -> EnvReport:
         )
     own_rows = make is not None and makes_rows(make)
     rows = own_rows or cfg.vectorization == "torch"
-    plain = cfg.model_copy(update={**_GROUP_SETTINGS, **({} if rows else {"vectorization": "sync"})})
-    opened = partial(make_env, plain, grouped=True, num_envs=NUM_ENVS if rows else 1, env=make, verify=False)
-    modes: dict[str, Finding[bool]] = {}
+    simple = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()} | ({} if rows else {"vectorization": "sync"})
+    plain, count = cfg.model_copy(update=simple), NUM_ENVS if rows else 1
+    opened = partial(make_env, plain, grouped=True, num_envs=count, env=make, verify=False)
     if rows:
         with closing(opened()) as made:
             name, space, actions = made.env_id, made.observation_space, made.action_space
-            max_steps, own = made.max_episode_steps, made.start_mode
-        modes = dict.fromkeys(START_MODES, Finding(None, f"it makes its rows itself, and starts them by {own}"))
+            max_steps = made.max_episode_steps
     else:
         with closing(make_one(cfg, make)) as one:
             name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
             space, _ = kept_space(one.observation_space, cfg.kept_keys)
             actions, max_steps = one.action_space, step_limit(one)
-        for mode in START_MODES:
-            modes[mode] = _tried(partial(_starts, cfg, make, mode))
 
     checked = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     refused = Finding[Any](None, checked.reason, checked.fix)
-    if rows:
-        modes[own] = refused if checked.value is None else Finding(True)
     start_varies = noise_varies = training = refused
     if checked.value is not None and (report := checked.value.start_report) is not None:
         checked.value.close()
-        way: str = "own" if own_rows else cfg.vectorization
-        if way == "auto":
-            way = "entry_point" if report.start_mode == "native" else "sync"
+        automatic = "entry_point" if report.start_mode == "native" else "sync"
+        way = "own" if own_rows else automatic if cfg.vectorization == "auto" else cfg.vectorization
         start_varies, noise_varies = Finding(report.start_varies), Finding(report.noise_varies)
         training = Finding(Training(report.start_mode, way, cfg.num_envs, report.rejected))
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])
@@ -176,7 +165,7 @@ def check_env(env: object) -> EnvReport:
     no_limit = "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps"
     limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
     success = _tried(partial(_success, opened))
-    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, modes, training)
+    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, training)
 
 
 def _success(opened: Callable[[], VectorEnv]) -> str:
@@ -196,16 +185,6 @@ def _success(opened: Callable[[], VectorEnv]) -> str:
         f"no flag {where}: success metrics will be missing; report info['success'] at the last step of each episode "
         "(of a TorchGroupEnv: write its method success)"
     )
-
-
-def _starts(cfg: EnvCfg, make: Maker, mode: StartMode) -> bool:
-    """Whether rows start alike by this mode; an error if not."""
-    native = mode == "native"
-    if native and (make is not None or gymnasium.spec(cfg.id).vector_entry_point is None):
-        raise EnvError("it registers no vectorised version")
-    asked = cfg.model_copy(update={"start_mode": mode, "vectorization": "entry_point" if native else "sync"})
-    make_env(asked, grouped=True, num_envs=NUM_ENVS if native else 2, env=make).close()
-    return True
 
 
 def _tried(probe: Callable[[], T]) -> Finding[T]:

@@ -85,19 +85,22 @@ class Engine:
 # Data-parallel training under torchrun: one process per rank, each with its own environments
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""Torch's backends, by type of device."""
+
+
 class DistributedEngine(Engine):
     """Sums over the ranks of torch's default process group.
 
     Args:
         device: type of the tensors to be summed, "cpu" or "cuda".
         timeout: seconds that an exchange may take.
-        backend: of torch. None: that of the device.
     """
 
-    def __init__(self, device: str, timeout: float, backend: str | None = None) -> None:
+    def __init__(self, device: str, timeout: float) -> None:
         self.device = device
         if not dist.is_initialized():  # Ray Train does
-            dist.init_process_group(backend or backend_of(device), timeout=timedelta(seconds=timeout))
+            dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -133,13 +136,6 @@ class DistributedEngine(Engine):
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
-
-
-def backend_of(device: str, *, cpu_offload: bool = False) -> str:
-    """Torch's backend for tensors on the device; with ``cpu_offload`` also for those in the host's memory."""
-    if device != "cuda":
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
 
 
 def from_environment(

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -201,7 +200,6 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     try:
         metrics = folder.read_metrics()
         summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
-        summary["disk_mib"] = round(files.size(folder.path) / files.MIB, 1)
         unsaved = {
             "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
             "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),
@@ -580,7 +578,7 @@ def _engine(cfg: CommonCfg) -> Engine:
     if isinstance(cfg, TextRunCfg) and cfg.engine == "fsdp":
         from groupwise.text.sharding import ShardedEngine
 
-        return from_environment(device, partial(ShardedEngine, cpu_offload=cfg.cpu_offload), cfg.ddp_timeout)
+        return from_environment(device, ShardedEngine, cfg.ddp_timeout)
     return from_environment(device, timeout=cfg.ddp_timeout)
 
 

@@ -182,10 +182,10 @@ class HttpClient:
 
     def _read(self, path: str, status: int, kind: str, text: bytes) -> Any:
         if status >= 300:
-            said = f"status {status}: {text[:2000].decode(errors='replace')}"
+            message = f"status {status}: {text[:2000].decode(errors='replace')}"
             if status >= 500 or status == 429:
-                raise NoAnswerError(said)
-            raise RefusedError(f"{self.url}{path} was refused: {said}", status)
+                raise NoAnswerError(message)
+            raise RefusedError(f"{self.url}{path} was refused: {message}", status)
         if "json" not in kind or not text:
             return None
         try:
@@ -250,12 +250,10 @@ class VLLMServer:
 
     Args:
         adapters: whether weights are adapters; the server needs ``--enable-lora`` then.
-        in_flight_updates: whether running requests continue under new weights; otherwise they finish first.
     """
 
-    def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
+    def __init__(self, client: HttpClient, *, adapters: bool) -> None:
         self._client, self._adapters = client, adapters
-        self._in_flight_updates = in_flight_updates
 
     @property
     def url(self) -> str:
@@ -286,21 +284,21 @@ class VLLMServer:
         body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
         with self._reading():
             try:
-                said = self._client.call("/inference/v1/generate", body)
+                reply = self._client.call("/inference/v1/generate", body)
             except RefusedError as error:
                 if error.status == 404 and self._adapters:
                     raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
                 raise
-            if list(said["prompt_token_ids"]) != list(request.prompt):
+            if list(reply["prompt_token_ids"]) != list(request.prompt):
                 raise ServerError(
                     f"{self.url} read another prompt than it was sent; fix: serve the model that is trained"
                 )
-            choices = sorted(said["choices"], key=lambda choice: choice["index"])
+            choices = sorted(reply["choices"], key=lambda choice: choice["index"])
             answers = [self._answer(choice, request) for choice in choices]
         if len(answers) != request.size:
             raise ServerError(f"{self.url} gave {len(answers)} completions, asked for {request.size}")
         versions = {version for answer in answers for version in answer.versions}
-        if wrong := [version for version in versions if not self.allows(version, request)]:
+        if wrong := [version for version in versions if version != request.version]:
             raise LostWeightsError(f"{self.url} answered by weights {wrong[0]!r}, expected {request.version!r}")
         for answer in answers:
             check_answer(answer, request, self.url)
@@ -317,27 +315,20 @@ class VLLMServer:
         stop: Stop = "eos" if tokens and tokens[-1] in request.eos_ids else end
         return Answer(tokens, [value for _, value in scored], stop, versions)
 
-    def allows(self, version: str, request: GroupRequest) -> bool:
-        """Whether weights of this version may have written a token: the requested one, or in flight a later one."""
-        (run, _, asked), (of_run, _, iteration) = request.version.rpartition("-"), version.rpartition("-")
-        is_later = self._in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
-        return version == request.version or is_later
-
     def update(self, folder: Path, version: str) -> None:
         """Give it the weights of a folder. A failure leaves it paused, as half of its weights may be old."""
-        in_flight, call = self._in_flight_updates, self._client.call
+        call = self._client.call
         for _ in range(self._client.retries + 1):
             failures = self._client.failures
             with self._reading(), suppress(LostWeightsError):
-                call(f"/pause?mode={'keep' if in_flight else 'wait'}", {})  # requests are held back, or finished
+                call("/pause?mode=wait", {})  # requests that run are finished
                 if self._adapters:
                     adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
                     call("/v1/load_lora_adapter", adapter)
                 else:
                     call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
                 call("/update_weight_version", {"new_version": version})
-                # prompts, and requests that are held back, are computed again by the new weights
-                if not call(f"/reset_prefix_cache{'?reset_running_requests=true' if in_flight else ''}", {})["success"]:
+                if not call("/reset_prefix_cache", {})["success"]:
                     raise ServerError(
                         f"{self.url} keeps cached prompts of the old weights; fix: no other requests on it"
                     )
@@ -387,8 +378,8 @@ def sampling_params(request: GroupRequest) -> dict[str, Any]:
         "n": request.size,
         "seed": request.seed,
         "temperature": 0.0 if request.greedy else sampling.temperature,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -457,7 +448,15 @@ class LocalServer:
         self._address = (host, free_port(port, host))
         self.url, self.log, self._timeout = f"http://{host}:{self._address[1]}", log, timeout
         self.words = [*words, "--host", host, "--port", str(self._address[1])]
-        self._process = self._start()
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _LEAD, *self.words],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+            )
 
     def wait(self) -> None:
         """Return when the server is ready; a ``ServerError`` with its last lines if it ends, or takes too long."""
@@ -485,17 +484,6 @@ class LocalServer:
                 if probe.connect_ex(self._address) != 0:
                     break
             time.sleep(0.05)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self.log.open("wb") as file:
-            return subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _LEAD, *self.words],
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-                env=os.environ | ENVIRONMENT,
-                start_new_session=True,
-            )
 
 
 def last_lines(log: Path) -> str:
@@ -564,13 +552,6 @@ class PlacedServer:
                 raise ServerError(f"a server of the run was not ready in {timeout:g} s; fix: more generation.timeout")
             time.sleep(_POLL)
         return url
-
-
-def create(folder: Path, number: int) -> list[PlacedServer]:
-    """New servers in an empty folder."""
-    for name in range(number):
-        (folder / str(name)).mkdir()
-    return in_folder(folder)
 
 
 def in_folder(folder: Path) -> list[PlacedServer]:

@@ -46,11 +46,7 @@ else:
 
 
 def create(path: Path, data: bytes) -> None:
-    """Write a new file that survives a power cut.
-
-    Raises:
-        FileExistsError: something is there, if only a link.
-    """
+    """Write a new file that survives a power cut; a ``FileExistsError`` if something is there, if only a link."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666), "wb") as file:
         file.write(data)
         file.flush()
@@ -70,11 +66,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def appending(path: Path) -> BufferedWriter:
-    """A file, open to add to it; new if there is none.
-
-    Raises:
-        OSError: it is a link, or a FIFO.
-    """
+    """A file, open to add to it, new if there is none; an ``OSError`` if it is a link or a FIFO."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK, 0o666), "ab")
 
 
@@ -85,9 +77,8 @@ def append(path: Path, data: bytes) -> None:
         OSError: it is a link or a FIFO, or the disk is full.
     """
     with appending(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if os.write(file.fileno(), data) < len(data):
-            file.truncate(size)
+        if (written := os.write(file.fileno(), data)) < len(data):
+            file.truncate(os.fstat(file.fileno()).st_size - written)
             raise OSError(errno.ENOSPC, "there is room for a part only")
 
 
@@ -107,15 +98,11 @@ def warning_if_unwritable(what: object) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path, limit: int, *, follow: bool = False) -> Iterator[BufferedReader]:
-    """A file, open for reading.
+    """A file, open for reading; a ``ValueError`` if it is no regular file, or too large.
 
     Args:
         limit: the most bytes that it may have.
         follow: whether ``path`` may be a link: for files that the user names.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is a link, no regular file, or too large.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | (_FOLLOW if follow else _NO_LINK))
@@ -144,11 +131,7 @@ def check_size(size: int, limit: int) -> None:
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is broken, has a key twice in one object, or more than ``MAX_VALUES`` values, ``MAX_DEPTH`` levels or 4,300 digits of a number.
-    """
+    """The value of a JSON text; a ``ValueError`` if it is broken, too large or deep, or has a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -176,19 +159,11 @@ def _check_depth(tree: Any, levels: int) -> None:
 
 
 def link_out_of(folder: Path, *, without: str = "") -> Path | None:
-    """A link inside of a folder that leads out of it; None if there is none.
-
-    Args:
-        without: a folder in it whose content is left out.
-    """
-
-    def leads_out(path: Path) -> bool:
-        return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root)
-
+    """A link inside of a folder that leads out of it; the content of the folder ``without`` in it is left out."""
     root = Path(os.path.realpath(folder))
     for place, folders, names in os.walk(root):
         for path in (Path(place, name) for name in (*folders, *names)):
-            if leads_out(path):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                 return path
         if Path(place) == root and without in folders:
             folders.remove(without)
@@ -198,16 +173,6 @@ def link_out_of(folder: Path, *, without: str = "") -> Path | None:
 def fresh_name(path: Path) -> Path:
     """A path next to ``path`` that cannot be guessed."""
     return path.with_name(f".{path.name}.{token_hex(8)}.partial")
-
-
-def size(folder: Path) -> int:
-    """Bytes of the files in a folder, without the targets of links. Files that vanish while counting are left out."""
-    found = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                found += os.lstat(os.path.join(root, name)).st_size
-    return found
 
 
 def remove(path: Path) -> None:
@@ -260,11 +225,7 @@ class Child:
     def answer(self, seconds: float, since: float) -> Any:
         """Result and error of the last message; or those of the start, before the first message.
 
-        Args:
-            seconds: to wait, counted from ``since`` (of ``time.monotonic``).
-
-        Raises:
-            LostChildError: there is no answer. Close it then.
+        A ``LostChildError`` if there is none ``seconds`` after ``since`` (of ``time.monotonic``); close it then.
         """
         try:
             if self._connection.poll(max(0.0, since + seconds - time.monotonic())):
@@ -399,19 +360,6 @@ def prepare() -> None:
             stream.reconfigure(errors="backslashreplace")
     logging.setLogRecordFactory(_PrintableRecord)
     warnings.formatwarning = lambda *args, **options: printable(_format(*args, **options))
-
-
-def show_errors_only() -> None:
-    """Hide warnings, and the progress bars of libraries that are not yet imported."""
-    logging.getLogger("groupwise").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    os.environ["TQDM_DISABLE"] = "1"
-
-
-def show_everything() -> None:
-    """Show this library's log for developers, too."""
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("groupwise").setLevel(logging.DEBUG)
 
 
 class _PrintableRecord(logging.LogRecord):

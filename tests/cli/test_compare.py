@@ -1,8 +1,6 @@
 """``groupwise compare`` from real runs to tables, JSON and files."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,9 +30,9 @@ def test_runs_are_compared_from_training_to_table_json_and_picture(trained, tmp_
     assert cli.main(argv) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[1] == "CartPole-v1"
-    assert "grpo > mine" in shown
-    assert "algorithm.num_steps" in shown
-    assert f"written: {tmp_path / 'out' / 'comparison.json'}" in shown
+    assert all(
+        text in shown for text in ("grpo > mine", "algorithm.num_steps", f"written: {tmp_path}/out/comparison.json")
+    )
     assert "grpo &gt; mine" in (tmp_path / "out" / "comparison.html").read_text()
 
     assert cli.main([*argv[:3], "--json"]) == 0
@@ -48,8 +46,6 @@ def test_runs_are_compared_from_training_to_table_json_and_picture(trained, tmp_
         assert method["seconds"] == pytest.approx(sum(summary["seconds"] for summary in summaries) / 2)
         assert method["memory_mib"] > 100
         assert len(method["curve"]["env_steps"]) > 10
-        low, high = method["iqm"]["interval"]
-        assert low <= method["iqm"]["value"] <= high
 
 
 def test_reference_scores_come_from_a_file(tmp_path, capsys):
@@ -60,41 +56,30 @@ def test_reference_scores_come_from_a_file(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "all environments, normalised: CartPole-v1\n" in shown
     assert "0.7500" in shown
-    for text in ("[1]", "{", '{"CartPole-v1": 3}', '{"CartPole-v1": [1, 2, 3]}', '{"CartPole-v1": ["a", 1]}'):
+    for text in ("[1]", "{", '{"CartPole-v1": [1, 2, 3]}', '{"CartPole-v1": ["a", 1]}'):
         reference.write_text(text)
         assert cli.main(["compare", str(grpo), "--reference", str(reference)]) == 2
         assert 'expected JSON like {"CartPole-v1": [20, 500]}' in capsys.readouterr().err
-    assert cli.main(["compare", str(grpo), "--reference", str(tmp_path / "none.json")]) == 2
-    assert "expected a JSON file" in capsys.readouterr().err
-
-
-def test_tables_do_not_break_where_the_output_is_no_terminal(tmp_path, capsys):
-    long = {"algorithm": {"gamma": 0.123456789, "learning_rate": 0.00123456789, "max_grad_norm": 0.987654321}}
-    write_seeds(tmp_path / "a", (1.0, 2.0), **long)
-    write_seeds(tmp_path / "b", (3.0, 4.0), algorithm={"gamma": 0.5})
-    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    [row] = [line for line in capsys.readouterr().out.splitlines() if "1.500 [1.000, 2.000]" in line]
-    assert row.startswith("grpo")
-    assert row.rstrip().endswith("100")
 
 
 def test_notes_and_left_out_runs_are_printed(tmp_path, capsys):
     folder = write_seeds(tmp_path / "g", (1.0, 2.0, 3.0))
     (folder / "seed_1" / "summary.json").unlink()
     assert cli.main(["compare", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert "seed_1: unfinished" in said
-    assert "--finished-only" in said
+    message = capsys.readouterr().err
+    assert "seed_1: unfinished" in message
+    assert "--finished-only" in message
     assert cli.main(["compare", str(folder), "--finished-only"]) == 0
     assert "note: left out: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"), [([], "[NAME=]RUNS"), (["nowhere"], "'nowhere'"), (["=nowhere"], "NAME="), (["mine="], "NAME=")]
+    ("argv", "message"),
+    [([], "[NAME=]RUNS"), (["nowhere"], "'nowhere'"), (["=nowhere"], "NAME="), (["mine="], "NAME=")],
 )
-def test_wrong_arguments_say_what_to_write(argv, says, capsys):
+def test_wrong_arguments_say_what_to_write(argv, message, capsys):
     assert cli.main(["compare", *argv]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_equals_sign_makes_a_name_but_in_a_folder_or_a_pattern(tmp_path, monkeypatch, capsys):
@@ -104,12 +89,3 @@ def test_an_equals_sign_makes_a_name_but_in_a_folder_or_a_pattern(tmp_path, monk
     write_seeds(Path("lr=0.1"), (1.0, 2.0))
     assert cli.main(["compare", "lr=0.1"]) == 0
     assert "grpo" in capsys.readouterr().out
-
-
-def test_comparing_imports_no_torch(tmp_path):
-    folder = write_seeds(tmp_path / "g", (1.0, 2.0))
-    code = (
-        f"import sys; from groupwise import cli; cli.main(['compare', {str(folder)!r}]); print('torch' in sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.splitlines()[-1] == "False"

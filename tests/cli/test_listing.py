@@ -5,11 +5,6 @@ from groupwise.config import load as presets
 from groupwise.config.algorithm import AlgorithmCfg, PPOCfg
 
 
-def listed(capsys, word):
-    assert cli.main(["list", word]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("columns", [80, 120])
 def test_list_fits_the_terminal_and_says_what_each_preset_chooses(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -30,35 +25,26 @@ SCALES = [f"credit.scale {key.rsplit('.', 1)[1]}: " for key in presets.choices()
     ("word", "shown", "left_out"),
     [
         ("", ["grpo", "LunarLander-v3", "dr_grpo", "embodichain", "batch_std: one", "arxiv.org/abs/2503.20783"], []),
-        (
-            "cispo",
-            ['"trust_region": {"name": "cispo", "low": null, "high": 5.0}', "objective.trust-region"],
-            ["embodichain"],
-        ),
+        ("cispo", ['{"name": "cispo", "low": null, "high": 5.0}', "objective.trust-region"], ["embodichain"]),
         ("Ent_Coef: 0.0", ["https://"], ["embodichain"]),
-        (
-            "gspo",
-            ["--algorithm.objective.ratio sequence_token: "],
-            ["sequence_product: "],
-        ),  # another choice of the setting
+        ("gspo", ["--algorithm.objective.ratio sequence_token: "], ["sequence_product: "]),  # another choice of it
         ("CartPole-v1", ["CartPole-v1: grpo, ppo"], ["Acrobot", "Algorithms"]),
         ("credit.scale", SCALES, ["credit.baseline"]),
     ],
 )
 def test_list_shows_what_contains_the_word(word, shown, left_out, capsys):
-    out = " ".join(listed(capsys, word).split())
+    assert cli.main(["list", word]) == 0
+    out = " ".join(capsys.readouterr().out.split())
     assert [one for one in shown if one not in out] == []
     assert [one for one in left_out if one in out] == []
 
 
-def test_list_of_an_unknown_word_names_the_nearest_or_every_preset(capsys):
-    assert cli.main(["list", "gspoo"]) == 2
-    assert "no entry contains 'gspoo'; did you mean 'gspo'?" in capsys.readouterr().err
+def test_list_of_an_unknown_word_names_every_preset(capsys):
     assert cli.main(["list", "qqq"]) == 2
     err = capsys.readouterr().err
+    assert "no entry contains 'qqq'" in err
     assert all(name in err for name in presets.objective_presets())
     assert len(presets.objective_presets()) > 20
-    assert err.count("\n") == 1
 
 
 def test_list_takes_an_algorithm_that_says_nothing_of_itself(capsys, registry):
@@ -66,4 +52,5 @@ def test_list_takes_an_algorithm_that_says_nothing_of_itself(capsys, registry):
         name: str = "silent"
 
     AlgorithmCfg.known["silent"] = SilentCfg
-    assert "\nsilent:\n" in listed(capsys, "silent")
+    assert cli.main(["list", "silent"]) == 0
+    assert "\nsilent:\n" in capsys.readouterr().out

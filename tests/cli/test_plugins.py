@@ -14,26 +14,33 @@ from groupwise import cli, plugins
 from groupwise.errors import ConfigError, EnvError, require_name
 from groupwise.report.folder import RunFolder
 
-MODULE = """
+PLUGIN = """
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
 
-gymnasium.register("FromModule-v0", CartPoleEnv)
+gymnasium.register("OfAPlugin-v0", CartPoleEnv, max_episode_steps=20)
 """
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plugins, "_loaded", [])
+
+
 def test_a_plugin_may_be_a_module_by_its_name(tmp_path, monkeypatch, capsys):
-    (tmp_path / "registers_one.py").write_text(MODULE)
+    (tmp_path / "registers_one.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        assert cli.main(["config", "FromModule-v0", "--plugin", "registers_one"]) == 0
+        assert cli.main(["config", "OfAPlugin-v0", "--plugin", "registers_one"]) == 0
     finally:
-        gymnasium.registry.pop("FromModule-v0", None)
+        gymnasium.registry.pop("OfAPlugin-v0", None)
         sys.modules.pop("registers_one", None)
     assert cli.main(["config", "CartPole-v1", "--plugin", "nobody_has_this"]) == 2
-    said = capsys.readouterr().err
-    assert "--plugin nobody_has_this: expected an existing Python file or an installed module" in said
-    assert "; fix: its path with .py" in said
+    assert (
+        "--plugin nobody_has_this: expected an existing Python file or an installed module; fix: its path with .py"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_module_whose_own_imports_fail_says_so(tmp_path, monkeypatch):
@@ -88,47 +95,23 @@ def test_a_decorator_without_a_name_is_refused(kind):
         require_name(kind, gw.ActorCritic)  # as in @register_policy without brackets
 
 
-def test_a_taken_name_of_a_policy_is_refused(registry):
-    with pytest.raises(ConfigError, match="policy 'actor_critic' is registered already; fix: another name"):
-
-        @gw.register_policy("actor_critic")
-        class Wide(gw.ActorCritic):
-            pass
-
-
-PLUGIN = """
-import gymnasium
-from gymnasium.envs.classic_control import CartPoleEnv
-
-gymnasium.register("OfAPlugin-v0", CartPoleEnv, max_episode_steps=20)
-"""
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plugins, "_loaded", [])
-
-
-def groupwise(command: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "groupwise", *shlex.split(command)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
-def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks():
+def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks(capsys):
     Path("my env.py").write_text(PLUGIN)
     settings = "--total-steps 32 --env.num-envs 4 --algorithm.num-steps 8 --evaluation.episodes 2 --run-dir r"
-    trained = groupwise(f"train OfAPlugin-v0 --algorithm ppo {settings} --plugin 'my env.py'")
+    words = [*f"train OfAPlugin-v0 --algorithm ppo {settings}".split(), "--plugin", "my env.py"]
+    trained = subprocess.run([sys.executable, "-m", "groupwise", *words], capture_output=True, text=True, check=False)
     assert trained.returncode == 0, trained.stderr
     following = trained.stdout.splitlines()[-1]
     assert following == "Next:  groupwise eval r --plugin 'my env.py'"
-    again = groupwise(following.removeprefix("Next:  groupwise ") + " --episodes 2")
-    assert again.returncode == 0, again.stderr
-    without = groupwise("resume r")
-    assert without.returncode == 2
-    assert "unknown environment 'OfAPlugin-v0'" in without.stderr
-    assert "r was trained with --plugin 'my env.py'; fix: add --plugin 'my env.py' (in" in without.stderr
+    assert cli.main(["resume", "r"]) == 2
+    message = capsys.readouterr().err
+    assert "unknown environment 'OfAPlugin-v0'" in message
+    assert "r was trained with --plugin 'my env.py'; fix: add --plugin 'my env.py' (in" in message
+    try:
+        assert cli.main([*shlex.split(following.removeprefix("Next:  groupwise ")), "--episodes", "2"]) == 0
+    finally:
+        gymnasium.registry.pop("OfAPlugin-v0", None)
 
 
 def test_what_was_loaded_is_what_the_last_command_named_and_a_run_folder_records_it():

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_folders import write_run, write_seeds
+from run_folders import rewrite_metrics, write_run, write_seeds
 
 import groupwise as gw
 from groupwise.errors import ConfigError, DataError, RunFolderError
@@ -65,10 +65,8 @@ def test_runs_are_compared_by_their_success(runs):
     """Each is as successful as a twentieth of its return."""
     with pytest.raises(RunFolderError, match="g/seed_0 holds no success rates"):
         gw.compare(runs, metric="success_rate")
-    for path in Path().glob("[gp]/seed_*/metrics.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines = [line | {"eval/success_rate": line["eval/return_mean"] / 20} for line in lines]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for path in Path().glob("[gp]/seed_*"):
+        rewrite_metrics(path, lambda entry: entry | {"eval/success_rate": entry["eval/return_mean"] / 20})
     [found] = gw.compare(runs, metric="success_rate").environments
     assert [method.scores for method in found.methods] == [(0.2, 0.4, 0.6), (0.05, 0.1, 0.15)]
     assert (found.metric, found.score) == ("success_rate", "success rate")
@@ -122,64 +120,46 @@ def test_a_run_without_evaluations_makes_all_be_compared_by_training(runs):
     assert gw.compare(runs).environments[0].measure == "evaluation"
 
 
-# --- refused ---
-
-
-def test_paths_without_runs_are_named(runs):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("absent", "there is no run folder 'absent'; fix: "),
+        ("empty", "empty is no run folder and holds none .*; fix: "),
+        ("none_*", "no runs to compare; fix: "),
+        ([], "no runs to compare; fix: "),
+    ],
+)
+def test_paths_without_runs_are_named(given, message):
     Path("empty").mkdir()
-    for given, says in {
-        "absent": "there is no run folder 'absent'",
-        "empty": "empty is no run folder and holds none",
-        "none_*": r"there is no run folder 'none_\*'|no runs to compare",
-    }.items():
-        with pytest.raises(RunFolderError, match=says) as caught:
-            gw.compare(given)
-        assert "fix: " in str(caught.value)
-    with pytest.raises(RunFolderError, match="no runs to compare"):
-        gw.compare([])
+    with pytest.raises(RunFolderError, match=message):
+        gw.compare(given)
 
 
-def unfinished(kind: str, path: Path) -> None:
-    """Break a finished run."""
-    summary = json.loads((path / "summary.json").read_text())
-    if kind == "killed":
-        (path / "summary.json").unlink()
-    elif kind == "damaged summary":
-        (path / "summary.json").write_text("{")
-    elif kind == "damaged metrics":
-        (path / "metrics.jsonl").write_text('{"iter\n' + (path / "metrics.jsonl").read_text())
-    elif kind == "no settings":
-        (path / "config.json").write_text('{"model_type": "llama"}')
-    elif kind == "nan":
-        (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text().replace("12.0", "NaN"))
-    elif kind == "resumed":
-        lines = (path / "metrics.jsonl").read_text()
-        (path / "metrics.jsonl").write_text(lines + '{"iteration": 5, "env_steps": 1100}\n')
-    else:
-        early = {"stopped": kind} | ({} if kind in ("failed", "interrupted") else {"env_steps": 750})
-        if kind not in ("failed", "interrupted"):
-            lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
-            (path / "metrics.jsonl").write_text("".join(lines[:3]))
-        (path / "summary.json").write_text(json.dumps(summary | early))
+METRICS = "".join(f'{{"iteration": {n}, "env_steps": {250 * n}, "eval/return_mean": 1.0}}\n' for n in range(1, 5))
+EARLY = json.dumps({"env_steps": 750, "stopped": "score: return 475 reached the threshold 475"})
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("name", "content", "message"),
     [
-        ("killed", "unfinished: still training, or killed, at step 1,000 of 1,000"),
-        ("failed", "unfinished: failed at step 1,000"),
-        ("interrupted", "unfinished: interrupted"),
-        ("resumed", "unfinished: resumed, and now at step 1,100"),
-        ("score: return 475 reached the threshold 475", "stopped early at step 750 of 1,000 .score: return 475"),
-        ("damaged summary", "summary.json is damaged"),
-        ("damaged metrics", "metrics.jsonl, line 1 is damaged"),
-        ("no settings", "config.json is damaged: algorithm"),
-        ("nan", "damaged: eval/return_mean is nan at step 1,000"),
+        ("summary.json", None, "unfinished: still training, or killed, at step 1,000 of 1,000"),
+        ("summary.json", '{"env_steps": 1000, "stopped": "failed"}', "unfinished: failed at step 1,000"),
+        ("summary.json", '{"env_steps": 1000, "stopped": "interrupted"}', "unfinished: interrupted"),
+        ("summary.json", EARLY, "stopped early at step 750 of 1,000 .score: return 475"),
+        ("summary.json", "{", "summary.json is damaged"),
+        ("metrics.jsonl", f'{METRICS}{{"iteration": 5, "env_steps": 1100}}\n', "resumed, and now at step 1,100"),
+        ("metrics.jsonl", f'{{"iter\n{METRICS}', "metrics.jsonl, line 1 is damaged"),
+        ("metrics.jsonl", METRICS.replace("1.0", "NaN"), "damaged: eval/return_mean is nan at step 250"),
+        ("config.json", '{"model_type": "llama"}', "config.json is damaged: algorithm"),
     ],
+    ids=["killed", "failed", "interrupted", "early", "summary", "resumed", "metrics", "nan", "settings"],
 )
-def test_unfinished_and_damaged_runs_are_named_and_can_be_left_out(kind, says, runs):
-    unfinished(kind, Path("g/seed_2"))
-    with pytest.raises(RunFolderError, match=says) as caught:
+def test_unfinished_and_damaged_runs_are_named_and_can_be_left_out(name, content, message, runs):
+    path = Path("g/seed_2", name)
+    path.write_text(content) if content else path.unlink()
+    if content == EARLY:
+        path.with_name("metrics.jsonl").write_text("".join(METRICS.splitlines(keepends=True)[:3]))
+    with pytest.raises(RunFolderError, match=message) as caught:
         gw.compare(runs)
     assert "g/seed_2" in str(caught.value)
     assert "--finished-only" in str(caught.value)
@@ -190,29 +170,20 @@ def test_unfinished_and_damaged_runs_are_named_and_can_be_left_out(kind, says, r
     assert "g/seed_2" in note
 
 
-def test_all_bad_runs_are_told_at_once(runs):
-    for seed in (0, 2):
-        unfinished("killed", Path(f"g/seed_{seed}"))
+def test_all_unfinished_runs_are_named_at_once_and_cannot_all_be_left_out(runs):
+    for path in Path("g").glob("*/summary.json"):
+        path.unlink()
     with pytest.raises(RunFolderError, match=r"g/seed_0(.|\n)*g/seed_2"):
         gw.compare(runs)
-
-
-def test_leaving_out_every_run_is_refused():
-    write_seeds(Path("g"), (1.0,))
-    unfinished("killed", Path("g/seed_0"))
     with pytest.raises(RunFolderError, match="no finished runs"):
         gw.compare("g", finished_only=True)
 
 
-def test_unequal_budgets_are_refused(runs):
+def test_unequal_budgets_and_copies_of_a_run_are_refused(runs):
     write_run(Path("long"), (1.0, 2.0), steps=(1000, 2000), total_steps=2000, seed=9)
-    with pytest.raises(
-        ConfigError, match=r"1,000 in g/seed_0, total_steps=2,000 in long.*train .* again with --total-steps 2000"
-    ):
+    message = r"1,000 in g/seed_0, total_steps=2,000 in long.*train .* again with --total-steps 2000"
+    with pytest.raises(ConfigError, match=message):
         gw.compare([*runs, "long"])
-
-
-def test_a_copy_of_a_run_is_no_evidence(runs):
     write_run(Path("copy"), seed=1)
     with pytest.raises(DataError, match=r"seed 1 came more than once \(g/seed_1, copy\)"):
         gw.compare([*runs, "copy"])
@@ -223,36 +194,20 @@ def test_names_of_two_things_are_refused(runs):
         gw.compare({"mine": ["g", "p"]})
     with pytest.raises(ConfigError, match="came as 'a' and as 'b'"):
         gw.compare({"a": "g", "b": "g/seed_0"})
-
-
-def test_a_name_that_settings_make_too_is_refused(runs):
     with pytest.raises(ConfigError, match="'ppo' names two methods"):
         gw.compare({"ppo": "g", None: "p"})
     [found] = gw.compare({"mine": "g", None: "p"}).environments
     assert [m.method for m in found.methods] == ["mine", "ppo"]
 
 
-# --- notes ---
-
-
-def notes_of(paths):
-    """Notes but the one on few runs, which all fixtures have."""
-    return tuple(note for note in gw.compare(paths).notes if "fewer than 5 runs" not in note)
-
-
 def test_weak_points_are_noted(runs):
-    assert notes_of(runs) == ()
+    write_seeds(
+        Path("i"), (1.0, 2.0), steps=(100, 400, 900, 1000), evaluation={"interval": 7}, algorithm={"gamma": 0.9}
+    )
+    assert [note for note in gw.compare([*runs, "i"]).notes if "fewer than 5 runs" not in note] == []
     given = {"given_in_python": ["env"]}
     more = {"evaluation": {"episodes": 3}, "env": "CartPole-v1", "provenance": given}
     write_seeds(Path("q"), (1.0, 2.0), algorithm={"gamma": 0.5}, **more)
     notes = "\n".join(gw.compare([*runs, "q"]).notes)
     assert "evaluated differently: evaluation.episodes" in notes
     assert "an environment given in Python" in notes
-    assert "evaluation.interval" not in notes
-
-
-def test_the_evaluation_interval_makes_no_difference(runs):
-    write_seeds(
-        Path("i"), (1.0, 2.0), steps=(100, 400, 900, 1000), evaluation={"interval": 7}, algorithm={"gamma": 0.5}
-    )
-    assert notes_of([*runs, "i"]) == ()

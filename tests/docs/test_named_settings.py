@@ -37,6 +37,8 @@ def test_named_settings_exist(page):
     named = set(re.findall(rf"`((?:{roots})\.[a-z_.]+)(?=[`=])", page.read_text(encoding="utf-8")))
     named = {path for path in named - NO_SETTINGS if "_cfg." not in path and ".cfg." not in path}  # EmbodiChain's
     assert {path for path in named if not exists(path)} == set()
+    assert exists("algorithm.credit.baseline.gae_lambda")
+    assert not exists("algorithm.credit.base_line")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "experiments.md"], ids=lambda page: page.stem)
@@ -45,12 +47,6 @@ def test_named_files_exist(page):
     folders = [ROOT, *(ROOT / name for name in ("src/groupwise", "src/groupwise/config", "examples", "benchmarks"))]
     named = set(re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")))
     assert {name for name in named if not any((folder / name).is_file() for folder in folders)} == set()
-
-
-def test_parameters_of_choices_are_settings_and_others_are_not():
-    assert exists("algorithm.credit.baseline.gae_lambda")
-    assert exists("objective.trust_region.clip_low")
-    assert not exists("algorithm.credit.base_line")
 
 
 def test_every_argument_of_sb3s_ppo_has_a_row_with_its_default():

@@ -66,8 +66,8 @@ def chunk(values):
     return np.repeat(np.array(values, np.float32)[:, None], 2, axis=1)
 
 
-def test_a_chunk_is_executed_in_order_and_its_rewards_are_summed():
-    env = ActionChunk(Counting(), 3, ["double"])
+def test_a_chunk_is_executed_in_order_up_to_the_end_and_its_rewards_are_summed():
+    env = ActionChunk(Counting(end=4), 3, ["double"])
     assert env.action_space.shape == (3, 2)
     assert env.action_space.contains(chunk([-1, 0, 1]))
     env.reset(seed=0)
@@ -75,12 +75,6 @@ def test_a_chunk_is_executed_in_order_and_its_rewards_are_summed():
     assert (obs[0], reward, terminated, truncated) == (3.0, 1 + 2 + 3, False, False)
     assert info == {"double": 12.0, "executed": 3}
     np.testing.assert_array_equal(env.unwrapped.seen, chunk([0.1, 0.2, 0.3]))
-
-
-def test_the_end_of_an_episode_ends_its_chunk():
-    env = ActionChunk(Counting(end=4), 3)
-    env.reset(seed=0)
-    env.step(chunk([0, 0, 0]))
     _, reward, terminated, _, info = env.step(chunk([0.5, 0.6, 0.7]))
     assert (reward, terminated, info["executed"]) == (4.0, True, 1)
     np.testing.assert_array_equal(env.unwrapped.seen[-1], chunk([0.5])[0])
@@ -97,30 +91,19 @@ def test_the_first_actions_alone_are_executed_if_the_horizon_is_shorter():
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "error", "named"),
     [
-        ({"action_chunk": 3, "num_action_steps": 0}, "num_action_steps"),
-        ({"action_chunk": 3, "num_action_steps": 4}, "num_action_steps"),
-        ({"num_action_steps": 2}, "num_action_steps=2.*action_chunk=1"),
-        ({"action_chunk": 3, "n_action_steps": 2}, "num_action_steps"),  # LeRobot's name
+        ({"num_action_steps": 0}, ConfigError, "num_action_steps"),
+        ({"num_action_steps": 4}, ConfigError, "num_action_steps"),
+        ({"num_action_steps": 2, "action_chunk": 1}, ConfigError, "num_action_steps=2.*action_chunk=1"),
+        ({"n_action_steps": 2}, ConfigError, "num_action_steps"),  # LeRobot's name
+        ({}, EnvError, r"action_chunk=3 needs actions in a Box.*Discrete"),
+        ({"vectorization": "torch"}, EnvError, "does not support action_chunk = 3"),
     ],
 )
-def test_no_more_actions_are_executed_than_are_decided_on(settings, named):
-    with pytest.raises(ConfigError, match=named):
-        EnvCfg(**settings)
-    assert EnvCfg(action_chunk=3, num_action_steps=3).num_action_steps == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({}, r"action_chunk=3 needs actions in a Box.*Discrete"),
-        ({"vectorization": "torch"}, "does not support action_chunk = 3"),
-    ],
-)
-def test_chunks_of_other_actions_and_in_batched_environments_are_refused(settings, reason):
-    with pytest.raises(EnvError, match=reason):
-        make_env(EnvCfg(id="CartPole-v1", action_chunk=3, **settings), grouped=True)
+def test_chunks_that_cannot_be_executed_are_refused(settings, error, named):
+    with pytest.raises(error, match=named):
+        make_env(EnvCfg(**{"id": "CartPole-v1", "action_chunk": 3} | settings), grouped=True)
 
 
 @pytest.mark.parametrize(("end", "last"), [(7, 3), (2, 2)])

@@ -14,7 +14,7 @@ from toy_robots import along_the_longer_axis, straight
 import groupwise as gw
 from groupwise.config import resolve
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
-from groupwise.embodied.cloning import DemoCollector
+from groupwise.embodied.cloning import BehaviorCloning, DemoCollector, DemoScores
 from groupwise.embodied.demos import record_demos
 from groupwise.embodied.lerobot import Demonstration, write_demos
 from groupwise.engines import Engine
@@ -132,16 +132,6 @@ def test_actions_and_episodes_stay_with_their_observations(twelve):
     assert [int(step >= 5) + int(step >= 9) for step in steps_of(batch)] == batch["episode_id"].tolist()
 
 
-def test_a_resumed_collector_goes_on(twelve):
-    first, second = collector(twelve, label_noise=0.5), collector(twelve, label_noise=0.5)
-    collected(first, 4)
-    second.load_state_dict(first.state_dict())
-    second.iteration = first.iteration
-    after = collected(first, 4), collected(second, 4)
-    assert torch.equal(after[0]["action"], after[1]["action"])
-    assert torch.equal(after[0]["obs"], after[1]["obs"])
-
-
 @pytest.mark.parametrize(
     ("holdout", "episodes", "count"), [(0.25, 8, 2), (0.1, 4, 1), (0.0, 4, 0), (0.5, 1, 0), (0.9, 3, 2)]
 )
@@ -209,9 +199,6 @@ def test_other_actions_are_refused(tmp_path, space):
         _ = collector(folder, space).labels
 
 
-# cloning with chunks: what was not demonstrated counts for nothing
-
-
 def parts_of(data):
     """The parts of a run that clones in chunks of three."""
     env = {"num_envs": 2, "action_chunk": 3}
@@ -242,9 +229,7 @@ def test_labels_behind_the_end_change_nothing_and_those_before_do(reaching):
 
 def test_the_loss_is_the_mean_over_actions_that_were_demonstrated(reaching):
     parts = parts_of(reaching)
-    with torch.no_grad():
-        for parameter in parts.policy.parameters():
-            parameter.zero_()
+    zero(parts.policy)
     *_, scores = parts.own_callbacks(RunFolder(reaching))
     labels = parts.collector.labels
     steps = torch.arange(len(labels["executed"]))
@@ -277,13 +262,13 @@ def first_update(env_id, data, tmp_path, **settings):
     """Metrics of a run of one iteration, whose policy's outputs are all 0 before its only optimiser step."""
     cfg = gw.config.BCCfg(data=data, num_steps=64, minibatch_size=None, learning_rate=1e-9, **settings)
     env = gymnasium.make(env_id)
-    policy = zero_policy(env.observation_space, env.action_space)
+    policy = zero(ActorCritic(env.observation_space, env.action_space, actor_only=True))
     settings = {"total_steps": 1, "num_envs": 1, "run_dir": tmp_path / "x", "evaluation": {"episodes": 2}}
     return gw.train(env_id, cfg, policy=policy, **settings, **QUIET).metrics()[-1]
 
 
-def zero_policy(observation_space, action_space) -> ActorCritic:
-    policy = ActorCritic(observation_space, action_space, actor_only=True)
+def zero(policy: ActorCritic) -> ActorCritic:
+    """The policy with weights that are all 0."""
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.zero_()
@@ -311,19 +296,10 @@ def test_each_dimension_has_an_accuracy(tmp_path):
     episodes = [(np.zeros((4, 4), np.float32), np.array([[0, 1], [0, 0], [0, 1], [2, 1]])) for _ in range(2)]
     folder = write(tmp_path / "demos", episodes, space)
 
-    class Choosing(toy_robots.Reaching):
-        action_space = space
-
-    def make():
-        return gymnasium.wrappers.TimeLimit(Choosing(), 2)
-
-    policy = zero_policy(STATE, space)
+    policy = zero(ActorCritic(STATE, space, actor_only=True))
     cfg = gw.config.BCCfg(data=folder, num_steps=4, learning_rate=1e-9, holdout=0.5)
-    settings = {"env": {"id": "<given in Python>", "num_envs": 1}, "evaluation": {"episodes": 1}}
-    components = build(gw.RunCfg(algorithm=cfg, **settings), UserObjects(env=make, policy=policy), Engine())
-    *_, scores = components.own_callbacks(RunFolder(tmp_path))
-    found = scores.scores(components.collector.held_out.nonzero()[:, 0])
-    components.close()
+    demos = DemoCollector(Spaces(space, 1), policy, cfg, Engine(), seed=0)
+    found = DemoScores(BehaviorCloning(cfg, policy), demos).scores(demos.held_out.nonzero()[:, 0])
     accuracy = {"eval/demo_accuracy": 0.5, "eval/demo_accuracy_0": 0.75, "eval/demo_accuracy_1": 0.25}
     assert {name: found[name] for name in accuracy} == accuracy
     assert found["eval/demo_loss"] == pytest.approx(math.log(3) + math.log(2))

@@ -73,11 +73,8 @@ def test_only_successes_are_kept(tmp_path):
     everything = record_demos("ToyReaching-v0", sometimes, out=tmp_path / "y", **settings)
     assert everything.attempts == 8
     assert (read_demos(tmp_path / "y", REACHING).obs.numpy()[:, 2] < 0).any()
-
-
-def test_an_environment_that_does_not_say_keeps_all(tmp_path):
-    found = record_demos("Pendulum-v1", lambda obs: [0.0], episodes=2, out=tmp_path / "x")
-    assert (found.episodes, found.attempts, found.steps) == (2, 2, 400)
+    silent = record_demos("Pendulum-v1", lambda obs: [0.0], episodes=2, out=tmp_path / "z")
+    assert (silent.episodes, silent.attempts, silent.steps) == (2, 2, 400), "it says nothing of success"
 
 
 def test_the_same_seed_records_the_same(tmp_path):
@@ -99,18 +96,12 @@ def test_images_and_instructions_are_kept(tmp_path):
     assert len({bytes(text) for text in found.obs["instruction"].numpy()}) == 2
 
 
-def test_a_callable_and_a_limit_of_steps(tmp_path):
+def test_a_callable_and_settings(tmp_path):
     cfg = gw.EnvCfg(id="ToyReaching-v0", max_episode_steps=2)
     found = record_demos(cfg, straight, episodes=4, out=tmp_path / "x", keep_failures=True)
     assert found.steps <= 8
-    made = record_demos(lambda: gymnasium.make("ToyReaching-v0"), straight, episodes=1, out=tmp_path / "y")
-    assert made.episodes == 1
-
-
-def test_single_actions_are_recorded_of_an_environment_with_chunks(tmp_path):
-    for name, chunk in (("chunks", 3), ("steps", 1)):
-        cfg = gw.EnvCfg(id="ToyReaching-v0", action_chunk=chunk)
-        record_demos(cfg, straight, episodes=2, out=tmp_path / name)
+    record_demos(lambda: gymnasium.make("ToyReaching-v0"), straight, episodes=2, out=tmp_path / "steps")
+    record_demos(gw.EnvCfg(id="ToyReaching-v0", action_chunk=3), straight, episodes=2, out=tmp_path / "chunks")
     chunks, steps = (read_demos(tmp_path / name, REACHING) for name in ("chunks", "steps"))
     np.testing.assert_array_equal(chunks.action, steps.action)
 

@@ -48,43 +48,35 @@ def built(algorithm, source, policy=None, **fields):
     return parts
 
 
-def test_all_weights_and_statistics_are_taken(grpo_run):
-    parts = built(GRPO, grpo_run)
-    own = parts.policy.state_dict()
-    theirs = weights(grpo_run)
+def same(own: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], names) -> bool:
+    return all(torch.equal(own[name], theirs[name]) for name in names)
+
+
+def test_all_weights_and_statistics_are_taken_from_a_run_or_a_checkpoint(grpo_run):
+    parts = built({**GRPO, "kl_coef": 0.1}, grpo_run)
+    own, theirs = parts.policy.state_dict(), weights(grpo_run)
     assert own.keys() == theirs.keys()
-    assert all(torch.equal(own[name], theirs[name]) for name in own)
+    assert same(own, theirs, own)
     assert parts.notes()[0] == f"Weights: {len(own)} tensors from {grpo_run / 'checkpoints/latest'}."
-
-
-def test_a_checkpoint_can_be_named(grpo_run):
+    assert same(parts.algorithm.reference.state_dict(), theirs, theirs), "the reference is the first policy"
     parts = built(GRPO, grpo_run / "checkpoints" / "best")
-    theirs = weights(grpo_run, "best")
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in parts.policy.state_dict().items())
+    assert same(parts.policy.state_dict(), weights(grpo_run, "best"), own)
     assert parts.cfg.policy.hidden_sizes == (8,), "the run's settings, also then"
 
 
 def test_a_critic_starts_fresh_and_is_named(grpo_run):
     parts = built("ppo", grpo_run)
-    theirs = weights(grpo_run)
-    own = parts.policy.state_dict()
-    assert all(torch.equal(own[name], theirs[name]) for name in theirs)
+    own, theirs = parts.policy.state_dict(), weights(grpo_run)
+    assert same(own, theirs, theirs)
     assert {name.partition(".")[0] for name in own.keys() - theirs.keys()} == {"critic", "reward_normalizer"}
     assert "critic, reward_normalizer starts fresh" in parts.notes()[0]
 
 
 def test_a_critic_that_is_not_needed_is_named(ppo_run):
     parts = built(GRPO, ppo_run)
-    theirs = weights(ppo_run)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in parts.policy.state_dict().items())
+    own = parts.policy.state_dict()
+    assert same(own, weights(ppo_run), own)
     assert "its critic, reward_normalizer is not used" in parts.notes()[0]
-
-
-def test_the_reference_is_the_first_policy(grpo_run):
-    parts = built({**GRPO, "kl_coef": 0.1}, grpo_run)
-    theirs = weights(grpo_run)
-    reference = parts.algorithm.reference.state_dict()
-    assert all(torch.equal(reference[name], theirs[name]) for name in theirs)
 
 
 def test_settings_of_the_policy_follow_the_run_and_yours_come_first(grpo_run, ppo_run):
@@ -123,7 +115,7 @@ def test_statistics_that_came_with_the_weights_stay(grpo_run, tmp_path):
     own, theirs = run.policy.state_dict(), weights(grpo_run)
     kept = [name for name in own if name.startswith("obs_normalizer")]
     assert kept
-    assert all(torch.equal(own[name], theirs[name]) for name in kept)
+    assert same(own, theirs, kept)
     assert not torch.equal(own["actor.head.weight"], theirs["actor.head.weight"])
 
 
@@ -139,7 +131,7 @@ def test_a_run_is_resumed_and_evaluated_without_its_source(tmp_path):
     resumed = gw.resume(tmp_path / "parts", 512)
     assert resumed.cfg.policy.init_from == source
     own, other = whole.policy.state_dict(), resumed.policy.state_dict()
-    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert same(own, other, own)
     assert gw.evaluate(tmp_path / "parts", 3).episodes == 3
 
 

@@ -24,7 +24,6 @@ from groupwise.embodied.metaworld import (  # noqa: E402
     instruction_bytes,
     touches,
 )
-from groupwise.envs.gymnasium import ActionChunk  # noqa: E402
 
 MOVES_THE_MODEL = ["push-v3", "door-open-v3", "door-lock-v3", "basketball-v3"]
 """Starts of the last three move bodies or sites of the model."""
@@ -62,42 +61,31 @@ def test_the_seed_alone_decides_the_start(make, task):
     assert play(env, actions(1)) == play(used, actions(1))
     starts = {tuple(env.reset(seed=seed)[0]) for seed in range(5)}
     assert len(starts) == 5
-
-
-def test_object_and_goal_differ_from_start_to_start(make):
-    env = make("push-v3")
-    starts = np.stack([env.reset(seed=seed)[0] for seed in range(20)])
-    puck, goal = starts[:, 4:6], starts[:, 36:38]
-    assert min(puck.std(0).min(), goal.std(0).min()) > 0.01
-    assert np.linalg.norm(puck - goal, axis=1).min() >= 0.15 - 1e-6  # so the package draws them
+    if task == "push-v3":
+        found = np.array(list(starts))
+        puck, goal = found[:, 4:6], found[:, 36:38]
+        assert min(puck.std(0).min(), goal.std(0).min()) > 0.01
+        assert np.linalg.norm(puck - goal, axis=1).min() >= 0.15 - 1e-6  # so the package draws them
 
 
 @pytest.mark.parametrize("task", [*MOVES_THE_MODEL, "drawer-open-v3"])
-def test_rows_that_share_a_simulator_do_not_notice(make, task):
-    env, other = make(task, reward="dense"), make(task, reward="dense")
-    env.reset(seed=3)
-    alone = play(env, actions(0))
-    env.reset(seed=3)
-    other.reset(seed=4)
-    in_turns = []
-    for mine, theirs in zip(actions(0), actions(9), strict=True):
-        in_turns += play(env, mine[None])
-        other.step(theirs)
-    assert in_turns == alone
-
-
-@pytest.mark.parametrize("task", [*MOVES_THE_MODEL, "drawer-open-v3"])
-def test_captured_states_go_on_bit_for_bit(make, task):
-    env, elsewhere = make(task, "reach-v3", reward="dense"), make(task, "reach-v3", reward="dense")
+def test_rows_that_share_a_simulator_do_not_notice_and_captured_states_go_on_bit_for_bit(make, task):
+    env, other = make(task, "reach-v3", reward="dense"), make(task, "reach-v3", reward="dense")
     seed = next(seed for seed in range(20) if env.reset(seed=seed)[1]["task"] == task)
     play(env, actions(0, 10))
     state, image = env.clone_state(), env.image()
     expected = play(env, actions(1))
-    elsewhere.reset(seed=seed + 1)
-    for restored in (elsewhere, env):
+    other.reset(seed=seed + 1)
+    for restored in (other, env):
         restored.restore_state(state)
         assert np.array_equal(restored.image(), image)
         assert play(restored, actions(1)) == expected
+    env.restore_state(state)
+    in_turns = []
+    for mine, theirs in zip(actions(1), actions(9), strict=True):
+        in_turns += play(env, mine[None])
+        other.step(theirs)
+    assert in_turns == expected
 
 
 @pytest.mark.slow
@@ -106,7 +94,6 @@ def test_every_task_can_be_captured(make, task):
     env, other = make(task, reward="dense"), make(task, reward="dense")
     env.reset(seed=0)
     other.reset(seed=1)
-    play(env, actions(0, 10))
     state = env.clone_state()
     expected = play(env, actions(1))
     other.restore_state(state)
@@ -127,15 +114,10 @@ def rewards_of_expert(env: MetaWorldEnv, task: str, seed: int) -> list[float]:
     return rewards
 
 
-@pytest.mark.parametrize("task", ["reach-v3", "button-press-topdown-v3", "push-v3"])
-def test_success_ends_the_episode_and_is_the_reward(make, task):
-    env = make(task)
-    for seed in range(3):
-        *before, last = rewards_of_expert(env, task, seed)
+def test_success_ends_the_episode_and_is_the_reward_or_costs_none(make):
+    for task in ("reach-v3", "button-press-topdown-v3", "push-v3"):
+        *before, last = rewards_of_expert(make(task), task, 0)
         assert (last, any(before)) == (1.0, False)
-
-
-def test_the_dense_reward_is_never_positive_and_0_at_success(make):
     rewards = rewards_of_expert(make("push-v3", reward="dense"), "push-v3", 0)
     assert -1.0 <= min(rewards) < max(rewards[:-1]) < 0.0 == rewards[-1]
 
@@ -167,16 +149,12 @@ def test_an_image_observation_is_views_proprioception_and_instruction(make):
     assert obs["image"][1].std() > 10
 
 
-def test_pictures_stand_upright(make):
+def test_pictures_stand_upright_and_show_the_puck(make):
     """The table is brown and below the grey background."""
-    env = make("reach-v3", obs="image", views=["corner2"])
+    env = make("push-v3", obs="image", views=["corner2"])
     picture = env.reset(seed=0)[0]["image"][0].astype(float)
     brown = picture[..., 0] - picture[..., 2]
     assert brown[40:, 16:48].mean() > brown[:16, 32:].mean() + 20
-
-
-def test_the_goal_and_the_puck_are_seen(make):
-    env = make("push-v3", obs="image", views=["corner2"])
     green = []
     for seed in range(6):
         picture = env.reset(seed=seed)[0]["image"][0].astype(int)
@@ -214,13 +192,6 @@ def test_the_fingers_touch_what_the_package_says():
     assert seen[False] > 10
     assert seen[True] > 10
     sawyer.close()
-
-
-def test_chunks_of_actions_on_states(make):
-    single, moves = make("reach-v3", "push-v3"), actions(0, 5)
-    chunks = ActionChunk(make("reach-v3", "push-v3"), 5)
-    assert np.array_equal(chunks.reset(seed=0)[0], single.reset(seed=0)[0])
-    assert np.array_equal(chunks.step(moves)[0], [single.step(move)[0] for move in moves][-1])
 
 
 def test_the_arm_can_be_hidden_and_the_hand_stays(make):
@@ -295,12 +266,12 @@ def test_groups_share_a_start_with_several_tasks_and_images():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "vectorization"), [(gw.GRPOCfg(), "async"), (gw.PPOCfg(), "sync")])
-def test_the_default_policy_trains_on_states(algorithm, vectorization, tmp_path):
+def test_the_default_policy_trains_on_states(tmp_path):
     kwargs = {"tasks": ["reach-v3", "drawer-close-v3"]}
-    env = gw.EnvCfg(id="MetaWorld/multi", kwargs=kwargs, vectorization=vectorization)
-    run = gw.train(env, algorithm, total_steps=800, run_dir=tmp_path / "run")
-    assert run.summary["env_steps"] >= 800
+    env = gw.EnvCfg(id="MetaWorld/multi", kwargs=kwargs, vectorization="async", num_envs=4)
+    cfg = gw.GRPOCfg(group_size=4, num_steps=16)
+    run = gw.train(env, cfg, total_steps=200, run_dir=tmp_path / "run", evaluation={"episodes": 2})
+    assert run.summary["env_steps"] >= 200
     assert all(math.isfinite(row["train/policy_loss"]) for row in run.metrics() if "train/policy_loss" in row)
 
 
@@ -309,11 +280,9 @@ def test_the_default_policy_trains_on_states(algorithm, vectorization, tmp_path)
 
 def test_there_is_an_instruction_for_each_of_the_50_tasks():
     assert set(INSTRUCTIONS) == set(ALL_V3_ENVIRONMENTS)
-    assert len(set(INSTRUCTIONS.values())) == 50
-    for text in INSTRUCTIONS.values():
-        encoded = instruction_bytes(text)
-        assert bytes(encoded).rstrip(b"\0").decode() == text
-        assert len(encoded) == 64
+    encoded = [instruction_bytes(text) for text in INSTRUCTIONS.values()]
+    assert {len(code) for code in encoded} == {64}
+    assert [bytes(code).rstrip(b"\0").decode() for code in encoded] == list(dict.fromkeys(INSTRUCTIONS.values()))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ UNITS = {name: objective for name, objective in EVERY.items() if name not in NOT
 
 
 class OneUnit(ActorCritic):
-    """An ``ActorCritic`` whose decisions are one unit each."""
+    """Decisions of one unit each."""
 
     scored_by = "token"
 
@@ -43,15 +43,13 @@ class OneUnit(ActorCritic):
         return torch.ones_like(batch["loss_mask"]).unsqueeze(-1)
 
 
-def one_unit_rollout(policy):
-    rollout = objective_updates.make_rollout(objective_updates.make_policy(policy.actor_only))
+def of_one_unit(actor_only=True):
+    """A policy, and a rollout of it."""
+    policy = objective_updates.make_policy(actor_only)
+    rollout = objective_updates.make_rollout(objective_updates.make_policy(actor_only))
     rollout["sample_log_prob"] = rollout["sample_log_prob"].unsqueeze(-1)
-    return rollout
-
-
-def as_one_unit(policy):
     policy.__class__ = OneUnit
-    return policy
+    return policy, rollout
 
 
 def chunk_policy(actor_only=True):
@@ -97,12 +95,14 @@ def updated(objective, rollout=None, policy=None, engine=None, **cfg):
 @pytest.mark.parametrize("name", EVERY)
 def test_decisions_of_one_unit_are_transitions_bit_for_bit(name):
     cfg = {"minibatch_size": 25, "num_epochs": 2, "micro_batch_size": 4}
-    plain = objective_updates.updated(EVERY[name], **cfg)
-    policy = as_one_unit(objective_updates.make_policy())
-    one = objective_updates.updated(EVERY[name], one_unit_rollout(policy), policy, **cfg)
-    assert torch.equal(one[0], plain[0])
-    assert one[1].keys() == plain[1].keys()
-    assert all(torch.equal(one[1][key], value) for key, value in plain[1].items())
+    policy, rollout = of_one_unit()
+    equal(objective_updates.updated(EVERY[name], rollout, policy, **cfg), objective_updates.updated(EVERY[name], **cfg))
+
+
+def equal(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(found[1][key], value) for key, value in expected[1].items())
 
 
 @pytest.mark.parametrize("normalize_advantage", ["none", "batch", "minibatch"])
@@ -112,12 +112,8 @@ def test_ppo_on_decisions_of_one_unit_is_ppo_bit_for_bit(normalize_advantage):
         algorithm = PPO(cfg, policy)
         return parameters(algorithm), algorithm.update(rollout)
 
-    plain = objective_updates.make_policy(False)
-    one = as_one_unit(objective_updates.make_policy(False))
-    expected = run(plain, objective_updates.make_rollout(objective_updates.make_policy(False)))
-    found = run(one, one_unit_rollout(one))
-    assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(found[1][key], value) for key, value in expected[1].items())
+    plain = objective_updates.make_rollout(objective_updates.make_policy(False))
+    equal(run(*of_one_unit(False)), run(objective_updates.make_policy(False), plain))
 
 
 @pytest.mark.slow

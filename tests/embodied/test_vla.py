@@ -2,22 +2,24 @@
 
 import json
 import sys
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import robots
 import torch
-from robot_policies import BINS, ENV, TINY, A, C, make_policy, observations, scores, seeded, stirred, updated
 from robots import TASKS, Robot, encoded
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.algorithms.grpo import GRPO
+from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.envs.gymnasium import ActionChunk
 from groupwise.errors import ConfigError, DataError, MissingExtraError, UnsupportedSpaceError
-from groupwise.training.checkpoint import initialize, load_checkpoint
+from groupwise.training.checkpoint import load_checkpoint
 
 pytest.importorskip("transformers")
 from tiny_vlm import save_tiny_vlm
@@ -25,6 +27,41 @@ from tiny_vlm import save_tiny_vlm
 from groupwise.embodied.vla import VLAPolicy
 
 robots.register()
+C, A, BINS = 3, 2, 5
+ENV = ActionChunk(Robot(), C)
+TINY = {"hidden_size": 32, "num_layers": 1, "patch_size": 4, "bins": BINS}
+observations = partial(robots.observations, ENV)
+
+
+def make_policy(actor_only=True, **cfg):
+    """A new policy whose answers differ: new heads give 0, or nearly so."""
+    torch.manual_seed(0)
+    return stirred(VLAPolicy(ENV.observation_space, ENV.action_space, VLACfg(**TINY | cfg), actor_only=actor_only))
+
+
+def stirred(policy):
+    """The policy with noise on its weights."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return policy
+
+
+def scores(policy, obs, action):
+    return policy.evaluate({"obs": obs, "action": action})
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def updated(policy, **cfg):
+    """The weights after an update, and its metrics."""
+    shared = {"num_epochs": 2, "minibatch_size": 6, "learning_rate": 1e-3, "optimizer": {"eps": 1e-3}} | cfg
+    grpo = policy.actor_only
+    algorithm = GRPO(GRPOCfg(kl_coef=0.1, **shared), policy) if grpo else PPO(gw.PPOCfg(**shared), policy)
+    metrics = algorithm.update(robots.make_rollout(ENV, policy))
+    return torch.cat([p.detach().flatten() for p in policy.parameters()]), metrics
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +142,12 @@ def test_predict_takes_one_observation_or_a_batch(policy):
     np.testing.assert_allclose(policy.predict(batch), np.stack([action] * 2), atol=1e-5)
 
 
-def test_without_a_critic_there_is_no_value():
+def test_an_actor_has_no_value_and_its_reference_is_frozen():
     policy, obs = make_policy(), observations()
+    action = policy.act(obs).action
     assert policy.act(obs).value is None
     with pytest.raises(TypeError, match="has no critic"):
         policy.value(obs)
-
-
-def test_a_clone_shares_nothing_and_a_reference_is_frozen():
-    policy, obs = make_policy(), observations()
-    action = policy.act(obs).action
     reference = policy.make_reference()
     before = scores(policy, obs, action).log_prob.detach()
     with torch.no_grad():
@@ -234,53 +267,53 @@ def test_the_ratio_is_one_at_the_start(actor_only):
 # --- what is refused ---
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"image": None},
-        {"depth": gym.spaces.Box(0, 1, (2,))},
-        {"depth": gym.spaces.Discrete(2)},
-        {"image": gym.spaces.Box(0, 255, (16, 16, 3), np.uint8)},
-        {"image": gym.spaces.Box(0, 255, (1, 16, 16, 1), np.uint8)},
-        {"image": gym.spaces.Box(0, 1, (1, 16, 16, 3), np.float32)},
-        {"instruction": gym.spaces.Text(9)},
-        {"proprio": gym.spaces.Box(0, 255, (2,), np.uint8)},
-    ],
-)
-def test_other_observations_are_refused(change):
-    parts = {key: part for key, part in (ENV.observation_space.spaces | change).items() if part is not None}
-    for space in (gym.spaces.Dict(parts), gym.spaces.Box(-1, 1, (3,))):
-        with pytest.raises(UnsupportedSpaceError, match=r"cannot read (Dict|Box).*fix: a Dict of image uint8"):
-            VLAPolicy(space, ENV.action_space)
+def seeing(**change):
+    """The observations with other parts, or without one."""
+    parts = (ENV.observation_space.spaces | change).items()
+    return gym.spaces.Dict({key: part for key, part in parts if part is not None})
 
 
 @pytest.mark.parametrize(
-    "space",
+    ("space", "message"),
     [
-        gym.spaces.Discrete(3),
-        gym.spaces.Box(-np.inf, np.inf, (2,), np.float32),
-        gym.spaces.Box(np.array([-1.0, 0.5], np.float32), np.array([1.0, 0.5], np.float32)),
+        *(
+            (space, r"cannot read (Dict|Box).*fix: a Dict of image uint8")
+            for space in (
+                gym.spaces.Box(-1, 1, (3,)),
+                seeing(image=None),
+                seeing(depth=gym.spaces.Discrete(2)),
+                seeing(image=gym.spaces.Box(0, 255, (1, 16, 16, 1), np.uint8)),
+                seeing(image=gym.spaces.Box(0, 1, (1, 16, 16, 3), np.float32)),
+                seeing(instruction=gym.spaces.Text(9)),
+                seeing(proprio=gym.spaces.Box(0, 255, (2,), np.uint8)),
+            )
+        ),
+        *(
+            ({"action_space": space}, "with low < high and both finite")
+            for space in (gym.spaces.Discrete(3), gym.spaces.Box(-np.inf, 1, (2,)), gym.spaces.Box(-1, -1, (2,)))
+        ),
     ],
 )
-def test_actions_without_bounds_are_refused(space):
-    with pytest.raises(UnsupportedSpaceError, match="with low < high and both finite"):
-        VLAPolicy(ENV.observation_space, space)
+def test_other_spaces_are_refused(space, message):
+    other = space if isinstance(space, dict) else {"observation_space": space}
+    spaces = {"observation_space": ENV.observation_space, "action_space": ENV.action_space}
+    with pytest.raises(UnsupportedSpaceError, match=message):
+        VLAPolicy(**spaces | other)
 
 
-def test_settings_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match=r"16 x 16 pixels.*policy\.patch_size=5"):
-        make_policy(patch_size=5)
-    with pytest.raises(ConfigError, match="hidden_size are of a new model, and path='my_model' is one"):
-        VLACfg(path="my_model", hidden_size=64)
-    with pytest.raises(ConfigError, match="lora trains adapters of the model in path, which is empty"):
-        VLACfg(lora=LoRACfg())
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is no model for images and text that transformers can load"):
-        from_folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"no folder '\./nothing'"):
-        from_folder("./nothing")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: make_policy(patch_size=5), r"16 x 16 pixels.*policy\.patch_size=5"),
+        (lambda folder: VLACfg(path="my_model", hidden_size=64), "hidden_size are of a new model, and path='my_model'"),
+        (lambda folder: VLACfg(lora=LoRACfg()), "lora trains adapters of the model in path, which is empty"),
+        (from_folder, "is no model for images and text that transformers can load"),
+        (lambda folder: from_folder("./nothing"), r"no folder '\./nothing'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(make, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path)
 
 
 def test_weights_that_are_pickled_are_refused(folder, tmp_path):
@@ -351,18 +384,6 @@ def test_the_command_line_trains_goes_on_evaluates_and_resumes(tmp_path, capsys)
     assert (tree["policy"]["name"], tree["policy"]["hidden_size"]) == ("vla", 32)
     assert tree["algorithm"]["objective"]["trust_region"] == {"name": "clip", "clip_low": 0.2, "clip_high": 0.28}
     assert "episodes" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_run_begins_with_the_policy_of_another_one(tmp_path):
-    first = train(tmp_path / "first", total_steps=40)
-    taken = {"policy": {"init_from": first.path}, "stop": {"time_limit": 1e-3}, "total_steps": 40}
-    second = train(tmp_path / "second", "ppo", **taken)
-    assert second.cfg.policy == first.cfg.policy.model_copy(update={"init_from": first.path})
-    policy = VLAPolicy(ENV.observation_space, ENV.action_space, second.cfg.policy)  # what init_from fills
-    assert "value_head starts fresh" in initialize(policy, first.path)
-    assert predicts_alike(policy, first.policy)
-    assert "fresh" not in initialize(make_policy(), second.path)  # an actor alone needs no critic
 
 
 def test_a_run_on_a_model_of_the_user_s(folder, tmp_path):

@@ -2,6 +2,7 @@
 
 from contextlib import closing
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -125,3 +126,40 @@ def test_observations_kept_by_the_caller_do_not_change(kind):
     env.step(PUSH)
     env.start(mask(0), SEEDS[::-1].copy(), SEEDS)
     assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"sutton_barto_reward": True}, {"max_episode_steps": 9}])
+def test_every_row_is_the_single_environment_bit_for_bit(kwargs):
+    env = CartPoleGroupEnv(CartPoleVectorEnv(4, **kwargs), env_id="CartPole-v1")
+    singles = [gymnasium.make("CartPole-v1", **kwargs) for _ in range(4)]
+    obs = env.start(ALL, SEEDS, SEEDS)
+    for row, single in enumerate(singles):
+        assert np.array_equal(obs[row].numpy(), single.reset(seed=int(SEEDS[row]))[0])
+    running = set(range(4))
+    for action in actions(500):
+        step = env.step(action)
+        for row in list(running):
+            obs, reward, terminated, truncated, _ = singles[row].step(int(action[row]))
+            assert np.array_equal(step.obs[row].numpy(), obs)
+            assert (float(step.reward[row]), bool(step.terminated[row]), bool(step.truncated[row])) == (
+                reward,
+                terminated,
+                truncated,
+            )
+            if terminated or truncated:
+                running.discard(row)
+        if not running:
+            break
+    assert not running
+
+
+def test_the_environment_that_was_given_shows_where_its_rows_are():
+    raw = CartPoleVectorEnv(4)
+    env = CartPoleGroupEnv(raw, env_id="CartPole-v1")
+    assert torch.equal(env.reset(mask=mask(0, 2)), KINDS["native"](500).reset(mask=mask(0, 2)))
+    env.pause(ALL)
+    env.reset(seed=0)  # held rows go on
+    for action in actions(3):
+        obs, reward, *_ = env.step(action)
+        assert reward.tolist() == [1.0] * 4
+        assert np.array_equal(raw.state.T.astype(np.float32), obs.numpy())

@@ -113,21 +113,19 @@ def wrap(env):
     return GymnasiumVectorEnv(env, env_id="Theirs", max_episode_steps=None)
 
 
-def test_a_foreign_vector_environment_gets_one_seed():
-    env = VectorOnly(autoreset_mode=AutoresetMode.NEXT_STEP)
-    wrap(env).reset(seed=12)
-    assert env.seeds == [12]
-
-
-def test_a_batched_final_observation_is_taken_as_it_is():
+def test_a_foreign_vector_environment_gets_one_seed_and_may_batch_its_final_observations():
     class Batched(VectorOnly):
         def step(self, actions):
             *rest, _ = super().step(actions)
-            return *rest, {"final_obs": np.array([2, 1])}
+            return *rest, {"final_obs": np.array([2, 1]), "success": np.array([0, 1])}
 
-    env = wrap(Batched(autoreset_mode=AutoresetMode.SAME_STEP))
-    env.reset(seed=0)
-    assert env.step(torch.zeros(2, dtype=torch.int64)).final_obs.tolist() == [2, 1]
+    theirs = Batched(autoreset_mode=AutoresetMode.SAME_STEP)
+    env = wrap(theirs)
+    env.reset(seed=12)
+    assert theirs.seeds == [12]
+    step = env.step(torch.zeros(2, dtype=torch.int64))
+    assert step.info["success"].tolist() == [False, True], "without the masks that Gymnasium's have"
+    assert step.final_obs.tolist() == [2, 1]
 
 
 class Speaks(VectorOnly):

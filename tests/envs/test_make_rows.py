@@ -8,7 +8,7 @@ import torch
 from groupwise.config import resolve
 from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env, makes_rows
-from groupwise.envs.torch_env import TorchCartPole, TorchGroupEnv
+from groupwise.envs.torch_env import TorchCartPole
 from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.video import NoPictureError, rendering_env
@@ -57,16 +57,13 @@ def test_a_ready_one_is_taken_as_it_is():
         make_env(EnvCfg(max_episode_steps=9), env=env)
 
 
-def test_evaluation_makes_rows_of_its_own_from_a_callable_only():
+def test_evaluation_makes_rows_of_its_own_that_can_start_one_by_one_and_not_from_ready_ones():
     cfg, source = separate_env(EnvCfg(num_envs=3), TorchCartPole)
     assert make_env(cfg, env=source, grouped=True, num_envs=7).num_envs == 7
     assert separate_env(EnvCfg(), TorchCartPole(3)) is None
-
-
-@pytest.mark.parametrize("asked", ["auto", "entry_point", "sync", "async", "torch"])
-def test_evaluation_is_vectorised_like_training_where_rows_can_start_one_by_one(asked):
-    cfg, _ = separate_env(EnvCfg(vectorization=asked), None)
-    assert cfg.vectorization == ("auto" if asked == "entry_point" else asked)
+    for asked in ("auto", "entry_point", "sync", "async", "torch"):
+        cfg, _ = separate_env(EnvCfg(vectorization=asked), None)
+        assert cfg.vectorization == ("auto" if asked == "entry_point" else asked)
 
 
 @pytest.mark.parametrize(("asked", "rows"), [("sync", 5), ("async", 2)])
@@ -77,27 +74,20 @@ def test_evaluation_has_a_row_for_each_episode_and_no_more_processes_than_traini
         assert evaluator.env.num_envs == rows
 
 
-def test_whole_batches_have_no_picture():
+def test_a_task_in_torch_has_the_picture_of_its_original_and_other_batches_have_none():
     with pytest.raises(NoPictureError, match="a batched environment"):
         rendering_env(EnvCfg(), TorchCartPole)
-
-
-def test_a_task_in_torch_has_the_picture_of_its_original():
     env = rendering_env(EnvCfg(vectorization="torch"), None)
     assert (env.spec.id, env.render_mode) == ("CartPole-v1", "rgb_array")
     env.close()
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_cartpole_in_torch_has_spaces_and_limit_of_its_original(grouped):
+def test_cartpole_in_torch_is_made_like_its_original_and_follows_settings():
     original = gymnasium.make("CartPole-v1")
-    env = make_env(EnvCfg(id="CartPole-v1", num_envs=3, vectorization="torch"), grouped=grouped)
-    assert isinstance(env, TorchGroupEnv)
+    env = make_env(EnvCfg(id="CartPole-v1", num_envs=3, vectorization="torch"), grouped=True)
     assert (env.num_envs, env.max_episode_steps) == (3, original.spec.max_episode_steps)
     assert (env.observation_space, env.action_space) == (original.observation_space, original.action_space)
-
-
-def test_settings_reach_a_task_in_torch():
+    assert type(make_env(EnvCfg(vectorization="torch"), env=TorchCartPole)) is TorchCartPole
     cfg = EnvCfg(id="CartPole-v1", vectorization="torch", num_envs=5, max_episode_steps=7)
     env = make_env(cfg, num_envs=2, device="meta")
     assert (type(env), env.num_envs, env.max_episode_steps) == (TorchCartPole, 2, 7)
@@ -120,7 +110,3 @@ def test_settings_reach_a_task_in_torch():
 def test_what_a_callable_cannot_meet_is_refused(cfg, env, message):
     with pytest.raises(EnvError, match=message):
         make_env(EnvCfg(**cfg), env=env)
-
-
-def test_a_callable_of_rows_in_torch_is_one_already():
-    assert type(make_env(EnvCfg(vectorization="torch"), env=TorchCartPole)) is TorchCartPole

@@ -6,7 +6,7 @@ from groupwise.envs import names
 from groupwise.envs.names import check_id, import_package, unknown_environment
 from groupwise.errors import EnvError, MissingExtraError
 
-KNOWN = ["Ant-v5", "CartPole-v1"]
+KNOWN = ["Ant-v5", "CartPole-v1", "ALE/Pong-v5"]
 
 
 @pytest.mark.parametrize(
@@ -35,19 +35,12 @@ def test_only_the_package_of_the_id_is_imported(monkeypatch):
             import_package(env_id)
 
 
-@pytest.mark.parametrize(
-    ("env_id", "known", "near"),
-    [("CartPol-v1", KNOWN, "'CartPole-v1'"), ("ALE/Pog-v5", [*KNOWN, "ALE/Pong-v5"], "'ALE/Pong-v5'")],
-)
-def test_any_other_id_names_the_nearest(env_id, known, near):
-    assert f"unknown environment {env_id!r}: did you mean {near}" in str(unknown_environment(env_id, known))
-
-
-def test_an_id_like_no_other_asks_for_a_plugin_and_lists_nothing():
-    assert str(unknown_environment("Mine-v0", KNOWN)) == (
-        "unknown environment 'Mine-v0': no registered id is similar; if it is yours: --plugin FILE.py (in Python: "
-        "register it first)"
+def test_any_other_id_names_the_nearest_or_asks_for_a_plugin():
+    assert "unknown environment 'ALE/Pog-v5': did you mean 'ALE/Pong-v5'" in str(
+        unknown_environment("ALE/Pog-v5", KNOWN)
     )
+    message = "unknown environment 'Mine-v0': no registered id is similar; if it is yours: --plugin FILE.py"
+    assert str(unknown_environment("Mine-v0", KNOWN)).startswith(message)
 
 
 def test_an_id_that_names_a_module_is_refused():

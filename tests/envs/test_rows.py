@@ -84,12 +84,6 @@ def test_a_start_is_the_plain_seeded_reset_in_the_rollouts_types():
     assert (obs["at"].dtype, obs["left"].dtype, obs["left"].tolist()) == (torch.float32, torch.int64, [5, 5, 5])
 
 
-def test_every_row_gets_its_own_action():
-    env = started()
-    env.pause(mask(1, 0, 0))
-    assert env.step(go(0.5, 0.25, -0.5)).reward.tolist() == [0.0, 0.75, 1.5]
-
-
 def test_a_missing_part_is_named_with_those_there_are():
     env = started(reward_parts=("bonus", "speed"))
     with pytest.raises(EnvError, match=r"Noisy has no reward part 'speed': .*\['bonus', 'cost'\]; fix"):
@@ -129,17 +123,17 @@ def test_a_failed_row_is_reported_replaced_and_paused(caplog):
 
 def story(env):
     """Everything that an environment says while rows are reset, end, are paused and started."""
-    said = [env.reset(seed=4).clone(), env.reset(mask=mask(0, 1, 1)).clone(), env.reset().clone()]
-    said.append(env.start(ALL, seeds(1, 1, 3), seeds(1, 2, 3)).clone())
+    outputs = [env.reset(seed=4).clone(), env.reset(mask=mask(0, 1, 1)).clone(), env.reset().clone()]
+    outputs.append(env.start(ALL, seeds(1, 1, 3), seeds(1, 2, 3)).clone())
     for number in range(8):
         step = env.step(go(0.25, -0.25, 0.125 * number))
-        said += [step.obs.clone(), step.reward.clone(), step.truncated.clone(), step.info["reward_parts"].clone()]
+        outputs += [step.obs.clone(), step.reward.clone(), step.truncated.clone(), step.info["reward_parts"].clone()]
         if number == 3:
-            said.append(env.start(mask(0, 1, 1), seeds(0, 9, 9), seeds(0, 5, 6)).clone())
+            outputs.append(env.start(mask(0, 1, 1), seeds(0, 9, 9), seeds(0, 5, 6)).clone())
         if number == 5:
             env.pause(mask(0, 1, 0))
-    said.append(env.start(mask(1, 0, 0), seeds(7, 0, 0), seeds(8, 0, 0)).clone())
-    return [*said, env.step(STILL).obs.clone()]
+    outputs.append(env.start(mask(1, 0, 0), seeds(7, 0, 0), seeds(8, 0, 0)).clone())
+    return [*outputs, env.step(STILL).obs.clone()]
 
 
 @pytest.fixture(scope="module")
@@ -165,25 +159,12 @@ def test_an_error_in_a_worker_comes_back():
         env.step(STILL)
 
 
-def test_an_interrupt_leaves_no_answer_behind_for_the_next_step(monkeypatch):
-    def interrupted(worker):
-        raise KeyboardInterrupt
-
-    env = started(workers=2)
-    monkeypatch.setattr("multiprocessing.connection.Connection.recv", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        env.step(STILL)
-    monkeypatch.undo()
-    with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; fix"):
-        env.step(STILL)
-
-
 class Sleeps(Noisy):
     def step(self, action):
         time.sleep(60)
 
 
-def test_an_interrupt_waits_for_no_hung_process():
+def test_an_interrupt_waits_for_no_hung_process_and_leaves_no_answer_behind_for_the_next_step():
     env = started(Sleeps, workers=2)
     ctrl_c = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     start = time.perf_counter()
@@ -191,15 +172,15 @@ def test_an_interrupt_waits_for_no_hung_process():
     with pytest.raises(KeyboardInterrupt):
         env.step(STILL)
     assert time.perf_counter() - start < 4.0
+    with pytest.raises(EnvError, match=r"worker processes of Noisy have ended; fix"):
+        env.step(STILL)
 
 
-def test_what_cannot_be_sent_to_a_process_is_refused():
+def test_what_cannot_be_sent_to_a_process_or_made_there_is_refused():
     generator = (number for number in range(3))
     with pytest.raises(EnvError, match=r"what makes Noisy cannot be sent to another process: .*fix: .*'sync'"):
         make(lambda: (generator, Noisy())[1], workers=1)
 
-
-def test_what_cannot_be_made_in_a_worker_is_told():
     def fails():
         raise OSError("no such robot")
 

@@ -7,34 +7,18 @@ import torch
 from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 
-CLASSIC = ["CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Acrobot-v1", "Pendulum-v1"]
-BOX2D = ["LunarLander-v3", "LunarLanderContinuous-v3", "BipedalWalker-v3", "BipedalWalkerHardcore-v3"]
-MUJOCO = [
-    f"{name}-v5"
-    for name in (
-        "Ant",
-        "HalfCheetah",
-        "Hopper",
-        "Humanoid",
-        "HumanoidStandup",
-        "InvertedDoublePendulum",
-        "InvertedPendulum",
-        "Pusher",
-        "Reacher",
-        "Swimmer",
-        "Walker2d",
-    )
-]
-TIERS = dict.fromkeys(MUJOCO, "snapshot") | {"CartPole-v1": "native"} | dict.fromkeys(BOX2D[2:], "fresh")
+MODES = {"CartPole-v1": "native", "BipedalWalkerHardcore-v3": "fresh", "LunarLander-v3": "seed"}
+MODES |= dict.fromkeys(("MountainCarContinuous-v0", "Acrobot-v1", "Pendulum-v1"), "seed")
+MODES |= dict.fromkeys(("Ant-v5", "Humanoid-v5", "InvertedDoublePendulum-v5", "Pusher-v5", "Walker2d-v5"), "snapshot")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env_id", CLASSIC + BOX2D + MUJOCO)
+@pytest.mark.parametrize(("env_id", "mode"), MODES.items())
 @pytest.mark.filterwarnings("ignore::groupwise.errors.GroupStartWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing Box2D warns, and crashes where that is an error
-def test_members_share_their_start_and_groups_do_not(env_id):
+def test_members_share_their_start_and_groups_do_not(env_id, mode):
     env = make_env(EnvCfg(id=env_id, num_envs=4), grouped=True)
-    assert env.start_mode == TIERS.get(env_id, "seed")
+    assert env.start_mode == mode
     start, noise = np.array([3, 3, 8, 8]), np.array([5, 5, 5, 5])
     obs = env.start(np.ones(4, np.bool_), start, noise)
     assert torch.equal(obs[0], obs[1])

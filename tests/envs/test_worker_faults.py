@@ -52,17 +52,10 @@ def fail(kind):
 def make():
     made = []
 
-    def make(on_error="report"):
-        cfg = RowCfg(
-            Faulty,
-            "Faulty",
-            Faulty.observation_space,
-            Faulty.action_space,
-            max_episode_steps=9,
-            on_error=on_error,
-            timeout=TIMEOUT,
-        )
-        made.append(RowsGroupEnv(cfg, 3, num_workers=2))  # rows 0 | 1 and 2
+    def make(on_error="report", num_workers=2):
+        settings = {"on_error": on_error, "timeout": TIMEOUT}
+        cfg = RowCfg(Faulty, "Faulty", Faulty.observation_space, Faulty.action_space, 9, **settings)
+        made.append(RowsGroupEnv(cfg, 3, num_workers=num_workers))  # rows 0 | 1 and 2
         return made[-1]
 
     yield make
@@ -112,19 +105,12 @@ def test_rows_whose_process_fails_in_a_start_are_reported_by_the_next_step(make,
 
 
 def test_a_row_that_starts_after_all_is_not_reported(make):
-    env = make()
+    env = make(num_workers=0)
+    start(env, 10, 10, RAISES)
+    assert step(env, FINE, FINE, FINE).failed.tolist() == [False, False, True]
     start(env, 10, 10, RAISES)
     start(env, None, None, 12)
     assert step(env, FINE, FINE, FINE).failed is None
-
-
-def test_one_process_asks_once_and_tells_the_row():
-    cfg = RowCfg(Faulty, "Faulty", Faulty.observation_space, Faulty.action_space, 9, on_error="report")
-    env = RowsGroupEnv(cfg, 2)
-    env.start(np.array([True, True]), np.array([RAISES, 10]), np.array([0, 0]))
-    failed = env.step(torch.tensor([FINE, FINE]))
-    assert failed.failed.tolist() == [True, False]
-    assert failed.reward.tolist() == [0.0, 1.0]
 
 
 @pytest.mark.slow

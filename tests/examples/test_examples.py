@@ -98,12 +98,11 @@ def check_text_copy(out: str, run_dir: Path) -> None:
 
 
 def check_robot_arm(out: str, run_dir: Path) -> None:
-    rows = re.findall(rf"^(clone|after GRPO) +{NUMBER}% +{NUMBER}% to +{NUMBER}%   (.*)$", out, re.MULTILINE)
+    rows = re.findall(rf"^(clone|after GRPO) +{NUMBER}% +{NUMBER}% to +{NUMBER}%   none", out, re.MULTILINE)
     assert [name for name, *_ in rows] == ["clone", "after GRPO"]
-    for _, *shares, video in rows:
+    for _, *shares in rows:
         success, low, high = map(float, shares)
         assert 0 <= low <= success <= high <= 100
-        assert Path(video).read_bytes().startswith(b"GIF8")
     assert (run_dir / "demos" / "meta" / "info.json").exists()
     assert all(0 <= entry["rollout/success_rate"] <= 1 for entry in metrics_of(run_dir / "grpo"))
 
@@ -118,10 +117,10 @@ CASES = {
     "continuous_control": (["--total-steps", "200"], check_continuous_control),
     "pixels": (["--total-steps", "200"], check_pixels),
     "robot_arm": (
-        ["--demos", "2", "--clone-steps", "400", "--total-steps", "1000", "--episodes", "2"],
+        ["--demos=1", "--clone-steps=200", "--total-steps=1", "--num-envs=8", "--episodes=1"],
         check_robot_arm,
     ),
-    "optuna_search": (["--trials", "4", "--total-steps", "5000"], check_optuna_search),
+    "optuna_search": (["--trials", "4", "--total-steps", "3000"], check_optuna_search),
     "distributed": (["--total-steps", "200"], check_distributed),
     "text_copy": (["--total-steps", "1000"], check_text_copy),
     "sb3_grpo": (["--total-steps", "1000"], check_sb3_grpo),
@@ -137,8 +136,7 @@ def test_example(name: str, tmp_path: Path):
     arguments, check = CASES[name]
     run_dir = tmp_path / "run"
     script, ranks = EXAMPLES / f"{name}.py", 2 if name == "distributed" else 1
-    pictures = name == "robot_arm"
-    out = run_script(script, *arguments, "--run-dir", run_dir, folder=tmp_path, ranks=ranks, pictures=pictures)
+    out = run_script(script, *arguments, "--run-dir", run_dir, folder=tmp_path, ranks=ranks)
     # the model that it begins with stays, for groupwise sample
     made = ["run", "runs"] if name == "text_copy" else ["run"]
     assert sorted(path.name for path in tmp_path.iterdir()) == made

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from groupwise.functional.random import RowRandom, hash_pair, mix
+from groupwise.functional.random import RowRandom, hash_pair
 
 
 def stream(num_rows=4, seed=0, step=0):
@@ -32,14 +32,6 @@ def test_numbers_golden():
     assert RowRandom(seed, step).normal().item() == pytest.approx(0.604232, abs=2e-6)
 
 
-def test_every_bit_of_the_input_moves_half_of_the_output():
-    numbers = torch.arange(1000) * 7919
-    for bit in range(63):
-        flipped = mix(numbers) ^ mix(numbers ^ (1 << bit))
-        share = np.mean([bin(number % 2**64).count("1") / 64 for number in flipped.tolist()])
-        assert 0.47 < share < 0.53, bit
-
-
 # one p-value each, at a fixed seed; below 1e-3 in one of a thousand seeds by chance
 @pytest.mark.parametrize(
     ("numbers", "expected"),
@@ -55,12 +47,6 @@ def test_distribution(numbers, expected):
     assert stats.kstest(drawn.ravel(), expected.cdf).pvalue > 1e-3
     # the first number of each row, across neighbouring seeds
     assert stats.kstest(drawn[:, 0], expected.cdf).pvalue > 1e-3
-
-
-def test_integers_are_equally_likely():
-    drawn = stream(1000).integers(6, 60).numpy()
-    assert set(np.unique(drawn)) == set(range(6))
-    assert stats.chisquare(np.bincount(drawn.ravel())).pvalue > 1e-3
 
 
 def test_uniform_numbers_stay_below_their_bound():
@@ -97,8 +83,3 @@ def test_a_row_depends_on_its_own_seed_and_step_alone():
     assert one.shape == (1, 3)
     assert alone.uniform().shape == (1,)
     assert alone.integers(5, 2, 2).shape == (1, 2, 2)
-
-
-def test_same_seed_same_numbers():
-    assert torch.equal(stream(seed=3).uniform(9), stream(seed=3).uniform(9))
-    assert not torch.equal(stream(seed=3).uniform(9), stream(seed=4).uniform(9))

@@ -233,7 +233,7 @@ def test_diagnostics_hold_no_graph():
     assert not explained_variance(x, x, MASK).requires_grad
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS)
 def test_diagnostics_over_two_ranks_are_those_of_the_union(two_ranks, seed):
     torch.manual_seed(seed)

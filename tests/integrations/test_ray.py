@@ -1,12 +1,10 @@
 """Runs whose processes are workers of Ray Train, and populations whose members are tasks of Ray. Processes and nodes are killed."""
 
-import os
-import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from ray_kills import Killer, processes
 from run_folders import logged
 from small_populations import PPO, SMALL, check_same
 
@@ -30,47 +28,12 @@ def cluster(ray):
     ray.shutdown()
 
 
-def workers():
-    """The processes of the run."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"RayTrainWorker" in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-        except OSError:  # it has ended
-            continue
-    return sorted(found)
-
-
-class KillOne(threading.Thread):
-    """Kills a worker in mid-run, and sees when the next iteration is there."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path, self.seconds = path, 0.0
-
-    def run(self):
-        before = self.wait_for(8)
-        os.kill(workers()[-1], signal.SIGKILL)
-        killed = time.monotonic()
-        self.wait_for(before + 2)
-        self.seconds = time.monotonic() - killed
-
-    def wait_for(self, iteration: int) -> int:
-        while True:
-            time.sleep(0.05)
-            metrics = self.path / "metrics.jsonl"
-            lines = metrics.read_text().splitlines() if metrics.exists() else []
-            if len(lines) >= iteration:
-                return len(lines)
-
-
 def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_path):
     from groupwise.integrations.ray import Workers, resume_on_ray, train_on_ray
 
     whole = train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "whole", **OPTIONS)
     assert len(whole.metrics()) > 25
-    killer = KillOne(tmp_path / "killed")
+    killer = Killer(tmp_path / "killed", 8, lambda: processes(b"RayTrainWorker")[-1])
     killer.start()
     killed = train_on_ray("CartPole-v1", GRPO, run_dir=tmp_path / "killed", **OPTIONS)
     killer.join()

@@ -1,14 +1,11 @@
 """Runs on texts whose servers Ray places, and one of which is killed."""
 
 import os
-import signal
 import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from ray_kills import Killer, parent, processes
 from run_folders import logged
 from safetensors.torch import load_file
 from text_runs import copying, save_model, train
@@ -47,50 +44,7 @@ def generation(tmp_path):
 
 def servers(model):
     """The processes that serve the model."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it has ended
-            continue
-        if (
-            str(model).encode() in words
-            and any(word.endswith(b"vllm_double.py") for word in words)
-            and b"-c" not in words
-        ):
-            found.append(int(process.name))
-    return found
-
-
-def parent(process):
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(status.partition("PPid:")[2].split()[0])
-
-
-class KillServer(threading.Thread):
-    """Kills the server after some iterations, or Ray's process that runs it, and sees when the next ones are there."""
-
-    def __init__(self, path, model, with_task=False):
-        super().__init__(daemon=True)
-        self.path, self.model, self.seconds, self.killed, self.later = path, model, 0.0, 0, 0
-        self.with_task = with_task
-
-    def run(self):
-        before = self.wait_for(3)
-        [self.killed] = servers(self.model)
-        os.kill(parent(parent(self.killed)) if self.with_task else self.killed, signal.SIGKILL)
-        killed = time.monotonic()
-        self.wait_for(before + 2)
-        self.seconds = time.monotonic() - killed
-        [self.later] = servers(self.model)
-
-    def wait_for(self, iteration):
-        while True:
-            time.sleep(0.02)
-            metrics = self.path / "metrics.jsonl"
-            lines = metrics.read_text().splitlines() if metrics.exists() else []
-            if len(lines) >= iteration:
-                return len(lines)
+    return [one for one in processes(b"vllm_double.py\0", str(model).encode()) if one not in processes(b"\0-c\0")]
 
 
 def learned(run):
@@ -108,7 +62,7 @@ def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, mo
     task = copying()
     here = train(task, model, tmp_path / "here", GRPO, generation=generation, **SETTINGS)
     assert len(here.metrics()) > 6
-    killer = KillServer(tmp_path / "ray", model)
+    killer = Killer(tmp_path / "ray", 3, lambda: servers(model)[0])
     killer.start()
     options = {"model": str(model), "generation": generation, "workers": Workers(1), **SETTINGS}
     run = train_on_ray(task, GRPO, run_dir=tmp_path / "ray", **options)
@@ -126,7 +80,8 @@ def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, mo
 def test_two_workers_share_a_server_and_follow_it_when_its_task_is_lost(cluster, model, generation, tmp_path):
     from groupwise.integrations.ray import Workers, train_on_ray
 
-    killer = KillServer(tmp_path / "run", model, with_task=True)
+    task_of = lambda server: parent(parent(server))  # noqa: E731 (Ray's process that runs it)
+    killer = Killer(tmp_path / "run", 3, lambda: servers(model)[0], task_of)
     killer.start()
     options = {"model": str(model), "generation": generation, "workers": Workers(2), **SETTINGS}
     run = train_on_ray(copying(), GRPO, run_dir=tmp_path / "run", **options | {"total_steps": 1000})

@@ -59,6 +59,9 @@ def test_config_tells_what_repeats_the_run(monkeypatch: pytest.MonkeyPatch):
     assert set(provenance["versions"]) >= {"python", "torch", "gymnasium", "numpy", "groupwise"}
     assert "train CartPole-v1" in provenance["command"]
     assert provenance["git"] is None  # this directory is in no repository
+    folder.rewrite_config(CONFIG | {"seed": 4})
+    assert folder.read_config()["seed"] == 4
+    assert json.loads(folder.config.read_text())["provenance"] == provenance
 
 
 def repository(*added: str) -> None:
@@ -95,39 +98,20 @@ def test_the_configuration_of_a_strangers_repository_runs_nothing(tmp_path: Path
     assert not ran.exists()
 
 
-def test_rewritten_config_keeps_where_the_run_came_from():
-    folder = RunFolder.create(CONFIG, Path("mine"))
-    before = json.loads(folder.config.read_text())["provenance"]
-    folder.rewrite_config(CONFIG | {"seed": 4})
-    assert folder.read_config()["seed"] == 4
-    assert json.loads(folder.config.read_text())["provenance"] == before
+def test_what_is_no_run_folder_is_named():
+    def refused(message: str) -> None:
+        with pytest.raises(RunFolderError, match=f"{message}.*; fix: "):
+            RunFolder.open(Path("mine")).read_config()
 
-
-DAMAGE = {
-    "absent": None,
-    "empty": None,
-    "cut": '{"seed": ',
-    "list": "[1]",
-    "foreign": '{"algorithm": "adam", "seed": 1}',
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_no_run_folder_is_named(damage: str):
-    if damage != "absent":
-        Path("mine").mkdir()
-    if DAMAGE[damage] is not None:
-        Path("mine", "config.json").write_text(DAMAGE[damage])
-    says = {"absent": "there is no run folder 'mine'", "empty": r"config\.json is missing"}
-    with pytest.raises(RunFolderError, match=says.get(damage, r"config\.json is damaged: .*") + ".*; fix: "):
-        RunFolder.open(Path("mine")).read_config()
-
-
-def test_a_folder_of_runs_names_one_of_them():
-    for seed in (0, 1):
-        RunFolder.create(CONFIG, Path(f"mine/seed_{seed}"))
-    with pytest.raises(RunFolderError, match=r"mine is no run folder: .*fix: give a run in it, as mine/seed_0"):
+    refused("there is no run folder 'mine'")
+    Path("mine").mkdir()
+    refused(r"config\.json is missing")
+    RunFolder.create(CONFIG, Path("mine/seed_0"))
+    with pytest.raises(RunFolderError, match="fix: give a run in it, as mine/seed_0"):
         RunFolder.open(Path("mine"))
+    for damaged in ('{"seed": ', "[1]", '{"algorithm": "adam", "seed": 1}'):
+        Path("mine", "config.json").write_text(damaged)
+        refused(r"config\.json is damaged: ")
 
 
 def test_a_last_line_cut_short_by_a_kill_is_left_out():
@@ -153,13 +137,3 @@ def test_metrics_after_an_iteration_are_dropped_and_the_others_stay_byte_for_byt
     assert folder.metrics.read_text() == kept
     folder.truncate_metrics(0)
     assert folder.read_metrics() == []
-
-
-def test_summary_is_there_or_not():
-    folder = RunFolder.create(CONFIG, Path("mine"))
-    assert folder.read_summary() == {}
-    folder.write_summary({"return_mean": 1.5})
-    assert folder.read_summary() == {"return_mean": 1.5}
-    folder.summary.write_text("{")
-    with pytest.raises(RunFolderError, match=r"summary\.json is damaged"):
-        folder.read_summary()

@@ -5,11 +5,11 @@ import json
 import re
 
 import pytest
-from run_folders import write_run
+from run_folders import rewrite_metrics, write_run
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
-from groupwise.report.page import explore, plot, to_html
+from groupwise.report.page import explore, to_html
 
 
 @pytest.fixture
@@ -25,21 +25,19 @@ def test_a_notebook_shows_answer_curve_and_what_to_look_at(run):
     assert "Did it learn? <b>No.</b> The evaluated return rose from 1 to 4" in shown(run)
     assert shown(run).count("<svg") == 1
     assert shown(run).count("<li>") == 1  # evaluations below training
-    metrics = run / "metrics.jsonl"
-    entries = [json.loads(line) | {"rollout/return_mean": 0.0} for line in metrics.read_text().splitlines()]
-    metrics.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    rewrite_metrics(run, lambda entry: entry | {"rollout/return_mean": 0.0})
     assert "<li>trouble: <b>Return</b> Between 0 and 0 in training." in shown(run)
-    metrics.unlink()
+    (run / "metrics.jsonl").unlink()
     assert "<svg" not in shown(run)
     assert "Unknown" in shown(run)
 
 
-def test_two_runs_in_a_notebook_share_no_ids(run, tmp_path):
-    ids = [set(re.findall(r'id="([^"]+)"', shown(path))) for path in (run, write_run(tmp_path / "other"))]
-    assert not ids[0] & ids[1]
-
-
-def test_names_of_strangers_stay_texts(run):
+def test_names_of_strangers_stay_texts_and_the_explorer_is_in_a_frame_with_links_of_its_own(run):
+    frame = explore(RunFolder(run))._repr_html_()
+    [page] = re.findall(r'<iframe srcdoc="([^"]+)" title="Page of the run"', frame)
+    assert html.unescape(page).startswith("<!DOCTYPE html>")
+    assert '<base href="about:srcdoc">' in html.unescape(page)
+    assert "<script" not in frame
     config = json.loads((run / "config.json").read_text())
     config["env"]["id"] = config["algorithm"]["name"] = "<img src=x onerror=alert(1)>"
     config["provenance"]["run_id"] = '"><img src=x onerror=alert(1)>'
@@ -48,24 +46,12 @@ def test_names_of_strangers_stay_texts(run):
     assert "<img" not in shown(run)
 
 
-def test_the_explorer_is_in_a_frame_with_links_of_its_own(run):
-    frame = explore(RunFolder(run))._repr_html_()
-    [page] = re.findall(r'<iframe srcdoc="([^"]+)" title="Page of the run"', frame)
-    assert html.unescape(page).startswith("<!DOCTYPE html>")
-    assert '<base href="about:srcdoc">' in html.unescape(page)
-    assert "<script" not in frame
-
-
-def test_the_curve_is_a_picture(run):
-    shown = plot(RunFolder(run))._repr_svg_()
-    assert shown.startswith("<svg")
-    assert "CartPole-v1, grpo, seed 0" in shown
-
-
 def test_a_trained_run_has_them(tmp_path):
     short = {"total_steps": 300, "evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
     run = gw.train("CartPole-v1", run_dir=tmp_path / "run", **short)
     assert "CartPole-v1, grpo" in run._repr_html_()
-    assert ">environment steps<" in run.plot()
+    curve = run.plot()._repr_svg_()
+    assert curve.startswith("<svg")
+    assert "CartPole-v1, grpo, seed 0" in curve
     assert run.report() == run.path / "report.html"
     assert run.report(str(tmp_path / "page.html")).read_text().startswith("<!DOCTYPE html>")

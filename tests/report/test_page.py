@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pyarrow.parquet
 import pytest
-from run_folders import write_run
+from run_folders import rewrite_metrics, write_run
 from text_runs import copying, save_model
 from text_runs import train as train_text
 
@@ -16,7 +16,7 @@ from groupwise import cli
 from groupwise.config import resolve
 from groupwise.report import folder as groups
 from groupwise.report import page as explorer
-from groupwise.report.curve import histogram, small
+from groupwise.report.curve import small
 from groupwise.report.folder import RunFolder
 from groupwise.report.page import answer, settings_of, write_page
 from groupwise.report.video import film
@@ -51,9 +51,6 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.texts.append(data)
 
-    def ids_of(self):
-        return [attributes["id"] for _, attributes in self.tags if "id" in attributes]
-
 
 def page_of(path):
     text = write_page(path).read_text()
@@ -85,7 +82,8 @@ def runs(tmp_path_factory):
 def test_a_page_is_whole_and_needs_nothing_else(runs, name):
     text, page = page_of(runs / name)
     assert len(text) < 3_000_000
-    assert len(set(page.ids_of())) == len(page.ids_of())
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(set(ids)) == len(ids)
     for _, attributes in page.tags:
         for key in ("src", "href", "xlink:href"):
             assert attributes.get(key, "#").startswith(("#", "data:"))
@@ -93,13 +91,14 @@ def test_a_page_is_whole_and_needs_nothing_else(runs, name):
     assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
     assert all(attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg")
     links = {attributes["href"][1:] for tag, attributes in page.tags if tag == "a"}
-    assert links == {"learned", "health", "groups", "settings"} < set(page.ids_of())
+    assert links == {"learned", "health", "groups", "settings"} < set(ids)
     words = " ".join(page.texts)
     for expected in ("Speed", "algorithm.learning_rate", "versions", "repeat", "torch"):
         assert expected.lower() in words.lower()
     assert ("Critic" in words) == (name == "ppo")
     assert ("data:image/gif" in text) == (name == "grpo")
     assert ("best and worst completion" in words) == (name == "text")
+    assert ('<p class="completion">' in text) == (name == "text")
 
 
 def test_settings_of_the_run_stand_apart(runs):
@@ -154,26 +153,8 @@ def test_long_episodes_and_many_groups_keep_the_page_small(tmp_path, monkeypatch
     assert member["advantage"][1] == pytest.approx(1)  # steps 5 to 9
 
 
-def test_words_that_the_other_lacks_are_marked():
-    def member(score, text):
-        return {"return": score, "token": list(text)}
-
-    best, worst = explorer.extremes(
-        [member(0.5, "in between"), member(1, "the sum is 19"), member(0, "the sum\nis 18 or 20")]
-    )
-    assert (best["return"], worst["return"]) == (1, 0)
-    assert best["words"] == [("the sum is", False), (" 19", True)]
-    assert worst["words"] == [("the sum\nis", False), (" 18 or 20", True)]
-    same, alone = explorer.extremes([member(1, "a b"), member(1, "a b")])
-    assert same["words"] == alone["words"] == [("a b", False)]
-    empty, _ = explorer.extremes([member(1, ""), member(0, "")])
-    assert empty["words"] == []
-    assert explorer.extremes([member(1, "a")]) == [{"return": 1, "words": [("a", False)]}]
-
-
 def test_texts_of_strangers_stay_texts(tmp_path, runs):
-    run = tmp_path / "run"
-    shutil.copytree(runs / "text", run)
+    run = shutil.copytree(runs / "text", tmp_path / "run")
     path = list(groups.kept_iterations(run / "groups").values())[-1]
     columns = groups.read_groups(path)
     count = len(columns["step"])
@@ -188,58 +169,44 @@ def test_texts_of_strangers_stay_texts(tmp_path, runs):
     assert data_of(text)[0]["start"] == HOSTILE
 
 
-@pytest.mark.parametrize("lost", ["summary", "groups", "metrics", "half"])
-def test_a_run_that_is_not_complete_has_a_page(runs, lost, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(runs / "grpo", run)
+def test_a_run_that_is_not_complete_has_a_page(runs, tmp_path):
+    run = shutil.copytree(runs / "grpo", tmp_path / "run")
     (run / "summary.json").unlink()
-    if lost == "groups":
-        shutil.rmtree(run / "groups")
-    if lost == "metrics":
-        (run / "metrics.jsonl").unlink()
-    if lost == "half":
-        first = (run / "metrics.jsonl").read_text().splitlines()[0]
-        (run / "metrics.jsonl").write_text(first + "\n")
+    first = (run / "metrics.jsonl").read_text().splitlines()[0]
+    (run / "metrics.jsonl").write_text(first + "\n")
     words = " ".join(page_of(run)[1].texts)
     assert "Killed after" in words
-    assert ("No groups yet" in words) == (lost == "groups")
-    assert ("No iteration was logged" in words) == (lost == "metrics")
-
-
-def rewrite(run, change):
-    """Replaces each entry of the metrics; ``change`` takes its number and the entry."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    entries = [change(number, json.loads(line)) for number, line in enumerate(lines)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-
-
-def test_a_run_that_trains_says_so(tmp_path):
-    run = write_run(tmp_path / "run")
-    with RunFolder(run).locked():
-        assert "Still training: 1,000 environment steps" in page_of(run)[0]
-    assert "Ended by total_steps after 1,000" in page_of(run)[0]
+    assert "No groups yet" not in words
+    shutil.rmtree(run / "groups")
+    (run / "metrics.jsonl").unlink()
+    words = " ".join(page_of(run)[1].texts)
+    assert "No groups yet" in words
+    assert "No iteration was logged" in words
 
 
 @pytest.mark.parametrize("lacking", ["time/total_seconds", "eval/return_std", "eval/episodes", "env_steps"])
 def test_metrics_that_lack_something_have_a_page(tmp_path, lacking):
     run = write_run(tmp_path / "run")
-    rewrite(run, lambda _, entry: {name: value for name, value in entry.items() if name != lacking})
+    rewrite_metrics(run, lambda entry: {name: value for name, value in entry.items() if name != lacking})
     text, _ = page_of(run)
     assert "in 4 iterations" in text
     assert ("The evaluated return went from 1 to 4, without an interval" in text) == lacking.startswith("eval/")
     assert "Learning curve" in text
 
 
-def test_a_page_tells_the_success_rate(tmp_path):
+def test_a_page_says_how_it_ended_and_how_often_it_succeeded(tmp_path):
     run = write_run(tmp_path / "run")
-    rewrite(run, lambda number, entry: entry | {"eval/success_rate": number / 4})
+    with RunFolder(run).locked():
+        assert "Still training: 1,000 environment steps" in page_of(run)[0]
+    assert "Ended by total_steps after 1,000" in page_of(run)[0]
+    rewrite_metrics(run, lambda entry: entry | {"eval/success_rate": (entry["iteration"] - 1) / 4})
     text = page_of(run)[0]
     assert "Success: 0 % in the first evaluation, 75 % in the last (95 % interval 53 % to 89 %)." in text
 
 
 def test_cloning_is_not_blamed_for_playing_no_episodes(tmp_path):
     run = write_run(tmp_path / "run")
-    rewrite(run, lambda number, _: {"iteration": number, "rollout/episodes": 0.0})
+    rewrite_metrics(run, lambda entry: {"iteration": entry["iteration"], "rollout/episodes": 0.0})
     assert "0 episodes ended in training" in page_of(run)[0]
     settings = json.loads((run / "config.json").read_text()) | {"algorithm": {"name": "bc"}}
     (run / "config.json").write_text(json.dumps(settings))
@@ -267,16 +234,16 @@ def test_a_killed_run_says_how_it_goes_on(runs, tmp_path, capsys, given):
     shutil.copytree(runs / "ppo", tmp_path / "run")
     (tmp_path / "run/summary.json").unlink()
     path = tmp_path / "run/config.json"
-    told = json.loads(path.read_text())
-    told["provenance"] |= {"plugins": ["mine.py"], "given_in_python": ["reward", "tool"] if given else []}
-    path.write_text(json.dumps(told))
+    config = json.loads(path.read_text())
+    config["provenance"] |= {"plugins": ["mine.py"], "given_in_python": ["reward", "tool"] if given else []}
+    path.write_text(json.dumps(config))
     again = f"groupwise resume {tmp_path}/run --plugin mine.py"
     if given:
         again = f"gw.resume('{tmp_path}/run', reward=..., tool=...)"
     words = " ".join(page_of(tmp_path / "run")[1].texts)
     assert words.count(again) == 2  # on the health of the run, and below its settings
     cli.main(["doctor", str(tmp_path / "run")])
-    assert f"It goes on with: {again}" in capsys.readouterr().out
+    assert f"To continue it: {again}" in capsys.readouterr().out
 
 
 def test_the_command_writes_where_it_is_told(runs, tmp_path, capsys):
@@ -303,17 +270,9 @@ def evaluated(*scores, std=10.0, episodes=25.0, training=()):
         (evaluated(100, 20), "No", "fell from 100 (95 % interval 95.87 to 104.1) to 20"),
         (evaluated(20, 100, 30), "No longer", "rose from 20 to 100 at step 2, then fell to 30"),
         (evaluated(20, 100, 90), "Yes", "rose from 20 to 90"),
-        (
-            evaluated(-1600, -1300, training=(-1250.0, -1350.0)),
-            "No",
-            "no more than the -1,250.0 of the first iteration",
-        ),
+        (evaluated(-1600, -1300, training=(-1250.0, -1350.0)), "No", "than the -1,250.0 of the first iteration"),
         (evaluated(20, 100, training=(22.0, 90.0)), "Yes", "rose from 20 to 100"),
-        (
-            evaluated(20, 100, episodes=1.0),
-            "Unknown",
-            "went from 20 to 100, of one of the episodes, without an interval",
-        ),
+        (evaluated(20, 100, episodes=1.0), "Unknown", "20 to 100, of one of the episodes, without an interval"),
         (evaluated(20, 24), "Not visibly", "no more than noise"),
         (evaluated(500, 500, std=0.0, training=(22.0, 480.0)), "Yes", "from 22 in the first iteration"),
         (evaluated(500, 500, std=0.0, training=(500.0, 480.0)), "Not visibly", ""),
@@ -332,9 +291,3 @@ def test_a_line_has_its_lowest_and_its_highest_value():
     assert "</text>" not in small([([1], [float("nan")])], "nothing finite")
     for value in (0.0, 0.1, 500.0, -1e9):  # a metric that stays the same
         assert "25.0 136.0,25.0 216.0,25.0" in small([([1, 2, 3], [value] * 3)], "constant")
-
-
-def test_a_histogram_of_ratios_by_hand():
-    """Of 45 bins from 0.4 to 2.2, ratios of 1 are in bin 15 (0.4 + 15 * 0.04), and those beyond the ends in the last."""
-    bars = re.findall(r'<rect x="([0-9.]+)" y="([0-9.]+)"', histogram([1.01, 1.01, 0.1, 9.0], "ratios"))
-    assert sorted(bars) == [("0.0", "25.0"), ("215.1", "25.0"), ("73.3", "0.0")]

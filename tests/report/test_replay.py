@@ -101,9 +101,8 @@ def test_frames_show_where_the_members_were(dots):
     assert list(frames.members) == ["0", "1", "2"]
     assert set(columns["group"]) == {frames.group}
     picture = picture_of(frames)
-    where = {
-        (m, s): obs[0] for m, s, obs in zip(columns["member"], columns["step"], columns["observation"], strict=True)
-    }
+    places = [obs[0] for obs in columns["observation"]]
+    where = dict(zip(zip(columns["member"], columns["step"], strict=True), places, strict=True))
     for row, (member, steps) in enumerate(frames.members.items()):
         assert steps == list(range(12))
         for column, step in enumerate(steps[:-1]):
@@ -138,20 +137,17 @@ def test_without_groups_or_renderer_there_are_no_frames(env, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "settings"),
+    ("env", "settings", "squashes"),
     [
-        ("CartPole-v1", {}),
-        ("CartPole-v1", {"env": {"id": "CartPole-v1", "num_random_noops": 5, "num_envs": 3, "max_episode_steps": 12}}),
-        ("Pendulum-v1", {"policy": {"squash_output": True}}),
-        ("Pendulum-v1", {"env": {"id": "Pendulum-v1", "action_chunk": 2, "num_envs": 3, "max_episode_steps": 12}}),
+        ("CartPole-v1", {"num_random_noops": 5}, False),
+        ("Pendulum-v1", {}, True),
+        ("Pendulum-v1", {"action_chunk": 2}, False),
     ],
 )
-def test_starts_actions_and_chunks_are_those_of_training(env, settings, tmp_path):
-    if "env" in settings:
-        env, rest = gw.EnvCfg(**settings["env"]), {"num_envs": None, "max_episode_steps": None}
-    else:
-        rest = settings
-    frames = read_frames(train(tmp_path, env, **rest).path / "frames.json")
+def test_starts_actions_and_chunks_are_those_of_training(env, settings, squashes, tmp_path):
+    cfg = gw.EnvCfg(id=env, num_envs=3, max_episode_steps=12, **settings)
+    own = {"num_envs": None, "max_episode_steps": None, "policy": {"squash_output": squashes}}
+    frames = read_frames(train(tmp_path, cfg, **own).path / "frames.json")
     assert frames.problem == ""
     assert len(frames.members) == 3
 

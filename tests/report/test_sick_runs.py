@@ -29,7 +29,7 @@ def found_in(path):
 
 
 class Steps(gymnasium.Env):
-    """``length`` steps that see noise; the last action is what the next reward depends on."""
+    """``length`` steps that see noise, and pay for action 1."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -39,29 +39,18 @@ class Steps(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.count, self.last = 0, 0
+        self.count = 0
         return self.look(), {}
 
     def step(self, action):
         self.count += 1
-        reward, self.last = self.pay(int(action)), int(action)
-        return self.look(), reward, self.count == self.length, False, {}
+        return self.look(), self.pay(action), self.count == self.length, False, {}
 
     def look(self):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
 
     def pay(self, action):
         return float(action)
-
-
-class Alternating(Steps):
-    """Pays for another action than the last one, but shows nothing: only chance does well."""
-
-    def look(self):
-        return np.zeros(2, np.float32)
-
-    def pay(self, action):
-        return float(action != self.last)
 
 
 class Unpaid(Steps):
@@ -88,24 +77,14 @@ SICK = {
     "a learning rate that is too high": (
         *CARTPOLE, {"name": "grpo", "learning_rate": 0.3, "num_steps": 64}, {"KL of an update": "Lower learning_rate"},
     ),
-    "a learning rate that is too high, PPO": (
-        *CARTPOLE, {"name": "ppo", "learning_rate": 0.3, "num_steps": 64}, {"KL of an update": "Lower learning_rate"},
-    ),
     "a policy that decides too early": (
         *CARTPOLE, {"name": "ppo", "learning_rate": 0.1, "num_steps": 64, "minibatch_size": 128}, {"Entropy": "too early"},
     ),
     "a policy that never decides": (
         *CARTPOLE, {"name": "ppo", "ent_coef": 5.0, "num_steps": 32, "minibatch_size": 64}, {"Entropy": "A lower ent_coef"},
     ),
-    "an update that moves too far": (
-        "CartPole-v1", {}, {"name": "grpo", "learning_rate": 0.05, "minibatch_size": 32}, {"KL of an update": "Lower learning"},
-    ),
     "a learning rate that is too low": (
         "CartPole-v1", {}, {"name": "ppo", "learning_rate": 1e-7}, {"KL of an update": "a higher learning_rate"},
-    ),
-    "an evaluation that training does not hold for": (
-        Alternating, {"num_envs": 8}, {"name": "grpo", "num_steps": 64, "learning_rate": 1e-5},
-        {"Evaluation against training": "evaluation.deterministic"},
     ),
 }  # fmt: skip
 
@@ -149,14 +128,12 @@ def test_observations_of_wild_scale(tmp_path, normalize):
 
 def longer_than_siblings(prompts, completions, **columns):
     """A judge of siblings who prefers the longer ones: on average it pays the same, however long they are."""
-    scores = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        siblings = [len(other) for other, asked in zip(completions, prompts, strict=True) if asked == prompt]
-        scores.append(
-            sum(len(completion) > n for n in siblings) / len(siblings)
-            - sum(len(completion) < n for n in siblings) / len(siblings)
-        )
-    return scores
+    lengths = [*zip(prompts, map(len, completions), strict=True)]
+    siblings = [[other for asked, other in lengths if asked == prompt] for prompt in prompts]
+    return [
+        float(np.mean([np.sign(length - other) for other in some]))
+        for (_, length), some in zip(lengths, siblings, strict=True)
+    ]
 
 
 def same(prompts, completions, **columns):

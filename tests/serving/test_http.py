@@ -2,6 +2,7 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -36,3 +37,20 @@ def test_the_limit_of_a_connection_is_not_that_of_an_answer(monkeypatch):
         with pytest.raises(ServerError, match=r"it took longer than 0\.6 s"):
             client.call("/health")
         assert time.monotonic() - begun > 0.5
+
+
+def test_an_answer_has_a_limit_of_size(monkeypatch):
+    monkeypatch.setattr(http, "MAX_ANSWER", 2**20)
+
+    def answer(size):
+        with server.accept()[0] as connection:
+            connection.recv(2**16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * size)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        client = http.HttpClient(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=30.0, retries=0)
+        pool.submit(answer, 2**20)
+        client.call("/health")
+        pool.submit(answer, 2**20 + 1)
+        with pytest.raises(ServerError, match="an answer of more than 1,048,576 bytes"):
+            client.call("/health")

@@ -35,17 +35,16 @@ class Script:
     Args:
         args: what follows in ``sys.argv``.
         ranks: processes, which find each other as under torchrun.
-        pictures: whether runs draw them.
     """
 
-    def __init__(self, script, *args, folder=None, ranks=1, pictures=False):
+    def __init__(self, script, *args, folder=None, ranks=1):
         self._folder = tempfile.TemporaryDirectory(prefix="script-")
         self._out = Path(self._folder.name)
         port = _free_port()
         environments = [_rank(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
         argv = ["script", *map(str, args)]
         self.processes = [
-            CONTEXT.Process(target=_run, args=(script, argv, folder, env, self._out / str(rank), pictures))
+            CONTEXT.Process(target=_run, args=(script, argv, folder, env, self._out / str(rank)))
             for rank, env in enumerate(environments)
         ]
         for process in self.processes:
@@ -57,12 +56,15 @@ class Script:
             process.join(seconds)
         codes = [process.exitcode for process in self.processes]
         if any(codes) or None in codes:
-            errors = "\n".join((self._out / f"{rank}.err").read_text() for rank in range(len(codes)))
+            errors = "\n".join(map(self.errors, range(len(codes))))
             self.kill()
             pytest.fail(f"exit codes {codes}\n{errors[-3000:]}")
         printed = "".join((self._out / f"{rank}.out").read_text() for rank in range(len(codes)))
         self._folder.cleanup()
         return printed
+
+    def errors(self, rank):
+        return (self._out / f"{rank}.err").read_text()
 
     def kill(self):
         for process in self.processes:
@@ -86,14 +88,13 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-def _run(script, argv, folder, env, out, pictures):
+def _run(script, argv, folder, env, out):
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(env)
     warnings.simplefilter("error")
     warnings.filterwarnings("default", module="torch.distributed")
-    if not pictures:
-        without_pictures(pytest.MonkeyPatch())
+    without_pictures(pytest.MonkeyPatch())
     if folder is not None:
         os.chdir(folder)
     sys.argv = argv

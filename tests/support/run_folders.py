@@ -37,9 +37,15 @@ def write_run(
         evaluation = {"eval/return_mean": value, "eval/return_std": 1.0, "eval/episodes": 20.0}
         lines.append(json.dumps(entry | (evaluation if evaluated else {})))
     (path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
-    ended = {"stopped": "total_steps", "env_steps": steps[-1], "seconds": 2.0 + cfg.seed, "peak_memory_mib": 100.0}
-    (path / "summary.json").write_text(json.dumps(ended | (summary or {})))
+    ending = {"stopped": "total_steps", "env_steps": steps[-1], "seconds": 2.0 + cfg.seed, "peak_memory_mib": 100.0}
+    (path / "summary.json").write_text(json.dumps(ending | (summary or {})))
     return path
+
+
+def rewrite_metrics(run, change):
+    """Replace each entry of the metrics."""
+    entries = [change(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def write_seeds(folder, finals, **settings):

@@ -155,9 +155,6 @@ class FakePolicy(Policy):
     def evaluate(self, batch):
         raise NotImplementedError
 
-    def predict(self, obs, deterministic=True):
-        raise NotImplementedError
-
 
 def scripted(autoreset: str, *scripts: list[tuple[int, str]]) -> VectorEnv:
     """Rows that follow the scripts, by Gymnasium's vector environment."""

@@ -1,15 +1,12 @@
 """What ``test_sharding`` starts, alone or under torchrun.
 
-sharded_runs.py updates|offloaded FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics,
-    state
-sharded_runs.py train|train_offloaded|train_adapters|fail|resume FOLDER ITERATIONS   a whole run; resume writes what it begins
-    with
+sharded_runs.py updates FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics, state
+sharded_runs.py train|train_adapters|fail|resume FOLDER ITERATIONS   a whole run; resume writes what it begins with
 """
 
 import itertools
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,23 +29,18 @@ from groupwise.text.sharding import ShardedEngine
 
 PROMPTS = [[5, 6, 7], [9], [5, 8]]
 SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 0.1, "max_grad_norm": None}
+RECOMPUTED = {"objective": {"old_log_prob": "recomputed"}}
+REFERENCE = {"kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}}
 CASES = {
-    "plain": {},
-    "tied": {"family": "smollm"},
-    "gpt2": {"family": "gpt2"},
-    "clipped": {"max_grad_norm": 0.01},
-    "micro_batches": {"micro_batch_size": 12, "num_epochs": 2},
-    "idle_rank": {"unscorable": [2], "micro_batch_size": 12, "num_epochs": 2},
-    "idle_rank_whole": {"unscorable": [2]},
-    "recomputed": {"objective": {"old_log_prob": "recomputed"}, "top_entropy_quantile": 0.5, "num_epochs": 2},
-    "checkpointing": {"gradient_checkpointing": True, "num_epochs": 2},
-    "reference": {"kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}},
-    "adapters": {"lora": True, "kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}},
+    "tied": {"family": "smollm", "autocast": torch.bfloat16},
+    "clipped": {"family": "gpt2", "max_grad_norm": 0.01},
+    "idle_rank": {"unscorable": [2], "micro_batch_size": 12},
+    "recomputed": RECOMPUTED | {"gradient_checkpointing": True, "top_entropy_quantile": 0.5, "micro_batch_size": 12},
+    "reference": REFERENCE,
+    "adapters": REFERENCE | {"lora": True},
     "half": {"dtype": torch.bfloat16, "lora": True, "kl_coef": 0.1},
-    "autocast": {"autocast": torch.bfloat16},
     "adam": {"optimizer": {"name": "adamw", "weight_decay": 0.1}, "learning_rate": 1e-3},
-    "critic": {"algorithm": (PPO, PPOCfg)},
-    "not_finite": {"bad_reward": True, "on_nonfinite": "zero"},
+    "critic": {"algorithm": (PPO, PPOCfg), "bad_reward": True, "on_nonfinite": "zero"},
 }
 
 
@@ -82,12 +74,9 @@ def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(
     )
     rows = rows_of_all(policy, unscorable)
     rollout = text_rollout(own_rows(rows, engine))
+    extra = {"group_size": 4} if cls is GRPO else {}
     if cls is PPO:
-        rollout["value"] = torch.zeros_like(rollout["reward"])
-        rollout["next_value"] = torch.zeros_like(rollout["reward"])
-        extra = {}
-    else:
-        extra = {"group_size": 4}
+        rollout["value"] = rollout["next_value"] = torch.zeros_like(rollout["reward"])
     trained = cls(cfg(**{"num_epochs": 1, "minibatch_size": 10_000} | extra | SGD | settings), policy, engine)
     if bad_reward and engine.rank == 0:
         rollout["reward"][rollout["loss_mask"]] = float("nan")
@@ -132,20 +121,21 @@ def whole_run(folder, mode, number):
         settings = {k: v for k, v in SETTINGS.items() if k != "total_steps"}
         task = gw.TextTask(given["data"], reward=reward)
         model = {"path": str(folder.with_name("model")), "lora": {"r": 2} if mode == "train_adapters" else None}
-        settings |= {"engine": "fsdp", "cpu_offload": mode == "train_offloaded", "total_iterations": number}
+        settings |= {"engine": "fsdp", "total_iterations": number}
         gw.train(task, cfg, model=model, run_dir=folder, **settings)
 
 
-def all_updates(file, cases, offload):
-    engine = from_environment("cpu", partial(ShardedEngine, cpu_offload=offload))
-    torch.save({case: updated(engine, **CASES[case]) for case in cases or CASES}, f"{file}.{engine.rank}")
+def all_updates(file, cases):
+    engine = from_environment("cpu", ShardedEngine)
+    found = {case: updated(engine, **CASES[case]) for case in cases or CASES}
+    torch.save(found, f"{file}.{engine.rank}")
     engine.close()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, path, *rest = sys.argv[1:]
-    if mode in ("updates", "offloaded"):
-        all_updates(path, rest, offload=mode == "offloaded")
+    if mode == "updates":
+        all_updates(path, rest)
     else:
         whole_run(Path(path), mode, int(rest[0]))

@@ -23,15 +23,7 @@ def test_a_file_is_replaced_whole_and_nothing_else_stays(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path):
-    (tmp_path / "mine").write_text("mine")
-    os.symlink("mine", tmp_path / "a")
-    files.write(tmp_path / "a", b"new")
-    assert (tmp_path / "mine").read_text() == "mine"
-    assert not (tmp_path / "a").is_symlink()
-
-
-def test_links_are_neither_created_over_nor_appended_to_nor_read(tmp_path: Path):
+def test_links_are_replaced_and_neither_created_over_nor_appended_to_nor_read(tmp_path: Path):
     (tmp_path / "mine").write_text("mine")
     os.symlink("mine", tmp_path / "a")
     with pytest.raises(FileExistsError):
@@ -41,6 +33,9 @@ def test_links_are_neither_created_over_nor_appended_to_nor_read(tmp_path: Path)
     with pytest.raises(ValueError, match="it is a link"):
         files.read(tmp_path / "a", 10)
     assert files.read(tmp_path / "a", 10, follow=True) == b"mine"
+    files.write(tmp_path / "a", b"new")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / "a").is_symlink()
 
 
 def test_only_regular_files_within_the_limit_are_read(tmp_path: Path):

@@ -23,14 +23,11 @@ def test_control_characters_are_shown(text: str, shown: str):
     shown.encode("utf-8")
 
 
-def test_an_error_with_a_stranger_s_id_moves_no_cursor(capsys: pytest.CaptureFixture[str]):
+def test_an_error_and_the_title_of_a_run_move_no_cursor(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["eval", "runs/\x1b[2J\x1b]0;owned\x07"]) == 2
     error = capsys.readouterr().err
     assert "\\x1b[2J" in error
     assert "\x1b" not in error
-
-
-def test_the_title_of_a_run_is_neither_markup_nor_control_characters():
     stream = io.StringIO()
     progress = Progress("lines", title="a[/x][red]b\x1b[2J :smile:", console=Console(file=stream, width=100))
     progress._print(progress.title)

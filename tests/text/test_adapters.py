@@ -1,12 +1,10 @@
-from copy import deepcopy
-
 import pytest
 import torch
 from text_updates import batch_of
 from tiny_models import FAMILIES, moved, tiny_model
 
 from groupwise.algorithms.grpo import GRPO
-from groupwise.config.algorithm import GRPOCfg, SyncRefModelCfg
+from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import LoRACfg
 from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.load import with_adapters
@@ -36,7 +34,7 @@ def test_without_its_adapters_the_policy_is_its_own_reference(family):
 
 
 def test_the_reference_shares_all_but_the_adapters():
-    policy = adapted()
+    policy = moved(adapted(), 0.1)  # it has what they have changed already
     reference = policy.make_reference()
     for own, other in zip(policy.parameters(), reference.parameters(), strict=True):
         assert (own is other) == (not own.requires_grad)
@@ -49,32 +47,12 @@ def test_the_reference_shares_all_but_the_adapters():
     assert not torch.equal(policy.act(prompt, deterministic=True).log_prob, before)
 
 
-def test_adapters_that_change_something_are_part_of_the_reference():
-    policy = moved(adapted(), 0.1)
-    start = policy.evaluate(batch_of(ROWS)).log_prob
-    reference = policy.make_reference()
-    moved(policy, 0.1)
-    assert torch.equal(reference.evaluate(batch_of(ROWS)).log_prob, start)
-
-
 @pytest.mark.parametrize("make", [adapted, lambda: CausalLM(tiny_model())], ids=["adapters", "weights"])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_kl_to_the_reference_is_exactly_zero_at_first(make, estimator):
-    cfg = GRPOCfg(
-        kl_coef=0.1, kl_estimator=estimator, num_epochs=1, minibatch_size=None, max_grad_norm=None, learning_rate=0.05
-    )
+def test_the_kl_to_the_reference_is_exactly_zero_at_first(make):
+    cfg = GRPOCfg(kl_coef=0.1, num_epochs=1, minibatch_size=None, max_grad_norm=None, learning_rate=0.05)
     algorithm = GRPO(cfg, make())
     assert algorithm.update(text_rollout(ROWS))["train/kl"] == 0
     assert algorithm.update(text_rollout(ROWS))["train/kl"] != 0
-
-
-def test_only_adapters_move():
-    policy = adapted()
-    before = {name: p.clone() for name, p in policy.named_parameters()}
-    GRPO(GRPOCfg(learning_rate=0.05, kl_coef=0.1), policy).update(text_rollout(ROWS))
-    changed = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
-    assert changed
-    assert all("lora_" in name for name in changed)
 
 
 SYNC = GRPOCfg(kl_coef=0.1, sync_ref_model={"steps": 2}, num_epochs=1, minibatch_size=None, learning_rate=0.05)
@@ -89,26 +67,3 @@ def test_after_its_interval_the_reference_is_the_policy():
         if len(distances) == 1:  # the optimiser leaves the copies alone
             assert all(torch.equal(a, b) for a, b in zip(copies, algorithm.reference.parameters(), strict=True))
     assert [distance == 0 for distance in distances] == [True, False, True, False, True]
-
-
-def test_a_reference_can_move_a_part_of_the_way():
-    algorithm = GRPO(SYNC.model_copy(update={"sync_ref_model": SyncRefModelCfg(steps=1, mixup_alpha=0.25)}), adapted())
-    before = [p.clone() for p in algorithm.reference.parameters()]
-    algorithm.update(text_rollout(ROWS))
-    parameters = algorithm.reference.parameters(), algorithm.policy.parameters()
-    for old, new, towards in zip(before, *parameters, strict=True):
-        torch.testing.assert_close(new, 0.75 * old + 0.25 * towards)
-
-
-def test_a_renewed_reference_is_saved_with_the_algorithm():
-    first = GRPO(SYNC, adapted())
-    for _ in range(3):
-        first.update(text_rollout(ROWS))
-    second = GRPO(SYNC, adapted())
-    second.policy.load_state_dict(first.policy.state_dict())
-    second.load_state_dict(deepcopy(first.state_dict()))
-    for _ in range(2):
-        metrics = [algorithm.update(text_rollout(ROWS)) for algorithm in (first, second)]
-        assert metrics[0] == metrics[1]
-    for a, b in zip(first.policy.parameters(), second.policy.parameters(), strict=True):
-        assert torch.equal(a, b)

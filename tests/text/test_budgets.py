@@ -52,11 +52,6 @@ def test_a_fork_of_the_best_goes_on_in_the_data(model, tmp_path):
         gw.fork(run.path, tmp_path / "newer", checkpoint="best", total_epochs=0.3)
 
 
-def test_each_tenth_of_an_epoch_is_evaluated(model, tmp_path):
-    run = run_of(model, tmp_path / "run", held_out=numbers()[10:12], total_epochs=1, num_prompts=1)
-    assert ["eval/return_mean" in entry for entry in run.metrics()] == [True] * 10
-
-
 def test_epochs_are_of_texts():
     assert config.resolve_text(total_epochs=0.5).budget == Budget("total_epochs", 0.5, "epochs", "rollout/epoch", 0.05)
     with pytest.raises(ConfigError, match="one of total_steps, total_iterations, total_epochs; got total_steps=5 and"):

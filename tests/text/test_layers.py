@@ -9,7 +9,7 @@ from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from groupwise.text.policy import find_prefixes, prefix_cache, recompute_layers, silence_dropout, suffix_cache
+from groupwise.text.policy import CausalLM, find_prefixes, prefix_cache, recompute_layers, silence_dropout, suffix_cache
 
 DROPOUTS = {"gpt2": ["attn_pdrop", "embd_pdrop", "resid_pdrop"]}
 TOKENS = torch.arange(4, 10)[None]
@@ -32,13 +32,13 @@ def logits(model):
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "opt"])
-def test_training_mode_is_evaluation_mode_without_dropout(family):
+def test_a_policy_has_no_dropout_in_training_mode_either(family):
     model = noisy_model(family)
     expected = logits(model.eval())
     assert not torch.equal(logits(model.train()), expected)
-    silence_dropout(model)
-    assert torch.equal(logits(model), expected)
-    assert torch.equal(logits(model.eval()), expected)
+    policy = CausalLM(model)
+    assert torch.equal(logits(policy.train().model), expected)
+    assert torch.equal(logits(policy.eval().model), expected)
 
 
 def test_only_dropout_is_silenced():

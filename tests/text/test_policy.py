@@ -140,28 +140,14 @@ def test_a_clone_shares_nothing_and_scores_alike(kind):
     assert list(clone.state_dict()) == list(policy.state_dict())
 
 
-def test_a_reference_of_every_weight_is_frozen_and_saved_whole():
-    policy = CausalLM(tiny_model("smollm"))
-    before = policy.evaluate(batch_of(ROWS)).log_prob
-    reference = policy.make_reference()
-    moved(policy)
-    assert torch.equal(reference.evaluate(batch_of(ROWS)).log_prob, before)
-    assert not any(p.requires_grad for p in reference.parameters())
-    saved = reference.state_dict()
-    assert len(saved) == len(list(reference.parameters()))
-    policy.load_state_dict(saved)
-    assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, before)
-
-
 @pytest.mark.parametrize(
     ("make", "number"),
     [
-        (lambda: CausalLM(tiny_model()), 21),
         (lambda: CausalLM(tiny_model("smollm")), 20),
         (lambda: make_policy("adapted"), 28),
         (lambda: make_policy("plain", "smollm", actor_only=False), 22),
     ],
-    ids=["plain", "tied", "adapted", "value"],
+    ids=["tied", "adapted", "value"],
 )
 def test_what_is_trained_is_saved_once(make, number):
     # llama's two layers have 9 weights each, embeddings and norm 2, a head that is not tied 1; adapters: 2 layers x 7 x 2
@@ -195,7 +181,7 @@ def test_a_checkpoint_brings_everything_back(kind, tmp_path):
         again.load_state_dict(checkpoint.policy)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "smollm"])
 def test_saved_folders_are_transformers_and_pefts(family, tmp_path):
     batch, tokens = batch_of(ROWS), torch.tensor([[5, 6, 7]])
     for kind in ("plain", "adapted"):
@@ -215,7 +201,7 @@ def test_saved_folders_are_transformers_and_pefts(family, tmp_path):
         assert AutoTokenizer.from_pretrained(tmp_path / kind).decode([4, 5, 6]) == "abc"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 @pytest.mark.parametrize("kind", ["plain", "adapted"])
 def test_layers_computed_again_give_the_same_gradient_with_fewer_saved_tensors(family, kind):
     results = []
@@ -233,37 +219,13 @@ def test_layers_computed_again_give_the_same_gradient_with_fewer_saved_tensors(f
 
 
 def test_products_in_bfloat16_are_the_same_in_training_and_sampling():
-    policy = CausalLM(tiny_model(), autocast=torch.bfloat16)
-    exact = CausalLM(tiny_model())
-    tokens, valid = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.bool)
-    products = []
-    policy.network.model.layers[0].mlp.register_forward_hook(lambda layer, args, out: products.append(out.dtype))
-
-    def in_sampling():
-        with torch.autocast("cpu", enabled=False):
-            return (policy.hidden_states(tokens, valid)[0, -2].float() @ policy.head.T).log_softmax(dim=-1)[8]
-
-    sampled = in_sampling()
-    trained = policy.evaluate(batch_of([TextRow([5, 6, 7], [8], [0.0], 1.0, False, 0)]))
-    assert products == [torch.bfloat16] * 2
+    policy, exact = CausalLM(tiny_model(), autocast=torch.bfloat16), CausalLM(tiny_model())
+    ((written,),) = complete(policy, [[5, 6, 7]], torch.tensor([[0]]), SamplingCfg(max_new_tokens=1))
+    batch = batch_of([TextRow([5, 6, 7], written.tokens, written.log_probs, 1.0, False, 0)])
+    trained, other = (one.evaluate(batch).log_prob[0, 2] for one in (policy, exact))
+    torch.testing.assert_close(trained, torch.tensor(written.log_probs[0]), rtol=1e-6, atol=0)
+    assert 0 < (trained - other).abs() < 0.02
     assert all(p.dtype == torch.float32 for p in policy.parameters())
-    assert trained.log_prob.dtype == torch.float32
-    torch.testing.assert_close(trained.log_prob[0, 2], sampled, rtol=1e-6, atol=0)
-    with policy.computing(), torch.no_grad():  # as a generator may, so that weights are cast once
-        assert in_sampling() == sampled
-    off = (trained.log_prob[0, 2] - exact.evaluate(batch_of([ROWS[0]])).log_prob[0, 2]).abs()
-    assert 0 < off < 0.02
-
-
-def test_the_first_ratio_is_exactly_one_though_the_model_has_dropout():
-    config = tiny_model().config
-    config.attention_dropout = 0.5
-    policy = CausalLM(LlamaForCausalLM(config).train(), autocast=torch.bfloat16, gradient_checkpointing=True)
-    with torch.no_grad():
-        start = policy.evaluate(batch_of(ROWS)).log_prob
-    assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
-    policy.train()
-    assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, start)
 
 
 class Broken(LlamaForCausalLM):
@@ -320,21 +282,11 @@ def test_values_are_those_of_the_text_up_to_each_token(kind):
     torch.testing.assert_close(policy.evaluate(batch).value, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_value_head_learns_in_float32_with_the_model_below():
-    policy = make_policy("plain", actor_only=False, autocast=torch.bfloat16)
-    assert (policy.value_head.weight == 0).all()
-    policy.evaluate(batch_of(ROWS)).value.sum().backward()
-    assert policy.value_head.weight.grad.abs().sum() > 0
-    assert policy.value_head.weight.dtype == torch.float32
-    moved(policy, 0.1).evaluate(batch_of(ROWS)).value.sum().backward()
-    assert policy.network.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
-
-
 def test_ppo_trains_policy_and_critic_on_texts():
     policy = make_policy("adapted", actor_only=False)
     cfg = PPOCfg(learning_rate=0.02, gae_lambda=1.0, gamma=1.0, minibatch_size=100, normalize_advantage="none")
     ppo, losses, rows = PPO(cfg, policy), [], [row._replace(terminated=True) for row in ROWS]
-    for _ in range(8):
+    for _ in range(5):
         rollout = text_rollout(rows)
         rollout["value"] = policy.values(rollout)
         rollout["next_value"] = rollout["value"].roll(-1, dims=1)

@@ -61,29 +61,6 @@ def test_what_was_answered_has_neither_loss_nor_gradient(name):
     assert not torch.equal(updated(changed, name, num_epochs=2)[0], expected)
 
 
-def test_logits_before_what_was_answered_get_no_gradient():
-    rollout = text_rollout(some_rows()[:3])
-    policy = CausalLM(tiny_model())
-    data = transition_view(rollout)
-    seen = []
-    read = policy._hidden
-
-    def hidden(*args):
-        states = read(*args)
-        seen.append(states)
-        states.retain_grad()
-        return states
-
-    policy._hidden = hidden
-    scores = policy.evaluate(dict(data.items()))
-    (scores.log_prob.sum() + scores.entropy.sum()).backward()
-    # states are computed for written tokens alone: 4, 6 and 2 of the three rows
-    assert [len(states) for states in seen] == [12]
-    assert (seen[0].grad.abs().sum(dim=1) > 0).all()
-    assert not scores.log_prob[~data["loss_mask"]].any()
-    assert not scores.entropy[~data["loss_mask"]].any()
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_update_is_the_same_however_its_rows_are_laid_out(name):
     rows = some_rows()

@@ -22,11 +22,7 @@ PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
 CHOICES = [
     SamplingCfg(temperature=0.8, max_new_tokens=12),
     SamplingCfg(temperature=0.7, top_k=4, max_new_tokens=12),
-    SamplingCfg(top_k=2, max_new_tokens=12),
-    SamplingCfg(top_p=0.6, max_new_tokens=12),
     SamplingCfg(min_p=0.2, top_p=0.9, max_new_tokens=12),
-    SamplingCfg(repetition_penalty=1.5, presence_penalty=-1.0, temperature=0.7, max_new_tokens=12),
-    SamplingCfg(repetition_penalty=0.7, presence_penalty=2.0, top_p=0.8, max_new_tokens=12),
 ]
 
 

@@ -1,7 +1,6 @@
 """Commands for a trained policy: ``eval``, ``sample``, ``export`` and ``compare``."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -55,8 +54,6 @@ def eval_command(parser: Parser, argv: Sequence[str]) -> None:
         low, high = (100 * end for end in scores["success_ci95"])
         rate = f"success {100 * scores['success_rate']:3.0f} % (95 % interval {low:.0f} to {high:.0f})"
         show(f"{task:<{width}}  {rate} of {scores['episodes']} episodes")
-    if found.episodes == 1:
-        print("one episode gives no interval; fix: --episodes 2 or more", file=sys.stderr)
     if options["video"]:
         show(f"video: {video}")
 

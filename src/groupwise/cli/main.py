@@ -1,7 +1,4 @@
-"""The command line: finds the function of a command, and explains errors.
-
-Torch is imported only by the commands that train or play, once their arguments are known to be right.
-"""
+"""The command line: finds the function of a command, and explains errors."""
 
 import importlib
 import inspect

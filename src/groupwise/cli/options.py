@@ -35,8 +35,6 @@ COMMON = (
     "policy.hidden_sizes", "evaluation.interval", "stop.threshold",
 )  # fmt: skip
 """Settings that ``--help`` shows, in this order; ``--help-all`` shows all."""
-_FEW = 20
-"""Fewer options than this are all shown."""
 _HELP = {"-h", "--help", "--help-all"}
 _HIDDEN = ((EnvCfg, "id"), (TextTaskCfg, "rewards"))
 """The target of the command, and what only a file can set."""
@@ -58,11 +56,7 @@ class Parser(ArgumentParser):
         return super().add_argument(*names, **options)
 
     def read(self, argv: Sequence[str]) -> Namespace:
-        """The arguments.
-
-        Raises:
-            ConfigError: there are others.
-        """
+        """The arguments; a ``ConfigError`` if there are others."""
         found, rest = self.parse_known_args(argv)
         if flags := [word.partition("=")[0] for word in rest if word.startswith("-")]:
             raise unknown_option(flags[0], self.flags, f"{self.prog} --help")
@@ -154,10 +148,6 @@ def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ())
         argv: the target is an environment id or a file of settings; help without one is that of CartPole.
         parser: of the command, whose own options are not in ``argv``.
         only: paths of the settings that are options; empty for all.
-
-    Raises:
-        ConfigError: an option is unknown or its value wrong.
-        SystemExit: after ``--help``.
     """
     asked, words = _HELP.intersection(argv), [word for word in argv if word not in _HELP]
     target, *words = words or ["CartPole-v1" if asked else ""]
@@ -178,7 +168,8 @@ def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ())
     default = _resolve(target, preset, _tree(_FIRST, given))
     options = [option for option in options_of(default, given=given) if not only or option.path in only]
     if asked:
-        _show_help(options, f"{parser.prog} {target}", parser.description or "", in_full="--help-all" in asked)
+        in_full = "--help-all" in asked or len(only) > 0
+        _show_help(options, f"{parser.prog} {target}", parser.description or "", in_full=in_full)
     known = [option.path for option in options]
     if unknown := [path for path in given if path not in known]:
         raise unknown_option(unknown[0], [*known, *parser.flags, *(() if only else ("preset",))], "--help-all")
@@ -288,7 +279,7 @@ def _show_help(options: Sequence[Option], prog: str, description: str, *, in_ful
     """Print the common options, or all of them, and exit."""
     print(f"usage: {prog} [options]\n\n{description}")
     by_path = {option.path: option for option in options}
-    if in_full or len(options) < _FEW:
+    if in_full:
         wrap = functools.partial(textwrap.fill, width=min(shutil.get_terminal_size().columns, 120))
         for option in options:
             print(f"  {option.flag} {option.values}")

@@ -15,7 +15,7 @@ from groupwise.config import json_schema, to_json
 from groupwise.config import load as presets
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.run import EnvCfg, TextRunCfg
-from groupwise.errors import ConfigError, UnknownNameError, nearest
+from groupwise.errors import ConfigError, UnknownNameError
 from groupwise.system import show
 
 
@@ -71,9 +71,7 @@ def demos_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.usage = "groupwise demos ENV [options]"
     parser.add_argument("--episodes", type=count, default=50, help="how many to keep (default: 50)")
     parser.add_argument("--out", type=Path, help="a new or empty folder (default: demos/<environment>)")
-    noise = (
-        "standard deviation of noise on executed (not stored) actions, as a share of half their range (default: 0.1)"
-    )
+    noise = "standard deviation of noise on executed actions, as a share of half their range (default: 0.1)"
     parser.add_argument("--noise", type=float, default=0.1, help=noise)
     parser.add_argument("--seed", type=int, default=0, help="of starts and noise (default: 0)")
     parser.add_argument("--keep-failures", action="store_true", help="keep episodes without success, too")
@@ -153,10 +151,7 @@ def list_command(parser: Parser, argv: Sequence[str]) -> None:
     for entries in sections.values():
         entries[:] = [entry for entry in entries if wanted in " ".join(entry).lower().replace("_", "-")]
     if not any(sections.values()):
-        values = [key.rpartition(".")[2] for key in presets.choices()]
-        names = [*AlgorithmCfg.known, *presets.env_ids(), *presets.objective_presets(), *values]
-        hint = nearest(text, names) or f"; presets: {', '.join(presets.objective_presets())}"
-        raise ConfigError(f"no entry contains {text!r}{hint}; all entries: groupwise list")
+        raise ConfigError(f"no entry contains {text!r}; presets: {', '.join(presets.objective_presets())}")
     width = shutil.get_terminal_size().columns
     wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     for title, entries in sections.items():
@@ -213,7 +208,7 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     plan = plan_run(cfg, options.gpus, GPUS[options.gpu], tokens_of_prompt)
     changes = {} if plan.fits else fixes(plan)
     if options.json:
-        memory = {name: getattr(plan, name) for name in ("kept", "passing", "host", "peak", "room")}
+        memory = {name: getattr(plan, name) for name in ("kept", "passing", "peak", "room")}
         tokens = {name: getattr(plan, name) for name in ("prompt", "completion", "row")}
         found = {"fits": plan.fits, "gpus": plan.ranks, "parameters": plan.parameters, "memory_bytes": memory}
         found |= {"completions": plan.rows, "tokens": tokens, "server_rows": plan.server_rows, "fixes": changes}
@@ -227,8 +222,8 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
 
 def _plan_lines(plan: Any, gpu: str, assumed: str, changes: dict[str, float]) -> Iterator[str]:
     total, trained = plan.parameters["all"], plan.parameters["trained"]
-    share = "all trained" if trained == total else f"{short(trained)} trained"
-    yield f"{plan.sizes.name}, {short(total)} parameters, {share}, in {plan.cfg.model.precision}"
+    share = "all trained" if trained == total else f"{trained:,} trained"
+    yield f"{plan.sizes.name}, {total:,} parameters, {share}, in {plan.cfg.model.precision}"
     yield f"{gpu}{f', engine {plan.cfg.engine}' if plan.ranks > 1 else ''}"
     yield f"A step: {plan.ranks * plan.rows:,} completions of at most {plan.completion:,} tokens"
     yield f"Prompts of {plan.prompt:,} tokens{assumed}\n"
@@ -243,9 +238,6 @@ def _plan_lines(plan: Any, gpu: str, assumed: str, changes: dict[str, float]) ->
         yield from (_row(f"  {name}", size) for name, size in needed.items())
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield _row(f"peak, in {plan.fullest}", plan.peak, f"of {plan.room / 1e9:.1f} usable: {verdict}")
-    if plan.host:
-        yield f"\n{'Memory of the host, for each GPU':<{_LABEL}}{'GB':>8}"
-        yield from (_row(_KEPT[name].format(**words), size) for name, size in plan.host.items())
     yield ""
     if plan.server_rows is not None:
         servers = len(plan.cfg.generation.urls)
@@ -260,11 +252,3 @@ def _plan_lines(plan: Any, gpu: str, assumed: str, changes: dict[str, float]) ->
 
 def _row(label: str, size: float, remark: str = "") -> str:
     return f"  {label:<{_LABEL - 2}}{size / 1e9:>8.1f}  {remark}".rstrip()
-
-
-def short(number: int) -> str:
-    """A number of parameters, such as 8.03 B."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * size:  # which rounds up to the unit
-            return f"{number / size:.3g} {unit}"
-    return str(number)

@@ -138,18 +138,13 @@ def device() -> Finding:
 
 
 def threads() -> Finding:
-    """Torch must not use more threads than there are processors, nor share these with other programs."""
+    """Torch must not use more threads than there are processors."""
     import torch
 
     cpus, used = num_cpus(), torch.get_num_threads()
     text = f"{used} threads of torch on {cpus} processors."
-    load = 0.0 if sys.platform == "win32" else os.getloadavg()[0]
-    if used > cpus:
-        return Finding("Threads", (), "look", text, f"OMP_NUM_THREADS={cpus}.")
-    if load > cpus + 1:
-        text += f" Other programs keep these busy: the load is {load:.1f}."
-        return Finding("Threads", (), "look", text, "End them, or training is slow.")
-    return Finding("Threads", (), "good", text)
+    good = Finding("Threads", (), "good", text)
+    return good if used <= cpus else good._replace(verdict="look", advice=f"OMP_NUM_THREADS={cpus}.")
 
 
 def packages() -> Finding:

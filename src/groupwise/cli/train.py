@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from groupwise.config.load import read_file
 from groupwise.config.run import BUDGETS, CommonCfg
 from groupwise.errors import ConfigError, GroupwiseError, RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.system import num_cpus, show, show_errors_only, show_everything
+from groupwise.system import num_cpus, show
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,14 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
     parser.flags += ["--quiet", "--verbose"]
     options, rest = parser.parse_known_args(words)
     cfg = parse_options(rest, parser)
+    if options.progress == "none":
+        logging.getLogger("groupwise").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+        os.environ["TQDM_DISABLE"] = "1"  # progress bars of libraries that are not yet imported
+    elif options.progress == "iterations":
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("groupwise").setLevel(logging.DEBUG)
     if options.progress is not None:
-        show_errors_only() if options.progress == "none" else show_everything()
         cfg = cfg.model_copy(update={"logging": cfg.logging.model_copy(update={"progress": options.progress})})
     if options.seeds is not None:
         if options.profile is not None:
@@ -244,11 +251,7 @@ def on_ray(launch: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds of ``0-9``, ``0,3,5`` or a mixture.
-
-    Raises:
-        ConfigError: ``text`` has another form, or a seed twice.
-    """
+    """Seeds of ``0-9``, ``0,3,5`` or a mixture; a ``ConfigError`` if the text has another form, or a seed twice."""
     seeds: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -264,9 +267,7 @@ def parse_seeds(text: str) -> list[int]:
 def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
     """Train each seed in a process of its own, one per core at a time; prints a table and returns the exit code.
 
-    Raises:
-        RunFolderError: the folder is taken.
-        KeyboardInterrupt: after a signal; says how to continue each unfinished seed.
+    After a signal it raises a ``KeyboardInterrupt`` that says how to continue each unfinished seed.
     """
     from groupwise.run import STOP, handling
 

@@ -92,12 +92,7 @@ OBJECTIVE = ObjectiveCfg()
 
 
 def refuse(names: Iterable[str], algorithm: type) -> None:
-    """Refuse names that are no arguments of the algorithm.
-
-    Raises:
-        ConfigError: names the counterpart of SB3's argument.
-        UnknownNameError: SB3 does not have it either; names the nearest.
-    """
+    """Refuse names that are no arguments of the algorithm; the error has the counterpart, or the nearest name."""
     parameters = inspect.signature(algorithm).parameters.values()
     known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and not p.name.startswith("_")}
     for name in names:
@@ -108,19 +103,13 @@ def refuse(names: Iterable[str], algorithm: type) -> None:
 
 
 def update_cfg(model: "GRPO") -> GRPOCfg:
-    """Settings of the update: the arguments of ``GRPO`` that ``GRPOCfg`` has, too.
-
-    Raises:
-        ConfigError: an argument is impossible; names it as SB3 does.
-    """
+    """Settings of the update: arguments of ``GRPO`` that ``GRPOCfg`` has, too. Errors name them as SB3 does."""
     names = {name: CFG_NAMES.get(name, name) for name in inspect.signature(GRPO).parameters if name != "learning_rate"}
     tree = {name: vars(model)[sb3] for sb3, name in names.items() if name in GRPOCfg.model_fields}
     if callable(tree["clip_coef"]):
         tree["clip_coef"] = float(tree["clip_coef"](1.0))
     if model.shared_starts not in ("verify", "trust", "off"):
-        raise ConfigError(
-            f"shared_starts is {model.shared_starts!r}, expected 'verify', 'trust' or 'off'; fix: 'verify'"
-        )
+        raise ConfigError(f"shared_starts is {model.shared_starts!r}, expected 'verify', 'trust' or 'off'")
     if model.kl_ref_iterations is not None:
         tree["sync_ref_model"] = {"steps": model.kl_ref_iterations}
     for part, own in (("credit", ("credit",)), ("objective", OF_OBJECTIVE)):
@@ -210,11 +199,7 @@ class GroupBuffer:
         return self._current[env], len(self._episodes[self._current[env]])
 
     def record(self, tick: Tick) -> list[int]:
-        """Take one step of all environments; returns the environments that began their next episode.
-
-        Raises:
-            DataError: a reward or a log-probability is not finite.
-        """
+        """Take one step of all environments; returns the environments that began their next episode."""
         for name, values in (("reward", tick.reward), ("log-probability", tick.log_prob)):
             if not np.isfinite(values).all():
                 env = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -232,8 +217,7 @@ class GroupBuffer:
 
     def all_finished(self, below: int) -> bool:
         """Whether no group with a number under ``below`` is waited for."""
-        begun = {number // self.group_size for number in self._episodes}
-        return all(self._is_whole(group) for group in begun if group < below)
+        return all(self._is_whole(group) for number in self._episodes if (group := number // self.group_size) < below)
 
     def take_whole_groups(self, device: torch.device) -> TensorDict | None:
         """The steps of all whole groups as a rollout of one row ``[1, T+1]``; they are then forgotten. None without any."""
@@ -633,9 +617,6 @@ class GRPO(OnPolicyAlgorithm):
         """Step until the groups that were begun within ``n_rollout_steps`` are whole; False if a callback stopped it.
 
         The training's last rollout waits for nothing once all its steps are taken.
-
-        Raises:
-            EnvError: something else used an environment.
         """
         self.policy.set_training_mode(False)
         self._rollout_began_at = self.num_timesteps

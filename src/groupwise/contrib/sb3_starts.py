@@ -109,11 +109,7 @@ def _seed_spaces(env: gymnasium.Env, seed: int) -> None:
 
 
 def insert_shared_start(env: VecEnv) -> None:
-    """Make sure that every sub-environment is a ``SharedStart``, however the vector environment is wrapped.
-
-    Raises:
-        EnvError: they are not, and can no longer be wrapped.
-    """
+    """Make sure that every sub-environment is a ``SharedStart``, however the vector environment is wrapped."""
     wrapped = env.env_is_wrapped(SharedStart)
     if all(wrapped):
         return
@@ -131,10 +127,7 @@ def verify_shared_start(env: VecEnv, seed: int) -> None:
     """Find out by trying that members share their start bit for bit; resets the sub-environments.
 
     With equal start and equal noise, all of them and a second try must agree for some steps of equal actions; with
-    noise of their own, at the start.
-
-    Raises:
-        GroupStartError: names the sub-environment and the step where they differ.
+    noise of their own, at the start. The ``GroupStartError`` names the sub-environment and the step where they differ.
     """
     space = copy.deepcopy(env.action_space)
     space.seed(seed)

@@ -1,8 +1,7 @@
 """Records demonstrations of scripted experts.
 
-The expert decides at each step; noise is added to its action on the way to the environment. So the episode also visits states
-that the expert alone would avoid. The dataset stores the expert's own action, without the noise: it shows
-how to get back.
+Noise is added to the expert's action on the way to the environment, so the episode also visits states that the expert alone
+would avoid. The dataset stores the action without the noise: it shows how to get back.
 
 Source: Laskey et al. 2017, "DART: Noise Injection for Robust Imitation Learning", https://arxiv.org/abs/1703.09327.
 """

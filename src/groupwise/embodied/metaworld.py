@@ -20,6 +20,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -39,16 +40,11 @@ from groupwise.embodied.experts import register_expert
 from groupwise.errors import EnvError, UnknownNameError
 
 VIEWS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
-_CORNER2_POSITION = (0.75, 0.075, 0.7)
-"""Position that RLinf and LeRobot use. From the package's, objects are only four pixels wide in an image of 64."""
-_UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 _PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
 _VIEWS_OF_DATA = ("init_left_pad", "init_right_pad")
 """Views of ``MjData``, so they follow it."""
 _ARM_GROUP = 2
 """Group of the arm's geoms: the highest one that is drawn by default."""
-_NEVER_SEES_ARM = "gripperPOV"
-"""Leaving the arm out changes no pixel there, and halves the time."""
 _ARM = ("base", "controller_box", "head", "pedestal", "screen", "torso")
 _STATE_KINDS = (np.ndarray, np.generic, bool, int, float, list, type(None))
 
@@ -58,11 +54,11 @@ State: TypeAlias = dict[str, Any]
 """``physics``, the positions of bodies and sites that a start moves in the model, and attributes of the task."""
 
 
+@dataclass(eq=False)
 class Episode:
     """An episode of a simulator, with its state while another one is played."""
 
-    def __init__(self, state: State | None = None) -> None:
-        self.state = state
+    state: State | None = None
 
 
 class Simulator:
@@ -80,7 +76,8 @@ class Simulator:
         self._renderers: dict[int, Renderer] = {}
         """Renderers by the size of their pictures."""
         model = self._sawyer.model
-        model.camera("corner2").pos = _CORNER2_POSITION
+        # RLinf's and LeRobot's; from the package's, objects are only four pixels wide in an image of 64
+        model.camera("corner2").pos = (0.75, 0.075, 0.7)
         for geom in range(model.ngeom):  # the links get a group of their own: they are most of a picture's geometry
             body = model.body(model.geom_bodyid[geom]).name
             is_link = body in _ARM or (body.startswith("right_") and body != "right_hand")
@@ -100,10 +97,9 @@ class Simulator:
             owner = value
             while isinstance(owner, np.ndarray) and owner.base is not None:
                 owner = owner.base
+            # a view of the data would move on, and the package means the start
             if owner is not value and not isinstance(owner, np.ndarray) and name not in _VIEWS_OF_DATA:
-                setattr(
-                    sawyer, name, value.copy()
-                )  # a view of the data: the package means the start, and it would move on
+                setattr(sawyer, name, value.copy())
         mujoco.mj_forward(sawyer.model, sawyer.data)
         sawyer._prev_obs = sawyer._get_curr_obs_combined_no_goal()
         sawyer._last_stable_obs = sawyer._get_obs()
@@ -126,9 +122,9 @@ class Simulator:
         self._play(episode)
         if size not in self._renderers:
             self._renderers[size] = Renderer(self._sawyer.model, size)
-        hide_arm = hide_arm or view == _NEVER_SEES_ARM
+        hide_arm = hide_arm or view == "gripperPOV"  # it never sees the arm, which takes half the time
         image = self._renderers[size].render(self._sawyer.data, view, hide_arm=hide_arm)
-        return image[::-1, ::-1] if view in _UPSIDE_DOWN else image
+        return image[::-1, ::-1] if view.startswith("corner") else image
 
     def capture(self, episode: Episode) -> State:
         """The state of an episode."""
@@ -263,14 +259,9 @@ def _free(gl: Any, context: Any) -> None:
 
 INSTRUCTIONS: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """One sentence per task, of at most 64 bytes."""
-STATE_SIZE = 39
 PROPRIO_SIZE = 4
 """Position of the hand and opening of the gripper."""
 INSTRUCTION_BYTES = 64
-MAX_EPISODE_STEPS = 100
-_MAX_REWARD = 10.0
-_VIDEO_SIZE = 400
-"""Pixels; videos show no more (``report.video.MAX_SIZE``)."""
 
 _simulators: weakref.WeakValueDictionary[str, Simulator] = weakref.WeakValueDictionary()
 """Simulators of this process, shared by all rows that use the same ones."""
@@ -337,7 +328,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
                 instruction=spaces.Box(0, 255, (INSTRUCTION_BYTES,), np.uint8),
             )
         else:
-            size = STATE_SIZE + (len(tasks) if len(tasks) > 1 else 0)
+            size = 39 + (len(tasks) if len(tasks) > 1 else 0)
             self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
         self._sees = self.draws = obs == "image"
         self._views, self._pixels, self._hide_arm = tuple(views), pixels, hide_arm
@@ -361,7 +352,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         """One step of 12.5 ms."""
         simulator = self._simulators[self._task]
         dense, success = simulator.step(self._episode, np.clip(action, -1.0, 1.0))
-        reward = float(success) if self._reward == "success" else dense / _MAX_REWARD - 1.0
+        reward = float(success) if self._reward == "success" else dense / 10 - 1.0
         return self._observed(draw=self.draws), reward, success, False, {"task": self._task, "success": success}
 
     @property
@@ -379,7 +370,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         """A larger picture for videos, with ``render_mode="rgb_array"``."""
         if self.render_mode is None:
             return None
-        return self._simulators[self._task].draw(self._episode, "corner2", _VIDEO_SIZE)
+        return self._simulators[self._task].draw(self._episode, "corner2", 400)
 
     def clone_state(self) -> dict[str, Any]:
         """The complete state."""
@@ -451,7 +442,7 @@ for env_id, settings in ids.items():
     gymnasium.register(
         env_id,
         f"{__name__}:{MetaWorldEnv.__name__}",
-        max_episode_steps=MAX_EPISODE_STEPS,
+        max_episode_steps=100,
         disable_env_checker=True,
         kwargs=settings,
     )

@@ -5,7 +5,6 @@ one forward pass, by a learned query each, and are drawn independently given the
 https://arxiv.org/abs/2502.19645). Nothing here is pretrained unless the model is the user's.
 """
 
-from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import gymnasium
@@ -16,14 +15,13 @@ from torch import Tensor, nn
 
 from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.data.rollout import Nested, TensorDict, TensorSpec
-from groupwise.data.spaces import is_batched, obs_to_tensor, space_kind, subspaces
+from groupwise.data.spaces import space_kind, subspaces
 from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError, require_extra
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import Categorical, make_head
 
 HEAD_WIDTH = 32
-_BYTES = 256
 
 
 class NewModel(nn.Module):
@@ -60,7 +58,7 @@ class NewModel(nn.Module):
             "hidden_act": "gelu",
         }
         self.vision = SiglipVisionModel(SiglipVisionConfig(**layers, **vision, vision_use_head=False))
-        tokens = {"vocab_size": _BYTES, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        tokens = {"vocab_size": 256, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
         language = LlamaConfig(**layers, **tokens, intermediate_size=2 * width, use_cache=False)
         self.language = LlamaModel(language)
         self.connector = nn.Linear(4 * width, width)
@@ -195,7 +193,6 @@ def executed_actions(batch: Batch, size: int) -> Bool[Tensor, "*batch action"]:
     return torch.arange(size, device=executed.device) < executed.unsqueeze(-1)
 
 
-_HEAD_STD = 0.01
 _DEFAULT = VLACfg()
 
 
@@ -274,16 +271,14 @@ class VLAPolicy(Policy):
         width = self.model.width
         self.queries = nn.Parameter(0.02 * torch.randn(num_tokens, width))
         self.token_head = nn.Linear(width, cfg.bins)
-        nn.init.normal_(self.token_head.weight, std=_HEAD_STD)
+        nn.init.normal_(self.token_head.weight, std=0.01)
         nn.init.zeros_(self.token_head.bias)
         self.value_head = None if actor_only else nn.Linear(width, 1)
         if self.value_head is not None:
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         if cfg.lora is not None:  # the frozen weights are those of ``cfg.path``
-            self._saved = {name for name, p in self.named_parameters() if p.requires_grad}
-            self.register_state_dict_post_hook(_keep_trained)  # type: ignore[no-untyped-call]
-            self.register_load_state_dict_post_hook(_expect_trained)  # type: ignore[no-untyped-call]
+            self.save_only({name for name, p in self.named_parameters() if p.requires_grad})
         self.eval()
 
     @torch.no_grad()
@@ -328,19 +323,6 @@ class VLAPolicy(Policy):
         value = self._forward(obs)[1]
         return super().value(obs) if value is None else value
 
-    @torch.no_grad()
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Environment actions for one observation or a batch of them: numpy in, numpy out.
-
-        Raises:
-            DataError: an observation that does not fit the space.
-        """
-        batched = is_batched(self.observation_space, obs)
-        tensor = obs_to_tensor(self.observation_space, obs, self.device, batched=batched)
-        own = self.act(tensor if batched else tensor.unsqueeze(0), deterministic).action
-        array = self.env_action(own).cpu().numpy().astype(self.action_space.dtype, copy=False)
-        return array if batched else array[0]
-
     def _forward(self, obs: Nested) -> tuple[Float[Tensor, "batch token bin"], Float[Tensor, " batch"] | None]:
         """Logits of every token at the temperature, and the value if there is a critic."""
         hidden = self.model(obs, self.queries)
@@ -350,16 +332,3 @@ class VLAPolicy(Policy):
     def _of_units(self, score: Float[Tensor, "batch token"]) -> Float[Tensor, "batch unit"]:
         """Sums over the tokens of each unit."""
         return score if self.cfg.unit == "token" else score.reshape(len(score), self.num_units, -1).sum(dim=-1)
-
-
-def _keep_trained(
-    policy: VLAPolicy, state: MutableMapping[str, Tensor], prefix: str, metadata: Mapping[str, Any]
-) -> None:
-    """Remove the frozen weights of the model below adapters from a state dict."""
-    for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in policy._saved]:
-        del state[name]
-
-
-def _expect_trained(policy: VLAPolicy, keys: Any) -> None:
-    """Do not report as missing what ``_keep_trained`` removes."""
-    keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]

@@ -1,10 +1,8 @@
 """Runs and populations on a Ray cluster: workers of Ray Train, inference servers, members. Needs the extra ``ray``."""
 
-import logging
 import math
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
@@ -20,7 +18,7 @@ from groupwise import serving as placed
 from groupwise import system as files
 from groupwise.config.evolution import LaunchCfg
 from groupwise.config.run import CommonCfg, ServerGenerationCfg, TextRunCfg
-from groupwise.engines import backend_of
+from groupwise.engines import BACKENDS
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
 from groupwise.evolution.evolve import answered
 from groupwise.evolution.population import Round
@@ -33,15 +31,13 @@ from groupwise.training.build import UserObjects
 require_extra("ray", "ray")
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-log = logging.getLogger(__name__)
-
-_SECONDS_TO_PLACE, _SECONDS_TO_END, _SECONDS_TO_AGREE, _POLL = 30.0, 10.0, 5.0, 0.5
+_SECONDS_TO_PLACE, _SECONDS_TO_END, _SECONDS_TO_AGREE = 30.0, 10.0, 5.0
 
 
 class Workers(NamedTuple):
@@ -139,7 +135,7 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers, serve
             f"{servers.number} servers, and the run starts none; fix: leave them out, or generation.python=..."
         )
     servers = servers or Servers()
-    backend = backend_of("cuda" if workers.gpus else "cpu", cpu_offload=isinstance(cfg, TextRunCfg) and cfg.cpu_offload)
+    backend = BACKENDS["cuda" if workers.gpus else "cpu"]
     job = {"folder": os.getcwd(), "path": path, "payload": plugins.pickled((cfg, given)), "plugins": plugins.loaded()}
     job["cpus"] = str(math.ceil(workers.cpus))
     with ExitStack() as stack:
@@ -225,7 +221,7 @@ def _work(job: dict[str, Any]) -> bytes | None:
 
 @contextmanager
 def _serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
-    """Keeps servers on the cluster, and starts those again that end; the folder in which the run meets them."""
+    """Keeps servers on the cluster, where Ray starts those again that end; the folder in which the run meets them."""
     if how.weights_dir is None:
         raise ConfigError(
             "servers on Ray read weights from a disk that all nodes share, got generation.weights_dir=None; fix: a folder there"
@@ -239,70 +235,44 @@ def _serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
                 f"no nodes of the Ray cluster have cpus = {servers.cpus:g} and gpus = {servers.gpus} for each of "
                 f"{servers.number} servers; fix: ask for less"
             )
-        with closing(_Keeper(placed.create(folder, servers.number), group, servers, how.timeout)):
+        for number in range(servers.number):
+            (folder / str(number)).mkdir()
+        tasks = []
+        for number, place in enumerate(placed.in_folder(folder)):
+            bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            serve = ray.remote(_serve).options(
+                num_cpus=servers.cpus,
+                num_gpus=servers.gpus,
+                max_retries=-1,
+                retry_exceptions=True,
+                scheduling_strategy=bundle,
+            )
+            tasks.append(serve.remote(place, how.timeout, os.getcwd()))
+        try:
             yield folder
+        finally:
+            for task in tasks:
+                ray.cancel(task, force=True)
+            ray.wait(tasks, num_returns=len(tasks), timeout=_SECONDS_TO_END)
     finally:
         remove_placement_group(group)
         files.remove(folder)
 
 
-class _Keeper:
-    """A thread that begins the task of each server, again where it ends."""
-
-    def __init__(self, places: list[PlacedServer], group: Any, servers: Servers, timeout: float) -> None:
-        self._places, self._group, self._servers, self._timeout = places, group, servers, timeout
-        self._tasks = {self._begin(number): number for number in range(len(places))}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the servers."""
-        self._ended.set()
-        self._thread.join()
-        for task in self._tasks:
-            ray.cancel(task, force=True)
-        if self._tasks:
-            ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=_SECONDS_TO_END)
-
-    def _begin(self, number: int) -> Any:
-        bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-        serve = ray.remote(_serve).options(
-            num_cpus=self._servers.cpus, num_gpus=self._servers.gpus, max_retries=0, scheduling_strategy=bundle
-        )
-        return serve.remote(self._places[number], self._timeout, os.getcwd())
-
-    def _keep(self) -> None:
-        while not self._ended.wait(_POLL) and self._tasks:
-            for task in ray.wait(list(self._tasks), timeout=_POLL)[0]:
-                number, was_ready = self._tasks.pop(task), True
-                try:
-                    was_ready = ray.get(task)
-                except RayTaskError as error:  # it cannot start
-                    log.error("a server of the run failed: %s", error)
-                    was_ready = False
-                except RayError:  # it was lost with its node
-                    pass
-                if was_ready:
-                    log.warning("server %d of the run ended; it is started again", number)
-                    self._tasks[self._begin(number)] = number
-
-
-def _serve(server: PlacedServer, timeout: float, folder: str) -> bool:
-    """Run a server until it ends; whether it was ready."""
+def _serve(server: PlacedServer, timeout: float, folder: str) -> None:
+    """Run a server until it ends, which is an error, so that Ray starts it again; return if it cannot start."""
     os.chdir(folder)  # for relative paths
-    here, ready = ray.get_runtime_context().get_node_id(), False
+    here = ray.get_runtime_context().get_node_id()
     address = next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
-    try:
-        with closing(LocalServer(server.command(), server.log, timeout, host=address)) as running:
+    with ExitStack() as stack:
+        try:
+            running = stack.enter_context(closing(LocalServer(server.command(), server.log, timeout, host=address)))
             running.wait()
-            server.say(url=running.url)
-            ready = True
-            running.join()
-    except Exception as error:
-        if not ready:
+        except Exception as error:
             server.say(error=str(error) if isinstance(error, GroupwiseError) else repr(error))
-    return ready
+            return
+        server.say(url=running.url)
+        running.join()
 
 
 class RayMembers:

@@ -5,7 +5,7 @@ Algorithms and collectors know this module only; no class here knows an environm
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested, Spec, TensorDict
+from groupwise.data.spaces import is_batched, obs_to_tensor
 
 if TYPE_CHECKING:
     from groupwise.engines import Engine
@@ -89,9 +90,19 @@ class Policy(nn.Module, ABC):
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of ``batch["action"]`` given ``batch["obs"]`` (and other stored data), with gradient."""
 
-    @abstractmethod
+    @torch.no_grad()
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Environment actions for one observation or a batch of them: numpy in, numpy out."""
+        """Environment actions for one observation or a batch of them: numpy in, numpy out.
+
+        Raises:
+            DataError: an observation that does not fit the policy's ``observation_space``.
+        """
+        space: Any = self.observation_space
+        batched = is_batched(space, obs)
+        tensor: Any = obs_to_tensor(space, obs, self.device, batched=batched)
+        own = self.act(tensor if batched else tensor.unsqueeze(0), deterministic).action
+        array = self.env_action(own).cpu().numpy()
+        return array if batched else array[0]
 
     def player(self) -> Any:
         """A player of episodes that begin now, with the policy's ``act`` and ``predict``; a recurrent one keeps the hidden state."""
@@ -169,6 +180,12 @@ class Policy(nn.Module, ABC):
         """A copy that only acts, if it can be made."""
         return self.clone()
 
+    def save_only(self, names: set[str]) -> None:
+        """Leave all other tensors out of state dicts, and do not miss them when one is loaded."""
+        self._saved = names
+        self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether the common prefix of a group is encoded once, and micro-batches count it once."""
@@ -178,6 +195,15 @@ class Policy(nn.Module, ABC):
     def device(self) -> torch.device:
         """Device of the parameters."""
         return next(self.parameters()).device
+
+
+def _keep_saved(policy: Policy, state: MutableMapping[str, Tensor], prefix: str, metadata: dict[str, Any]) -> None:
+    for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in policy._saved]:
+        del state[name]
+
+
+def _expect_saved(policy: Policy, keys: Any) -> None:
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
 
 
 def with_state(obs: Nested, state: Tensor) -> TensorDict:

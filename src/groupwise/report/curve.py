@@ -1,7 +1,6 @@
 """Curves as SVG, whose lines and text have the colour of the page. matplotlib would take a second and 30 MiB to import."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -19,20 +18,14 @@ DASHES = ("none", "7 3", "2 3")
 """Dashes of the first, second and third ten lines."""
 WIDTH, HEIGHT = 700, 410
 LEFT, RIGHT, TOP, BOTTOM = 68, 682, 34, 330
+"""Place of the axes in a panel, in pixels."""
 LARGEST = 1e300
 """Scores beyond it are drawn there."""
-"""Place of the axes in a panel, in pixels."""
 Points = Sequence[tuple[float, float]]
 """Steps and scores."""
 
 
-def plot_curve(
-    metrics: Sequence[Mapping[str, Any]],
-    path: Path,
-    title: str,
-    xlabel: str,
-    ylabel: str,
-) -> None:
+def plot_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str, xlabel: str, ylabel: str) -> None:
     """Write the learning curve as SVG; see ``curve_svg``."""
     files.write(path, curve_svg(metrics, title, xlabel, ylabel, look="background: white; color: #222").encode())
 
@@ -49,8 +42,6 @@ def curve_svg(metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, yla
     panels = {"return_mean": ylabel}
     if any("rollout/success_rate" in entry or "eval/success_rate" in entry for entry in metrics):
         panels["success_rate"] = "success rate"
-    if metrics and all(_is_success(entry) for entry in metrics):
-        del panels["return_mean"]
     body = f'<text x="{WIDTH / 2}" y="20" font-size="15">{escape(title)}</text>'
     for number, (name, words) in enumerate(panels.items()):
         training, evaluated = points(metrics, f"rollout/{name}"), points(metrics, f"eval/{name}")
@@ -68,8 +59,8 @@ def curve_svg(metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, yla
             axes.line(evaluated if len(evaluated) > 1 else [], EVALUATION, 1)
             axes.dots(evaluated, EVALUATION)
             episodes = max(entry.get("eval/episodes", 0) for entry in entries)
-            said = f"evaluation (mean of {episodes:.0f}, 95 % interval)" if episodes else "evaluation"
-            legend.append((EVALUATION, said))
+            label = f"evaluation (mean of {episodes:.0f}, 95 % interval)" if episodes else "evaluation"
+            legend.append((EVALUATION, label))
         signs = "&#160;".join(f'<tspan fill="{color}">&#9644;</tspan> {word} ' for color, word in legend)
         axes.parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 66}">{signs}</text>')
         body += f'<g transform="translate(0 {number * HEIGHT})">{"".join(axes.parts)}</g>'
@@ -168,12 +159,6 @@ def short(value: float) -> str:
     return f"{value / size:.4g}{suffix}"
 
 
-def _is_success(entry: Mapping[str, Any]) -> bool:
-    """Whether the return is the success rate itself, as of a reward that is 1 for success."""
-    pairs = [(f"{of}/return_mean", f"{of}/success_rate") for of in ("rollout", "eval")]
-    return any(rate in entry for _, rate in pairs) and all(entry.get(mean) == entry.get(rate) for mean, rate in pairs)
-
-
 def points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
     """Environment steps and values of a metric."""
     return [(entry.get("env_steps", 0), float(entry[key])) for entry in metrics if key in entry]
@@ -200,17 +185,6 @@ def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str) -
         if len(places) == 1:
             body += f'<circle cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="2" fill="{color}"/>'
     return _svg(220, 50, f'<g font-size="10" text-anchor="end">{body}</g>', label)
-
-
-def histogram(values: Sequence[float], label: str) -> Markup:
-    """Ratios around 1, those beyond a factor of two in the outer bins."""
-    counts = Counter(min(max(int((value - 0.4) / 0.04), 0), 44) for value in values)
-    heights = {place: 50 * count / max(counts.values()) for place, count in counts.items()}
-    bars = "".join(
-        f'<rect x="{220 * place / 45:.1f}" y="{50 - high:.1f}" width="4.9" height="{high:.1f}" fill="{TRAINING}"/>'
-        for place, high in heights.items()
-    )
-    return _svg(220, 50, f'{bars}<path d="M73.3 0V50" stroke="currentColor"/>', label)
 
 
 def _svg(width: float, height: float, body: str, label: str, look: str = "") -> Markup:

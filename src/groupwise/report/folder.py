@@ -41,9 +41,13 @@ _PACKAGES = ("groupwise", "torch", "tensordict", "gymnasium", "numpy")
 
 def provenance() -> dict[str, Any]:
     """Versions, git state, machine, plugins and command."""
+    versions = {"python": platform.python_version(), "groupwise": None}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):  # of groupwise, where its source is on the path
+            versions[package] = version(package)
     return {
         "format": FORMAT,
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": versions,
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "git": _git_state(),
         "run_id": uuid4().hex,
@@ -51,13 +55,6 @@ def provenance() -> dict[str, Any]:
         "command": shlex.join(sys.argv),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git_state() -> dict[str, Any] | None:
@@ -173,14 +170,11 @@ class RunFolder:
     def create(
         cls, config: Mapping[str, Any], path: Path | None = None, *, name: str = "run", **known: Sequence[str]
     ) -> "RunFolder":
-        """A new folder with ``config`` in its ``config.json``.
+        """A new folder with ``config`` in its ``config.json``; a ``RunFolderError`` if something is there.
 
         Args:
             path: None makes ``runs/<name>-<time>``, numbered where it is taken.
             known: lists for its provenance: ``given_in_python`` names the objects that must come again to resume.
-
-        Raises:
-            RunFolderError: ``path`` is a file, or a folder that is not empty.
         """
         if path is None:
             stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -213,8 +207,7 @@ class RunFolder:
     def locked(self, rank: int = 0) -> Iterator[None]:
         """Keep every other process out while this one trains; rank 0 does it for all.
 
-        Raises:
-            RunFolderError: another one trains (names it), or the folder cannot be written.
+        A ``RunFolderError`` names the process that trains, or says why the folder cannot be written.
         """
         if rank != 0:
             yield
@@ -245,11 +238,7 @@ class RunFolder:
 
     @staticmethod
     def check_free(path: Path) -> None:
-        """Refuse a path that ``create`` would refuse.
-
-        Raises:
-            RunFolderError: ``path`` is a file, or a folder that is not empty.
-        """
+        """Refuse a path that is a file, or a folder that is not empty, by a ``RunFolderError``."""
         if not is_free(path):
             again = plugins.command("resume", path)
             raise RunFolderError(
@@ -258,11 +247,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """The folder of an earlier run.
-
-        Raises:
-            RunFolderError: it does not exist, is no run folder, or has a link that leads out of it.
-        """
+        """The folder of an earlier run; a ``RunFolderError`` if it is none, or has a link that leads out of it."""
         folder = cls(path)
         if not path.is_dir():
             raise RunFolderError(f"there is no run folder {str(path)!r}; fix: give the folder that training printed")
@@ -278,20 +263,12 @@ class RunFolder:
         return folder
 
     def read_config(self) -> dict[str, Any]:
-        """The settings of the run, without its provenance.
-
-        Raises:
-            RunFolderError: the file is damaged.
-        """
+        """The settings of the run, without its provenance; a ``RunFolderError`` if the file is damaged."""
         config = _read_object(self.config, _Config)
         return {key: value for key, value in config.items() if key != "provenance"}
 
     def check_format(self) -> None:
-        """Refuse a run of another version, whose settings may have other names.
-
-        Raises:
-            RunFolderError: it is one.
-        """
+        """Refuse a run of another version, whose settings may have other names, by a ``RunFolderError``."""
         if (found := self.read_provenance()["format"]) != FORMAT:
             raise RunFolderError(
                 f"{self.path} was made by {'an earlier' if found < FORMAT else 'a later'} version of groupwise (format "
@@ -299,11 +276,7 @@ class RunFolder:
             )
 
     def read_provenance(self) -> dict[str, Any]:
-        """Provenance as found when the run began, and the names of objects that were "given_in_python".
-
-        Raises:
-            RunFolderError: the file is damaged.
-        """
+        """Provenance as found when the run began, and the names of objects that were "given_in_python"."""
         return _Config.model_validate(_read_object(self.config, _Config)).provenance.model_dump()
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
@@ -317,19 +290,11 @@ class RunFolder:
         files.write(self.summary, _to_json(summary))
 
     def read_summary(self) -> dict[str, Any]:
-        """Scores and end of the run; empty if it was killed.
-
-        Raises:
-            RunFolderError: the file is damaged.
-        """
+        """Scores and end of the run; empty if it was killed."""
         return _read_object(self.summary, _Summary) if self.summary.is_file() else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """One dictionary per iteration; an incomplete last line is left out.
-
-        Raises:
-            RunFolderError: another line is damaged (names it).
-        """
+        """One dictionary per iteration; an incomplete last line is left out, another damaged line an error."""
         entries: list[dict[str, Any]] = []
         if not self.metrics.is_file():
             return entries
@@ -355,10 +320,6 @@ class RunFolder:
 
         Args:
             metric: unit of the interval between checkpoints, such as ``env_steps``.
-            interval: between checkpoints.
-
-        Raises:
-            RunFolderError: it had one.
         """
         metrics = self.read_metrics()
         saved = len(metrics) > 1 and metrics[-2].get(metric, 0) >= interval  # before the next iteration began
@@ -473,12 +434,7 @@ def interval_of(entry: Mapping[str, Any], score: str = "return_mean") -> tuple[f
 
 
 def mean_ci95(mean: float, std: float, count: int) -> tuple[float, float] | None:
-    """Student's 95 % confidence interval of a mean; None for a single score.
-
-    Args:
-        std: unbiased standard deviation of the scores.
-        count: how many scores.
-    """
+    """Student's 95 % confidence interval of a mean, from the unbiased deviation; None for a single score."""
     if count <= 1 or math.isnan(std):
         return None
     half = student_95(count - 1) * std / math.sqrt(count)
@@ -550,11 +506,7 @@ def kept_iterations(folder: Path) -> dict[int, Path]:
 
 
 def read_groups(path: Path, *names: str) -> dict[str, list[Any]]:
-    """The columns of a file, or some of them.
-
-    Raises:
-        RunFolderError: the file is damaged, or has other columns.
-    """
+    """The columns of a file, or some of them; a ``RunFolderError`` if it is damaged, or has others."""
     import pyarrow
     import pyarrow.parquet
 
@@ -651,11 +603,7 @@ class Frames(BaseModel, strict=True):
 
 
 def read_frames(path: Path) -> Frames | None:
-    """Frames that were written; None if there are none.
-
-    Raises:
-        RunFolderError: the file is damaged.
-    """
+    """Frames that were written; None if there are none, a ``RunFolderError`` if the file is damaged."""
     if not path.is_file():
         return None
     try:

@@ -30,8 +30,6 @@ class Finding(NamedTuple):
     text: str
     advice: str = ""
     """Steps to take; empty where all is well."""
-    values: Sequence[float] = ()
-    """Ratios to draw in place of metrics."""
 
 
 class Series:
@@ -217,11 +215,7 @@ def examine(entries: Sequence[Mapping[str, Any]], others: Sequence[Finding] = ()
 
 
 def diagnose(folder: RunFolder) -> list[Finding]:
-    """All findings on a run, the worst first.
-
-    Raises:
-        RunFolderError: a file is damaged.
-    """
+    """All findings on a run, the worst first; a ``RunFolderError`` if a file is damaged."""
     paths = list(kept_iterations(folder.groups).values())
     ends = [read_groups(path) for path in dict.fromkeys(paths[:1] + paths[-1:])]
     metrics, config, summary = folder.read_metrics(), folder.read_config(), folder.read_summary()
@@ -233,7 +227,7 @@ def diagnose(folder: RunFolder) -> list[Finding]:
         others.append(Finding(end, (), "bad", text, f"After its cause is gone: {again}"))
     elif not summary and not folder.is_training:
         text = "It was killed, or its machine stopped: out of memory, or out of time?"
-        others.append(Finding(end, (), "look", text, f"It goes on with: {again}"))
+        others.append(Finding(end, (), "look", text, f"To continue it: {again}"))
     if config["algorithm"]["name"] == CLONING:
         own = ("rollout/", "time/advantage")
         metrics = [{key: value for key, value in entry.items() if not key.startswith(own)} for entry in metrics]
@@ -251,14 +245,8 @@ def examine_groups(
     """
     found: list[Finding] = []
 
-    def add(title: str, text: str, is_sick: bool, advice: str, values: Sequence[float] = ()) -> None:
-        found.append(Finding(title, (), "look" if is_sick else "good", text, advice if is_sick else "", values))
-
-    def members(columns: Mapping[str, Sequence[Any]], name: str) -> list[tuple[int, list[Any]]]:
-        """Group and steps of each member."""
-        steps = zip(columns["group"], columns["member"], columns[name], strict=True)
-        rows = groupby(steps, key=lambda step: step[:2])
-        return [(group, [value for *_, value in some]) for (group, _), some in rows]
+    def add(title: str, text: str, is_sick: bool, advice: str) -> None:
+        found.append(Finding(title, (), "look" if is_sick else "good", text, advice if is_sick else ""))
 
     if known := [value for columns in files for value in columns["observation"] if value is not None]:
         observations = np.array(known)
@@ -268,19 +256,18 @@ def examine_groups(
         indices = bool((observations == observations.round()).all())  # the network gets them one-hot
         is_raw = not config.get("policy", {}).get("normalize_obs", False) and not indices
         add("Scale of observations", text, is_raw and size[largest] >= WILD, "Normalise them: policy.normalize_obs.")
-    if "group_size" in config["algorithm"] and "task" not in config and files and len(files[-1]["group"]):
-        returns = [(group, sum(paid)) for group, paid in members(files[-1], "reward")]
-        groups = [[value for _, value in some] for _, some in groupby(returns, key=lambda member: member[0])]
-        std = float(np.mean([np.std(group) for group in groups]))
-        text = f"Standard deviation of returns within a group, of those kept last: {std:.3g}."
-        add("Spread of returns", text, std <= 1e-6, "There is nothing to compare: see the return.")
     weights = [reward["weight"] for reward in config.get("task", {}).get("rewards", [])]
-    steps = [parts for columns in files for _, parts in members(columns, "reward_parts") if parts[0] is not None]
-    if len(weights) > 1 and steps:
+    totals: list[list[float]] = []  # of each member
+    for columns in files if len(weights) > 1 else ():
+        steps = zip(columns["group"], columns["member"], columns["reward_parts"], strict=True)
+        for _, some in groupby(steps, key=lambda step: step[:2]):
+            parts = [part for *_, part in some]
+            totals += [np.sum(parts, axis=0).tolist()] if parts[0] is not None else []
+    if totals:
         names = [name for entry in last for name in re.findall(r"reward/(\S+)_mean", " ".join(entry))]
         if len(names) != len(weights):  # a reward that gave nothing in the last iteration is not in its metrics
             names = [f"reward {number}" for number in range(1, len(weights) + 1)]
-        rewards = np.array([np.sum(parts, axis=0) for parts in steps]) * weights
+        rewards = np.array(totals) * weights
         spans = dict(zip(names, np.ptp(rewards, axis=0).tolist(), strict=True))
         widest = max(spans, key=lambda name: spans[name])
         drowned = " and ".join(name for name, span in spans.items() if 0 < span < 0.05 * spans[widest])
@@ -291,5 +278,5 @@ def examine_groups(
         far, edge = sum(not 0.5 <= value <= 2 for value in values) / len(values), len(values) // 20
         text = f"90 % of the ratios are from {values[edge]:.3f} to {values[-1 - edge]:.3f}; {100 * far:.1f} % outside of 0.5 to 2."
         advice = "Single actions moved far: lower learning_rate, or fewer num_epochs."
-        add("Ratios after the update", text, far > 0.05, advice, values)
+        add("Ratios after the update", text, far > 0.05, advice)
     return found

@@ -98,15 +98,11 @@
     const start = make("div", { class: "start" }, group.text ? group.start : `Start from seed ${group.start}`);
     const joined = ` A cell is ${group.stride} steps: rewards are summed, ratios and advantages averaged, the rest is that of the first.`;
     const read = group.text ? [] : [make("p", { class: "quiet" }, `Band: advantage. Line: return-to-go.${group.stride > 1 ? joined : ""}`)];
-    view.replaceChildren(title, ...(group.start ? [start] : []), ...read, ...(group.diff ? [differences(group)] : []),
+    view.replaceChildren(title, ...(group.start ? [start] : []), ...read,
       make("div", { class: group.text ? "detail sticky" : "detail", "aria-live": "polite" }),
       ...group.members.map((member, index) => (group.text ? tokens : strip)(group, member, index)));
     mark();
   }
-
-  const differences = (group) => make("details", {}, make("summary", {}, "Best and worst: words that the other does not have"),
-    ...group.diff.map((part) => make("p", { class: "completion" }, make("span", { class: "badge" }, show(part.return)), " ",
-      ...part.words.map(([text, differs]) => (differs ? make("mark", {}, text) : text)))));
 
   const head = (group, member, index) => make("header", {},
     make("strong", {}, `Member ${index}${member.greedy ? " (greedy)" : ""}: ${isText ? "reward" : "return"} ${show(member.return)}`),

@@ -2,11 +2,9 @@
 
 import json
 import math
-import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from difflib import SequenceMatcher
 from html import escape
 from importlib.resources import files as resources
 from itertools import groupby
@@ -23,7 +21,7 @@ from groupwise.config import resolve
 from groupwise.config.base import flat
 from groupwise.config.run import BUDGETS, TextRunCfg
 from groupwise.errors import ConfigError
-from groupwise.report.curve import curve_svg, histogram, small
+from groupwise.report.curve import curve_svg, small
 from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_frames, read_groups, scores_of
 from groupwise.report.health import CLONING, WORDS, Metrics, diagnose
 
@@ -37,18 +35,11 @@ MAX_BYTES = 1_200_000
 """JSON of all groups together."""
 MAX_CELLS = 240
 """Cells of a member; in longer episodes a cell is several steps."""
-MAX_NUMBERS = 64
-"""Length of an observation or action; longer ones, such as pictures, are not shown."""
-_WORD = re.compile(r"\s*\S+|\s+$")
 Number: TypeAlias = float | int | None
 
 
 def load_groups(folder: Path) -> list[dict[str, Any]]:
-    """The groups that fit, by iteration and then by spread of returns; those of the last and the first iteration go first.
-
-    Raises:
-        RunFolderError: a file is damaged.
-    """
+    """The groups that fit, by iteration and then by spread of returns; those of the last and the first iteration go first."""
     waiting = []
     for path in kept_iterations(folder).values():
         columns = read_groups(path)
@@ -82,24 +73,7 @@ def _group(steps: list[dict[str, Any]]) -> dict[str, Any]:
     returns = [sum(step["reward"] for step in episode) for episode in episodes]
     known = {key: steps[0][key] for key in ("iteration", "env_steps", "group", "start")}
     spread = _number(max(returns) - min(returns))
-    group = known | {"spread": spread, "stride": stride, "text": is_text, "members": members}
-    return group | {"diff": extremes(members)} if is_text and spread else group
-
-
-def extremes(members: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return and words of the best and the worst completion; each stretch with whether the other lacks it at its place."""
-    ranked = sorted(members, key=lambda member: -member["return"])
-    ends = ranked[:1] + ranked[1:][-1:]
-    best, worst = (_WORD.findall("".join(member["token"])) for member in (ranked[0], ranked[-1]))
-    match = SequenceMatcher(None, [word.strip() for word in best], [word.strip() for word in worst])
-    spans = [
-        (("".join(best[i:j]), how != "equal"), ("".join(worst[k:m]), how != "equal"))
-        for how, i, j, k, m in match.get_opcodes()
-    ]
-    return [
-        {"return": end["return"], "words": [pair[side] for pair in spans if pair[side][0]]}
-        for side, end in enumerate(ends)
-    ]
+    return known | {"spread": spread, "stride": stride, "text": is_text, "members": members}
 
 
 def _member(steps: list[dict[str, Any]], stride: int) -> dict[str, Any]:
@@ -118,11 +92,8 @@ def _member(steps: list[dict[str, Any]], stride: int) -> dict[str, Any]:
         member[key] = _short(_mean([step[key] for step in cell]) for cell in cells)
     if steps[0]["token"] is not None:
         return member | {"token": [step["token"] for step in steps]}
-    if steps[0]["action"] is not None and len(steps[0]["action"]) <= MAX_NUMBERS:
-        member["action"] = [list(map(_number, cell[0]["action"])) for cell in cells]
-    if steps[0]["observation"] is not None and len(steps[0]["observation"]) <= MAX_NUMBERS:
-        member["observation"] = [list(map(_number, cell[0]["observation"])) for cell in cells]
-    return member
+    known = [key for key in ("action", "observation") if steps[0][key] is not None]
+    return member | {key: [list(map(_number, cell[0][key])) for cell in cells] for key in known}
 
 
 def _mean(values: Sequence[Number]) -> Number:
@@ -216,7 +187,8 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             data=to_json(groups),
             frames=frames.model_dump() if frames and shown.intersection([(frames.iteration, frames.group)]) else None,
             num_iterations=len({group["iteration"] for group in groups}),
-            why_no_groups=_why_no_groups(config),
+            cloning=config["algorithm"]["name"] == CLONING,
+            keeps_groups=config.get("evaluation", {}).get("num_logged_groups", 0) > 0,
             given=given,
             others=others,
             versions=_without_none(provenance.get("versions") or {}),
@@ -325,14 +297,18 @@ def _ending(folder: RunFolder, metrics: list[dict[str, Any]], unit: str) -> str:
 
 
 def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The best and the worst completion, for a language model, of some groups of the first and the last iteration."""
+    """The best and the worst completion of some groups of the first and the last iteration of a language model."""
     if not groups or not groups[0]["text"]:
         return []
     iterations = [group["iteration"] for group in groups]
     found = []
     for iteration in sorted({min(iterations), max(iterations)}):
         some = [group for group in groups if group["iteration"] == iteration][:STATIC_GROUPS]
-        shown = [{"start": group["start"], "members": extremes(group["members"])} for group in some]
+        ranked = [sorted(group["members"], key=lambda member: -member["return"]) for group in some]
+        shown = [
+            {"start": group["start"], "members": ends[:1] + ends[1:][-1:]}
+            for group, ends in zip(some, ranked, strict=True)
+        ]
         found.append({"iteration": iteration, "groups": shown})
     return found
 
@@ -344,18 +320,8 @@ def _health(metrics: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dic
     for finding in diagnose(folder):
         label = f"{finding.title}, all of training"
         picture = small([(read[key].steps, read[key].values) for key in finding.keys], label) if finding.keys else ""
-        if finding.values:
-            picture = histogram(finding.values, f"Histogram: {finding.title.lower()}")
         rows.append(finding._asdict() | {"picture": picture, "word": WORDS[finding.verdict]})
     return rows
-
-
-def _why_no_groups(config: Mapping[str, Any]) -> str:
-    if config.get("evaluation", {}).get("num_logged_groups", 0) == 0:
-        return "This run kept no groups: evaluation.num_logged_groups is 0, or it is of an earlier version."
-    if config["algorithm"]["name"] == CLONING:
-        return "Cloning has no groups."
-    return "No groups yet: a run keeps some with each evaluation."
 
 
 def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -389,7 +355,6 @@ def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[st
         "cores": machine.get("cores"),
         "git commit": f"{git['commit']}{' with changes' if git.get('dirty') else ''}" if git.get("commit") else None,
         "peak memory": f"{summary['peak_memory_mib']:,.0f} MiB" if summary.get("peak_memory_mib") else None,
-        "size on disk": f"{summary['disk_mib']} MiB" if summary.get("disk_mib") else None,
         "plugins": ", ".join(provenance["plugins"]),
     }
     return _without_none(facts)
@@ -432,15 +397,12 @@ class Curve(str):
         return str(self)
 
 
-class Frame:
+class Frame(str):
     """A page, which a notebook shows in a frame."""
-
-    def __init__(self, page: str) -> None:
-        self.page = page
 
     def _repr_html_(self) -> str:
         # without the base, links inside the page would lead to the notebook
-        page = self.page.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
+        page = self.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
         style = "width: 100%; height: 45rem; border: 0"
         return f'<iframe srcdoc="{escape(page)}" title="Page of the run" style="{style}"></iframe>'
 

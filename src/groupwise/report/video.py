@@ -40,8 +40,6 @@ MAX_FRAMES = 100
 """Longer episodes show fewer of their steps, too."""
 MAX_STEPS = 1000
 """Truncates the episode."""
-MAX_DIFFERENCE = 4
-"""Difference of a colour, of 255, from which on a frame gets a palette of its own."""
 LAST_DELAY = 1000
 """Milliseconds that the last frame stays before the video begins again."""
 
@@ -53,18 +51,17 @@ class NoPictureError(EnvError):
 def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: int) -> None:
     """Write an episode of the greedy policy as GIF or WebP (by suffix), at the speed of the environment.
 
+    A ``NoPictureError`` if the environment does not render to arrays, another ``EnvError`` if its renderer fails.
+
     Args:
         env: a callable that returns the environment, used instead of ``cfg.id``; it sets its render mode itself.
-
-    Raises:
-        NoPictureError: the environment does not render to arrays.
-        EnvError: its renderer failed.
     """
     with no_display(), explained(cfg.id):
         made = rendering_env(cfg, env)
         try:
+            colors = 256 if path.suffix == ".gif" else None
             fps = float(made.metadata.get("render_fps") or MAX_FPS)
-            frames, stride = _play(policy, made, cfg, seed, math.ceil(fps / MAX_FPS), path.suffix == ".gif")
+            frames, stride = _play(policy, made, cfg, seed, math.ceil(fps / MAX_FPS), colors)
         finally:
             with suppress(Exception):  # a broken renderer may fail again
                 made.close()
@@ -80,11 +77,7 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
 
 
 def draw_one_frame(env_id: str) -> None:
-    """Draw the start of an episode, and forget it.
-
-    Raises:
-        EnvError: the environment or its renderer failed.
-    """
+    """Draw the start of an episode, and forget it; an ``EnvError`` if the environment or its renderer fails."""
     with no_display(), explained(env_id):
         made = rendering_env(EnvCfg(id=env_id), None)
         made.reset(seed=0)
@@ -92,21 +85,11 @@ def draw_one_frame(env_id: str) -> None:
         made.close()
 
 
-def rendering_env(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
-    """One environment that renders to arrays, with its masks; arguments as of ``film``.
-
-    Raises:
-        NoPictureError: it cannot render so.
-    """
-    from groupwise.envs.gymnasium import with_masks
-
-    return with_masks(make_rendering(cfg, env), cfg)
-
-
-def make_rendering(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
-    """The environment of ``rendering_env``, without masks."""
+def rendering_env(cfg: EnvCfg, env: object | None, *, masks: bool = True) -> "Env[Any, Any]":
+    """One environment that renders to arrays, with its masks if asked; arguments and errors as of ``film``."""
     import gymnasium
 
+    from groupwise.envs.gymnasium import with_masks
     from groupwise.envs.make import makes_rows
     from groupwise.envs.names import import_package
 
@@ -128,19 +111,18 @@ def make_rendering(cfg: EnvCfg, env: object | None) -> "Env[Any, Any]":
         raise NoPictureError(
             f"no video: {made} does not render to arrays; fix: leave the video out, or make it with render_mode='rgb_array'"
         )
-    return made
+    return with_masks(made, cfg) if masks else made
 
 
 def _play(
-    policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: int, few_colors: bool
+    policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: int, colors: int | None
 ) -> tuple[list["Image"], int]:
     """Frames of an episode with its end, and the steps between two of them, which double whenever they become too many."""
-    frames, palette, actions, player = [], Palette(), deque[Any](), policy.player()
-    reduced = palette.reduced if few_colors else lambda frame: frame
+    frames, actions, player = [], deque[Any](), policy.player()
     obs, _ = env.reset(seed=seed)
     for step in range(MAX_STEPS):
         if step % stride == 0:
-            frames.append(reduced(draw(env)))
+            frames.append(draw(env, colors=colors))
         if len(frames) > MAX_FRAMES:
             frames, stride = frames[::2], 2 * stride
         if not actions:
@@ -149,38 +131,17 @@ def _play(
         obs, _, terminated, truncated, _ = env.step(actions.popleft())
         if terminated or truncated:
             break
-    return [*frames, reduced(draw(env))], stride
+    return [*frames, draw(env, colors=colors)], stride
 
 
-def draw(env: "Env[Any, Any]", size: int = MAX_SIZE) -> "Image":
+def draw(env: "Env[Any, Any]", size: int = MAX_SIZE, colors: int | None = None) -> "Image":
     """The frame that the environment renders, at most ``size`` pixels wide and high."""
     from PIL import Image
 
     frame = Image.fromarray(env.render())  # type: ignore[arg-type]
-    return frame.reduce(math.ceil(max(*frame.size, size) / size))
-
-
-class Palette:
-    """Reduces frames to 256 colours as they are drawn, which takes a quarter of the memory: a byte for a pixel.
-
-    Frames share a palette as long as it has their colours, which makes files smaller and takes a fraction of the time of a
-    palette for each.
-    """
-
-    def __init__(self) -> None:
-        self._last: Image | None = None
-
-    def reduced(self, frame: "Image") -> "Image":
-        """The frame in 256 colours."""
-        from PIL import Image, ImageChops, ImageStat
-
-        if self._last is not None:
-            found = frame.quantize(palette=self._last, dither=Image.Dither.NONE)
-            apart = ImageStat.Stat(ImageChops.difference(found.convert("RGB"), frame).reduce(4)).extrema
-            if max(high for _, high in apart) <= MAX_DIFFERENCE:
-                return found
-        self._last = frame.quantize(method=Image.Quantize.MAXCOVERAGE)  # half of median cut's time
-        return self._last
+    frame = frame.reduce(math.ceil(max(*frame.size, size) / size))
+    # a byte for a pixel; MAXCOVERAGE takes half of median cut's time
+    return frame if colors is None else frame.quantize(colors, Image.Quantize.MAXCOVERAGE)
 
 
 @contextmanager
@@ -232,12 +193,7 @@ def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, ou
     """Write the frames of the group of the latest kept iteration whose returns differ most.
 
     Args:
-        cfg: its ``start_mode`` is that of training.
-        env: as of ``film``.
-
-    Raises:
-        NoPictureError: the environment does not render to arrays.
-        EnvError: its renderer failed.
+        cfg: its ``start_mode`` is that of training. ``env`` and errors are as of ``film``.
     """
     kept = kept_iterations(groups)
     if not kept:
@@ -280,18 +236,14 @@ class _Player:
         def make(**kwargs: Any) -> Any:
             if env is None and cfg.max_episode_steps is not None:
                 kwargs["max_episode_steps"] = cfg.max_episode_steps
-            self.drawing = make_rendering(cfg.model_copy(update={"kwargs": kwargs}), env)
+            self.drawing = rendering_env(cfg.model_copy(update={"kwargs": kwargs}), env, masks=False)
             return self.drawing
 
         rows = cfg.model_copy(update={"vectorization": "sync"})
         self.env: GroupEnv = make_env(rows, grouped=True, num_envs=1, env=make, verify=False)
 
     def play(self, member: _Columns, number: int, stride: int) -> "list[Image]":
-        """Frames of a member, and of its end.
-
-        Raises:
-            NoFramesError: it goes elsewhere than when it was recorded.
-        """
+        """Frames of a member, and of its end; a ``NoFramesError`` if it goes elsewhere than when it was recorded."""
         if member["observation"][0] is None or member["action"][0] is None:
             raise NoFramesError(f"No frames: more than {MAX_WIDTH} numbers are not kept, and could not be compared.")
         every, start = np.ones(1, np.bool_), np.array([int(member["start"][0])])
@@ -335,11 +287,7 @@ def _widest_group(columns: _Columns) -> tuple[int, list[dict[str, list[Any]]]]:
 
 
 def sheet(rows: "Sequence[Sequence[Image]]") -> bytes:
-    """All frames in one picture, as WebP of the best quality that is small enough.
-
-    Raises:
-        NoFramesError: none is.
-    """
+    """All frames as one WebP picture of the best quality that is small enough; a ``NoFramesError`` if none is."""
     from PIL import Image
 
     width, height = rows[0][0].size

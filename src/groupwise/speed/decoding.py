@@ -52,17 +52,13 @@ class FastDecoder(Decoder):
             del steps, ours, theirs  # they hold caches of their own
             self.used = "llama" if off <= policy.rounding else "transformers"
             if self.used == "transformers":
-                _warn_of_other_numbers(policy, off)
+                warnings.warn(
+                    f"{type(policy.network).__name__} decodes with transformers (no fast step): log-probabilities of the fast "
+                    f"step differ by {off:.2g}, at most {policy.rounding} is rounding",
+                    SlowPathWarning,
+                    stacklevel=3,
+                )
         return LlamaStep(policy, prompts) if self.used == "llama" else Step(policy, prompts)
-
-
-def _warn_of_other_numbers(policy: CausalLM, off: float) -> None:
-    message = (
-        f"{type(policy.network).__name__} decodes with transformers (no fast step): log-probabilities of the fast step"
-    )
-    warnings.warn(
-        f"{message} differ by {off:.2g}, at most {policy.rounding} is rounding", SlowPathWarning, stacklevel=4
-    )
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:
@@ -125,7 +121,9 @@ class LlamaStep(Step):
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, after its token."""
         if self._length == self._stores[0].shape[3]:
-            self._grow()
+            for number, store in enumerate(self._stores):
+                grown = self._stores[number] = store.new_empty(*store.shape[:3], self._length + ROOM, self._head_width)
+                grown[:, :, :, : self._length] = store
         mask = None if self._mask is None else self._mask[:, :, :, : self._length + 1]
         with autocast_off(token.device.type):
             hidden = self._embed(token)
@@ -137,11 +135,6 @@ class LlamaStep(Step):
             hidden = self._norm(hidden)
         self._length, self._position = self._length + 1, self._position + 1
         return hidden
-
-    def _grow(self) -> None:
-        for number, store in enumerate(self._stores):
-            grown = self._stores[number] = store.new_empty(*store.shape[:3], self._length + ROOM, self._head_width)
-            grown[:, :, :, : self._length] = store
 
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
         """Drop the other rows."""
@@ -210,16 +203,16 @@ def _linear(policy: CausalLM, *modules: Any) -> _Map:
     biases = [module.bias for module in modules if module.bias is not None]
     plain = all(type(module) is nn.Linear and not has_hooks(module) for module in modules)
     if not plain or len(biases) not in (0, len(modules)):
-        return lambda x: _called(policy, modules, x)
+
+        def called(x: Tensor) -> Tensor:
+            with policy.computing():
+                return torch.cat([module(x) for module in modules], dim=-1)
+
+        return called
     dtype = policy.autocast or modules[0].weight.dtype
     weight = torch.cat([module.weight.to(dtype) for module in modules])
     bias = torch.cat(biases).to(dtype) if biases else None
     return lambda x: functional.linear(x if policy.autocast is None else x.to(dtype), weight, bias)
-
-
-def _called(policy: CausalLM, modules: Sequence[Any], x: Tensor) -> Tensor:
-    with policy.computing():
-        return torch.cat([module(x) for module in modules], dim=-1)
 
 
 def _store(layer: Any, group_size: int) -> Float[Tensor, "2 row group room width"]:

@@ -61,18 +61,6 @@ class Completions(list[Tensor]):
         """The completions without their prompts and without special tokens."""
         return [[member.text for member in group] for group in self.groups]
 
-    def masks(self) -> list[Tensor]:
-        """Masks ``[G, L - 1]`` of each prompt: True where the next token belongs to the completion."""
-        masks = []
-        for ids, group in zip(self, self.groups, strict=True):
-            first = torch.tensor([len(member.prompt.tokens) for member in group])[:, None] - 1
-            place, count = (
-                torch.arange(ids.shape[1] - 1),
-                torch.tensor([len(member.tokens) for member in group])[:, None],
-            )
-            masks.append((place >= first) & (place < first + count))
-        return masks
-
 
 # Prompts and rewards as an environment of one step
 
@@ -303,8 +291,13 @@ class LanguageAgent:
         ]
         write(list(chain(*groups)), partial(complete, self.policy), cfg.sampling, Dialogue(self._encoder))
         self.iteration += training
-        completions = Completions(groups)
-        return completions, completions.masks()
+        completions, masks = Completions(groups), []
+        for ids, group in zip(completions, groups, strict=True):
+            first = torch.tensor([len(member.prompt.tokens) for member in group])[:, None] - 1
+            count = torch.tensor([len(member.tokens) for member in group])[:, None]
+            place = torch.arange(ids.shape[1] - 1)
+            masks.append((place >= first) & (place < first + count))
+        return completions, masks
 
     def learn(self, experiences: Experiences) -> tuple[float, float]:
         """Update the policy; returns the loss, and the KL to the reference, 0 without one.

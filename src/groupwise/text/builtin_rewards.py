@@ -3,14 +3,11 @@
 An answer is right as a whole or not at all: it is not searched for in a longer one, and never run as code.
 """
 
-import contextlib
 import functools
-import io
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -20,22 +17,8 @@ from groupwise.text.rewards import Completion, RewardObject, Score, register_rew
 from groupwise.text.sandbox import MathVerifier
 from groupwise.text.tools import ARITHMETIC_ERRORS, value_of
 
-# Tasks of reasoning-gym: right answers, and tasks that cannot be scored
+# Tasks of reasoning-gym: one right answer, expressions that are computed, and tasks that cannot be scored
 
-SCORED_TASKS = frozenset(
-    [
-        "chain_sum",
-        "decimal_chain_sum",
-        "group_anagrams",
-        "jugs",
-        "knight_swap",
-        "palindrome_generation",
-        "palindrome_partitioning",
-        "products",
-        "shortest_path",
-    ]
-)
-"""Tasks with several right answers, to which their own scorer gives full marks only if the answer is right."""
 COMPUTED_TASKS = frozenset(["countdown", "puzzle24"])
 """Tasks whose expressions are computed here, exactly: their own scorers run them as code, and accept results that are close."""
 REFUSED_TASKS = frozenset(
@@ -43,43 +26,35 @@ REFUSED_TASKS = frozenset(
         "boxnet",
         "composite",
         "graph_color",
+        "group_anagrams",
         "intermediate_integration",
+        "jugs",
+        "knight_swap",
         "n_queens",
+        "palindrome_generation",
+        "palindrome_partitioning",
         "polynomial_equations",
         "propositional_logic",
         "quantum_lock",
         "rubiks_cube",
         "rush_hour",
+        "shortest_path",
         "simple_integration",
         "sokoban",
         "tower_of_hanoi",
     ]
 )
-"""Tasks with several right answers whose own scorers run answers as code, or accept malformed ones."""
-_LONGEST = 10_000
+"""Other tasks with several right answers. Scorers of some run answers as code, or accept malformed ones."""
 _EXPRESSION = re.compile(r"(?!.*(\*\*|//))[0-9\s()+*/-]{1,200}", re.DOTALL)
 
 
 def is_right(task: str, given: str, answer: str | None, metadata: Mapping[str, Any]) -> bool:
     """Whether the given answer solves the task of an example; a ``ConfigError`` if it is one of ``REFUSED_TASKS``."""
     if task in REFUSED_TASKS:
-        raise ConfigError(
-            f"{GYM}{task} has many right answers, which its own scorer cannot tell from wrong ones; fix: a reward of your own"
-        )
+        raise ConfigError(f"{GYM}{task} has many right answers, of which the data have one; fix: a reward of your own")
     if answer is not None and given == answer.strip():
         return True
-    if not given or len(given) > _LONGEST:
-        return False
-    if task in COMPUTED_TASKS:
-        return computes(given, metadata["numbers"], metadata.get("target", 24))
-    if task not in SCORED_TASKS:
-        return False
-    require_extra("reasoning_gym", "text")
-    from reasoning_gym.factory import get_score_answer_fn
-
-    entry = {"answer": answer, "metadata": deepcopy(dict(metadata))}  # some scorers write into it
-    with contextlib.redirect_stdout(io.StringIO()):  # some print
-        return float(get_score_answer_fn(task)(given, entry)) >= 1
+    return task in COMPUTED_TASKS and computes(given, metadata["numbers"], metadata.get("target", 24))
 
 
 def computes(expression: str, numbers: list[int], result: int) -> bool:
@@ -158,15 +133,8 @@ class AnswerReward(RewardObject, ABC):
 class ExactReward(AnswerReward):
     """1 if the answer is the column's text, white space at the ends aside."""
 
-    def __init__(
-        self, column: str = "answer", where: Where = "auto", case: Literal["matters", "ignored"] = "matters"
-    ) -> None:
-        super().__init__(column, where)
-        self._fold: Callable[[str], str] = str.casefold if case == "ignored" else str
-
     def _score(self, gold: object, completion: str) -> Score:
-        answer = final_answer(completion, self._where)
-        return float(answer is not None and self._fold(answer) == self._fold(str(gold).strip()))
+        return float(final_answer(completion, self._where) == str(gold).strip())
 
 
 @register_reward("numeric")
@@ -229,7 +197,7 @@ class MathReward(AnswerReward):
 
 @register_reward("reasoning_gym")
 class GymReward(RewardObject):
-    """1 if the answer, in its tag or the whole completion, is right for its task of reasoning-gym (``gym_scores``)."""
+    """1 if the answer, in its tag or the whole completion, is right for its task of reasoning-gym."""
 
     columns = ("task", "answer", "metadata")
 

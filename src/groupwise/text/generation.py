@@ -1,7 +1,6 @@
 """Generation of completions: each group's prompt is encoded once (prefix sharing)."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -12,37 +11,12 @@ from torch.nn import functional
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.random import hash_pair, mix, unit
-from groupwise.policies.base import Batch
-from groupwise.text.vocabulary import LogitProcessor
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
 
 
-# Logits: penalties for repeated tokens, and filters that keep the likeliest tokens
-
-_NEVER = -1e30
-"""The logit of a token that is not kept: finite, so that 0 times it is 0."""
-
-
-def penalized(
-    logits: Float[Tensor, "row vocabulary"],
-    sampling: SamplingCfg,
-    text: Int[Tensor, "row place"],
-    written: Int[Tensor, "row written"],
-) -> tuple[Float[Tensor, "row vocabulary"], Float[Tensor, "row vocabulary"]]:
-    """Logits after the penalties, and their derivative.
-
-    Args:
-        text: prompt and completion so far, for the repetition penalty.
-        written: the completion so far, or that of this turn, for the presence penalty.
-
-    Source: Keskar et al., "CTRL", 2019, section 4.1, with the sign of transformers and vLLM; OpenAI's API for the presence
-    penalty.
-    """
-    factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
-    factor = factor.masked_fill(~_among(text, logits.shape[1]), 1)
-    return logits * factor - sampling.presence_penalty * _among(written, logits.shape[1]), factor
+# Filters that keep the likeliest tokens
 
 
 def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) -> Int[Tensor, "row kept"]:
@@ -67,37 +41,6 @@ def kept_tokens(logits: Float[Tensor, "row vocabulary"], sampling: SamplingCfg) 
     return ids.masked_fill(ids == vocabulary, -1)
 
 
-def recorded_processor(batch: Batch, sampling: SamplingCfg) -> LogitProcessor:
-    """The processing that the logits of the tokens in ``loss_mask`` had when they were sampled.
-
-    The batch has ``turn_id`` for penalties, and for filters ``support``: the ids that were kept, ``[N, T, kept]``.
-    """
-    mask = batch["loss_mask"]
-    row, step = mask.nonzero(as_tuple=True)
-    place = torch.arange(mask.shape[1], device=mask.device)
-    tokens = batch["obs"].masked_fill(~batch["valid"], -1)
-
-    def process(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
-        derivative = None
-        if sampling.has_penalties:
-            # slot t holds token t, which precedes its action and was the action of slot t - 1
-            text, turn = tokens[row[part]].masked_fill(place > step[part, None], -1), batch["turn_id"][row[part]]
-            other_turn = functional.pad(turn, (1, -1), value=-1) != turn.gather(1, step[part, None])
-            logits, derivative = penalized(logits, sampling, text, text.masked_fill(other_turn, -1))
-        if sampling.has_filters:
-            kept = _among(batch["support"][row[part], step[part]].long(), logits.shape[1])
-            logits = logits.masked_fill(~kept, _NEVER)
-        return logits, derivative
-
-    return process
-
-
-def _among(ids: Int[Tensor, "row place"], vocabulary: int) -> Bool[Tensor, "row vocabulary"]:
-    """Whether each token is one of the ids."""
-    found = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
-    return found.scatter_(1, ids.masked_fill(ids < 0, vocabulary), True)[:, :vocabulary]
-
-
 # Sampling of tokens, and the ends of completions
 
 BLOCK = 256
@@ -116,15 +59,13 @@ class Completion(NamedTuple):
     """Reason why it ended: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[Int[Tensor, " kept"]] | None = None
     """Tokens that could be drawn at each step with ``top_k``, ``top_p`` or ``min_p``, by rising id; -1 fills up."""
-    policy_version: list[int] | None = None
-    """Iteration whose policy generated each token, for completions from servers."""
 
 
 class DecodingState:
     """The state of decoding: all completions; each step adds a token to every unfinished one.
 
-    A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch. ``prompt``,
-    -1 at padding, is only needed for the repetition penalty, and the tokenizer for stop strings.
+    A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch. The tokenizer
+    is only needed for stop strings.
     """
 
     def __init__(
@@ -134,7 +75,6 @@ class DecodingState:
         eos_ids: Sequence[int],
         tokenizer: Any = None,
         *,
-        prompt: Int[Tensor, "row place"] | None = None,
         deterministic: bool = False,
     ) -> None:
         if sampling.stop and tokenizer is None:
@@ -149,7 +89,6 @@ class DecodingState:
         self._step = 0
         self._tokens = torch.zeros(count, sampling.max_new_tokens, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(count, sampling.max_new_tokens, device=device)
-        self._prompt = self._tokens[:, :0] if prompt is None else prompt
         self._supports: list[tuple[Tensor, Tensor]] = []
         self._lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
 
@@ -158,9 +97,6 @@ class DecodingState:
     ) -> tuple[Int[Tensor, " running"], Bool[Tensor, " running"]]:
         """The next token of each unfinished row, and whether the row is still unfinished."""
         rows, step = self.running, self._step
-        if self._sampling.has_penalties:
-            written = self._tokens[rows, :step]
-            logits, _ = penalized(logits, self._sampling, torch.cat([self._prompt[rows], written], dim=1), written)
         chance = self._chances[rows, step]
         token, log_prob, support = draw(logits, chance, self._sampling, deterministic=self._deterministic)
         self._tokens[rows, step], self._log_probs[rows, step] = token, log_prob
@@ -283,20 +219,6 @@ class Step:
 class Decoder:
     """The decoding step of a policy: its model's own modules. ``speed/`` replaces ``policy.decoder``."""
 
-    def context(self, policy: "CausalLM") -> AbstractContextManager:
-        """The context of a generation: no gradient."""
-        return torch.no_grad()
-
-    def head(self, policy: "CausalLM") -> Head:
-        """The output embeddings, for one call of ``complete``."""
-        weight = policy.head.float()
-
-        def logits(hidden: Tensor) -> Tensor:
-            with torch.autocast(hidden.device.type, enabled=False):
-                return functional.linear(hidden.float(), weight)
-
-        return logits
-
     def step(self, policy: "CausalLM", prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
         """The step that extends the rows, whose first tokens are ``token``."""
         return Step(policy, prompts)
@@ -320,14 +242,16 @@ def complete(
 
     sampling = sampling or policy.sampling
     size = seeds.shape[1]
-    with policy.decoder.context(policy), policy.computing():
+    with torch.no_grad(), policy.computing():
+        weight = policy.head.float()  # half precision is converted here once, not at each token
+
+        def head(hidden: Tensor) -> Tensor:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return functional.linear(hidden.float(), weight)
+
         tokens, valid = left_padded(prompts, policy.device)
         rows = seeds.reshape(-1).to(policy.device)
-        prompt = tokens.masked_fill(~valid, -1).repeat_interleave(size, dim=0)
-        state = DecodingState(
-            rows, sampling, policy.eos_ids, policy.tokenizer, prompt=prompt, deterministic=deterministic
-        )
-        head = policy.decoder.head(policy)  # half precision is converted here once, not at each token
+        state = DecodingState(rows, sampling, policy.eos_ids, policy.tokenizer, deterministic=deterministic)
         cache: Any = DynamicCache(config=policy.network.config)
         hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
         token, unfinished = state.write(head(hidden).repeat_interleave(size, dim=0))

@@ -7,7 +7,7 @@ import copy
 import functools
 import sys
 import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
@@ -24,8 +24,8 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.data.rollout import TensorDict, TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.text.generation import Decoder, complete, left_padded, recorded_processor
-from groupwise.text.vocabulary import token_scores, unprocessed
+from groupwise.text.generation import Decoder, complete, left_padded
+from groupwise.text.vocabulary import token_scores
 
 # Prefix sharing: the common prefix of a group's rows is encoded once
 
@@ -137,7 +137,7 @@ class CausalLM(Policy):
         self.sampling = sampling or SamplingCfg()
         self.actor_only, self.tokenizer, self.autocast = actor_only, tokenizer, autocast
         self.action_spec = TensorSpec((), torch.int64)
-        self.batch_keys += ("support",) * self.sampling.has_filters + ("turn_id",) * self.sampling.has_penalties
+        self.batch_keys += ("support",) * self.sampling.has_filters
         peft = sys.modules.get("peft")  # imported by the code that made a model with adapters
         self.has_adapters = peft is not None and isinstance(model, peft.PeftModel)
         """Whether the model has adapters by peft."""
@@ -161,9 +161,7 @@ class CausalLM(Policy):
         """The decoding step in generation."""
         named = dict(self.named_parameters())  # each by its first name, as weights may be tied
         trained = {name for name, parameter in named.items() if parameter.requires_grad}
-        self._saved = (trained or set(named)) | {name for name, _ in self.named_buffers()}
-        self.register_state_dict_post_hook(_keep_saved)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_expect_saved)  # type: ignore[no-untyped-call]
+        self.save_only((trained or set(named)) | {name for name, _ in self.named_buffers()})
 
     def train(self, mode: bool = True) -> "CausalLM":
         """Set the mode, but keep layers quantised by bitsandbytes in training mode."""
@@ -211,10 +209,9 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask = batch["loss_mask"]
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
-        processes = self.sampling.has_filters or self.sampling.has_penalties
-        processor = recorded_processor(batch, self.sampling) if processes else unprocessed
+        support = batch["support"][mask] if self.sampling.has_filters else None
         token, temperature = batch["action"][mask], self.sampling.temperature
-        scores = token_scores(hidden, self.head, token, temperature=temperature, processor=processor)
+        scores = token_scores(hidden, self.head, token, temperature=temperature, support=support)
         log_prob, entropy = (_spread(score, mask) for score in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
 
@@ -259,7 +256,7 @@ class CausalLM(Policy):
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """The next token of B contexts: token ids ``[B, T]``, or a sequence of ids for each.
 
-        Its log-probability is that of the sampling distribution. To penalties the context is a prompt.
+        Its log-probability is that of the sampling distribution.
         """
         ids = obs.tolist() if isinstance(obs, Tensor) else obs
         seeds = torch.randint(2**31, (len(ids), 1), generator=generator, device=self.device)
@@ -386,19 +383,6 @@ class CausalLM(Policy):
 def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
     """Values where the mask is True, zeros elsewhere."""
     return torch.zeros_like(mask, dtype=torch.float32).index_put(mask.nonzero(as_tuple=True), values)
-
-
-def _keep_saved(
-    policy: CausalLM, state: MutableMapping[str, Tensor], prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    """Remove untrained parameters and second names of tied weights from a state dict."""
-    for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in policy._saved]:
-        del state[name]
-
-
-def _expect_saved(policy: CausalLM, keys: Any) -> None:
-    """Do not report the names that ``_keep_saved`` removes as missing."""
-    keys.missing_keys[:] = [name for name in keys.missing_keys if name in policy._saved]
 
 
 # Changes to transformers models for training: no dropout, gradient checkpointing, shared prefixes

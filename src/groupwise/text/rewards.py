@@ -412,21 +412,17 @@ class RewardSet:
         scores = numbers(name, result, count)
         if failures := [score for score in scores if isinstance(score, RewardError)]:
             log.warning("reward %r failed for %d of %d completions: %s", name, len(failures), count, failures[0])
-        if bad := [
-            place for place, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST
-        ]:
-            self._replace(name, scores, bad)
+        bad = [place for place, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST]
+        if bad:
+            what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
+            if self.on_nonfinite == "stop":
+                raise RewardError(
+                    f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
+                )
+            log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
+            for place in bad:
+                scores[place] = 0.0 if self.on_nonfinite == "zero" else None
         return scores
-
-    def _replace(self, name: str, scores: list[Score], bad: list[int]) -> None:
-        what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
-        if self.on_nonfinite == "stop":
-            raise RewardError(
-                f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
-            )
-        log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
-        for place in bad:
-            scores[place] = 0.0 if self.on_nonfinite == "zero" else None
 
     def take_logged(self) -> dict[str, float]:
         """Means of the values that functions logged with ``log_metric(name, value)`` since the last call."""

@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -73,12 +73,12 @@ class ServedGenerator:
                     bars.enable_progress_bar()
 
     def load(self, iteration: int) -> None:
-        """Give all servers weights that were saved, unless they have them or later ones."""
+        """Give all servers weights that were saved, unless they have them."""
         with self._loading:
-            if self.engine.rank == 0 and iteration > self.policy_version:
+            if self.engine.rank == 0 and iteration > self.policy_version:  # a queue of rollouts begins with the same
                 _at_once(partial(self._load, iteration=iteration), self.servers)
                 self._remove_weights(before=iteration)
-            self.policy_version = max(iteration, self.policy_version)
+            self.policy_version = iteration
 
     def __call__(
         self,
@@ -108,10 +108,7 @@ class ServedGenerator:
                 if isinstance(answer, LostWeightsError):
                     raise answer
                 answers[number] = answer
-        return [
-            [Completion(a.tokens, a.log_probs, a.stop, policy_version=[*map(_iteration, a.versions)]) for a in group]
-            for group in answers
-        ]
+        return [[Completion(a.tokens, a.log_probs, a.stop) for a in group] for group in answers]
 
     def close(self) -> None:
         """End the calls that run, and remove the weights. Servers that load weights have a moment to finish."""
@@ -186,8 +183,8 @@ def _ask(asked: tuple[VLLMServer, GroupRequest]) -> list[Answer] | LostWeightsEr
 # Asynchronous collection: servers generate the next rollouts while the learner updates
 
 
-Written = tuple[list[list[Transcript]], float, float, float]
-"""The groups of a rollout, and when servers began it, had their weights, and ended it, by ``time.perf_counter``."""
+Written = tuple[list[list[Transcript]], int, float]
+"""The groups of a rollout, the iteration whose policy wrote them, and the seconds in which servers got it."""
 
 
 class AsyncCollector(ServedCollector):
@@ -198,17 +195,16 @@ class AsyncCollector(ServedCollector):
         how = self._cfg.generation
         assert isinstance(how, ServerGenerationCfg)
         self.max_staleness = how.max_staleness
-        at_once = self.max_staleness + 1 if how.in_flight_updates else 1
-        self._threads = ThreadPoolExecutor(at_once, "groupwise generation")
+        self._thread = ThreadPoolExecutor(1, "groupwise generation")
         self._queue: deque[Future[Written]] = deque()
-        self._last_taken = self._last_end = time.perf_counter()
+        self._last_taken = time.perf_counter()
 
     def close(self) -> None:
         """Cancel the running requests, and end the threads."""
         for ahead in self._queue:
             ahead.cancel()
         self.generator.close()
-        self._threads.shutdown()
+        self._thread.shutdown()
         super().close()
 
     def _give_weights(self) -> None:
@@ -219,35 +215,23 @@ class AsyncCollector(ServedCollector):
         self.generator.save(self.iteration)
         for number in range(len(self._queue), self.max_staleness + 1):
             groups = self._open(self._cfg.num_prompts, ahead=number)
-            self._queue.append(self._threads.submit(self._write_ahead, groups, self.iteration))
+            self._queue.append(self._thread.submit(self._write_ahead, groups, self.iteration))
 
     def _write_ahead(self, groups: list[list[Transcript]], weights: int) -> Written:
-        """The groups, started with these weights or later ones."""
+        """The groups, written by these weights."""
         begun = time.perf_counter()
         self.generator.load(weights)
-        loaded = time.perf_counter()
+        seconds = time.perf_counter() - begun
         write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue)
-        return groups, begun, loaded, time.perf_counter()
+        return groups, weights, seconds
 
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
         """The oldest rollout of the queue."""
-        asked, ready = time.perf_counter(), sum(ahead.done() for ahead in self._queue)
-        groups, begun, loaded, ended = self._queue[0].result()
+        asked = time.perf_counter()
+        groups, weights, seconds = self._queue[0].result()
         self._queue.popleft()
-        now, ended = time.perf_counter(), max(ended, self._last_end)
-        waited = max(0.0, begun - self._last_end)  # rollouts in flight overlap
-        self._numbers = {
-            "rollout/sync_seconds": loaded - begun,
-            "time/queue_length": float(ready),
-            "time/learner_idle_fraction": (now - asked) / (now - self._last_taken),
-            "time/server_idle_fraction": waited / (ended - self._last_end) if waited else 0.0,
-        }
-        # updates since the policy that generated the tokens: their mean, and the share of each number
-        versions = (version for member in chain(*groups) for version in member.policy_version if version >= 0)
-        ages = Counter(self.iteration - version for version in versions)
-        assert 0 <= min(ages) <= max(ages) <= self.max_staleness  # others are an error before
-        total = ages.total()
-        self._numbers["rollout/staleness"] = sum(age * count for age, count in ages.items()) / total
-        self._numbers |= {f"rollout/staleness_{age}": ages[age] / total for age in range(self.max_staleness + 1)}
-        self._last_taken, self._last_end = now, ended
+        now = time.perf_counter()
+        self._numbers = {"rollout/sync_seconds": seconds, "rollout/staleness": float(self.iteration - weights)}
+        self._numbers["time/learner_idle_fraction"] = (now - asked) / (now - self._last_taken)
+        self._last_taken = now
         return groups

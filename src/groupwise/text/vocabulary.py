@@ -3,7 +3,6 @@
 Axes: token = the scored positions, width = the model's hidden size, vocabulary = all token ids.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +12,8 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at once: 16 MiB, of which two or three copies exist for a moment."""
-LogitProcessor = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""Function from logits ``[token, vocabulary]`` to processed, finite ones, and their derivative unless it is 1."""
-
-
-def unprocessed(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor | None]:
-    """The logits as they are."""
-    return logits, None
+_NEVER = -1e30
+"""The logit of a token that could not be drawn: finite, so that 0 times it is 0."""
 
 
 class TokenScores(NamedTuple):
@@ -36,24 +30,24 @@ def token_scores(
     token: Int[Tensor, " token"],
     *,
     temperature: float = 1.0,
-    processor: LogitProcessor = unprocessed,
+    support: Int[Tensor, "token kept"] | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenScores:
-    """Log-probability of each token, and entropy, under ``softmax(processor(hidden @ weight.T) / temperature)``.
+    """Log-probability of each token, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
 
     Tokens are scored in chunks, and once more in the backward pass. Half-precision inputs are multiplied, and gradients
     summed, in float32.
 
     Args:
         hidden: last hidden state at the position *before* each token.
-        processor: changes each logit by itself.
+        support: ids that each token could be drawn from; -1 fills up. None: all.
         chunk_elements: most logits held at once, but at least those of one token.
     """
     rows = max(1, chunk_elements // len(weight))
     chunks = [slice(i, i + rows) for i in range(0, max(len(hidden), 1), rows)]
     frozen = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
     with torch.autocast(hidden.device.type, enabled=False):
-        return TokenScores(*_Scores.apply(hidden, weight, token, temperature, processor, chunks, frozen))  # type: ignore[no-untyped-call]
+        return TokenScores(*_Scores.apply(hidden, weight, token, temperature, support, chunks, frozen))  # type: ignore[no-untyped-call]
 
 
 class _Scores(torch.autograd.Function):
@@ -65,15 +59,14 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, token: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-        temperature, processor, chunks, frozen = settings
+        temperature, support, chunks, frozen = settings
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.processor, ctx.chunks = temperature, processor, chunks
+        ctx.temperature, ctx.support, ctx.chunks = temperature, support, chunks
         wide = _widened(weight, hidden)
         log_prob, entropy, peak, log_total = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         slope = torch.empty_like(hidden, dtype=torch.float32) if frozen else None
         for c in chunks:
-            logits, derivative = processor(_product(hidden[c], weight, wide), c)
-            logits.div_(temperature)
+            logits = _logits(hidden[c], wide, None if support is None else support[c]).div_(temperature)
             peak[c] = logits.amax(dim=-1)
             exp = logits.sub_(peak[c, None]).exp()
             total, place = exp.sum(dim=-1), token[c, None]
@@ -83,7 +76,6 @@ class _Scores(torch.autograd.Function):
             if slope is not None:
                 # d log_prob / d logit = [token] - p; expm1 is exact where p is near 1
                 p = exp.div_(total[:, None]).scatter_(1, place, log_prob[c, None].expm1())
-                p = p if derivative is None else p.mul_(derivative)
                 slope[c] = _back_product(p, wide).div_(-temperature)
         ctx.save_for_backward(hidden, weight, token, log_prob, entropy, peak, log_total, slope)
         return log_prob, entropy
@@ -104,13 +96,12 @@ class _Scores(torch.autograd.Function):
             at_token -= grad_entropy * log_prob.exp() * (log_prob + entropy)
         with torch.autocast(hidden.device.type, enabled=False):
             for c in ctx.chunks:
-                log_p, derivative = ctx.processor(_product(hidden[c], weight, wide), c)
+                log_p = _logits(hidden[c], wide, None if ctx.support is None else ctx.support[c])
                 log_p.div_(ctx.temperature).sub_(peak[c, None]).sub_(log_total[c, None])
                 grad, upstream = log_p.exp(), grad_log_prob[c, None]
                 if grad_entropy is not None:
                     upstream = log_p.add_(entropy[c, None]).mul_(grad_entropy[c, None]).add_(upstream)
                 grad.mul_(-upstream).scatter_(1, token[c, None], at_token[c, None]).div_(ctx.temperature)
-                grad = grad if derivative is None else grad.mul_(derivative)
                 if grad_hidden is not None:
                     grad_hidden[c] = _back_product(grad, wide)
                 if grad_weight is not None:
@@ -133,24 +124,14 @@ def _back_product(grad: Tensor, wide: Tensor) -> Tensor:
     return torch.mm(high, wide, out_dtype=torch.float32) + torch.mm(low, wide, out_dtype=torch.float32)
 
 
-def _product(left: Tensor, right: Tensor, wide: Tensor) -> Tensor:
-    """``left @ right.T`` of hidden states and weights in float32; ``wide`` is ``right`` as ``_widened`` gives it."""
-    halves = left.dtype == right.dtype == torch.bfloat16
-    if not halves:
-        return torch.mm(left.float(), wide.T)
-    return torch.mm(left, right.T, out_dtype=torch.float32) if left.is_cuda else _product_of_halves(left, wide)
-
-
-def _product_of_halves(left: Tensor, wide: Tensor) -> Tensor:
-    """The same of bfloat16 numbers on a CPU.
-
-    A product of two of them is exact in float32, and processors with AMX multiply those several times faster. On CPUs torch
-    has only a setting of the process for it: factors of float32 products may be rounded to bfloat16, which changes none that
-    are bfloat16 already. It is set for this one product.
-    """
-    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, setting.fp32_precision = setting.fp32_precision, "bf16"
-    try:
-        return torch.mm(left.float(), wide.T)
-    finally:
-        setting.fp32_precision = before
+def _logits(hidden: Tensor, wide: Tensor, support: Tensor | None) -> Tensor:
+    """Logits in float32, of ids outside the support ``_NEVER``; ``wide`` is as ``_widened`` gives it."""
+    if wide.dtype == torch.float32:
+        logits = torch.mm(hidden.float(), wide.T)
+    else:
+        logits = torch.mm(hidden, wide.T, out_dtype=torch.float32)
+    if support is None:
+        return logits
+    kept = torch.zeros(len(logits), len(wide) + 1, dtype=torch.bool, device=logits.device)
+    kept.scatter_(1, support.long().masked_fill(support < 0, len(wide)), True)
+    return logits.masked_fill_(~kept[:, :-1], _NEVER)

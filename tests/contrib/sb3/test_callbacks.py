@@ -2,7 +2,6 @@
 
 import csv
 
-import numpy as np
 import pytest
 from sb3_corridor import Corridor, ShortPendulum, Starts, Watch, corridor
 from stable_baselines3.common.callbacks import (
@@ -10,12 +9,10 @@ from stable_baselines3.common.callbacks import (
     CallbackList,
     CheckpointCallback,
     EvalCallback,
-    EveryNTimesteps,
     StopTrainingOnRewardThreshold,
 )
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
-from stable_baselines3.common.vec_env import VecNormalize
 
 import groupwise as gw
 from groupwise.contrib.sb3 import GRPO
@@ -41,25 +38,15 @@ def test_the_usual_callbacks_and_a_progress_bar(tmp_path):
     env = make_vec_env(Corridor)
     stop = StopTrainingOnRewardThreshold(reward_threshold=-1, verbose=0)
     evaluate = EvalCallback(env, callback_on_new_best=stop, best_model_save_path=str(tmp_path), eval_freq=20, verbose=0)
-    checkpoint = CheckpointCallback(10, str(tmp_path / "kept"))
-    every = EveryNTimesteps(24, CheckpointCallback(1, str(tmp_path / "event"), name_prefix="event"))
-    model = corridor().learn(200, [checkpoint, every, evaluate], progress_bar=True)
+    model = corridor().learn(200, [CheckpointCallback(10, str(tmp_path / "kept")), evaluate], progress_bar=True)
     assert model.num_timesteps == 40  # any return reaches the threshold at the first evaluation, in call 20 of 2 steps
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
     assert kept == ["rl_model_20_steps.zip", "rl_model_40_steps.zip"]
-    assert [path.name for path in (tmp_path / "event").iterdir()] == ["event_24_steps.zip"]
     best = GRPO.load(tmp_path / "best_model", env=env)
     assert best.num_timesteps == 40
     best.learn(30)
     model.learn(40, callback=lambda _locals, _globals: False)
     assert model.num_timesteps == 2
-
-
-def test_evaluation_follows_the_normaliser():
-    env = VecNormalize(make_vec_env(Corridor, n_envs=2))
-    other = VecNormalize(make_vec_env(Corridor), training=False, norm_reward=False)
-    corridor(env=env, n_steps=32).learn(64, EvalCallback(other, eval_freq=32, verbose=0))
-    np.testing.assert_array_equal(env.obs_rms.mean, other.obs_rms.mean)
 
 
 def test_someone_else_in_the_training_environment_is_found_out():
@@ -87,24 +74,6 @@ def test_logged_names(tmp_path):
     last = {key: float(value) for key, value in rows[-1].items()}
     assert last["train/entropy_loss"] == pytest.approx(-1.42, abs=0.1)  # a Gaussian of deviation 1 has 1.419 nats
     assert last["train/std"] == pytest.approx(1, abs=0.1)
-    assert last["train/clip_range"] == 0.2
-    assert last["train/kl"] > 0
-    assert last["rollout/ep_len_mean"] == 20
-    assert last["rollout/groups"] >= 1
-    assert last["rollout/zero_variance_groups"] == 0
-
-
-def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    model = corridor(tensorboard_log=str(tmp_path))
-    model.learn(40)
-    model.learn(40, tb_log_name="named")
-    model.learn(40, reset_num_timesteps=False, tb_log_name="named")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["GRPO_1", "named_1"]
-    events = EventAccumulator(str(tmp_path / "named_1")).Reload()
-    steps = [event.step for event in events.Scalars("rollout/ep_rew_mean")]
-    assert steps == sorted(steps)
-    assert steps[-1] == model.num_timesteps
-    assert "rollout/zero_variance_groups" in events.Tags()["scalars"]
+    found = last["train/clip_range"], last["rollout/ep_len_mean"], last["rollout/zero_variance_groups"]
+    assert found == (0.2, 20, 0)
+    assert min(last["train/kl"], last["rollout/groups"]) > 0

@@ -1,6 +1,5 @@
 """``GRPO`` through Stable-Baselines3: learning again, seeds, files, parameters in and out."""
 
-from collections import OrderedDict
 from copy import deepcopy
 
 import numpy as np
@@ -36,11 +35,9 @@ def test_using_the_environment_in_between_starts_afresh_and_afterwards_it_resets
     np.testing.assert_array_equal(env.reset(), [Corridor().reset(seed=seed)[0] for seed in (5, 6)])
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-def test_equal_seeds_train_equally(normalized):
-    def run() -> list:
-        env = make_vec_env(Corridor, n_envs=2)
-        model = corridor(env=VecNormalize(env) if normalized else env).learn(120)
+def test_equal_seeds_train_equally_and_others_otherwise():
+    def run(seed: int) -> list:
+        model = corridor(env=VecNormalize(make_vec_env(Corridor, n_envs=2)), seed=seed).learn(120)
         vec, actions = model.get_env(), []
         obs = vec.reset()
         for _ in range(20):
@@ -48,11 +45,7 @@ def test_equal_seeds_train_equally(normalized):
             obs = vec.step(np.array(actions[-1]))[0]
         return [actions, parameters(model).tolist()]
 
-    assert run() == run()
-
-
-def test_other_seeds_train_otherwise():
-    assert (parameters(corridor(seed=1).learn(50)) != parameters(corridor(seed=2).learn(50))).any()
+    assert run(0) == run(0) != run(1)
     assert corridor(seed=None)._start_seed != corridor(seed=None)._start_seed
 
 
@@ -66,10 +59,9 @@ def test_save_and_load(tmp_path, kl_coef):
     loaded = GRPO.load(tmp_path / "model.zip", env=env, device="cpu")
     np.testing.assert_array_equal(parameters(loaded), parameters(model))
     if kl_coef:
-        np.testing.assert_array_equal(
-            loaded.reference_policy.parameters_to_vector(), model.reference_policy.parameters_to_vector()
-        )
-        assert (loaded.reference_policy.parameters_to_vector() != parameters(loaded)).any()
+        references = [one.reference_policy.parameters_to_vector() for one in (loaded, model)]
+        np.testing.assert_array_equal(*references)
+        assert (references[0] != parameters(loaded)).any()
     assert str(loaded.policy.optimizer.state_dict()) == str(model.policy.optimizer.state_dict())
     for deterministic in (True, False):
         actions = []
@@ -117,17 +109,9 @@ def test_parameters_in_and_out():
     model = corridor(kl_coef=0.1).learn(40)
     original = deepcopy(model.get_parameters())
     assert set(original) == {"policy", "policy.optimizer", "reference_policy"}
-    with pytest.raises(ValueError, match="invalid object name"):
-        model.set_parameters({**original, "nothing": {}})
     with pytest.raises(ValueError, match="do not match"):
         model.set_parameters({"policy": original["policy"]})
-    part = OrderedDict(list(original["policy"].items())[:-1])
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.set_parameters({**original, "policy": part})
-    model.set_parameters({"policy": {key: torch.rand_like(value) for key, value in part.items()}}, exact_match=False)
-    last = list(original["policy"])[-1]
-    for key, value in model.get_parameters()["policy"].items():
-        assert torch.equal(value, original["policy"][key]) == (key == last)
+    model.learn(40)
     model.set_parameters(original)
     for key, value in model.get_parameters()["policy"].items():
         assert torch.equal(value, original["policy"][key])

@@ -94,15 +94,6 @@ def test_what_was_begun_is_carried_over_whole():
     assert set(seconds(rollout, "group_id")) == {0}  # dense within the rollout, whatever its number
 
 
-def test_a_group_without_all_members_is_never_given_out():
-    episodes = opened(num_envs=2, group_size=3)
-    episodes.record(tick(0, terminated=(0, 1)))
-    episodes.record(tick(1, terminated=(1,)))  # episode 3, of group 1
-    assert episodes.take_whole_groups(CPU) is None
-    episodes.record(tick(2, terminated=(0,)))
-    assert set(seconds(episodes.take_whole_groups(CPU), "episode_id")) == {0, 1, 2}
-
-
 def test_starts_are_shared_within_a_group_only_and_noise_never():
     starts = [opened(num_envs=4).queued(env) for env in range(4)]
     assert [start.episode for start in starts] == [4, 5, 6, 7]
@@ -122,12 +113,12 @@ def test_groups_are_numbered_on():
     assert opened(num_envs=2, group_size=3).next_group == 2  # of group 1, episode 3 was handed out
 
 
-@pytest.mark.parametrize(("field", "name"), [("reward", "reward"), ("log_prob", "log-probability")])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("field", "name", "value"), [("reward", "reward", np.nan), ("log_prob", "log-probability", np.inf)]
+)
 def test_numbers_that_are_not_finite_are_named(field: str, name: str, value: float):
-    episodes = opened()
     with pytest.raises(DataError, match=f"the {name} of environment 1 is {value}, expected a finite number; fix"):
-        episodes.record(tick(0)._replace(**{field: np.array([0.0, value], np.float32)}))
+        opened().record(tick(0)._replace(**{field: np.array([0.0, value], np.float32)}))
 
 
 def test_observations_that_are_dictionaries():

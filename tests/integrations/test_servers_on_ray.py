@@ -44,7 +44,7 @@ def generation(tmp_path):
 
 def servers(model):
     """The processes that serve the model."""
-    return [one for one in processes(b"vllm_double.py\0", str(model).encode()) if one not in processes(b"\0-c\0")]
+    return processes(b"vllm_double.py\0", str(model).encode(), without=b"\0-c\0")
 
 
 def learned(run):

@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 
 
-def processes(*words):
-    """Processes whose command line has all of these bytes."""
+def processes(*words, without=b"\n"):
+    """Processes whose command line has all of these bytes, but not the last."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line = (process / "cmdline").read_bytes()
         except OSError:  # it has ended
             continue
-        if all(word in line for word in words):
+        if all(word in line for word in words) and without not in line:
             found.append(int(process.name))
     return sorted(found)
 

@@ -40,7 +40,8 @@ CASES = {
     "adapters": REFERENCE | {"lora": True},
     "half": {"dtype": torch.bfloat16, "lora": True, "kl_coef": 0.1},
     "adam": {"optimizer": {"name": "adamw", "weight_decay": 0.1}, "learning_rate": 1e-3},
-    "critic": {"algorithm": (PPO, PPOCfg), "bad_reward": True, "on_nonfinite": "zero"},
+    "critic": {"algorithm": (PPO, PPOCfg)},
+    "not_finite": {"bad_reward": True, "on_nonfinite": "zero"},
 }
 
 

@@ -145,7 +145,10 @@ def test_rows_that_cheat_are_a_finding():
 def test_a_cheat_is_refused_with_the_reason_and_the_fix():
     report = check_env(Cheats)
     assert report.training.value is None
-    reason = "seed, fresh: rows that were started with the same seed differ at the start, in 'obs' of row 1"
+    reason = (
+        "seed, fresh: rows that were started with the same seed differ at the start, in 'obs' of row 1; "
+        "snapshot: the start of a seed is another state when it is captured again"
+    )
     assert report.training.reason == reason
     text = str(report)
     assert f"start depends on the seed no: {reason}" in text

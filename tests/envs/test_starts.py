@@ -97,8 +97,9 @@ def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
 def test_a_cheating_environment_is_refused_with_each_reason_once():
     apart = "rows that were started with the same seed differ at"
     reasons = {
-        GlobalNoise: f"seed, fresh: {apart} step 1 of equal actions with equal noise, in 'obs' of row 1",
-        GlobalStart: f"seed, fresh: {apart} the start, in 'obs' of row 1",
+        GlobalNoise: f"seed, snapshot, fresh: {apart} step 1 of equal actions with equal noise, in 'obs' of row 1",
+        GlobalStart: f"seed, fresh: {apart} the start, in 'obs' of row 1; "
+        "snapshot: the start of a seed is another state when it is captured again",
     }
     for env, expected in reasons.items():
         with pytest.raises(GroupStartError) as caught:

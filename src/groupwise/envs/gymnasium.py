@@ -258,6 +258,24 @@ def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
     return Masked(env, from_info=cfg.action_masks) if needs_check else env
 
 
+def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
+    """Notes of a run on masks that its settings do not name: that they are used, or how to use them.
+
+    Args:
+        env: is reset.
+        space: of the observations that the policy gets.
+    """
+    if cfg.action_masks or not options(env.action_space):
+        return ()
+    if has_mask(space, env.action_space):
+        return (f"Action masks: from the observation's {KEY!r}.",)
+    if KEY in env.reset(seed=0)[1]:
+        return (
+            f"Action masks: info[{KEY!r}] is not used; env.action_masks=True has the policy take only allowed actions.",
+        )
+    return ()
+
+
 class Masked(gymnasium.Wrapper):
     """Refuses a mask that allows nothing while the episode continues.
 

@@ -21,6 +21,7 @@ from groupwise.envs.gymnasium import (
     GymnasiumVectorEnv,
     RandomNoops,
     kept_space,
+    mask_notes,
     with_masks,
 )
 from groupwise.envs.names import check_id, import_package, unknown_environment
@@ -61,6 +62,7 @@ def _from_single(
     registered = gymnasium.registry.get(cfg.id, cfg.id)  # the id may be unknown in another process
     limit = cfg.max_episode_steps or step_limit(probe)
     space, notes = kept_space(probe.observation_space, cfg.kept_keys)
+    notes += mask_notes(probe, space, cfg)
     probe.close()
     rows = RowCfg(
         partial(_make, registered if env is None else env, cfg, reward_parts),

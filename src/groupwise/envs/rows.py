@@ -26,7 +26,7 @@ from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import leaf_spaces, nested_action, obs_spec, obs_to_tensor, subspaces
 from groupwise.envs import snapshots
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, success_of_row, task_of_row
-from groupwise.envs.snapshots import reseed_noise
+from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.errors import DataError, EnvError, GroupwiseError, nearest
 from groupwise.seeding import row_seeds
 
@@ -82,7 +82,8 @@ class LocalRows:
         self._first = first
         self.envs = [cfg.make() for _ in arrays["reward"]]
         self._was_reset = [False] * len(self.envs)
-        self._starts: dict[int, tuple[dict[str, Any], Any]] = {}
+        self._adapter = adapter_for(self.envs[0]) or SnapshotAdapter() if cfg.start_mode == "snapshot" else None
+        self._starts: dict[int, tuple[Snapshot, Any]] = {}
         """Captured states and first observations by seed, with ``snapshot``."""
         leaves = leaf_spaces(cfg.observation_space).items()
         self._leaves = [(path, arrays[obs_name(path)], tuple(leaf.shape)) for path, leaf in leaves]
@@ -131,8 +132,8 @@ class LocalRows:
             try:
                 if noise < 0:
                     obs, self._was_reset[row] = self.envs[row].reset(seed=None if start < 0 else start)[0], True
-                elif self._cfg.start_mode == "snapshot":
-                    obs = self._restore(row, start)
+                elif self._adapter is not None:
+                    obs = self._restore(row, start, self._adapter)
                 else:
                     obs = self._reset(row, noise if self._cfg.start_mode == "none" else start)
                 if noise >= 0:
@@ -155,18 +156,18 @@ class LocalRows:
         self._was_reset[row] = True
         return self.envs[row].reset(seed=seed)[0]
 
-    def _restore(self, row: int, seed: int) -> Any:
+    def _restore(self, row: int, seed: int, adapter: SnapshotAdapter) -> Any:
         """The first observation of the state that the seed's first reset was captured in, in any row."""
         if seed not in self._starts:
             obs = self._reset(row, seed)
-            self._starts[seed] = snapshots.capture_start(self.envs[row]), copy.deepcopy(obs)
+            self._starts[seed] = adapter.capture(self.envs[row]), copy.deepcopy(obs)
             if len(self._starts) > _STARTS_KEPT:
                 del self._starts[next(iter(self._starts))]
             return obs
         if not self._was_reset[row]:  # the first reset of an environment creates some of its attributes
             self._reset(row, 0)
         state, obs = self._starts[seed]
-        snapshots.restore(self.envs[row], state)
+        adapter.restore(self.envs[row], state)
         return obs
 
     def _write(self, row: int, obs: Any, method: Literal["reset", "step"]) -> None:

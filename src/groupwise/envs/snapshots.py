@@ -1,28 +1,28 @@
 """States of Gymnasium environments, captured and restored: the simulator's and that of every wrapper around it.
 
-A state is plain data in a checkpoint. As the start that members of a group share, it may also hold copies of other objects.
+A snapshot is bytes, plus the simulator's own copy where there is one, so no later step can change it.
 """
 
-import copy
 import functools
+import pickle
 import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from io import BytesIO
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.utils import EzPickle
 from gymnasium.vector import VectorEnv
 
 from groupwise.envs import atari
 from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed
 
-MUJOCO_DATA = "mujoco._structs.MjData"
-ALE = "ale_py._ale_py.ALEInterface"
 _NO_STATE = (
     gymnasium.Space,
     EnvSpec,
@@ -31,10 +31,15 @@ _NO_STATE = (
     types.FunctionType,
     types.BuiltinFunctionType,
     types.MethodType,
-    functools.partial,
 )
+MUJOCO_DATA = "mujoco._structs.MjData"
+_MUJOCO_MODEL = "mujoco._structs.MjModel"
+ALE = "ale_py._ale_py.ALEInterface"
+_NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
 _STAYING_KINDS = {
-    "mujoco._structs.MjModel",
+    MUJOCO_DATA,
+    _MUJOCO_MODEL,
+    ALE,
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
     "pygame.surface.Surface",
     "pygame.time.Clock",
@@ -43,9 +48,11 @@ _STAYING_KINDS = {
     "_thread.lock",
     "_thread.RLock",
 }
-_MOST_VALUES = 100_000
-"""More (such as tables of transitions) would make checkpoints slow."""
-_CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
+
+_Key: TypeAlias = tuple[int, str]
+"""Layer and name of an attribute."""
+Snapshot: TypeAlias = tuple[bytes, Any]
+"""Attributes of the layers, and a simulator's own state. Picklable; only the adapter that made it can read it."""
 
 
 @runtime_checkable
@@ -53,7 +60,7 @@ class HasState(Protocol):
     """An environment, or a wrapper, that captures and restores itself and all that it wraps."""
 
     def clone_state(self) -> Any:
-        """Complete state of the environment, which can be copied; ``np_random`` need not be in it."""
+        """Complete state of the environment, picklable; ``np_random`` need not be in it."""
 
     def restore_state(self, state: Any) -> None:
         """Go back to a state from ``clone_state``, here or in another environment made the same way."""
@@ -70,42 +77,67 @@ class DrawsOnDemand(Protocol):
         """The images of the present state, as ``obs["image"]``."""
 
 
-def capture(env: gymnasium.Env | VectorEnv) -> dict[str, Any] | None:
-    """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else."""
-    try:
-        return _Capture(copies=False)(env, "")  # type: ignore[no-any-return]
-    except EnvError:
-        return None
+class SnapshotAdapter:
+    """Captures and restores the attributes of every layer, and a simulator's own state in subclasses.
 
+    The attributes may miss state that is kept elsewhere, so the start check compares restored environments.
 
-def capture_start(env: gymnasium.Env) -> dict[str, Any]:
-    """The same with copies of simulators and other objects, which are faster. It can be restored any number of times.
-
-    They may miss state that is kept elsewhere, so the start check compares restored environments.
-
-    Raises:
-        EnvError: an attribute cannot be copied; names it.
+    Args:
+        num_layers: outer layers whose attributes are captured; None: all.
     """
-    return _Capture(copies=True)(env, "")  # type: ignore[no-any-return]
+
+    def __init__(self, num_layers: int | None = None) -> None:
+        self.num_layers = num_layers
+
+    def capture(self, env: gymnasium.Env) -> Snapshot:
+        """The state of the whole wrapper stack and the simulator. It can be restored any number of times.
+
+        Raises:
+            EnvError: an attribute cannot be copied; names it.
+        """
+        layers = list(_layers(env))
+        states = [_attributes(layer) for layer in layers[: self.num_layers]]
+        buffer, names = BytesIO(), {id(value): key for value, key in _named(layers)}
+        try:
+            _Pickler(buffer, names).dump(states)
+        except _NOT_PICKLED as error:
+            raise EnvError(
+                f"{_culprit(layers[: self.num_layers], names)} cannot be copied: {error}; fix: give the environment "
+                "clone_state() and restore_state(state), or start groups by seed"
+            ) from error
+        return buffer.getvalue(), self.capture_simulator(env)
+
+    def restore(self, env: gymnasium.Env, snapshot: Snapshot) -> None:
+        """Put an environment into a captured state: the one that was captured, or another one made the same way."""
+        attributes, simulator = snapshot
+        layers = list(_layers(env))
+        objects = {key: value for value, key in _named(layers)}
+        states = _Unpickler(BytesIO(attributes), objects).load()
+        for layer, (staying, state) in zip(layers[: self.num_layers], states, strict=True):
+            here = vars(layer)
+            for name in [name for name in here if name not in state and name not in staying]:
+                if not stays(here[name]):
+                    del here[name]
+            here.update({name: value for name, value in state.items() if name not in here or not stays(here[name])})
+        self.restore_simulator(env, simulator)
+
+    def capture_simulator(self, env: gymnasium.Env) -> Any:
+        """The simulator's state, which the attributes do not hold."""
+
+    def restore_simulator(self, env: gymnasium.Env, state: Any) -> None:
+        """Restore the state from ``capture_simulator``."""
 
 
-def is_copied_exactly(env: gymnasium.Env) -> bool:
-    """Whether a captured start misses nothing: the environment captures itself, or its simulator is MuJoCo."""
-    return any(map(_captures_itself, _layers(env))) or attribute(env, MUJOCO_DATA) is not None
-
-
-def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
-    """Put an environment made the same way, and reset at least once, into a captured state.
-
-    Raises:
-        EnvError: it is made of other objects than the captured one.
-    """
-    try:
-        _restored(env, state)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EnvError(
-            f"the captured state does not fit {env}: {error!r}; fix: make the environment the same way"
-        ) from error
+def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
+    """The adapter that knows this environment's simulator, or the environment's own way; None if there is neither."""
+    layers = list(_layers(env))
+    own = next((number for number, layer in enumerate(layers) if isinstance(layer, HasState)), None)
+    if own in (None, len(layers) - 1) and attribute(env, ALE) is not None:
+        return _Ale()  # Atari's own pair leaves the sticky actions out
+    if own is not None:
+        return _Own(own)
+    is_mujoco = attribute(env, MUJOCO_DATA) is not None and attribute(env, _MUJOCO_MODEL) is not None
+    return _Mujoco() if is_mujoco else None
 
 
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
@@ -144,83 +176,206 @@ def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, Generator]]:
                         yield f"{index}.{name}.{key}", entry
 
 
-class _Capture:
-    """Captures the parts of one environment.
+class _Own(SnapshotAdapter):
+    """``clone_state`` and ``restore_state`` of the layer inside the captured ones, which cover all that it wraps."""
 
-    Args:
-        copies: whether objects that are no plain data are copied; otherwise they are refused.
-    """
-
-    def __init__(self, *, copies: bool) -> None:
-        self._copies = copies
-        self._seen: set[int] = set()
-        self._budget = iter(range(_MOST_VALUES))
-
-    def __call__(self, value: Any, where: str) -> Any:
-        """The part as plain data.
-
-        Args:
-            where: the attribute that holds it, for errors.
-
-        Raises:
-            EnvError: it is no plain data, or cannot be copied.
-        """
-        if next(self._budget, None) is None:
-            raise EnvError(f"{where} holds too many values to be captured")
-        if value is None or (isinstance(value, bool | int | float | str | np.generic) and not isinstance(value, Enum)):
-            return value
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            return value.copy()
-        if isinstance(value, Enum):
-            return {"kind": "enum", "name": value.name}
-        if isinstance(value, np.random.Generator):
-            return {"kind": "generator", "state": value.bit_generator.state}
-        if isinstance(value, np.random.RandomState):
-            return {"kind": "random_state", "state": value.get_state(legacy=False)}
-        if type(value) is random.Random:
-            return {"kind": "random", "state": value.getstate()}
-        if isinstance(value, gymnasium.Env | VectorEnv):
-            return self._environment(value)
-        for kind, container in _CONTAINERS.items():
-            if type(value) is container:
-                return {"kind": kind, "items": [self(item, where) for item in cast(Any, value)]}
-        if type(value) is dict:
-            return {"kind": "dict", "items": [[self(key, where), self(part, where)] for key, part in value.items()]}
-        if stays(value):
-            return {"kind": "stays"}
-        if self._copies:
-            return {"kind": "copy", "of": self._copy(value, f"{where} ({type(value).__name__})")}
-        if kind_of(value) == MUJOCO_DATA:
-            arrays = {name: array.copy() for name, array in _mujoco_arrays(value)}
-            return {"kind": "mujoco", "time": value.time, "arrays": arrays}
-        raise EnvError(f"{where} is no plain data")
-
-    def _environment(self, env: Any) -> dict[str, Any]:
-        if id(env) in self._seen:
-            return {"kind": "stays"}
-        self._seen.add(id(env))
-        name = type(env).__name__
-        if not _captures_itself(env):
-            attributes = {key: self(part, f"{name}.{key}") for key, part in vars(env).items()}
-            return {"kind": "env", "attributes": attributes}
-        where, state, np_random = f"the state of {name}.clone_state()", env.clone_state(), self(env.np_random, name)
-        if self._copies:
-            return {"kind": "own copy", "state": self._copy(state, where), "np_random": np_random}
-        return {"kind": "own", "state": self(state, where), "np_random": np_random}
-
-    def _copy(self, value: Any, where: str) -> Any:
+    def capture_simulator(self, env: gymnasium.Env) -> bytes:
+        own = self._own(env)
         try:
-            return copy.deepcopy(value)
-        except Exception as error:  # classes of others raise different ones
+            return pickle.dumps((own.clone_state(), env.np_random), protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise EnvError(
-                f"{where} cannot be copied: {error}; fix: give the environment clone_state() and restore_state(state) "
-                "of plain data, or start groups by seed"
+                f"the state that {type(own).__name__}.clone_state() returned cannot be pickled: {error}; fix: return "
+                "plain data (numbers, arrays, dictionaries)"
             ) from error
 
+    def restore_simulator(self, env: gymnasium.Env, state: bytes) -> None:
+        own_state, np_random = pickle.loads(state)  # noqa: S301  made by ``capture_simulator`` in this process or its parent
+        self._own(env).restore_state(own_state)
+        env.unwrapped.np_random = np_random
 
-def _captures_itself(env: Any) -> bool:
-    """Whether ``clone_state`` holds everything; Atari's leaves out the action that sticks."""
-    return isinstance(env, HasState) and (isinstance(env, gymnasium.Wrapper) or attribute(env, ALE) is None)
+    def _own(self, env: gymnasium.Env) -> Any:
+        assert self.num_layers is not None
+        return list(_layers(env))[self.num_layers]
+
+
+class _Mujoco(SnapshotAdapter):
+    """A copy of ``MjData``, which unlike MuJoCo's state vectors restores bit for bit, in the environment's own model."""
+
+    def capture_simulator(self, env: gymnasium.Env) -> Any:
+        import mujoco
+
+        model = attribute(env, _MUJOCO_MODEL)
+        copy = mujoco.MjData(model)
+        mujoco.mj_copyData(copy, model, attribute(env, MUJOCO_DATA))
+        return copy
+
+    def restore_simulator(self, env: gymnasium.Env, state: Any) -> None:
+        import mujoco
+
+        mujoco.mj_copyData(attribute(env, MUJOCO_DATA), attribute(env, _MUJOCO_MODEL), state)
+
+
+class _Ale(SnapshotAdapter):
+    """The Atari machine, with the action that sticks."""
+
+    def capture_simulator(self, env: gymnasium.Env) -> atari.AleState:
+        return atari.capture_ale(attribute(env, ALE))
+
+    def restore_simulator(self, env: gymnasium.Env, state: atari.AleState) -> None:
+        atari.restore_ale(attribute(env, ALE), state)
+
+
+def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
+    """The wrappers, outermost first, and the environment itself."""
+    while isinstance(env, gymnasium.Wrapper):
+        yield env
+        env = env.env
+    yield env
+
+
+def attribute(env: gymnasium.Env, kind: str) -> Any:
+    """The attribute of the innermost environment whose class has this full name; None without one."""
+    return next((value for value in vars(env.unwrapped).values() if kind_of(value) == kind), None)
+
+
+def _attributes(layer: gymnasium.Env) -> tuple[list[str], dict[str, Any]]:
+    """Names of the attributes that stay, and the other attributes."""
+    attributes = vars(layer)
+    staying = [name for name, value in attributes.items() if stays(value)]
+    return staying, {name: value for name, value in attributes.items() if name not in staying}
+
+
+def stays(value: Any) -> bool:
+    """Whether an attribute is not captured: it is no state, or its adapter handles it."""
+    return isinstance(value, _NO_STATE) or kind_of(value) in _STAYING_KINDS
+
+
+def kind_of(value: Any) -> str:
+    """Full name of the class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _named(layers: list[gymnasium.Env]) -> Iterator[tuple[Any, _Key]]:
+    """Objects that copied attributes refer to by key instead of copying them."""
+    for index, layer in enumerate(layers):
+        yield layer, (index, "")
+        for name, value in vars(layer).items():
+            if stays(value):
+                yield value, (index, name)
+
+
+class _Pickler(pickle.Pickler):
+    """Refers to layers, simulators and spaces by name instead of copying them."""
+
+    def __init__(self, file: BytesIO, names: Mapping[int, _Key]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> _Key | None:
+        if isinstance(obj, gymnasium.Env | EzPickle) and id(obj) not in self._names:
+            # EzPickle would silently restore it as it was made
+            raise pickle.PicklingError(f"it holds {type(obj).__name__}, which pickles without its state")
+        return self._names.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BytesIO, objects: Mapping[_Key, Any]) -> None:
+        super().__init__(file)
+        self._objects = objects
+
+    def persistent_load(self, pid: _Key) -> Any:
+        if pid not in self._objects:
+            raise EnvError(f"the captured state refers to attribute {pid[1]!r}, which this environment does not have")
+        return self._objects[pid]
+
+
+def _culprit(layers: list[gymnasium.Env], names: Mapping[int, _Key]) -> str:
+    """Which attribute cannot be pickled, for the error."""
+    for layer in layers:
+        for name, value in _attributes(layer)[1].items():
+            try:
+                _Pickler(BytesIO(), names).dump(value)
+            except _NOT_PICKLED:
+                return f"{type(layer).__name__}.{name} ({type(value).__name__})"
+    return "the environment"
+
+
+# State of Gymnasium environments as plain data, for running episodes in checkpoints
+
+_ENVS = (gymnasium.Env, VectorEnv)
+_MOST_VALUES = 100_000
+"""More (such as tables of transitions) would make checkpoints slow."""
+_CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
+
+
+class _CannotCaptureError(Exception):
+    pass
+
+
+def capture(env: gymnasium.Env | VectorEnv) -> dict[str, Any] | None:
+    """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else."""
+    try:
+        captured: dict[str, Any] = _captured(env, set(), iter(range(_MOST_VALUES)))
+        return captured
+    except _CannotCaptureError:
+        return None
+
+
+def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
+    """Put an environment made the same way, and reset at least once, into a captured state.
+
+    Raises:
+        EnvError: it is made of other objects than the captured one.
+    """
+    try:
+        _restored(env, state)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise EnvError(
+            f"the captured state does not fit {env}: {error!r}; fix: make the environment the same way"
+        ) from error
+
+
+def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
+    if next(budget, None) is None:
+        raise _CannotCaptureError
+    if value is None or (isinstance(value, bool | int | float | str | np.generic) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return value.copy()
+    if isinstance(value, Enum):
+        return {"kind": "enum", "name": value.name}
+    if isinstance(value, np.random.Generator):
+        return {"kind": "generator", "state": value.bit_generator.state}
+    if isinstance(value, np.random.RandomState):
+        return {"kind": "random_state", "state": value.get_state(legacy=False)}
+    if type(value) is random.Random:
+        return {"kind": "random", "state": value.getstate()}
+    if isinstance(value, _ENVS):
+        if id(value) in seen:
+            return {"kind": "stays"}
+        seen.add(id(value))
+        if isinstance(value, HasState):
+            parts = {"state": value.clone_state(), "np_random": value.np_random}
+            return {"kind": "own", **{name: _captured(part, seen, budget) for name, part in parts.items()}}
+        return {
+            "kind": "env",
+            "attributes": {name: _captured(part, seen, budget) for name, part in vars(value).items()},
+        }
+    for kind, container in _CONTAINERS.items():
+        if type(value) is container:
+            return {"kind": kind, "items": [_captured(item, seen, budget) for item in cast(Any, value)]}
+    if type(value) is dict:
+        return {
+            "kind": "dict",
+            "items": [[_captured(key, seen, budget), _captured(part, seen, budget)] for key, part in value.items()],
+        }
+    if kind_of(value) == MUJOCO_DATA:
+        arrays = {name: array.copy() for name, array in _mujoco_arrays(value)}
+        return {"kind": "mujoco", "time": value.time, "arrays": arrays}
+    if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != ALE):
+        return {"kind": "stays"}
+    raise _CannotCaptureError
 
 
 def _restored(now: Any, saved: Any) -> Any:
@@ -247,20 +402,9 @@ def _restored(now: Any, saved: Any) -> Any:
                 array[...] = saved["arrays"][name]
         case "env":
             mine, attributes = vars(now), saved["attributes"]
-            changing = [name for name in mine if not stays(mine[name])]  # a viewer may have been opened since
-            for name in [name for name in changing if name not in attributes]:
+            for name in [name for name in mine if name not in attributes]:
                 del mine[name]
-            parts = {name: part for name, part in attributes.items() if name in changing or name not in mine}
-            mine.update({name: _restored(mine.get(name), part) for name, part in parts.items()})
-        case "copy" if kind_of(now) == MUJOCO_DATA:
-            import mujoco
-
-            mujoco.mj_copyData(now, now.model, saved["of"])
-        case "copy":
-            return copy.deepcopy(saved["of"])
-        case "own copy":
-            now.restore_state(copy.deepcopy(saved["state"]))
-            _restored(now.np_random, saved["np_random"])
+            mine.update({name: _restored(mine.get(name), part) for name, part in attributes.items()})
         case "own":
             now.restore_state(_restored(now.clone_state(), saved["state"]))
             _restored(now.np_random, saved["np_random"])
@@ -273,29 +417,6 @@ def _restored(now: Any, saved: Any) -> Any:
             items = [_restored(mine, item) for mine, item in zip(old, saved["items"], strict=False)]
             return deque(items, now.maxlen) if kind == "deque" else _CONTAINERS[kind](items)
     return now
-
-
-def _layers(env: gymnasium.Env) -> Iterator[gymnasium.Env]:
-    """The wrappers, outermost first, and the environment itself."""
-    while isinstance(env, gymnasium.Wrapper):
-        yield env
-        env = env.env
-    yield env
-
-
-def attribute(env: Any, kind: str) -> Any:
-    """The attribute of the innermost environment whose class has this full name; None without one."""
-    return next((value for value in vars(env.unwrapped).values() if kind_of(value) == kind), None)
-
-
-def stays(value: Any) -> bool:
-    """Whether an attribute is not captured, as it is no state."""
-    return isinstance(value, _NO_STATE) or kind_of(value) in _STAYING_KINDS
-
-
-def kind_of(value: Any) -> str:
-    """Full name of the class."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _mujoco_arrays(data: Any) -> list[tuple[str, np.ndarray]]:

@@ -18,7 +18,7 @@ from groupwise.data.rollout import Nested
 from groupwise.data.spaces import allowed_action, flat_action, leaf_spaces, space_kind
 from groupwise.envs.base import GroupEnv, GroupStartReport, Seeds
 from groupwise.envs.rows import EnvMaker, RowCfg, RowsGroupEnv
-from groupwise.envs.snapshots import DrawsOnDemand, is_copied_exactly
+from groupwise.envs.snapshots import DrawsOnDemand, adapter_for
 from groupwise.errors import GroupStartError, GroupStartWarning, GroupwiseError, UnsupportedSpaceError
 from groupwise.seeding import derive_seed
 
@@ -184,10 +184,10 @@ def choose_start(cfg: RowCfg, wanted: StartMode | Literal["auto"]) -> GroupStart
     """
     reasons: dict[StartMode, str] = {}
     cfg = cfg._replace(make=partial(_drawing_starts_only, cfg.make))
-    modes: tuple[StartMode, ...] = (wanted,) if wanted != "auto" else ("seed", "fresh")
-    if wanted == "auto":
+    modes: tuple[StartMode, ...] = (wanted,) if wanted != "auto" else ("snapshot", "seed", "fresh")
+    if wanted == "auto":  # without an adapter, a snapshot copies all attributes, and may miss state
         with closing(cfg.make()) as env:
-            modes = ("snapshot", *modes) if is_copied_exactly(env) else modes
+            modes = ("seed", "snapshot", "fresh") if adapter_for(env) is None else modes
     for mode in modes:
         try:
             report = _examine_mode(cfg._replace(start_mode=mode), wanted)._replace(rejected=tuple(_joined(reasons)))

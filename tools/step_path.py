@@ -2,9 +2,10 @@
 
     python tools/step_path.py control grpo|ppo        CartPole-v1, reference settings as the default preset resolves them
     python tools/step_path.py text                    a tiny random Llama
+    python tools/step_path.py                         all three
     ... --functions                                   also every function that is called
 
-Prints JSON: files, functions, lines of those functions (source lines, docstrings and blanks left out), the files.
+Prints a line of JSON for each: files, functions, lines of those functions (source lines, docstrings and blanks left out), the files.
 """
 
 import ast
@@ -23,7 +24,11 @@ ROOT = Path(gw.__file__).parent
 
 def main():
     words = [word for word in sys.argv[1:] if word != "--functions"]
-    what, algo = words[0], (words[1] if len(words) > 1 else "grpo")
+    for path in [words] if words else [["control", "ppo"], ["control", "grpo"], ["text"]]:
+        measure(*path)
+
+
+def measure(what, algo="grpo"):
     seen = {}
 
     def profiler(frame, event, arg):

@@ -6,6 +6,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from groupwise.algorithms.base import EntropyBonus, Schedule, build_optimizer, schedule_factor
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import AdaptiveEntropyCfg, AdaptiveKLCfg, GRPOCfg, PPOCfg
+from groupwise.config.run import RunCfg
 from groupwise.errors import ConfigError
 
 
@@ -39,6 +40,8 @@ def test_schedule_factor(cfg, progress, expected):
         ({"name": "linear", "warmup": 0.2}, 50, 0.25),
         ({"name": "linear", "warmup": 0.2}, 200, 1.0),
         ({"name": "linear", "warmup": 0.2}, 400, 0.75),
+        ({"name": "linear", "warmup": 200}, 50, 0.25),
+        ({"name": "linear", "warmup": 200}, 400, 0.75),
         ({"name": "linear", "warmup": 0.2, "final": 0.5}, 1000, 0.5),
         ({"name": "linear", "warmup": 0.5, "final": 1.0}, 250, 0.5),
         ({"name": "linear", "warmup": 0.5, "final": 1.0}, 900, 1.0),
@@ -49,7 +52,7 @@ def test_schedule_factor(cfg, progress, expected):
     ],
 )
 def test_warm_up_by_hand(cfg, done, expected):
-    assert schedule_factor(PPOCfg(schedule=cfg).schedule, done / 1000) == pytest.approx(expected)
+    assert schedule_factor(PPOCfg(schedule=cfg).schedule, done / 1000, 1000) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +61,9 @@ def test_warm_up_by_hand(cfg, done, expected):
 def test_warm_up_is_that_of_transformers(name, theirs):
     sgd = optimizer()
     scheduler = theirs(sgd, num_warmup_steps=7, num_training_steps=40)
-    schedule = PPOCfg(schedule={"name": name, "warmup": 7 / 40}).schedule
+    schedule = PPOCfg(schedule={"name": name, "warmup": 7}).schedule
     for step in range(41):
-        assert schedule_factor(schedule, step / 40) == pytest.approx(sgd.param_groups[0]["lr"], abs=1e-12)
+        assert schedule_factor(schedule, step / 40, 40) == pytest.approx(sgd.param_groups[0]["lr"], abs=1e-12)
         sgd.step()
         scheduler.step()
 
@@ -68,12 +71,20 @@ def test_warm_up_is_that_of_transformers(name, theirs):
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_every_update_of_a_warm_up_has_a_rate(name):
     # 4 of 10 iterations: quarters of the rate
-    schedule = PPOCfg(schedule={"name": name, "warmup": 0.4}).schedule
-    rates = [schedule_factor(schedule, done / 10, 1 / 10) for done in range(5)]
+    schedule = PPOCfg(schedule={"name": name, "warmup": 4}).schedule
+    rates = [schedule_factor(schedule, done / 10, 10, 1 / 10) for done in range(5)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1])
     # an update that goes beyond the warm-up, which is a fifth of training
     schedule = PPOCfg(schedule={"name": name, "warmup": 0.2}).schedule
-    assert schedule_factor(schedule, 0.15, 0.3) == 1
+    assert schedule_factor(schedule, 0.15, 1, 0.3) == 1
+
+
+def test_a_warm_up_that_never_ends_is_refused():
+    schedule = PPOCfg(schedule={"name": "cosine", "warmup": 40}).schedule
+    with pytest.raises(ConfigError, match="warmup=40 is all of a budget of 40; fix: less"):
+        schedule_factor(schedule, 0.5, 40)
+    with pytest.raises(ConfigError, match=r"warmup=40 is not less than total_iterations=30; fix: .* fewer iterations"):
+        RunCfg(algorithm=PPOCfg(schedule=schedule), total_iterations=30)
 
 
 def optimizer():

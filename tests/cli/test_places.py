@@ -17,18 +17,7 @@ from groupwise.system import prepare
 from groupwise.training.checkpoint import saved_counts
 
 NAME = "rün €[/x] [red]'a\""
-SHORT = [
-    "--algorithm",
-    "ppo",
-    "--total-steps",
-    "64",
-    "--env.num-envs",
-    "4",
-    "--algorithm.num-steps",
-    "16",
-    "--evaluation.episodes",
-    "2",
-]
+SHORT = "--algorithm ppo --total-steps 64 --env.num-envs 4 --algorithm.num-steps 16 --evaluation.episodes 2"
 ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
 NO_HOME = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"), "/proc/none")
 BACKWARDS = """
@@ -62,9 +51,8 @@ def test_ascii_no_home_a_full_stderr_a_clock_that_goes_back_and_a_strange_path(t
     (folder / "sitecustomize.py").write_text(BACKWARDS)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     with Path("/dev/full").open("wb") as full:
-        done = run(
-            folder, "train", "CartPole-v1", "--run-dir", NAME, *SHORT, env=ASCII | NO_HOME | {"PYTHONPATH": path}, stderr=full
-        )  # fmt: skip
+        words = ["train", "CartPole-v1", "--run-dir", NAME, *SHORT.split()]
+        done = run(folder, *words, env=ASCII | NO_HOME | {"PYTHONPATH": path}, stderr=full)
     assert done.returncode == 0
     lines = done.stdout.decode("ascii").splitlines()
     assert lines[0].startswith("Done in ")
@@ -75,21 +63,20 @@ def test_ascii_no_home_a_full_stderr_a_clock_that_goes_back_and_a_strange_path(t
 @pytest.mark.slow
 def test_the_other_commands_on_a_strange_path_in_ascii(tmp_path: Path):
     commands = [
-        ["train", "CartPole-v1", "--run-dir", NAME, "--logging.progress", "bar", *SHORT],
+        ["train", "CartPole-v1", "--run-dir", NAME, "--logging.progress", "bar", *SHORT.split()],
         ["resume", NAME, "--total-steps", "128"],
         ["eval", NAME, "--episodes", "2", "--video"],
         ["compare", f"ü [x]={NAME}"],
-        ["train", "CartPole-v1", "--run-dir", f"{NAME}s", "--seeds", "0", *SHORT],
     ]
     code = f"from groupwise.cli import main\nprint([main(words) for words in {commands!r}])"
     done = run(tmp_path, code=code, env=ASCII)
-    assert done.stdout.splitlines()[-1] == b"[0, 0, 0, 0, 0]", done.stderr
+    assert done.stdout.splitlines()[-1] == b"[0, 0, 0, 0]", done.stderr
     assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.slow
 def test_without_any_open_stream(tmp_path: Path):
-    command = f"{sys.executable} -m groupwise train CartPole-v1 --run-dir run {' '.join(SHORT)} <&- >&- 2>&-"
+    command = f"{sys.executable} -m groupwise train CartPole-v1 --run-dir run {SHORT} <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], cwd=tmp_path, check=False).returncode == 0
     assert (tmp_path / "run/summary.json").exists()
 
@@ -171,18 +158,8 @@ gymnasium.register("Chatty-v0", Chatty, max_episode_steps=50)
 @pytest.mark.slow
 def test_quiet_prints_one_line_and_errors_and_verbose_every_iteration(tmp_path: Path):
     (tmp_path / "chatty.py").write_text(CHATTY)
-    words = [
-        "train",
-        "Chatty-v0",
-        "--plugin",
-        "chatty.py",
-        "--total-iterations",
-        "3",
-        "--evaluation.episodes",
-        "2",
-        "--algorithm.num-steps",
-        "8",
-    ]
+    chatty = "train Chatty-v0 --plugin chatty.py --total-iterations 3 --evaluation.episodes 2 --algorithm.num-steps 8"
+    words = chatty.split()
     twice = f"from groupwise.cli import main\nprint([main([*{words!r}, '-q', '--run-dir', 'a']) for _ in 'ab'])"
     quiet, verbose = run(tmp_path, code=twice), run(tmp_path, *words, "-v")
     line, codes = quiet.stdout.splitlines()

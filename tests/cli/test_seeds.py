@@ -180,9 +180,9 @@ def test_no_module_of_the_current_folder_is_imported_by_the_command_or_its_proce
     folder.mkdir()
     for name in ("groupwise", "json", "random", "multiprocessing", "gymnasium", "math_verify"):
         (folder / f"{name}.py").write_text("open('ran', 'a').write(__name__)\nraise SystemExit(7)")
-    words = "train CartPole-v1 --seeds 0 --run-dir runs --algorithm ppo --algorithm.num-steps 8 --total-steps 16"
+    words = "train CartPole-v1 -q --run-dir runs --algorithm ppo --algorithm.num-steps 8 --total-steps 16"
     words += " --env.num-envs 2 --env.vectorization async --evaluation.episodes 1"
     program = [sys.executable, command, *words.split()]
     done = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
     assert not (folder / "ran").exists(), (folder / "ran").read_text()
-    assert (done.returncode, done.stderr) == (0, ""), (folder / "runs" / "seed_0.log").read_text()
+    assert (done.returncode, done.stderr) == (0, "")

@@ -35,16 +35,7 @@ def test_step_limits_are_those_of_the_environment_and_every_finding_has_a_value_
         made = SCRIPT.checked(name)
         spec = gymnasium.spec(made) if isinstance(made, str) else gymnasium.spec(name.partition(" (")[0])
         assert report["max_episode_steps"]["value"] == spec.max_episode_steps, name
-<<<<<<< HEAD
-
-
-def test_every_finding_has_a_value_or_a_reason():
-    for name, report in FOUND.items():
         findings = [report[kind] for kind in ("training", "max_episode_steps", "noise_varies")]
-=======
-        others = [report[kind] for kind in ("training", "max_episode_steps", "noise_varies")]
-        findings = [*report["start_modes"].values(), *others]
->>>>>>> u_tools
         assert all((finding["value"] is None) == bool(finding["reason"]) for finding in findings), name
 
 

@@ -183,13 +183,13 @@ def test_predict_gives_the_state_back(kind):
     again, later = policy.predict(obs, state=state)
     assert len(again) == len(first) == 2
     assert not np.array_equal(state, later)
-    # a state of 0 forgets
-    _, mixed = policy.predict(obs, state=state * [[1], [0]])
+    # a beginning forgets
+    _, mixed = policy.predict(obs, state=state, episode_start=[False, True])
     np.testing.assert_allclose(mixed[0], later[0], rtol=1e-6)
     np.testing.assert_allclose(mixed[1], state[1], rtol=1e-6)
-    for wrong in (state[:1], state[:, :3]):
-        with pytest.raises(DataError, match=r"expected \[2, 10\]; fix: the state of the last call"):
-            policy.predict(obs, state=wrong)
+    for wrong in ({"state": state[:1]}, {"state": state[:, :3]}, {"state": state, "episode_start": [True]}):
+        with pytest.raises(DataError, match=r"expected \[2, 10\] and \[2\]; fix: the state of the last call"):
+            policy.predict(obs, **wrong)
     one, _ = policy.predict(SPACES[kind][0].sample())
     assert SPACES[kind][1].contains(one)
 

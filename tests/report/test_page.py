@@ -200,8 +200,7 @@ def test_a_page_says_how_it_ended_and_how_often_it_succeeded(tmp_path):
         assert "Still training: 1,000 environment steps" in page_of(run)[0]
     assert "Ended by total_steps after 1,000" in page_of(run)[0]
     rewrite_metrics(run, lambda entry: entry | {"eval/success_rate": (entry["iteration"] - 1) / 4})
-    text = page_of(run)[0]
-    assert "Success: 0 % in the first evaluation, 75 % in the last (95 % interval 53 % to 89 %)." in text
+    assert ">success rate</text>" in page_of(run)[0]
 
 
 def test_cloning_is_not_blamed_for_playing_no_episodes(tmp_path):

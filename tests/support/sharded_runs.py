@@ -32,19 +32,15 @@ SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 0.1, "max
 RECOMPUTED = {"objective": {"old_log_prob": "recomputed"}}
 REFERENCE = {"kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}}
 CASES = {
-    "tied": {"family": "smollm"},
+    "tied": {"family": "smollm", "autocast": torch.bfloat16},
     "clipped": {"family": "gpt2", "max_grad_norm": 0.01},
-    "micro_batches": {"micro_batch_size": 12, "num_epochs": 2},
-    "idle_rank": {"unscorable": [2], "micro_batch_size": 12, "num_epochs": 2},
-    "idle_rank_whole": {"unscorable": [2]},
-    "recomputed": RECOMPUTED | {"gradient_checkpointing": True, "top_entropy_quantile": 0.5, "num_epochs": 2},
+    "idle_rank": {"unscorable": [2], "micro_batch_size": 12},
+    "recomputed": RECOMPUTED | {"gradient_checkpointing": True, "top_entropy_quantile": 0.5, "micro_batch_size": 12},
     "reference": REFERENCE,
     "adapters": REFERENCE | {"lora": True},
     "half": {"dtype": torch.bfloat16, "lora": True, "kl_coef": 0.1},
-    "autocast": {"autocast": torch.bfloat16},
     "adam": {"optimizer": {"name": "adamw", "weight_decay": 0.1}, "learning_rate": 1e-3},
-    "critic": {"algorithm": (PPO, PPOCfg)},
-    "not_finite": {"bad_reward": True, "on_nonfinite": "zero"},
+    "critic": {"algorithm": (PPO, PPOCfg), "bad_reward": True, "on_nonfinite": "zero"},
 }
 
 

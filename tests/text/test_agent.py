@@ -52,10 +52,10 @@ def assert_equal(policy, other):
     ids=["plain", "adapters", "filtered"],
 )
 def test_a_loop_by_hand_is_gw_train_bit_for_bit(model, settings, tmp_path):
-    by_hand = loop(agent_of(model, **settings), digits(seed=settings.get("seed", 0)), iterations=3)
+    by_hand = loop(agent_of(model, **settings), digits(seed=settings.get("seed", 0)), iterations=2)
     fields = {"group_size": 4, "learning_rate": 1e-3} | settings.get("algorithm", {})
     rest = {"sampling": SHORT} | {name: value for name, value in settings.items() if name != "algorithm"}
-    rest |= QUIET | {"num_prompts": 4, "total_iterations": 3}
+    rest |= QUIET | {"num_prompts": 4, "total_iterations": 2}
     run = gw.train(copying(), fields, model=str(model), run_dir=tmp_path / "run", **rest)
     assert_equal(by_hand.policy, run.policy)
     last = run.metrics()[-1]
@@ -148,7 +148,7 @@ def test_tokens_that_are_taken_out_of_a_mask_have_no_loss(model):
 
 
 def test_a_schedule_follows_the_loop(model):
-    agent, env = agent_of(model, algorithm={"schedule": {"name": "linear", "warmup": 0.5}}), digits()
+    agent, env = agent_of(model, algorithm={"schedule": {"name": "linear", "warmup": 2}}), digits()
     rates = []
     for step in range(4):
         agent.set_progress(step, 4)

@@ -127,16 +127,16 @@ def test_a_run_that_was_killed_takes_every_prompt_once(model, double, tmp_path):
     assert [entry["rollout/staleness"] for entry in again.metrics()][1::2] == [1, 1]
 
 
-SAID = {
+ERRORS = {
     "500": "no answer in 1 tries: status 500: .*EngineDeadError",
     "version": "answered by weights 'another', expected '.*-1'",
 }
 
 
-@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("fault", ERRORS)
 def test_an_error_behind_the_learner_ends_the_run(model, double, tmp_path, fault):
     double.faults[GENERATE] = [None] * 2 * PROMPTS + [fault] * 100  # the third rollout, by the weights of the second
-    with pytest.raises(gw.errors.ServerError, match=SAID[fault]):
+    with pytest.raises(gw.errors.ServerError, match=ERRORS[fault]):
         run(model, tmp_path / "run", double, 1)
     assert_nothing_runs()
     assert list((tmp_path / "weights").iterdir()) == []
@@ -161,11 +161,11 @@ def test_an_interrupt_does_not_wait_for_the_servers(model, double, tmp_path, mon
 def test_what_cannot_be_is_refused(model):
     ahead = {"generation": {"name": "server", "max_staleness": 1}}
     recomputed, filtered = {"objective": {"old_log_prob": "recomputed"}}, {"collection": {"dynamic_sampling": 1}}
-    for settings, said in [
+    for settings, message in [
         (ahead | {"algorithm": gw.GRPOCfg(**recomputed)}, "importance_sampling_correction='tis', or old_log"),
         (ahead | {"algorithm": gw.GRPOCfg(**filtered)}, "dynamic_sampling=None, or .*max_staleness=0"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             TextRunCfg(**settings)
     with pytest.raises(gw.errors.ConfigError, match="max_staleness=1 needs one process, got 2"):
         connect.connect(TextRunCfg(**ahead), CausalLM(tiny_model()), TwoThreads(0, None, None))

@@ -1,12 +1,26 @@
-"""Rewards that are registered: what is right, and what only looks so."""
+"""Rewards that are registered: what is right, and what only looks so; answers, numbers, and tasks of reasoning-gym."""
 
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 import pytest
 import reasoning_gym
+from hypothesis import given
+from hypothesis import strategies as st
+from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
 from groupwise.config.run import RewardCfg
-from groupwise.errors import GroupwiseError
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.text.builtin_rewards import (
+    COMPUTED_TASKS,
+    REFUSED_TASKS,
+    as_number,
+    computes,
+    final_answer,
+    gold_answer,
+    is_right,
+    last_number,
+)
 from groupwise.text.rewards import REWARDS, RewardSet, make_reward
 from groupwise.text.task import gym_examples
 
@@ -92,3 +106,123 @@ def test_wrong_settings_are_refused_before_anything_is_scored(name, kwargs, mess
     with pytest.raises(GroupwiseError, match=message):
         make_reward(RewardCfg(name=name, kwargs=kwargs))
     assert {"regex", "exact", "numeric", "math", "reasoning_gym"} <= REWARDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "answer"),
+    [
+        ("<answer> 4 </answer>", "auto", "4"),
+        ("<answer>3</answer> no, <answer>4</answer>", "auto", "4"),
+        ("<answer><answer>4</answer>", "auto", "4"),
+        ("<answer>4", "auto", "<answer>4"),
+        ("<answer>4", "tag", None),
+        (r"so \boxed{\frac{1}{2}} it is", "auto", r"\frac{1}{2}"),
+        (r"\boxed{1} or \boxed{2}", "boxed", "2"),
+        (r"\boxed{1", "boxed", None),
+        (r"\boxed{1} <answer>2</answer>", "auto", "2"),
+        (r"\boxed{1} <answer>2</answer>", "boxed", "1"),
+        (" 4\n", "auto", "4"),
+        ("<answer>4</answer>", "whole", "<answer>4</answer>"),
+        ("", "auto", ""),
+    ],
+)
+def test_the_answer_of_a_completion(text, where, answer):
+    assert final_answer(text, where) == answer
+
+
+def test_without_tag_or_box_another_rule_can_find_the_answer():
+    assert final_answer("3 and 4.", otherwise=last_number) == "4"
+    assert final_answer("<answer>3</answer> and 4", otherwise=last_number) == "3"
+    assert gold_answer("2 + 2 = 4\n#### 4") == gold_answer(4) == "4"  # it may follow its explanation
+
+
+NUMBERS = {"72": 72, "-5": -5, "+0.50": Fraction(1, 2), ".5": Fraction(1, 2), "1,234,567.5": Fraction(2469135, 2)}
+NUMBERS |= {"$18": 18, "18 %": 18, "18.": 18, "1/3": Fraction(1, 3), "2e-3": Fraction(1, 500)}
+NO_NUMBERS = ["", "-", "x", "1 2", "12 apples", "1,23", "1/0", "1e9999", "٣", "1" * 101, "__import__('os')", "2+2"]
+NO_NUMBERS += ["1.2.3", "nan", "inf"]
+
+
+@pytest.mark.parametrize(("text", "number"), [*NUMBERS.items(), *((text, None) for text in NO_NUMBERS)])
+def test_numbers(text, number):
+    assert as_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The sum is 12.", "12"),
+        ("3 + 4 = 7", "7"),
+        ("between 1 and 1,000!", "1,000"),
+        ("x=-5", "-5"),
+        ("version 1.2.3 of v8", None),
+        ("area51 and 3rd", None),
+        ("1/2", "1/2"),
+        ("none", None),
+    ],
+)
+def test_the_last_number_that_stands_alone(text, number):
+    assert last_number(text) == number
+
+
+@given(st.fractions(max_denominator=10**6), st.text(alphabet="ab \n.", max_size=20))
+def test_a_number_is_found_after_any_words_and_read_back(number, words):
+    assert as_number(str(number)) == number
+    assert last_number(f"{words} {number}") == str(number)
+
+
+@pytest.mark.parametrize("task", sorted(COMPUTED_TASKS))
+def test_solutions_are_right_and_nothing_around_them(task):
+    columns = gym_examples(task, size=1)[0].columns
+    right = columns["answer"]
+    for text in (right, f"({right})", f"{right} 1", f"x{right}", f"{right}\n{right}", "", "(" * 300):
+        assert is_right(task, text, None, columns["metadata"]) == (text in (right, f"({right})"))
+
+
+def test_tasks_that_cannot_be_judged_are_refused():
+    assert DATASETS.keys() >= COMPUTED_TASKS | REFUSED_TASKS
+    for task in REFUSED_TASKS:
+        with pytest.raises(ConfigError, match=rf"reasoning-gym:{task} .*; fix: a reward of your own"):
+            is_right(task, "1", "1", {})
+
+
+@pytest.mark.parametrize(
+    ("expression", "numbers", "result"),
+    [
+        ("3*(4+5)", [5, 4, 3], 27),
+        ("8/(3 - 8/3)", [3, 3, 8, 8], 24),
+        ("-1 + 25", [25, 1], 24),
+        ("1/3*3*24", [1, 3, 3, 24], 24),
+    ],
+)
+def test_expressions_are_computed_exactly(expression, numbers, result):
+    assert computes(expression, numbers, result)
+    assert not computes(expression, numbers, result + 1)
+    assert not computes(expression, [*numbers, 1], result)
+    assert not computes(expression, numbers[1:], result)
+
+
+NO_ARITHMETIC = [
+    "3*8.0",
+    "3**1*8",
+    "3*8//1",
+    "int('3')*8",
+    "3*8 # 24",
+    "0x3*8",
+    "3*0_8",
+    "3*8,",
+    "3*True*8",
+    "(3*8",
+    "3 8",
+]
+
+
+@pytest.mark.parametrize("expression", [*NO_ARITHMETIC, "(" * 150])
+def test_other_than_arithmetic_is_no_expression(expression):
+    assert not computes(expression, [3, 8], 24)
+
+
+def test_close_is_not_equal():
+    entry = {"answer": "", "metadata": {"numbers": [281, 1, 96, 97], "target": 281}}
+    assert get_score_answer_fn("countdown")("281 + 1/(96*97)", entry) == 1, "the library itself accepts it"
+    assert not computes("281 + 1/(96*97)", [281, 1, 96, 97], 281)
+    assert not computes("1/(3 - 3)", [1, 3, 3], 24)

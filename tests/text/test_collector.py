@@ -1,4 +1,4 @@
-"""Rollouts of texts by hand: a generator that writes what it is told to, one character a token."""
+"""Rollouts of texts by hand: a generator that writes a script, one character a token."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whole runs on texts: train, resume, evaluate, sample, and what is said of bad input."""
+"""Whole runs on texts: train, resume, evaluate, sample, and errors for bad input."""
 
 import errno
 import json
@@ -136,8 +136,8 @@ def test_the_commands(model, tmp_path, capsys):
     first = run_cli("sample", run, "123", "--count", "2")
     assert len(first.split("-" * 20)) == 2
     assert run_cli("sample", run, "123", "456", "--count", "2").startswith(first + "=" * 20 + "\n")
-    said = run_cli("sample", run, "--messages", '[{"role": "user"}]', code=2)
-    assert "prompt 0: message = {'role': 'user'}: expected the texts role and content" in said
+    error = run_cli("sample", run, "--messages", '[{"role": "user"}]', code=2)
+    assert "prompt 0: message = {'role': 'user'}: expected the texts role and content" in error
     assert "--messages: '123 +' is broken JSON" in run_cli("sample", run, "--messages", "123 +", code=2)
     run_cli("resume", run, "--total-steps", "150")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sampling"]["temperature"] == 0.7
@@ -244,12 +244,6 @@ def test_a_reward_that_is_not_finite_is_dropped_if_the_algorithm_says_so(model, 
     metrics = train(copying(reward), model, tmp_path / "run", cfg).metrics()
     assert [entry["rollout/unscorable"] for entry in metrics] == [6] * 2
     assert all(math.isfinite(value) for entry in metrics for value in entry.values())
-
-
-def test_equal_rewards_are_warned_of_once(model, tmp_path, caplog):
-    run = train(copying(lambda prompts, **_: [1.0] * len(prompts)), model, tmp_path / "equal")
-    assert [entry["train/optimizer_steps"] for entry in run.metrics()] == [0, 0]
-    assert sum("no group has members with different returns" in message for message in caplog.messages) == 1
 
 
 def test_lone_surrogates_are_replaced_with_one_warning(model, tmp_path):

@@ -154,12 +154,12 @@ def test_servers_that_cannot_be_used_are_refused(model, tmp_path):
 def test_answers_in_another_format_are_refused(model, double, tmp_path):
     generate = served(model, tmp_path, double)
     generate.update(0)
-    for answer, said in [
+    for answer, message in [
         ((200, {"choices": [{"index": 0, "token_ids": []}]}), r"in another format .*; fix: vLLM 0\.32 or later"),
         ((400, {"error": {"message": "too long"}}), "was refused: status 400: .*too long"),
     ]:
         double.inference_v1_generate = lambda *call, answer=answer: answer
-        with pytest.raises(gw.errors.ServerError, match=said):
+        with pytest.raises(gw.errors.ServerError, match=message):
             generate(**TASK, sampling=SAMPLING["plain"])
 
 
@@ -206,22 +206,22 @@ def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp
 
 
 def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
-    for generation, said in [
+    for generation, message in [
         ({"name": "server", "urls": []}, "has 0 urls and python='None'; fix: one of the two"),
         (settings(double, python="py"), "has 1 urls and python='py'; fix: one of the two"),
         ({"name": "server", "urls": ["localhost:8000"]}, "urls"),
         (settings(double, args=["--enforce-eager"]), "are of a server that the run starts"),
     ]:
-        with pytest.raises(gw.errors.ConfigError, match=said):
+        with pytest.raises(gw.errors.ConfigError, match=message):
             train(copying(), model, tmp_path / "run", generation=generation)
     with pytest.raises(gw.errors.ConfigError, match="gives no tokens that top_k, top_p and min_p keep"):
         train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"top_k": 5})
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
-    for engine, said in [
+    for engine, message in [
         (Engine(), "made in Python is in no folder"),
         (TwoThreads(0, None, None), "2 processes cannot share a server of one; fix: groupwise serve"),
     ]:
-        with pytest.raises(gw.errors.ConfigError, match=said):
+        with pytest.raises(gw.errors.ConfigError, match=message):
             build.connect(cfg, CausalLM(tiny_model()), engine)
 
 
@@ -295,7 +295,7 @@ def test_a_run_has_a_server_of_its_own_whose_errors_end_it(model, tmp_path):
 
 
 class Moving:
-    """A server that is started again at another address, when it is told to."""
+    """A server that is started again at another address, by ``move``."""
 
     def __init__(self, model):
         self.model, self.stack = model, contextlib.ExitStack()
@@ -360,7 +360,8 @@ def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path)
 
 
 def test_a_run_that_begins_after_a_restart_finds_the_new_address(moving, tmp_path):
-    (place,) = http.create(tmp_path, 1)
+    (tmp_path / "0").mkdir()
+    (place,) = http.in_folder(tmp_path)
     before = moving.url()
     place.say(url=before)
     moving.move()

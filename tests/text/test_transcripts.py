@@ -22,7 +22,7 @@ SAMPLING = SamplingCfg(max_new_tokens=30, stop=("</calc>",))
 
 
 class Scripted:
-    """Writes what it was told to, by the text that stands there; notes what it was asked."""
+    """Writes by a script, from the text before; notes what it was asked."""
 
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script, self.calls = tokenizer, script, []

@@ -218,5 +218,6 @@ def test_the_viewer_follows_a_run_that_trains(tmp_path, open_page):
         before = state.inner_text()
         playwright.expect(state).not_to_have_text(before, timeout=120_000)
         page.locator(".list button").first.wait_for()  # the first groups bring the explorer
-        playwright.expect(page.locator("#link")).to_have_text("This page follows the files.")
+        follows = "This page follows the files."
+        playwright.expect(page.locator("#link")).to_have_text(follows, timeout=120_000)
         page.close()  # before the server, whose end the console would show

@@ -370,10 +370,10 @@ class BaseAlgorithm(ABC):
 
     # --- progress and state ---
 
-    def set_progress(self, progress: float, step: float = 0.0) -> None:
-        """Set the schedules to the finished share of training, in [0, 1]; ``step`` as in ``schedule_factor``."""
+    def set_progress(self, progress: float, budget: int | float = 1, step: float = 0.0) -> None:
+        """Set the schedules to the finished share of training, in [0, 1]; see ``schedule_factor`` for the others."""
         if not self.schedule.adaptive:
-            self.schedule.set_factor(schedule_factor(self.cfg.schedule, progress, step))
+            self.schedule.set_factor(schedule_factor(self.cfg.schedule, progress, budget, step))
         if self.range_schedules is not None:
             self.cfg = at_progress(self.range_schedules, progress)
 
@@ -448,17 +448,23 @@ class Schedule:
             group["lr"] = self.learning_rate * factor
 
 
-def schedule_factor(cfg: ScheduleCfg, progress: float, step: float = 0.0) -> float:
+def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, step: float = 0.0) -> float:
     """Share of the learning rate for an update that begins at a share ``progress`` of training.
 
     Args:
+        budget: all of training, in the unit of a ``warmup`` that is no share.
         step: share of training that the update takes. The warm-up counts it, so that its first update has a rate, too; with 0 it is that of
             transformers.
     """
     if isinstance(cfg, LinearCfg) and cfg.warmup:
-        if progress < cfg.warmup:
-            return min((progress + step) / cfg.warmup, 1.0)
-        progress = (progress - cfg.warmup) / (1 - cfg.warmup)
+        warmup = cfg.warmup if cfg.warmup < 1 else cfg.warmup / budget
+        if warmup >= 1:
+            raise ConfigError(
+                f"schedule.warmup={cfg.warmup} is all of a budget of {budget:g}; fix: less, or a larger budget"
+            )
+        if progress < warmup:
+            return min((progress + step) / warmup, 1.0)
+        progress = (progress - warmup) / (1 - warmup)
     match cfg:
         case CosineCfg():
             return cfg.final + (1 - cfg.final) * (1 + math.cos(math.pi * progress)) / 2

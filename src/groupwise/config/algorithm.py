@@ -323,8 +323,8 @@ class LinearCfg(ScheduleCfg, name="linear"):
 
     final: Fraction = 0.0
     """Share of the learning rate left at the end. 1: constant."""
-    warmup: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Share of training over which the rate first rises linearly. The first of its n iterations has 1/n of the rate."""
+    warmup: Annotated[float, Ge(0), Lt(1)] | PositiveInt = 0.0
+    """The rate first rises linearly, then falls: over a share of training, or from 1 on over a number in the unit of the budget (steps, iterations, epochs). The first of n iterations has 1/n of the rate."""
 
 
 class CosineCfg(LinearCfg, name="cosine"):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
 
-from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, PartsCfg, PPOCfg
+from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, LinearCfg, PartsCfg, PPOCfg
 from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveInt
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
@@ -401,7 +401,13 @@ class CommonCfg(Cfg):
 
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":
-        _, got = self.budget, type(self.algorithm)  # one budget is given
+        schedule, budget = self.algorithm.schedule, self.budget
+        if isinstance(schedule, LinearCfg) and schedule.warmup >= budget.total:
+            raise ValueError(
+                f"algorithm.schedule.warmup={schedule.warmup} is not less than {budget.name}={budget.total:,}; "
+                f"fix: a share of training below 1, or fewer {budget.unit}"
+            )
+        got = type(self.algorithm)
         if got is not AlgorithmCfg.named(self.algorithm.name):
             raise ValueError(f"{got.__name__} has no name of its own; fix: class {got.__name__}(..., name='my_name')")
         return self

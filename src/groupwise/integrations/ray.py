@@ -235,9 +235,10 @@ def _serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
                 f"no nodes of the Ray cluster have cpus = {servers.cpus:g} and gpus = {servers.gpus} for each of "
                 f"{servers.number} servers; fix: ask for less"
             )
-<<<<<<< HEAD
+        for number in range(servers.number):
+            (folder / str(number)).mkdir()
         tasks = []
-        for number, place in enumerate(placed.create(folder, servers.number)):
+        for number, place in enumerate(placed.in_folder(folder)):
             bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
             serve = ray.remote(_serve).options(
                 num_cpus=servers.cpus,
@@ -248,11 +249,6 @@ def _serving(servers: Servers, how: ServerGenerationCfg) -> Iterator[Path]:
             )
             tasks.append(serve.remote(place, how.timeout, os.getcwd()))
         try:
-=======
-        for number in range(servers.number):
-            (folder / str(number)).mkdir()
-        with closing(_Keeper(placed.in_folder(folder), group, servers, how.timeout)):
->>>>>>> u_tools
             yield folder
         finally:
             for task in tasks:

@@ -99,25 +99,35 @@ class RecurrentActorCritic(ActorCritic):
         )
 
     @torch.no_grad()
-    def predict(self, obs: Any, deterministic: bool = True, *, state: npt.ArrayLike | None = None) -> Any:
+    def predict(
+        self,
+        obs: Any,
+        deterministic: bool = True,
+        *,
+        state: npt.ArrayLike | None = None,
+        episode_start: npt.ArrayLike | None = None,
+    ) -> Any:
         """``(actions, state)``, as in Stable-Baselines3: give the state back with the next observations.
 
         Args:
-            state: the actor's, from the last call, with 0 in the rows of episodes that begin; None where all begin.
+            state: the actor's, from the last call; None where all episodes begin.
+            episode_start: ``[B]`` True where an episode begins.
 
         Raises:
-            DataError: as ``ActorCritic.predict``; or a state of another number of observations.
+            DataError: as ``ActorCritic.predict``; or a state, or beginnings, of another number of observations.
         """
         tensor, batched = self._read(obs)
         rows, shape = len(tensor), (len(tensor), self.encoder.state_size)
         given = torch.zeros(shape) if state is None else torch.as_tensor(state)
-        if given.shape != shape:
+        begins = torch.zeros(rows) if episode_start is None else torch.as_tensor(episode_start).reshape(-1)
+        if given.shape != shape or len(begins) != rows:
             raise DataError(
-                f"state has shape {list(given.shape)}, expected {list(shape)}; fix: the state of the last call, for as many "
-                "observations"
+                f"state has shape {list(given.shape)} and episode_start {list(begins.shape)}, expected {list(shape)} and "
+                f"[{rows}]; fix: the state of the last call, for as many observations"
             )
+        given = given.to(self.device).masked_fill(begins.bool().unsqueeze(-1).to(self.device), 0.0)
         normalized = tensor if self.obs_normalizer is None else self.obs_normalizer(tensor)
-        features, end = self.encoder.follow(normalized, given.to(self.device), torch.tensor([rows]))
+        features, end = self.encoder.follow(normalized, given, torch.tensor([rows]))
         params, _ = self._heads(features, None, tensor)
         action = self.head.mode(params) if deterministic else self.head.sample(params)
         return self._written(action, batched), end.cpu().numpy()

@@ -176,7 +176,6 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             name=folder.path.resolve().name,
             ending=_ending(folder, metrics, unit),
             answer=answer(metrics, score, sample),
-            success=_success(metrics),
             curve=curve_svg(metrics, "", unit, score) if metrics else "",
             video=b64encode(files.read(folder.video, MAX_VIDEO)).decode() if has_video else "",
             completions=_completions(groups),
@@ -265,18 +264,6 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
     return Answer("Not visibly", f"The evaluated {score} was {_shown(before)} first and {end} last: {change}.")
 
 
-def _success(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """How often the first and the last evaluation succeeded, where they say."""
-    evaluations = [entry for entry in metrics if "eval/success_rate" in entry]
-    if not evaluations:
-        return ""
-    first, last = evaluations[0], evaluations[-1]
-    ends = interval_of(last, "success_rate")
-    interval = f" (95 % interval {_percent(ends[0])} to {_percent(ends[1])})" if ends else ""
-    rates = [_percent(entry["eval/success_rate"]) for entry in (first, last)]
-    return f"Success: {rates[0]} in the first evaluation, {rates[1]} in the last{interval}."
-
-
 def subject(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Name of the task."""
     return str(summary.get("task") or ("text" if "task" in config else config.get("env", {}).get("id", "?")))
@@ -347,12 +334,10 @@ def _setting(value: object) -> str:
 
 def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
     """Machine, time and resources of the run."""
-    git, machine = provenance.get("git") or {}, provenance.get("machine") or {}
+    git = provenance.get("git") or {}
     facts = {
         "started": provenance.get("started"),
-        "system": machine.get("system"),
-        "processor": machine.get("processor"),
-        "cores": machine.get("cores"),
+        **(provenance.get("machine") or {}),
         "git commit": f"{git['commit']}{' with changes' if git.get('dirty') else ''}" if git.get("commit") else None,
         "peak memory": f"{summary['peak_memory_mib']:,.0f} MiB" if summary.get("peak_memory_mib") else None,
         "plugins": ", ".join(provenance["plugins"]),
@@ -376,10 +361,6 @@ def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str
     if folder.read_summary().get("stopped") not in BUDGETS:
         found["continue"] = plugins.resume_command(folder.path, given, provenance["plugins"])
     return _without_none(found)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def _shown(value: float | int) -> str:

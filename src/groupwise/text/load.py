@@ -16,6 +16,8 @@ from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.policy import CausalLM
 
+_HUB_SECONDS = 10.0
+
 
 def load_causal_lm(
     cfg: ModelCfg, sampling: SamplingCfg | None = None, *, actor_only: bool = True, device: torch.device | str = "cpu"
@@ -39,13 +41,13 @@ def load_causal_lm(
             base = find_model(name if isinstance(name, str) else "")
         except ConfigError as error:
             raise ConfigError(f"{adapters} names its base {name!r}: {error}") from None
-    model = _load_base(cfg, base, torch.device(device))
     tokenizer = None
     for place in dict.fromkeys((base, path)):  # adapters may have one of their own
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     if tokenizer is None:
         raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")
+    model = _load_base(cfg, base, torch.device(device))
     if adapters.is_file():
         model = _with_saved_adapters(cfg, model, path)
     elif cfg.lora is not None:
@@ -63,7 +65,7 @@ def load_causal_lm(
 
 
 def find_model(path: str) -> str:
-    """The folder of a model, or else its id on the hub; a ``ConfigError`` if it can be neither, or ``config.json`` is broken."""
+    """The folder of a model, or its id on the hub or in its cache; a ``ConfigError`` if there is none, or a broken ``config.json``."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         for child in folder.iterdir():
@@ -72,8 +74,18 @@ def find_model(path: str) -> str:
         if (folder / "config.json").is_file():
             read_file(folder / "config.json")
         return str(folder)
+    wanted = "fix: a folder with config.json and weights, or a hub id"
     if not path or path[0] in "./~" or path.count("/") > 1:
-        raise ConfigError(f"no folder {path!r}; fix: a folder with config.json and weights, or a hub id")
+        raise ConfigError(f"no folder {path!r}; {wanted}")
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if any(isinstance(try_to_load_from_cache(path, name), str) for name in ("config.json", ADAPTER_CONFIG)):
+        return path
+    try:
+        HfApi().model_info(path, timeout=_HUB_SECONDS)  # asks once; loading would try for half a minute
+    except Exception as error:  # of whichever library asks: offline, unknown, not allowed
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"no folder {path!r}, nor such a model on the hub ({why[0]}); {wanted}") from None
     return path
 
 

@@ -324,7 +324,8 @@ def population(folder: Path, lost: str) -> None:
     """Search by Ray on two nodes, lose one or a worker in the second round, and print what came of it."""
     import ray
     from ray.cluster_utils import Cluster
-    from small_populations import PPO, SMALL, same_weights
+    from run_folders import same_weights
+    from small_populations import PPO, SMALL
 
     held = folder / "held"
     held.mkdir(parents=True)

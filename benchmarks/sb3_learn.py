@@ -20,7 +20,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.utils import LinearSchedule
 
-from groupwise.config import GRPOCfg, resolve
+from groupwise.config import resolve
+from groupwise.config.algorithm import GRPOCfg
 from groupwise.contrib.sb3 import GRPO
 
 RESULT = Path(__file__).parent / "results" / "sb3_learn.json"

@@ -36,7 +36,6 @@ SLOW = {
     "engines/test_distributed.py",
     "evolution/test_evolve.py",
     "examples/test_examples.py",
-    "training/test_peak_memory.py",
     "training/test_steps_profile_videos.py",
     "training/test_torch_runs.py",
     "training/test_two_processes.py",

@@ -228,22 +228,22 @@ def test_a_script_without_a_guard_runs_once_and_says_so(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    told = (tmp_path / "told").read_text().splitlines()
-    assert (told[0], told[-1]) == ("before __main__", "after __main__")
-    assert set(told[1:-1]) == {"before __mp_main__"}  # children come as far as to the check
+    lines = (tmp_path / "told").read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before __main__", "after __main__")
+    assert set(lines[1:-1]) == {"before __mp_main__"}  # children come as far as to the check
     assert "if __name__ == '__main__':" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "text"),
     [
         (lambda: limited(Touch(), 9), "reported at the end of episodes"),
         (lambda: limited(TouchEither("success"), 9), "reported at the end of episodes, with the names of tasks"),
         (TorchTouch, "reported at the end of episodes"),
     ],
 )
-def test_whether_success_is_reported(env, said):
-    assert check_env(env).success.value == said
+def test_whether_success_is_reported(env, text):
+    assert check_env(env).success.value == text
 
 
 def test_without_success_the_report_says_how(monkeypatch):

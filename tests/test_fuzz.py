@@ -8,11 +8,8 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +38,7 @@ json_values = st.recursive(
 
 
 @st.composite
-def changed_trees(draw: st.DrawFn, tree: Any) -> Any:
+def changed_trees(draw, tree):
     """The JSON with up to three of its values replaced, dropped or added."""
     tree = copy.deepcopy(tree)
     for _ in range(draw(st.integers(1, 3))):
@@ -58,7 +55,7 @@ def changed_trees(draw: st.DrawFn, tree: Any) -> Any:
     return tree
 
 
-def places_of(tree: Any) -> Iterator[tuple[Any, Any]]:
+def places_of(tree):
     """Containers and keys of all values in a JSON tree."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         yield tree, key
@@ -67,7 +64,7 @@ def places_of(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @st.composite
-def changed_bytes(draw: st.DrawFn, data: bytes) -> bytes:
+def changed_bytes(draw, data):
     """The bytes with some cut out, replaced or repeated, or the end missing."""
     first = draw(st.integers(0, len(data)))
     last = draw(st.integers(first, min(len(data), first + 64)) | st.just(len(data)))
@@ -75,22 +72,21 @@ def changed_bytes(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 @cache
-def settings_of(env: str) -> dict[str, Any]:
+def settings_of(env):
     if env == "text":
         task = {"data": "train.jsonl", "rewards": [{"name": "exact"}], "tool": {"name": "calculator"}}
         return {"task": task, "model": {"path": "m", "lora": {"r": 4}}, "algorithm": {"group_size": 8, "kl_coef": 0.1}}
-    found: dict[str, Any] = json.loads(to_json(resolve(env)))
-    return found
+    return json.loads(to_json(resolve(env)))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz")
 
 
 @pytest.mark.parametrize("kind", ["CartPole-v1", "Pendulum-v1", "text"])
 @given(data=st.data())
-def test_settings(kind: str, folder: Path, data: st.DataObject):
+def test_settings(kind, folder, data):
     file = folder / "settings.json"
     if data.draw(st.booleans()):
         file.write_text(json.dumps(data.draw(changed_trees(settings_of(kind)))))
@@ -103,11 +99,11 @@ given_words = st.text(max_size=12) | st.sampled_from(["--algorithm", "ppo", "--e
 
 
 @given(argv=st.lists(given_words, max_size=5))
-def test_options(argv: list[str]):
+def test_options(argv):
     only(ConfigError, lambda: parse_options(["CartPole-v1", *argv], Parser()))
 
 
-def control(path: Path, **algorithm: Any) -> Path:
+def control(path, **algorithm):
     gw.train(
         "CartPole-v1", {"num_steps": 8, "num_epochs": 1, "minibatch_size": 16, **algorithm}, num_envs=2, total_steps=16,
         evaluation={"episodes": 1}, speed="off", keep_checkpoints=1, logging={"progress": "none"}, run_dir=path,
@@ -116,12 +112,12 @@ def control(path: Path, **algorithm: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
+def trained(folder):
     return control(folder / "run", name="ppo")
 
 
 @given(data=st.data())
-def test_checkpoints(trained: Path, data: st.DataObject):
+def test_checkpoints(trained, data):
     """Damaged on the way, or changed by a stranger, who also makes the digests fit."""
     latest = trained.parent / "damaged"
     shutil.rmtree(latest, ignore_errors=True)
@@ -146,12 +142,12 @@ def test_checkpoints(trained: Path, data: st.DataObject):
 class StopsAtOnce(gw.Callback):
     """A resumed run ends as soon as its state is loaded."""
 
-    def on_training_start(self, trainer: gw.Trainer) -> None:
+    def on_training_start(self, trainer):
         raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module", params=["ppo", "grpo", "text"])
-def saved_run(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
+def saved_run(request, folder):
     """A run folder, and what has to be given to resume it."""
     path = folder / request.param
     if request.param != "text":
@@ -159,7 +155,7 @@ def saved_run(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[
             path, name=request.param, **({"group_size": 2, "kl_coef": 0.1} if request.param == "grpo" else {})
         ), {}
     task = copying()
-    options: dict[str, Any] = {"model": str(save_model(folder / "model")), "sampling": {"max_new_tokens": 4}}
+    options = {"model": str(save_model(folder / "model")), "sampling": {"max_new_tokens": 4}}
     options |= {"run_dir": path, "speed": "off", "keep_checkpoints": 1, "logging": {"progress": "none"}}
     gw.train(task, gw.GRPOCfg(group_size=2, kl_coef=0.1), num_prompts=2, total_steps=10, **options)
     return path, {name: value for name, value in task.given.items() if value is not None}
@@ -167,7 +163,7 @@ def saved_run(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[
 
 @settings(max_examples=settings().max_examples // 5)  # each resumes a run
 @given(data=st.data())
-def test_states(saved_run: tuple[Path, dict[str, Any]], data: st.DataObject):
+def test_states(saved_run, data):
     """Changed by a stranger who makes the digests fit: refused when it is resumed, or taken."""
     path, given_objects = saved_run
     copied = path.with_name("changed")
@@ -183,7 +179,7 @@ def test_states(saved_run: tuple[Path, dict[str, Any]], data: st.DataObject):
 
 
 @given(data=st.data())
-def test_metrics(trained: Path, data: st.DataObject):
+def test_metrics(trained, data):
     copied = trained.parent / "metrics"
     copied.mkdir(exist_ok=True)
     (copied / "metrics.jsonl").write_bytes(data.draw(changed_bytes((trained / "metrics.jsonl").read_bytes())))
@@ -197,7 +193,7 @@ answers = st.text(max_size=40) | st.text("0123456789.,/-+*()eE<>answer \\boxed{}
     ("name", "settings"), [("exact", {}), ("numeric", {"tolerance": 0.1}), ("regex", {"pattern": r"<b>(.*)</b>"})]
 )
 @given(texts=st.lists(answers, min_size=1, max_size=8), gold=answers)
-def test_graders(name: str, settings: dict[str, Any], texts: list[str], gold: str):
+def test_graders(name, settings, texts, gold):
     """Scores of any completion are 0 or 1."""
     rewards = RewardSet([make_reward(RewardCfg(name=name, kwargs=settings))])
     count = len(texts)
@@ -207,7 +203,7 @@ def test_graders(name: str, settings: dict[str, Any], texts: list[str], gold: st
 
 
 @given(expression=st.text("0123456789.+-*/()% ejx_\t", max_size=60) | st.text(max_size=40))
-def test_the_calculator(expression: str):
+def test_the_calculator(expression):
     answer = Calculator()(f"<calc>{expression}</calc>")
     assert answer is None or (isinstance(answer, str) and len(answer) < 500)
 
@@ -216,12 +212,12 @@ ENCODER = PromptEncoder(character_tokenizer("0123456789+-"), TextTaskCfg())
 
 
 @given(prompt=st.text(max_size=60))
-def test_prompts(prompt: str):
+def test_prompts(prompt):
     tokens = only(GroupwiseError, lambda: ENCODER.encode(Example(prompt, {})))
     assert tokens is None or all(isinstance(token, int) for token in tokens)
 
 
-def only(error: type[GroupwiseError], call: Callable[[], Any]) -> Any:
+def only(error, call):
     """What the call returns; None if it raised that error."""
     try:
         return call()

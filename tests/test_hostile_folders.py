@@ -4,13 +4,12 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from forked import run_script
 
 import groupwise as gw
 
@@ -23,31 +22,31 @@ DIGITS = b'{"seed": ' + b"9" * 5_000 + b"}"
 Damage = Callable[[Path], object]
 
 
-def zeros(file: Path) -> None:
+def zeros(file):
     """Endless, if it is read."""
     file.unlink(missing_ok=True)
     os.symlink("/dev/zero", file)
 
 
-def fifo(file: Path) -> None:
+def fifo(file):
     """Nobody writes into it."""
     file.unlink(missing_ok=True)
     os.mkfifo(file)
 
 
-def huge(file: Path) -> None:
+def huge(file):
     with file.open("wb") as opened:
         opened.truncate(2**40)
 
 
-def holding(data: bytes) -> Damage:
+def holding(data):
     return lambda file: file.write_bytes(data)
 
 
-def changed(value: Any, *path: str) -> Damage:
+def changed(value, *path):
     """The file with another value somewhere in its JSON."""
 
-    def change(file: Path) -> None:
+    def change(file):
         tree = json.loads(file.read_text())
         inside = tree
         for key in path[:-1]:
@@ -58,11 +57,11 @@ def changed(value: Any, *path: str) -> Damage:
     return change
 
 
-def line_of(**entry: Any) -> Damage:
+def line_of(**entry):
     return holding(json.dumps({"iteration": 1, "env_steps": 10} | entry).encode() + b"\n")
 
 
-CASES: list[tuple[str, str, str | Path, Damage, str]] = [
+CASES = [
     ("config: link", "resume", "config.json", zeros, "RunFolderError"),
     ("config: FIFO", "resume", "config.json", fifo, "RunFolderError"),
     ("config: huge", "resume", "config.json", huge, "RunFolderError"),
@@ -71,10 +70,7 @@ CASES: list[tuple[str, str, str | Path, Damage, str]] = [
     ("config: not UTF-8", "resume", "config.json", holding(b'{"a": "\xff"}'), "RunFolderError"),
     ("config: many values", "compare", "config.json", holding(b"[" + b"[]," * 300_000 + b"0]"), "RunFolderError"),
     ("config: link, as settings", "config", "config.json", zeros, "ConfigError"),
-    ("config: FIFO, as settings", "config", "config.json", fifo, "ConfigError"),
     ("config: huge, as settings", "config", "config.json", huge, "ConfigError"),
-    ("config: deep, as settings", "config", "config.json", holding(DEEP), "ConfigError"),
-    ("config: digits, as settings", "config", "config.json", holding(DIGITS), "ConfigError"),
     ("provenance: list", "resume", "config.json", changed([1], "provenance"), "RunFolderError"),
     ("provenance: format", "resume", "config.json", changed("2", "provenance", "format"), "RunFolderError"),
     ("provenance: plugins", "resume", "config.json", changed([[]], "provenance", "plugins"), "RunFolderError"),
@@ -128,16 +124,17 @@ CASES: list[tuple[str, str, str | Path, Damage, str]] = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stranger") / "run"
+    algorithm = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}
     gw.train(
-        "CartPole-v1", "ppo", total_steps=2048, num_envs=4, run_dir=folder, evaluation={"episodes": 2}, speed="off",
+        "CartPole-v1", algorithm, total_steps=256, num_envs=4, run_dir=folder, evaluation={"episodes": 2}, speed="off",
         logging={"progress": "none"}, keep_checkpoints=1,
     )  # fmt: skip
     return folder
 
 
-def sign(folder: Path) -> None:
+def sign(folder):
     """Make the digests those of the files, as a stranger would."""
     manifest = json.loads((folder / MANIFEST).read_text())
     for name in manifest["sha256"]:
@@ -147,18 +144,18 @@ def sign(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def endings(cases: list[tuple[str, str, Path]], where: Path) -> dict[str, str]:
+def endings(cases, where):
     """How each case ended; see ``support/under_limits.py``."""
     file = where / "cases.json"
     file.write_text(json.dumps([(name, call, str(folder)) for name, call, folder in cases]))
-    script = Path(__file__).parent / "support" / "under_limits.py"
-    done = subprocess.run([sys.executable, script, file], capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    printed = run_script(Path(__file__).parent / "support" / "under_limits.py", file)
+    return dict(json.loads(printed.splitlines()[-1]))
 
 
 @pytest.mark.slow
-def test_every_hostile_file_is_refused_by_one_clear_error(trained: Path, tmp_path: Path):
-    calls = []
+def test_every_hostile_file_is_refused_by_one_clear_error(trained, tmp_path):
+    untouched = dict.fromkeys(("evaluate", "compare", "config"), "accepted")  # the limits refuse nothing
+    calls = [(call, call, trained) for call in untouched]
     for number, (name, call, file, damage, _) in enumerate(CASES):
         folder = tmp_path / str(number)
         shutil.copytree(trained, folder)
@@ -169,25 +166,15 @@ def test_every_hostile_file_is_refused_by_one_clear_error(trained: Path, tmp_pat
     found = endings(calls, tmp_path)
     wrong = {name: found[name] for name, *_, error in CASES if not found[name].startswith(f"{error}: ")}
     assert wrong == {}
+    assert {call: found[call] for call in untouched} == untouched
     assert all("fix: " in found[name] for name, call, *_ in CASES if call == "resume"), found
 
 
-@pytest.mark.slow
-def test_an_untouched_folder_passes_under_the_same_limits(trained: Path, tmp_path: Path):
-    """Otherwise the limits would refuse, and not the checks."""
-    folder = shutil.copytree(trained, tmp_path / "run")
-    calls = [(call, call, folder) for call in ("evaluate", "compare", "config")]
-    assert endings(calls, tmp_path) == dict.fromkeys(("evaluate", "compare", "config"), "accepted")
-
-
-@pytest.mark.parametrize("call", ["resume", "evaluate", "compare"])
 @pytest.mark.parametrize(
     "place",
     ["metrics.jsonl", "summary.json", "config.json", "curve.svg", "policy.gif", "checkpoints", "groups/x", LATEST],
 )
-def test_links_out_of_the_folder_are_refused_and_their_targets_stay(
-    trained: Path, tmp_path: Path, place: str | Path, call: str
-):
+def test_links_out_of_the_folder_are_refused_and_their_targets_stay(trained, tmp_path, place):
     folder = shutil.copytree(trained, tmp_path / "run")
     target, link = tmp_path / "mine", folder / place
     if link.is_dir():
@@ -200,28 +187,28 @@ def test_links_out_of_the_folder_are_refused_and_their_targets_stay(
         target.write_text("mine")
     before = sorted((path.name, path.stat().st_mtime_ns) for path in (target, *target.rglob("*")))
     os.symlink(target, link)
-    run = {"resume": lambda: gw.resume(folder, 4096), "evaluate": lambda: gw.evaluate(folder, 2), "compare": lambda: gw.compare([folder])}  # fmt: skip
-    with pytest.raises(gw.errors.RunFolderError, match="is a link that leads out of the run folder; fix: "):
-        run[call]()
+    for call in (lambda: gw.resume(folder, 512), lambda: gw.evaluate(folder, 2), lambda: gw.compare([folder])):
+        with pytest.raises(gw.errors.RunFolderError, match="is a link that leads out of the run folder; fix: "):
+            call()
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (target, *target.rglob("*"))) == before
 
 
 @pytest.mark.slow
-def test_links_at_names_for_half_written_files_are_not_followed(trained: Path, tmp_path: Path, pictures: None):
+def test_links_at_names_for_half_written_files_are_not_followed(trained, tmp_path, pictures):
     folder = shutil.copytree(trained, tmp_path / "run")
     target = folder / "mine"  # inside, so that the folder opens
     target.write_text("mine")
     for name in ("metrics.jsonl.partial", "summary.json.partial", "curve.svg", "checkpoints/latest.partial"):
         (folder / name).unlink(missing_ok=True)
         os.symlink(target, folder / name)
-    gw.resume(folder, 4096)
+    gw.resume(folder, 512)
     assert target.read_text() == "mine"
     assert not (folder / "curve.svg").is_symlink()
 
 
 @pytest.mark.slow
-def test_latest_may_be_a_link_inside_of_the_folder(trained: Path, tmp_path: Path):
+def test_latest_may_be_a_link_inside_of_the_folder(trained, tmp_path):
     folder = shutil.copytree(trained, tmp_path / "run")
-    (folder / LATEST).rename(folder / "checkpoints" / "step_2048")
-    os.symlink("step_2048", folder / LATEST)
-    assert gw.resume(folder, 4096).summary["env_steps"] == 4096
+    (folder / LATEST).rename(folder / "checkpoints" / "step_256")
+    os.symlink("step_256", folder / LATEST)
+    assert gw.resume(folder, 512).summary["env_steps"] == 512

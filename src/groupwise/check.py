@@ -28,7 +28,6 @@ from groupwise.policies.heads import make_head
 
 NUM_ENVS = 8
 _EPISODE_S = 3.0
-_GROUP_SETTINGS = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
 
 T = TypeVar("T")
 Maker: TypeAlias = Callable[..., Any] | None
@@ -137,8 +136,9 @@ def check_env(env: object) -> EnvReport:
         )
     own_rows = make is not None and makes_rows(make)
     rows = own_rows or cfg.vectorization == "torch"
-    plain = cfg.model_copy(update={**_GROUP_SETTINGS, **({} if rows else {"vectorization": "sync"})})
-    opened = partial(make_env, plain, grouped=True, num_envs=NUM_ENVS if rows else 1, env=make, verify=False)
+    simple = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()} | ({} if rows else {"vectorization": "sync"})
+    plain, count = cfg.model_copy(update=simple), NUM_ENVS if rows else 1
+    opened = partial(make_env, plain, grouped=True, num_envs=count, env=make, verify=False)
     if rows:
         with closing(opened()) as made:
             name, space, actions = made.env_id, made.observation_space, made.action_space
@@ -154,9 +154,8 @@ def check_env(env: object) -> EnvReport:
     start_varies = noise_varies = training = refused
     if checked.value is not None and (report := checked.value.start_report) is not None:
         checked.value.close()
-        way: str = "own" if own_rows else cfg.vectorization
-        if way == "auto":
-            way = "entry_point" if report.start_mode == "native" else "sync"
+        automatic = "entry_point" if report.start_mode == "native" else "sync"
+        way = "own" if own_rows else automatic if cfg.vectorization == "auto" else cfg.vectorization
         start_varies, noise_varies = Finding(report.start_varies), Finding(report.noise_varies)
         training = Finding(Training(report.start_mode, way, cfg.num_envs, report.rejected))
     observation = _tried(lambda: (obs_spec(space), _brief(space))[1])

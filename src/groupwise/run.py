@@ -2,6 +2,9 @@
 
 import logging
 import re
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -58,18 +61,7 @@ from groupwise.training.build import (
 )
 from groupwise.training.callbacks import Evaluate, MetricsLog
 from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_counts
-from groupwise.training.trainer import (
-    ALARM,
-    FAILED,
-    INTERRUPTED,
-    PAUSED,
-    STOP,
-    Callback,
-    Trainer,
-    alarm,
-    check_callbacks,
-    handling,
-)
+from groupwise.training.trainer import FAILED, INTERRUPTED, PAUSED, Callback, Trainer, check_callbacks
 
 # Settings and Python objects from the arguments of ``train``
 
@@ -119,6 +111,9 @@ SECONDS_TO_FINISH = 20
 """Time that an iteration has after a signal. A cluster often kills 30 s after it."""
 MAX_ERROR = 300
 """Characters of an error in the summary."""
+STOP = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
+"""Signals that end a run: Ctrl-C, a request of the system, and the end of the terminal."""
+ALARM = (signal.SIGALRM,) if sys.platform != "win32" else ()
 
 
 def run(
@@ -235,18 +230,23 @@ def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
     """
     signals = 0
 
+    def alarm(seconds: int) -> None:
+        """Send ``ALARM`` after ``seconds``, or not (0), if it is handled here."""
+        if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is handle:
+            signal.alarm(seconds)
+
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal signals
         signals += 1
         if signals == 1:
             trainer.interrupt()
-            alarm(SECONDS_TO_FINISH, handle)
+            alarm(SECONDS_TO_FINISH)
             if trainer.doing == "collecting" and trainer.collector.repeatable and trainer.engine.world_size == 1:
                 raise KeyboardInterrupt
             with suppress(Exception):  # the terminal may be gone, or in the middle of another line
                 log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")
         elif number in ALARM and (trainer.doing == "updating" or trainer.ending):
-            alarm(1, handle)
+            alarm(1)
         else:
             raise KeyboardInterrupt
 
@@ -254,7 +254,22 @@ def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
         try:
             yield
         finally:
-            alarm(0, handle)
+            alarm(0)
+
+
+@contextmanager
+def handling(handle: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """Let ``handle`` take these signals. Outside of the main thread, or with other handlers set, nothing changes."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers if in_main}
+    ours = {n: was for n, was in before.items() if was in (signal.default_int_handler, signal.SIG_DFL)}
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, was in ours.items():
+            signal.signal(number, was)
 
 
 @contextmanager

@@ -191,11 +191,6 @@ def test_a_rule_that_returns_no_advantages_is_named(returned, what, monkeypatch)
         credit(rollout(TWO), rule="mine")
 
 
-def test_impossible_composition_is_refused():
-    with pytest.raises(ValueError, match="returns='return_to_go'"):
-        CreditCfg(group_key="group_step", returns="outcome")
-
-
 def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
     batch = rollout([(0, [1.0, 2.0], "terminated"), (1, [7.0, 7.0], "terminated")])
     batch["step"] = torch.tensor([[2, 3], [0, 1]])
@@ -205,6 +200,7 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
+        ({"group_key": "group_step"}, "got returns='outcome', fix: returns='return_to_go'"),
         ({"returns": "turn"}, "got group_key='group', fix: group_key='group_step'"),
         ({"group_key": "group_step", "returns": "process"}, "got returns='process', fix: returns='return_to_go'"),
         ({"reward": {"weights": (1.0,)}}, "reward: unknown key 'weights'"),

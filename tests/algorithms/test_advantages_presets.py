@@ -11,20 +11,8 @@ from groupwise.errors import DataError
 TURNS = {"name": "group_step", "singleton": "trajectory"}
 
 
-GOLDEN = [(0, [r], "terminated") for r in [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]]
 # returns to go 3 2 2 | 1 1: mean 1.8, unbiased deviation .83666
 WHITE = [[1.434274, 0.239046, 0.239046], [-0.956183, -0.956183]]
-
-
-@pytest.mark.parametrize("name", ["max_rl", "gpg"])
-def test_scaled_outcomes_on_the_golden_group(name):
-    assert_advantages(rollout(GOLDEN), [[3.0], [-1.0], [-1.0], [3.0], *[[-1.0]] * 4], name=name)
-
-
-def test_pass_at_k():
-    assert_advantages(rollout(GOLDEN), [[0.0]] * 8, name="grpo_passk")  # two are best
-    # 3 beside 1: 2 over the deviation 1.414214 + 1e-6
-    assert_advantages(rollout(TWO), [[1.414213] * 3, [0.0, 0.0]], name="grpo_passk")
 
 
 @pytest.mark.parametrize("groups", [(0, 0), (0, 1), (1, 0)])

@@ -3,34 +3,30 @@
 import copy
 
 import gymnasium as gym
-import numpy as np
+import objective_updates
 import pytest
 import torch
+from small_updates import OBS
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import CreditCfg, GRPOCfg
 from groupwise.config.policy import PolicyCfg
-from groupwise.data.rollout import RolloutBuffer
-from groupwise.data.spaces import obs_spec
 from groupwise.errors import DataError
 from groupwise.policies.actor_critic import ActorCritic
-
-OBS = gym.spaces.Box(-1, 1, (3,), np.float32)
-LENGTHS = [[3, 2], [4, 4], [2, 3], [4, 1]]  # of the episodes in each row; two rows are a group
 
 
 class Watched(GRPO):
     """Keeps the advantages that the objective was given."""
 
-    def loss_inputs(self, batch, data, advantage, num_episodes, start=None):
+    def loss_inputs(self, batch, data, advantage, num_episodes, evaluation=None):
         self.advantage = advantage.clone()
-        return super().loss_inputs(batch, data, advantage, num_episodes, start)
+        return super().loss_inputs(batch, data, advantage, num_episodes, evaluation)
 
 
 class TwiceScored(Watched):
     """Lets the objective score the policy anew."""
 
-    def loss_inputs(self, batch, data, advantage, num_episodes, start=None):
+    def loss_inputs(self, batch, data, advantage, num_episodes, evaluation=None):
         return super().loss_inputs(batch, data, advantage, num_episodes)
 
 
@@ -47,32 +43,12 @@ def build(space=None, moved=0.0, kind=Watched, normalize_reward=False, **cfg):
 
 
 def make_rollout(policy, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    buffer = RolloutBuffer(4, 8, obs_spec=obs_spec(OBS), action_spec=policy.action_spec)
-    rollout = buffer.start_rollout()
-    rollout["obs"].copy_(torch.rand(4, 9, 3, generator=g) * 2 - 1)
-    flat = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
-    rollout["action"].copy_(flat.action.reshape(rollout["action"].shape))
-    rollout["sample_log_prob"].copy_(flat.log_prob.reshape(4, 9))
-    for row, lengths in enumerate(LENGTHS):
-        t = 0
-        for episode, length in enumerate(lengths):
-            span = slice(t, t + length)
-            rollout["reward"][row, span] = torch.rand(length, generator=g)
-            rollout["valid"][row, span] = rollout["loss_mask"][row, span] = True
-            rollout["group_id"][row, span], rollout["episode_id"][row, span] = row // 2, 2 * row + episode
-            rollout["step"][row, span] = torch.arange(length)
-            rollout["terminated"][row, span.stop - 1] = True
-            t = span.stop
-    buffer.add(rollout)
-    return buffer.get()
+    return objective_updates.make_rollout(policy, mismatch=0.0, seed=seed)
 
 
 def episodes(rollout):
     """Row and steps of each episode."""
-    for row, lengths in enumerate(LENGTHS):
-        yield row, slice(0, lengths[0])
-        yield row, slice(lengths[0], sum(lengths))
+    return [(row, slice(0, 5 + row)) for row in range(8)]
 
 
 def log_ratio(algorithm, rollout, row, span):
@@ -212,14 +188,6 @@ def test_the_moving_average_starts_at_the_first_rollout_with_episodes():
         algorithm.baseline_state, torch.stack([rollout["reward"][e].sum() for e in episodes(rollout)]).mean()
     )
     assert algorithm.advantage.min() < 0, "never the raw scores"
-
-
-def test_other_baselines_keep_no_average():
-    algorithm = build()
-    algorithm.update(make_rollout(algorithm.policy))
-    assert algorithm.state_dict()["baseline_state"] is None
-    algorithm.load_state_dict(copy.deepcopy(algorithm.state_dict()))
-    assert algorithm.baseline_state is None
 
 
 OPTIMAL = {"baseline": "optimal_token", "group_key": "group_step", "returns": "return_to_go", "scale": "none"}

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from credit_rollouts import credit
+from credit_rollouts import credit, rollout
 from tensordict import TensorDict
 from two_ranks import in_two_threads
 
 import groupwise as gw
 from groupwise.algorithms import advantages as credit_rules
-from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.engines import Engine
 from groupwise.errors import DataError
 
@@ -19,27 +18,14 @@ def knn(k=1, gae_lambda=0.95):
     return CREDIT | {"baseline": {"name": "knn", "k": k, "gae_lambda": gae_lambda}}
 
 
-def rollout():
-    """Two episodes of three and two steps along a line, the second one cut, and a step that does not count."""
-    no, yes = False, True
-    return TensorDict(
-        {
-            "obs": torch.tensor([[[0.0], [1.0], [2.0]], [[0.1], [1.1], [50.0]]]),
-            "reward": torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 0.0]]),
-            "terminated": torch.tensor([[no, no, yes], [no, no, no]]),
-            "truncated": torch.tensor([[no, no, no], [no, yes, no]]),
-            "loss_mask": torch.tensor([[yes, yes, yes], [yes, yes, no]]),
-            "group_id": torch.zeros(2, 3, dtype=torch.int64),
-            "episode_id": torch.tensor([[0, 0, 0], [1, 1, 1]]),
-            "step": torch.tensor([[0, 1, 2], [0, 1, 0]]),
-        },
-        batch_size=[2, 3],
-    )
+def line():
+    """Two episodes of three and two steps along a line, the second one cut, and a slot that does not count."""
+    obs = [[[0.0], [1.0], [2.0]], [[0.1], [1.1]]]
+    return rollout([(0, [1.0, 1.0, 1.0], "terminated"), (0, [2.0, 2.0], "truncated")], obs=obs)
 
 
-def credit_of(batch, gamma=0.5, k=1, gae_lambda=0.95, **options):
-    cfg = gw.CreditCfg(**knn(k, gae_lambda) | options)
-    return advantages(CreditInput(batch, batch["reward"], cfg, gamma, num_groups=1, num_episodes=2))
+def credit_of(batch, gamma=0.5, k=1, gae_lambda=0.95):
+    return credit(batch, gamma=gamma, **knn(k, gae_lambda))
 
 
 @pytest.mark.parametrize(
@@ -53,57 +39,31 @@ def credit_of(batch, gamma=0.5, k=1, gae_lambda=0.95, **options):
     ],
 )
 def test_by_hand(gae_lambda, expected):
-    torch.testing.assert_close(credit_of(rollout(), gae_lambda=gae_lambda), torch.tensor(expected))
+    torch.testing.assert_close(credit_of(line(), gae_lambda=gae_lambda), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
 def test_the_clock_is_neither_praised_nor_blamed(gae_lambda):
     """Episodes that all earn 1 a step until they are cut deserve nothing, early or late."""
-    rows, steps = 6, 40
-    generator = torch.Generator().manual_seed(0)
-    batch = TensorDict(
-        {
-            "obs": torch.randn(rows, steps, 2, generator=generator),
-            "reward": torch.ones(rows, steps),
-            "terminated": torch.zeros(rows, steps, dtype=torch.bool),
-            "truncated": (torch.arange(steps) == steps - 1).expand(rows, -1),
-            "loss_mask": torch.ones(rows, steps, dtype=torch.bool),
-            "group_id": torch.zeros(rows, steps, dtype=torch.int64),
-            "episode_id": torch.arange(rows)[:, None].expand(-1, steps),
-            "step": torch.arange(steps).expand(rows, -1),
-        },
-        batch_size=[rows, steps],
-    )
+    obs = torch.randn(6, 40, 2, generator=torch.Generator().manual_seed(0)).tolist()
+    batch = rollout([(0, [1.0] * 40, "truncated")] * 6, obs=obs)
     found = credit_of(batch, gamma=0.9, k=8, gae_lambda=gae_lambda)
     assert found.abs().max() < 0.25  # of a value of 10: what ten rounds leave
 
 
-def steps_of_one(cut: bool) -> TensorDict:
+def steps_of_one(end):
     """Four episodes of a single step that earns 1."""
-    yes, rows = torch.ones(4, 1, dtype=torch.bool), torch.arange(4)[:, None]
-    return TensorDict(
-        {
-            "obs": rows[..., None].float(),
-            "reward": torch.ones(4, 1),
-            "terminated": yes & (not cut),
-            "truncated": yes & cut,
-            "loss_mask": yes,
-            "group_id": torch.zeros_like(rows),
-            "episode_id": rows,
-            "step": torch.zeros_like(rows),
-        },
-        batch_size=[4, 1],
-    )
+    return rollout([(0, [1.0], end)] * 4, obs=[[[float(row)]] for row in range(4)])
 
 
 @pytest.mark.parametrize("gamma", [0.5, 0.9])
 def test_values_behind_cuts_settle_in_ten_rounds(gamma):
     """From V = 1 on each round makes 1 + gamma V of it, so V is the sum of ten powers, and 1 + gamma V - V is gamma^10."""
-    torch.testing.assert_close(credit_of(steps_of_one(cut=True), gamma=gamma), torch.full((4, 1), gamma**10))
+    torch.testing.assert_close(credit_of(steps_of_one("truncated"), gamma=gamma), torch.full((4, 1), gamma**10))
 
 
-@pytest.mark.parametrize(("cut", "rounds"), [(False, 0), (True, 9)])
-def test_ranks_exchange_what_the_next_round_reads_and_no_more(cut, rounds):
+@pytest.mark.parametrize(("end", "rounds"), [("terminated", 0), ("truncated", 9)])
+def test_ranks_exchange_what_the_next_round_reads_and_no_more(end, rounds):
     class Counting(Engine):
         calls = 0
 
@@ -112,7 +72,7 @@ def test_ranks_exchange_what_the_next_round_reads_and_no_more(cut, rounds):
             return super().gather(tensor)
 
     engine = Counting()
-    credit(steps_of_one(cut), gamma=0.9, engine=engine, **knn())
+    credit(steps_of_one(end), gamma=0.9, engine=engine, **knn())
     assert engine.calls == 4 + rounds  # numbers of episodes, states, episodes, returns
 
 
@@ -120,34 +80,21 @@ def test_ranks_exchange_what_the_next_round_reads_and_no_more(cut, rounds):
 def test_two_ranks_are_one_batch(monkeypatch, pool):
     """Episodes of one rank are near those of the other; some are cut, and one rank has more than the other."""
     monkeypatch.setattr(credit_rules, "POOL", pool)
-    rows, steps = 7, 9
     generator = torch.Generator().manual_seed(0)
-    last = torch.arange(steps) == torch.randint(4, steps, (rows, 1), generator=generator)
-    cut = torch.rand(rows, 1, generator=generator) < 0.5
-    assert 0 < cut.sum() < rows
-    whole = TensorDict(
-        {
-            "obs": torch.randn(rows, steps, 2, generator=generator),
-            "reward": torch.randn(rows, steps, generator=generator),
-            "terminated": last & ~cut,
-            "truncated": last & cut,
-            "loss_mask": last.flip(1).cumsum(1).flip(1).bool(),
-            "group_id": torch.zeros(rows, steps, dtype=torch.int64),
-            "episode_id": torch.arange(rows)[:, None].repeat(1, steps),
-            "step": torch.arange(steps).expand(rows, -1),
-        },
-        batch_size=[rows, steps],
-    )
+    lengths, ends = [5, 9, 7, 6, 8, 9, 5], ["truncated", "terminated"] * 4
+    numbers = [torch.randn(length, 3, generator=generator) for length in lengths]
+    episodes = [(0, part[:, 0].tolist(), end) for part, end in zip(numbers, ends, strict=False)]
+    whole = rollout(episodes, obs=[part[:, 1:].tolist() for part in numbers])
     choices = knn(3, 0.9) | {"normalize": "batch"}
     expected = credit(whole, gamma=0.9, **choices)
     parts = [whole[:4], whole[4:].clone()]
-    parts[1]["episode_id"] -= 4
+    parts[1]["episode_id"] = torch.where(parts[1]["valid"], parts[1]["episode_id"] - 4, -1)
     found = in_two_threads(lambda e: credit(parts[e.rank], gamma=0.9, engine=e, **choices))
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_rank_without_a_step_that_counts_has_the_others_values_but_no_steps():
-    batch, nothing = rollout(), rollout()
+    batch, nothing = line(), line()
     nothing["loss_mask"] = torch.zeros(2, 3, dtype=torch.bool)
     for parts in ((batch, nothing), (nothing, batch)):
         found = in_two_threads(lambda e, parts=parts: credit(parts[e.rank].clone(), gamma=0.5, engine=e, **knn()))
@@ -158,20 +105,20 @@ def test_a_rank_without_a_step_that_counts_has_the_others_values_but_no_steps():
 def test_no_more_states_than_the_pool_holds_are_looked_at(monkeypatch):
     """Evenly spaced: of five, at most two are every third, the first ones of both episodes."""
     monkeypatch.setattr(credit_rules, "POOL", 2)
-    found = credit_of(rollout(), gae_lambda=1.0)
+    found = credit_of(line(), gae_lambda=1.0)
     # behind the cut stands 1.75: the first episode's values are 3 + 1.75 / 4
     torch.testing.assert_close(found[0], torch.tensor([1.75, 1.5, 1.0]) - 3.4375)
     torch.testing.assert_close(found[1, :2], torch.tensor([3 + 1.75 / 4 - 1.75, 2 + 1.75 / 2 - 1.75]))
 
 
 def test_an_episode_alone_has_nothing_to_be_measured_against():
-    batch = rollout()
+    batch = line()
     batch["loss_mask"][1] = False
     assert not credit_of(batch).any()
 
 
 def test_a_rollout_without_a_step_that_counts_has_no_values():
-    batch = rollout()
+    batch = line()
     assert not credit_of(batch.set("loss_mask", torch.zeros(2, 3, dtype=torch.bool))).any()
 
 
@@ -185,7 +132,7 @@ def test_a_rollout_without_a_step_that_counts_has_no_values():
 )
 def test_what_has_no_distance_is_refused(obs, says):
     with pytest.raises(DataError, match=rf"got {says}; fix: baseline='mean' with group_key='group_step'"):
-        credit_of(rollout().set("obs", obs))
+        credit_of(line().set("obs", obs))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from objective_updates import (
     CLIP_COV,
     EVERY,
     MISMATCH,
-    OBS,
     ROWS,
     STEPS,
     build,
@@ -19,8 +18,9 @@ from objective_updates import (
     parameters,
     updated,
 )
+from small_updates import OBS
 
-from groupwise.algorithms.losses import LOSSES, UpdateStart, finest_unit, reference_kl
+from groupwise.algorithms.losses import LOSSES, UpdateStart, finest_item, reference_kl
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError, DataError
@@ -35,7 +35,7 @@ from groupwise.policies.base import Evaluation
     + [(n, "episode") for n in ("gmpo", "vespo", "turn", "gspo", "off_policy", "constant")],
 )  # fmt: skip
 def test_what_looks_at_episodes_keeps_them_whole(name, unit):
-    assert finest_unit(ObjectiveCfg(**EVERY[name])) == unit
+    assert finest_item(ObjectiveCfg(**EVERY[name])) == unit
 
 
 def factors(objective, rollout=None, policy=None, **cfg):

@@ -1,18 +1,11 @@
-import copy
-
 import pytest
 import torch
-from objective_updates import (
-    make_policy,
-    make_rollout,
-    parameters,
-    updated,
-)
+from objective_updates import make_policy, updated
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from groupwise.algorithms.base import EntropyBonus, Schedule, build_optimizer, schedule_factor
 from groupwise.algorithms.grpo import GRPO
-from groupwise.config.algorithm import AdaptiveEntropyCfg, AdaptiveKLCfg, GRPOCfg, LinearCfg, PPOCfg
+from groupwise.config.algorithm import AdaptiveEntropyCfg, AdaptiveKLCfg, GRPOCfg, PPOCfg
 from groupwise.config.run import RunCfg
 from groupwise.errors import ConfigError
 
@@ -43,11 +36,12 @@ def test_schedule_factor(cfg, progress, expected):
     ("cfg", "done", "expected"),
     [
         # of 1,000: up to 200, then down over 800
-        ({"name": "linear", "warmup": 200}, 0, 0.0),
-        ({"name": "linear", "warmup": 200}, 50, 0.25),
-        ({"name": "linear", "warmup": 200}, 200, 1.0),
-        ({"name": "linear", "warmup": 200}, 400, 0.75),
+        ({"name": "linear", "warmup": 0.2}, 0, 0.0),
+        ({"name": "linear", "warmup": 0.2}, 50, 0.25),
+        ({"name": "linear", "warmup": 0.2}, 200, 1.0),
         ({"name": "linear", "warmup": 0.2}, 400, 0.75),
+        ({"name": "linear", "warmup": 200}, 50, 0.25),
+        ({"name": "linear", "warmup": 200}, 400, 0.75),
         ({"name": "linear", "warmup": 0.2, "final": 0.5}, 1000, 0.5),
         ({"name": "linear", "warmup": 0.5, "final": 1.0}, 250, 0.5),
         ({"name": "linear", "warmup": 0.5, "final": 1.0}, 900, 1.0),
@@ -55,7 +49,6 @@ def test_schedule_factor(cfg, progress, expected):
         ({"name": "cosine", "warmup": 0.1}, 100, 1.0),
         ({"name": "cosine", "warmup": 0.1}, 550, 0.5),
         ({"name": "cosine", "warmup": 0.1, "final": 0.2}, 400, 0.2 + 0.8 * 0.75),
-        ({"name": "cosine", "warmup": 100}, 10, 0.1),
     ],
 )
 def test_warm_up_by_hand(cfg, done, expected):
@@ -90,21 +83,12 @@ def test_a_warm_up_that_never_ends_is_refused():
     schedule = PPOCfg(schedule={"name": "cosine", "warmup": 40}).schedule
     with pytest.raises(ConfigError, match="warmup=40 is all of a budget of 40; fix: less"):
         schedule_factor(schedule, 0.5, 40)
-    with pytest.raises(ConfigError, match="warmup"):
-        schedule_factor(schedule, 0.5)
     with pytest.raises(ConfigError, match=r"warmup=40 is not less than total_iterations=30; fix: .* fewer iterations"):
         RunCfg(algorithm=PPOCfg(schedule=schedule), total_iterations=30)
 
 
 def optimizer():
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-
-
-def test_schedule_sets_the_rate_of_the_optimiser():
-    sgd = optimizer()
-    schedule = Schedule(LinearCfg(), sgd, 0.4)
-    schedule.set_factor(schedule_factor(LinearCfg(), 0.75))
-    assert sgd.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
 def test_adaptive_kl_moves_the_rate_against_the_kl_within_bounds():
@@ -200,20 +184,6 @@ def test_the_bonus_keeps_the_entropy_up():
         "train/entropy"
     ]
     assert held > low + 0.01
-
-
-def test_the_weight_goes_on_where_it_was():
-    adaptive = AdaptiveEntropyCfg(target=1.0, step=0.013)
-    cfg = GRPOCfg(num_epochs=3, minibatch_size=30, learning_rate=0.05, ent_coef=0.01, adaptive_entropy=adaptive)
-    one = GRPO(cfg, make_policy())
-    rollout = make_rollout(one.policy)
-    one.update(rollout)
-    two = GRPO(cfg, copy.deepcopy(one.policy))
-    two.load_state_dict(copy.deepcopy(one.state_dict()))
-    metrics = [algorithm.update(rollout) for algorithm in (one, two)]
-    assert torch.equal(parameters(one), parameters(two))
-    assert torch.equal(metrics[0]["train/ent_coef"], metrics[1]["train/ent_coef"])
-    assert one.state_dict()["entropy"] == two.state_dict()["entropy"]
 
 
 def test_adapting_needs_an_algorithm_that_measures_the_entropy():

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_envs import ScriptedGroupEnv, collect_groups
 
-from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.collectors.vector import Episode
-from groupwise.config.algorithm import CollectionCfg, CreditCfg
-from groupwise.data.rollout import transition_view
+from groupwise.config.algorithm import CollectionCfg
 from groupwise.errors import EnvError
 
 T, F = True, False
@@ -26,15 +24,6 @@ def noise_seeds(env):
 
 def start_seeds(env):
     return [seed for _, seeds, _ in env.start_calls for seed in seeds]
-
-
-def test_shared_noise_is_one_stream_a_group():
-    env = ScriptedGroupEnv(4, [2])
-    collect_groups(env, 3, group_size=2, collection=CollectionCfg(noise="shared"))
-    noise = noise_seeds(env)
-    assert noise[::2] == noise[1::2]
-    assert len(set(noise)) == 4
-    assert not set(noise) & set(start_seeds(env))
 
 
 def test_an_episode_that_failed_is_retried_at_the_same_start():
@@ -54,19 +43,6 @@ def test_an_episode_that_failed_is_retried_at_the_same_start():
     assert metrics["rollout/env_errors"] == 1.0
     assert len(set(start_seeds(env))) == 1
     assert len(set(noise_seeds(env))) == 3
-
-
-def test_a_retry_under_shared_noise_has_other_noise():
-    env = ScriptedGroupEnv(2, [3], fails={1: 2})
-    collect_groups(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry", noise="shared"))
-    first, second, again = noise_seeds(env)
-    assert first == second != again
-
-
-def test_an_episode_that_always_fails_is_an_error():
-    env = ScriptedGroupEnv(2, [3], fails=dict.fromkeys(range(1, 99), 1))
-    with pytest.raises(EnvError, match=r"failed 6 times in a row in Scripted; fix: .*'drop'"):
-        collect_groups(env, 2, group_size=2, collection=CollectionCfg(on_env_error="retry"))
 
 
 def test_a_group_with_a_failed_episode_is_dropped():
@@ -95,21 +71,38 @@ def test_members_of_a_dropped_group_that_wait_never_begin_and_its_rows_are_pause
     assert collector.metrics()["rollout/episodes"] == 0.0
 
 
-def test_a_failure_is_an_error_unless_it_is_asked_for():
-    with pytest.raises(EnvError, match=r"environment 1 of Scripted failed; fix: .*on_env_error='retry' or 'drop'"):
-        collect_groups(ScriptedGroupEnv(2, [3], fails={1: 2}), 2, group_size=2)
-
-
 def test_a_failure_in_the_last_step_of_a_window_is_no_cut():
     # windows of two steps. Episode 1 fails at its second, where it would have been cut
-    with pytest.raises(EnvError, match="environment 1 of Scripted failed"):
-        collect_groups(ScriptedGroupEnv(2, [9], fails={1: 2}), 1, group_size=2, horizon=2)
     env = ScriptedGroupEnv(2, [9], fails={1: 2})
     cfg = CollectionCfg(on_env_error="retry")
     collector, rollout = collect_groups(env, 1, group_size=2, horizon=2, collection=cfg)
     assert numbers(rollout, "valid") == [[T] * 4, [F] * 4]
     assert collector.finished == [Episode(2.0, 2, False)] * 2
     assert collector.metrics()["rollout/env_errors"] == 1.0
+
+
+def test_noise_of_a_group_may_be_shared_but_not_that_of_a_retry():
+    env = ScriptedGroupEnv(2, [3], fails={1: 2})
+    collect_groups(env, 4, group_size=2, collection=CollectionCfg(on_env_error="retry", noise="shared"))
+    first, second, *others = noise_seeds(env)
+    assert first == second
+    assert len(others) == 3
+    assert len({first, *others}) == 3  # a retry, and the next group
+    assert not {first, *others} & set(start_seeds(env))
+
+
+@pytest.mark.parametrize(
+    ("fails", "horizon", "on_env_error", "message"),
+    [
+        ({1: 2}, None, "raise", r"environment 1 of Scripted failed; fix: .*on_env_error='retry' or 'drop'"),
+        ({1: 2}, 2, "raise", "environment 1 of Scripted failed"),
+        (dict.fromkeys(range(1, 99), 1), None, "retry", r"failed 6 times in a row in Scripted; fix: .*'drop'"),
+    ],
+)
+def test_an_environment_that_fails_is_an_error(fails, horizon, on_env_error, message):
+    cfg = CollectionCfg(on_env_error=on_env_error)
+    with pytest.raises(EnvError, match=message):
+        collect_groups(ScriptedGroupEnv(2, [3], fails=fails), 2, group_size=2, horizon=horizon, collection=cfg)
 
 
 @pytest.mark.parametrize("dynamic_sampling", [None, 0.0])
@@ -219,20 +212,6 @@ def test_every_step_is_trained_on_filtered_greedy_or_wasted(
     assert rollout["valid"].sum() == steps - wasted
     assert_whole_groups(rollout, group_size + greedy_members)
     assert (collect_groups(again, num_steps, **how)[1] == rollout).all()
-
-
-def test_advantages_do_not_depend_on_the_order_of_rows():
-    env = ScriptedGroupEnv(4, [1, 3, 2, 5], rewards=[1.0, 0.5, 2.0], fails={2: 1})
-    _, rollout = collect_groups(env, 9, slots=16, group_size=3, collection=CollectionCfg(on_env_error="drop"))
-    order = torch.tensor([2, 0, 3, 1])
-
-    def credit(batch):
-        groups, episodes = (int(batch[key].max()) + 1 for key in ("group_id", "episode_id"))
-        return advantages(CreditInput(batch, batch["reward"], CreditCfg(), 0.99, groups, episodes))
-
-    batch = transition_view(rollout)
-    assert credit(batch).abs().max() > 0
-    torch.testing.assert_close(credit(batch[order]), credit(batch)[order])
 
 
 def assert_whole_groups(rollout, group_size):

@@ -48,16 +48,17 @@ def test_two_rows_and_a_group_of_three_by_hand(slots):
     }
 
 
-def test_a_truncated_episode_is_worth_its_final_observation():
-    collector, rollout = collect_groups(ScriptedGroupEnv(2, [2, 4, 3], end="truncated"), 3, group_size=3)
-    check(rollout, next_value=[[1, 2, 21, 22, 23, 0], [11, 12, 13, 14, 14, 0]])
-    assert [episode.terminated for episode in collector.finished] == [False, False, False]
-
-
-def test_an_end_by_death_and_limit_at_once_is_a_death():
-    collector, rollout = collect_groups(ScriptedGroupEnv(2, [2, 4, 3], end="both"), 3, group_size=3)
-    check(rollout, next_value=[[1, 0, 21, 22, 0, 0], [11, 12, 13, 0, 14, 0]])
-    assert [episode.terminated for episode in collector.finished] == [True, True, True]
+@pytest.mark.parametrize(
+    ("end", "terminated", "next_value"),
+    [
+        ("truncated", False, [[1, 2, 21, 22, 23, 0], [11, 12, 13, 14, 14, 0]]),
+        ("both", True, [[1, 0, 21, 22, 0, 0], [11, 12, 13, 0, 14, 0]]),
+    ],
+)
+def test_an_episode_is_worth_its_final_observation_where_it_is_truncated_only(end, terminated, next_value):
+    collector, rollout = collect_groups(ScriptedGroupEnv(2, [2, 4, 3], end=end), 3, group_size=3)
+    check(rollout, next_value=next_value)
+    assert [episode.terminated for episode in collector.finished] == [terminated] * 3
 
 
 def test_the_next_group_opens_while_the_budget_lasts():
@@ -203,7 +204,7 @@ def test_parts_of_the_reward_are_kept():
             return step._replace(info={"reward_parts": torch.stack([step.reward, -2 * step.reward], dim=1)})
 
     env, policy = Env(2, [2, 4, 3]), FakePolicy(True)
-    collector = GroupCollector(env, policy, verify_start=False, group_size=3)
+    collector = GroupCollector(env, policy, group_size=3)
     buffer = RolloutBuffer(2, 2, obs_spec=env.obs_spec, action_spec=policy.action_spec, reward_parts=2)
     rollout = collector.collect(3, buffer.start_rollout())
     buffer.add(rollout)

@@ -5,27 +5,25 @@ from functools import partial
 import gymnasium
 import numpy as np
 import pytest
+from plain_envs import Plain
 from scripted_envs import FakePolicy
 
 import groupwise as gw
 from groupwise.collectors.vector import Episode, VectorCollector
 
 
-class Counts(gymnasium.Env):
+class Counts(Plain):
     """Episodes of 3 to 5 steps. The info counts them in its own ways."""
 
-    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count, self.length = 0, int(self.np_random.integers(3, 6))
-        return np.zeros(1, np.float32), {}
+        obs, info = super().reset(seed=seed)
+        self.length = int(self.np_random.integers(3, 6))
+        return obs, info
 
     def step(self, action):
-        self.count += 1
-        info = {"count": self.count, "half": np.float32(self.count / 2), "one": np.array([True]), "name": "counts"}
-        return np.zeros(1, np.float32), float(action), self.count == self.length, False, info
+        *outcome, _ = super().step(action)
+        count = self.steps
+        return *outcome, {"count": count, "half": np.float32(count / 2), "one": np.array([True]), "name": "counts"}
 
 
 class Hears(gw.Callback):
@@ -54,8 +52,7 @@ def train(tmp_path, algorithm="ppo", log_info=("count", "half", "one"), callback
 
 
 @pytest.mark.filterwarnings("ignore::groupwise.errors.GroupStartWarning")
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize(("algorithm", "vectorization"), [("ppo", "sync"), ("grpo", "async")])
 def test_metrics_are_means_of_last_values_and_callbacks_get_those_of_each_episode(
     counting, tmp_path, algorithm, vectorization
 ):
@@ -90,10 +87,7 @@ def test_episodes_that_the_horizon_cuts_have_none(counting, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            ("cuont",),
-            r"env\.log_info has no entry 'cuont' at the end of an episode; did you mean 'count'\?; known: count, ",
-        ),
+        (("cuont",), r"env\.log_info has no entry 'cuont' at the end of an episode; did you mean 'count'"),
         (("name",), r"env\.log_info: info\['name'\] is 'counts', expected a number; fix: leave it out"),
     ],
 )

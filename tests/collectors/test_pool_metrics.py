@@ -3,11 +3,11 @@ import pytest
 from groupwise.collectors.vector import Episode, pool_metrics
 
 
-def episodes(count: int) -> list[Episode]:
+def episodes(count):
     return [Episode(1.0, 1, True)] * count
 
 
-def of_task(task: str | None, *successes: bool | None) -> list[Episode]:
+def of_task(task, *successes):
     return [Episode(1.0, 1, True, success, task) for success in successes]
 
 
@@ -25,7 +25,7 @@ def test_ranks_without_episodes_count_as_one_of_them():
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-300])
-def test_one_rank_keeps_its_numbers_exactly(value: float):
+def test_one_rank_keeps_its_numbers_exactly(value):
     assert pool_metrics([(episodes(7), {"rollout/return_mean": value})]) == {"rollout/return_mean": value}
 
 

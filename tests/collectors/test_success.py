@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from scripted_envs import FakePolicy
+from scripted_envs import CHECKED, FakePolicy
 from success_envs import TorchTouch, Touch, TouchEither
 
 import groupwise as gw
@@ -44,7 +44,9 @@ def vector(key, mode, num_envs=4):
 
 def touches(key="is_success", **settings):
     cfg = EnvCfg(vectorization="sync", max_episode_steps=None)
-    return make_env(cfg, grouped=True, num_envs=4, env=partial(Touch, key, **settings), verify=False)
+    env = make_env(cfg, grouped=True, num_envs=4, env=partial(Touch, key, **settings), verify=False)
+    env.start_report = CHECKED
+    return env
 
 
 def tell(collector, rollout):
@@ -72,8 +74,8 @@ def test_episodes_of_windows_know_success_and_task(mode):
 def test_episodes_of_groups_know_success_and_task(vectorization):
     cfg = EnvCfg(vectorization=vectorization, max_episode_steps=None)
     env = make_env(cfg, grouped=True, num_envs=4, env=TouchEither, verify=False)
-    env.max_episode_steps = 3
-    collector = GroupCollector(env, FakePolicy(), group_size=2, verify_start=False)
+    env.max_episode_steps, env.start_report = 3, CHECKED
+    collector = GroupCollector(env, FakePolicy(), group_size=2)
     tell(collector, collected(collector, 18))
     env.close()
 
@@ -89,7 +91,7 @@ def test_episodes_without_a_flag_count_as_failed_beside_those_with_one():
 
 def test_the_horizon_cuts_before_the_environment_tells():
     collection = CollectionCfg(horizon=2)
-    collector = GroupCollector(touches(), FakePolicy(), group_size=2, collection=collection, verify_start=False)
+    collector = GroupCollector(touches(), FakePolicy(), group_size=2, collection=collection)
     collected(collector, 6)
     assert {(episode.length, episode.success) for episode in collector.finished} == {(2, None)}
 
@@ -97,6 +99,7 @@ def test_the_horizon_cuts_before_the_environment_tells():
 def torch_collector(kind, lengths, **settings):
     torch.manual_seed(0)
     env = TorchTouch(len(lengths), lengths)
+    env.start_report = CHECKED
     policy = gw.ActorCritic(
         env.observation_space, env.action_space, gw.PolicyCfg(hidden_sizes=(4,)), actor_only=bool(settings)
     )
@@ -114,7 +117,7 @@ def test_windows_in_torch_know_it_too():
 
 def test_first_members_in_torch_know_it_too():
     # groups of rows 0, 1 and of 2, 3; first members last 2 and 3 steps, and wait for the second ones
-    collector = torch_collector(TorchGroupCollector, [2, 4, 3, 3], group_size=2, verify_start=False)
+    collector = torch_collector(TorchGroupCollector, [2, 4, 3, 3], group_size=2)
     rollout = collected(collector, 8)
     action = rollout["action"].reshape(rollout.shape)
     ends = [(0, 1), (2, 2), (0, 5), (2, 5)]

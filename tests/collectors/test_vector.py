@@ -9,7 +9,7 @@ from groupwise.collectors.vector import Episode, RolloutWriter, VectorCollector,
 from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.make import make_env
-from groupwise.errors import DataError, EnvError
+from groupwise.errors import EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action
 
@@ -109,24 +109,12 @@ def test_an_episode_that_spans_windows_counts_whole(autoreset):
     assert counted == [Episode(28.0, 7, True)]
 
 
-@pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
-def test_an_end_by_death_and_limit_at_once_is_a_death(autoreset):
-    collector, (rollout,) = windows(FakePolicy(), autoreset, 3, scripts=([(2, "both")],))
-    assert rollout["next_value"][0, 1] == 0.0
-    assert collector.finished == [Episode(3.0, 2, True)]
-
-
 def test_a_window_that_ends_on_a_dead_slot_is_followed_by_a_start():
-    scripts = ([(2, "terminated")],)
-    collector, (_, second) = windows(FakePolicy(), "next_step", 3, 2, scripts=scripts)
+    scripts = ([(2, "both")],)  # an end by death and limit at once is a death
+    collector, (first, second) = windows(FakePolicy(), "next_step", 3, 2, scripts=scripts)
+    check(first, next_value=[[1, 0, 10, 0]])
     check(second, obs=[[10, 11, 12]], step=[[0, 1, 0]], valid=[[T, T, F]])
     assert collector.finished == [Episode(3.0, 2, True)]
-
-
-def test_an_actor_only_policy_leaves_no_values():
-    _, (rollout,) = windows(FakePolicy(actor_only=True), "disabled", 5)
-    assert "value" not in rollout
-    assert "next_value" not in rollout
 
 
 def test_all_final_observations_are_valued_in_one_call():
@@ -180,58 +168,6 @@ def test_a_window_shorter_or_longer_than_the_storage():
     assert collector.collect(8, buffer_for(env, policy, 5).start_rollout()).shape == (2, 9)
 
 
-def test_dictionary_observations_keep_their_structure():
-    class DictWalk(gymnasium.ObservationWrapper):
-        def __init__(self, env):
-            super().__init__(env)
-            box = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-            inner = gymnasium.spaces.Dict({"start": box, "parity": gymnasium.spaces.Discrete(2)})
-            self.observation_space = gymnasium.spaces.Dict({"position": box, "inner": inner})
-
-        def observation(self, observation):
-            inner = {"start": observation[:1], "parity": self.unwrapped.count % 2}
-            return {"position": observation[1:], "inner": inner}
-
-    policy = FakePolicy()
-    plain, nested = (
-        collect(env, policy, buffer_for(env, policy, 6), iterations=2)[0]
-        for env in (
-            make_env(EnvCfg(num_envs=2), env=WalkEnv),
-            make_env(EnvCfg(num_envs=2), env=lambda: DictWalk(WalkEnv())),
-        )
-    )
-    assert torch.equal(nested["obs", "position"], plain["obs"][..., 1:])
-    assert torch.equal(nested["obs", "inner", "start"], plain["obs"][..., :1])
-    assert torch.equal(nested["obs", "inner", "parity"][:, :-1], nested["step"][:, :-1] % 2)
-    ends = nested["truncated"] | nested["terminated"]
-    assert torch.equal(nested["next_value"][:, :-1][~ends[:, :-1]], nested["value"][:, 1:][~ends[:, :-1]])
-
-
-class Broken(gymnasium.Env):
-    """Shows NaN after two steps, and asserts that actions are in its space."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action):
-        assert self.action_space.contains(action)
-        self.count += 1
-        return np.full(2, np.nan if self.count == 2 else 0, np.float32), 0.0, False, False, {}
-
-
-def test_a_nan_observation_is_named_before_its_action_reaches_the_environment():
-    env = make_env(EnvCfg(num_envs=3), env=Broken)
-    policy = ActorCritic(env.observation_space, env.action_space)
-    buffer = RolloutBuffer(3, 4, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=True)
-    with pytest.raises(DataError, match=r"^obs of environment 0 at step 2 of the rollout is not finite: \[nan, nan\]"):
-        VectorCollector(env, policy).collect(4, rollout=buffer.start_rollout())
-
-
 def test_a_window_must_hold_more_than_a_reset():
     env = make_env(EnvCfg(), env=SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")]))
     policy = ActorCritic(env.observation_space, env.action_space)
@@ -240,7 +176,7 @@ def test_a_window_must_hold_more_than_a_reset():
         VectorCollector(env, policy).collect(1, rollout=buffer.start_rollout())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_labels_are_those_of_a_walk_from_slot_to_slot(seed):
     random = np.random.default_rng(seed)
     rows, steps = random.integers(1, 9, 2)

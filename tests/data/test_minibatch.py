@@ -80,8 +80,8 @@ def test_order_follows_the_seed():
 
 def test_what_a_micro_batch_must_not_cut():
     policy = make_policy(actor_only=True)
-    assert [Steps(policy, unit).unit for unit in ("transition", "episode")] == ["transition", "episode"]
-    assert Rows(policy, "episode").unit == "row"
+    assert [Steps(policy, unit).item for unit in ("transition", "episode")] == ["transition", "episode"]
+    assert Rows(policy, "episode").item == "row"
 
 
 def test_slices_are_views():

@@ -6,7 +6,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from tensordict import TensorDict
 
 from groupwise.data.rollout import TensorSpec, allocate
-from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind, subspaces
+from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind
 from groupwise.errors import DataError, UnsupportedSpaceError
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -140,8 +140,3 @@ def test_is_batched():
     assert is_batched(spaces.Tuple((spaces.Discrete(2),)), (np.array([0, 1]),))
     with pytest.raises(DataError, match=r"obs has shape \[1, 1, 3\]"):
         is_batched(BOX, np.zeros((1, 1, 3)))
-
-
-def test_subspaces_of_a_leaf_is_none():
-    assert subspaces(BOX) is None
-    assert list(subspaces(NESTED["more"])) == ["0", "1"]

@@ -1,14 +1,12 @@
 import subprocess
 import sys
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 
 import groupwise as gw
 from groupwise.embodied.demos import record_demos
-from groupwise.embodied.lerobot import read_demos
 from groupwise.envs.make import make_env
 
 pytest.importorskip("gymnasium_robotics")
@@ -85,12 +83,3 @@ def test_the_expert_succeeds(task, most_attempts, tmp_path):
     found = record_demos(task, episodes=10, out=tmp_path / "demos")
     assert found.attempts <= most_attempts
     assert found.steps == 500, "the tasks go on after success"
-
-
-@pytest.mark.slow
-def test_goals_are_columns_of_their_own(tmp_path):
-    record_demos("FetchReach-v4", episodes=1, out=tmp_path / "demos")
-    space = gymnasium.make("FetchReach-v4").observation_space
-    obs = read_demos(tmp_path / "demos", space).obs
-    shapes = {"achieved_goal": (50, 3), "desired_goal": (50, 3), "observation": (50, 10)}
-    assert {name: leaf.shape for name, leaf in obs.items()} == shapes

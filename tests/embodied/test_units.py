@@ -7,7 +7,8 @@ import numpy as np
 import objective_updates
 import pytest
 import torch
-from objective_updates import EVERY, OBS, ROWS, STEPS, fill_episodes, parameters, same
+from objective_updates import EVERY, ROWS, STEPS, fill_episodes, parameters, same
+from small_updates import OBS
 from two_ranks import on_two_ranks
 
 from groupwise.algorithms.grpo import GRPO

@@ -1,5 +1,3 @@
-from typing import Any
-
 import gymnasium
 import numpy as np
 import pytest
@@ -154,14 +152,10 @@ def test_a_step_limit_of_the_config_cuts_episodes(cfg, env, grouped):
     made.close()
 
 
-SINGLE_ONLY: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"num_random_noops": 3}, {}),
-    ({"start_mode": "seed"}, {}),
-    ({}, {"reward_parts": ("x",)}),
-]
-
-
-@pytest.mark.parametrize(("setting", "asked"), SINGLE_ONLY)
+@pytest.mark.parametrize(
+    ("setting", "asked"),
+    [({"num_random_noops": 3}, {}), ({"start_mode": "seed"}, {}), ({}, {"reward_parts": ("x",)})],
+)
 def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or_refused(setting, asked):
     env = make_env(EnvCfg(num_envs=2, **setting), grouped=True, verify=False, **asked)
     assert type(env) is RowsGroupEnv

@@ -39,8 +39,8 @@ def test_any_other_id_names_the_nearest_or_asks_for_a_plugin():
     assert "unknown environment 'ALE/Pog-v5': did you mean 'ALE/Pong-v5'" in str(
         unknown_environment("ALE/Pog-v5", KNOWN)
     )
-    told = "unknown environment 'Mine-v0': no registered id is similar; if it is yours: --plugin FILE.py"
-    assert str(unknown_environment("Mine-v0", KNOWN)).startswith(told)
+    message = "unknown environment 'Mine-v0': no registered id is similar; if it is yours: --plugin FILE.py"
+    assert str(unknown_environment("Mine-v0", KNOWN)).startswith(message)
 
 
 def test_an_id_that_names_a_module_is_refused():

@@ -94,13 +94,10 @@ def test_final_observations_leave_it_out_too():
     assert step.final_obs["image"].unique().tolist() == [3]
 
 
-def test_a_run_trains_and_predicts_from_whole_observations(tmp_path):
+def test_a_run_trains_and_predicts_from_whole_observations_and_the_check_shows_what_is_kept(tmp_path):
     settings = {"run_dir": tmp_path / "run", "num_envs": 2, "max_episode_steps": 5, "evaluation": {"episodes": 2}}
     run = gw.train(Mission, gw.GRPOCfg(group_size=2, num_steps=8), total_steps=16, **settings)
     assert run.policy.predict(Mission().reset(seed=0)[0]) in (0, 1)
-
-
-def test_the_check_shows_what_is_kept():
     report = check_env(Mission)
     assert "mission" not in report.observation.value
     assert "image" in report.observation.value

@@ -123,17 +123,17 @@ def test_a_failed_row_is_reported_replaced_and_paused(caplog):
 
 def story(env):
     """Everything that an environment says while rows are reset, end, are paused and started."""
-    said = [env.reset(seed=4).clone(), env.reset(mask=mask(0, 1, 1)).clone(), env.reset().clone()]
-    said.append(env.start(ALL, seeds(1, 1, 3), seeds(1, 2, 3)).clone())
+    outputs = [env.reset(seed=4).clone(), env.reset(mask=mask(0, 1, 1)).clone(), env.reset().clone()]
+    outputs.append(env.start(ALL, seeds(1, 1, 3), seeds(1, 2, 3)).clone())
     for number in range(8):
         step = env.step(go(0.25, -0.25, 0.125 * number))
-        said += [step.obs.clone(), step.reward.clone(), step.truncated.clone(), step.info["reward_parts"].clone()]
+        outputs += [step.obs.clone(), step.reward.clone(), step.truncated.clone(), step.info["reward_parts"].clone()]
         if number == 3:
-            said.append(env.start(mask(0, 1, 1), seeds(0, 9, 9), seeds(0, 5, 6)).clone())
+            outputs.append(env.start(mask(0, 1, 1), seeds(0, 9, 9), seeds(0, 5, 6)).clone())
         if number == 5:
             env.pause(mask(0, 1, 0))
-    said.append(env.start(mask(1, 0, 0), seeds(7, 0, 0), seeds(8, 0, 0)).clone())
-    return [*said, env.step(STILL).obs.clone()]
+    outputs.append(env.start(mask(1, 0, 0), seeds(7, 0, 0), seeds(8, 0, 0)).clone())
+    return [*outputs, env.step(STILL).obs.clone()]
 
 
 @pytest.fixture(scope="module")

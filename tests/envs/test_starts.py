@@ -103,8 +103,8 @@ def test_a_cheating_environment_is_refused_with_each_reason_once():
     for env, expected in reasons.items():
         with pytest.raises(GroupStartError) as caught:
             choose(env)
-        told, _, fix = str(caught.value).partition("; fix: ")
-        assert told == f"members of Env cannot share a start: {expected}"
+        message, _, fix = str(caught.value).partition("; fix: ")
+        assert message == f"members of Env cannot share a start: {expected}"
         assert "start_mode" not in fix  # no way would do
 
 

@@ -13,7 +13,8 @@ import gymnasium
 import pytest
 import text_runs
 import torch
-from small_populations import PPO, SMALL, TINY, check_same, evolve, same_weights, state
+from run_folders import same_weights
+from small_populations import PPO, SMALL, TINY, check_same, evolve, in_this_process, state
 
 import groupwise as gw
 from groupwise import cli
@@ -42,13 +43,13 @@ def whole(tmp_path_factory):
 def test_a_search_leaves_runs_and_a_state(whole):
     found = Population.load(whole.path)
     assert found.round == 2
-    assert {member.parent for member in found.members.values() if member.born == 1} <= {f"r0-{n}" for n in range(4)}
-    assert len(found.goes_on) == 4
+    assert {member.parent for member in found.members.values() if member.born == 1} <= {f"r0-{n}" for n in range(3)}
+    assert len(found.goes_on) == 3
     rows = list(found.rows())
-    assert [row["round"] for row in rows] == [0] * 4 + [1] * 4
+    assert [row["round"] for row in rows] == [0] * 3 + [1] * 3
     assert all(1e-4 <= row["algorithm.learning_rate"] <= 1e-1 for row in rows)
     best = found.best()
-    assert (rows[4]["member"], rows[4]["mean"]) == (best.name, max(row["mean"] for row in rows[4:]))
+    assert (rows[3]["member"], rows[3]["mean"]) == (best.name, max(row["mean"] for row in rows[3:]))
     run = gw.Run.load(whole.path / "best")
     assert run.cfg.algorithm.learning_rate == best.settings["algorithm.learning_rate"]
     assert run.summary["env_steps"] == 256
@@ -66,22 +67,13 @@ def test_members_differ_in_the_searched_settings_and_the_seed_only(whole):
     assert first == second
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_any_number_of_processes_finds_the_same(whole, tmp_path, workers):
-    evolve(tmp_path / "p", workers=workers)
-    check_same(tmp_path / "p", whole.path)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent at once")
-@pytest.mark.parametrize("finished", [1, 5])
-def test_a_killed_search_goes_on_as_if_nothing_happened(whole, tmp_path, finished):
-    """It is killed when that many rounds of members are finished, and others are running."""
+def test_a_killed_search_goes_on_as_if_nothing_happened(whole, tmp_path):
+    """It is killed when clones are running in processes."""
     path, script = tmp_path / "killed", tmp_path / "script.py"
     script.write_text(SCRIPT)
     with subprocess.Popen([sys.executable, script, path, json.dumps(PPO), json.dumps(SMALL)]) as process:
-        while len(list(path.glob("members/*/evolution.jsonl"))) < min(finished, 4) or (
-            finished > 4 and not list(path.glob("members/r1-*/metrics.jsonl"))
-        ):
+        while not list(path.glob("members/r1-*/metrics.jsonl")):
             time.sleep(0.01)
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
@@ -133,12 +125,14 @@ def test_a_member_that_crashes_three_times_ends_the_search_and_fewer_times_chang
     for times in (2, 3):
         (tmp_path / str(times)).mkdir()
     two, three = (crashing(tmp_path / str(times), times) for times in (2, 3))
+    small = SMALL | {"population": 2, "round_steps": 64, "workers": 1}
     with pytest.raises(gw.errors.MemberError, match=r"r0-0 failed 3 times in round 1: .* exit code 7"):
-        gw.evolve(three, PPO, run_dir=tmp_path / "three/p", workers=1, **SMALL)
-    assert len(list(tmp_path.glob("three/p/members/*/evolution.jsonl"))) == 3  # the others are saved
-    found = Population.resume(tmp_path / "three/p", env=three)
+        gw.evolve(three, PPO, run_dir=tmp_path / "three/p", **small)
+    assert len(list(tmp_path.glob("three/p/members/*/evolution.jsonl"))) == 1  # the other is saved
+    with in_this_process():
+        found = Population.resume(tmp_path / "three/p", env=three)
     caplog.clear()
-    other = gw.evolve(two, PPO, run_dir=tmp_path / "two/p", workers=1, **SMALL)
+    other = gw.evolve(two, PPO, run_dir=tmp_path / "two/p", **small)
     assert "r0-0 failed (time 2): its process ended with exit code 7" in caplog.text
     check_same(other.path, found.path)
 
@@ -159,14 +153,15 @@ def test_on_mutation_sees_each_clone_and_may_change_it(tmp_path):
         seen.append(name)
         return {**after, "algorithm.num_epochs": 2}
 
-    found = evolve(tmp_path / "p", on_mutation=hook, population=2)
+    small = {"population": 2, "round_steps": 64}
+    found = evolve(tmp_path / "p", on_mutation=hook, **small)
     assert seen == ["r1-1"]
     assert found.members["r1-1"].settings["algorithm.num_epochs"] == 2
     with pytest.raises(gw.errors.ConfigError, match="was started with on_mutation"):
         Population.resume(tmp_path / "p")
     for wrong in ({"algorithm.num_epochs": 7}, {"algorithm.gamma": 0.9}):
         with pytest.raises(gw.errors.ConfigError, match=f"on_mutation gave {next(iter(wrong))} = "):
-            evolve(tmp_path / next(iter(wrong)), on_mutation=lambda name, old, new, w=wrong: new | w, population=2)
+            evolve(tmp_path / next(iter(wrong)), on_mutation=lambda name, old, new, w=wrong: new | w, **small)
 
 
 def test_halving_ends_with_one_member_and_groups_can_change_size(tmp_path):
@@ -178,15 +173,16 @@ def test_halving_ends_with_one_member_and_groups_can_change_size(tmp_path):
 
 
 GROUPS = {"name": "grpo", "num_steps": 8, "group_size": 2, "num_epochs": 1}
-"""An iteration on Pendulum is four episodes, 800 steps."""
 RATES = {"search": {"algorithm.learning_rate": [1e-3, 2e-3, 4e-3, 8e-3]}, "population": 2}
+PENDULUM = {"env": "Pendulum-v1", "max_episode_steps": 20, "algorithm": GROUPS, **RATES}
+"""An iteration is four episodes, 80 steps."""
 
 
 def test_members_that_are_ahead_of_a_round_wait_for_the_next(tmp_path):
-    """Round 2 needs an iteration that takes it from step 800 to step 1,600, beyond round 3."""
-    found = evolve(tmp_path / "p", env="Pendulum-v1", algorithm=GROUPS, **RATES, rounds=4, round_steps=450)
+    """Round 2 needs an iteration that takes it from step 80 to step 160, beyond round 3."""
+    found = evolve(tmp_path / "p", **PENDULUM, rounds=4, round_steps=45)
     rows = [*found.rows()]
-    assert [row["env_steps"] for row in rows] == [800, 800, 1600, 1600, 1600, 1600, 2400, 2400]
+    assert [row["env_steps"] for row in rows] == [80, 80, 160, 160, 160, 160, 240, 240]
     assert {row["member"] for row in rows[4:6]} == {row["member"] for row in rows[6:]}  # nothing was known to select by
     clone = next(member for member in found.active() if member.born == 2)
     assert clone.results[2]["mean"] == found.members[clone.parent].results[1]["mean"]  # no noise yet
@@ -194,12 +190,12 @@ def test_members_that_are_ahead_of_a_round_wait_for_the_next(tmp_path):
 
 
 def test_members_may_use_up_all_steps_before_the_last_round_but_not_in_the_first(tmp_path):
-    found = evolve(tmp_path / "p", env="Pendulum-v1", algorithm=GROUPS, **RATES, rounds=3, round_steps=500)
-    assert [row["env_steps"] for row in found.rows()] == [800, 800, 1600, 1600, 1600, 1600]
+    found = evolve(tmp_path / "p", **PENDULUM, rounds=3, round_steps=50)
+    assert [row["env_steps"] for row in found.rows()] == [80, 80, 160, 160, 160, 160]
     summary = gw.Run.load(found.path / "best").summary
-    assert (summary["stopped"], summary["env_steps"]) == ("total_steps", 1600)
-    with pytest.raises(gw.errors.ConfigError, match="round_steps = 400: an iteration takes about 800 steps"):
-        evolve(tmp_path / "q", env="Pendulum-v1", algorithm=GROUPS, **RATES, round_steps=400)
+    assert (summary["stopped"], summary["env_steps"]) == ("total_steps", 160)
+    with pytest.raises(gw.errors.ConfigError, match="round_steps = 40: an iteration takes about 80 steps"):
+        evolve(tmp_path / "q", **PENDULUM, round_steps=40)
 
 
 def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, capsys):
@@ -228,18 +224,10 @@ def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, ca
     assert "algorithm.gamma: 0.9" in out
 
 
-def test_the_help_shows_the_search(capsys):
-    assert cli.main(["evolve", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "--round-steps" in out
-    assert "--selection halving|tournament|truncation|JSON" in out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "--search is missing"),
-        (["--search", "{"], "broken JSON"),
         (["--search", "nowhere.json"], "nowhere.json"),
         (["--search", '{"algorithm.gamma": [0.9, 0.99]}', "--total-steps", "5"], "--rounds times --round-steps"),
         (["--search", '{"algorithm.gama": [0.9, 0.99]}'], "did you mean 'algorithm.gamma'"),
@@ -256,11 +244,9 @@ def test_the_command_explains_mistakes(words, message, capsys):
     [
         ({"search": {"algorithm.lerning_rate": [1e-3, 1e-2]}}, "no setting 'algorithm.lerning_rate'; did you mean"),
         ({"search": {"policy.hidden_sizes": [1, 2]}}, "policy.hidden_sizes cannot change in the middle"),
-        ({"search": {"env.num_envs": [4, 8]}}, "env.num_envs cannot change"),
         ({"search": {"seed": [1, 2]}}, "seed cannot change"),
         ({"algorithm": "grpo", "search": {"algorithm.kl_coef": [0, 0.1]}}, r"algorithm\.kl_coef = 0 cannot change"),
         ({"search": {"algorithm.learning_rate": [-1.0, 1e-2]}}, r"algorithm.learning_rate = -1.0 is not possible"),
-        ({"search": {"algorithm.num_epochs": {"min": 0, "max": 4}}}, r"algorithm.num_epochs = 0 is not possible"),
         ({"total_steps": 100}, "rounds times round_steps"),
         ({"stop": {"threshold": 400}}, "ends after its rounds"),
         ({"round_steps": 63}, "an iteration takes about 64 steps"),

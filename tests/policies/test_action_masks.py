@@ -1,6 +1,5 @@
 import math
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -197,4 +196,3 @@ def test_allowed_actions_take_the_place_of_others(seed):
 def test_without_a_mask_actions_stay():
     action = torch.tensor([2, 3])
     assert allowed_action(action, torch.zeros(2, 3), Discrete(4)) is action
-    assert isinstance(ACTIONS["discrete"], gymnasium.Space)

@@ -12,7 +12,6 @@ import groupwise as gw
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.policies.export import export
 
 SPACE = Dict({"seen": Box(-9, 9, (3,), np.float32), "hidden": Box(-9, 9, (2,), np.float32), "goal": Discrete(3)})
 ACTIONS = Box(-1, 1, (2,), np.float32)
@@ -67,18 +66,6 @@ def test_predict_needs_the_keys_of_the_actor_only():
     np.testing.assert_array_equal(actor.predict(alone), made.predict(obs))
     assert actor.act(tensors(obs)).value is None
     assert made.critic is not None
-
-
-@pytest.mark.slow
-def test_export_of_the_actor_needs_its_keys_only(tmp_path: Path):
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    made, obs = policy(normalize_obs=True), observations()
-    export(made, tmp_path / "p.onnx", to="onnx")
-    session = runtime.InferenceSession(tmp_path / "p.onnx")
-    assert {put.name for put in session.get_inputs()} == set(ACTOR)
-    (found,) = session.run(["action"], {key: obs[key] for key in ACTOR})
-    np.testing.assert_allclose(found, made.predict(obs), atol=1e-4)
 
 
 def test_unknown_keys_are_named_with_the_nearest():

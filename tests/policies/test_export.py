@@ -14,31 +14,38 @@ from groupwise.errors import ConfigError
 from groupwise.policies.export import DeterministicActor, export
 
 SPACES: dict[str, tuple[spaces.Space, spaces.Space]] = {
-    "numbers": (spaces.Box(-np.inf, np.inf, (3,), np.float64), spaces.Discrete(3, start=2)),
-    "one_hot": (spaces.Discrete(5), spaces.MultiDiscrete([2, 3])),
+    "image": (spaces.Box(0, 255, (40, 40, 3), np.uint8), spaces.Discrete(3, start=2)),
     "nested": (
         spaces.Dict(
             {
-                "goal": spaces.Box(-1, 1, (2,)),
                 "arm": spaces.Dict({"joints": spaces.Box(-9, 9, (4,)), "on": spaces.MultiBinary(2)}),
+                "goal": spaces.Box(-np.inf, np.inf, (2,), np.float64),
+                "hidden": spaces.Box(-1, 1, (2,)),
+                "tool": spaces.Discrete(5),
             }
         ),
         spaces.Box(-2, 2, (2,)),
     ),
-    "image": (spaces.Box(0, 255, (40, 40, 3), np.uint8), spaces.MultiBinary(3)),
+}
+SEEN = ("arm", "goal", "tool")
+"""Entries that the actor of "nested" reads."""
+
+
+SETTINGS = {
+    "image": gw.PolicyCfg(normalize_obs=True),
+    "nested": gw.PolicyCfg(normalize_obs=True, actor_keys=SEEN),
 }
 
 
-def policy(kind: str, **settings: Any) -> gw.ActorCritic:
+def policy(kind: str) -> Any:
     """A policy whose actions differ between observations."""
     torch.manual_seed(3)
-    made = gw.ActorCritic(*SPACES[kind], gw.PolicyCfg(normalize_obs=kind != "image", **settings))
+    made = gw.ActorCritic(*SPACES[kind], SETTINGS[kind])
     for weight in made.parameters():
         torch.nn.init.normal_(weight, std=0.5)
-    if made.obs_normalizer is not None:
-        for statistics in made.obs_normalizer.statistics:
-            statistics.shift.fill_(2.0)
-            statistics.scale.fill_(1 / 3)
+    for statistics in made.obs_normalizer.statistics:
+        statistics.shift.fill_(2.0)
+        statistics.scale.fill_(1 / 3)
     return made
 
 
@@ -52,13 +59,13 @@ def test_onnx_takes_the_actions_of_predict(kind: str, tmp_path: Path):
     export(made, tmp_path / "p.onnx", to="onnx")
     session = runtime.InferenceSession(tmp_path / "p.onnx")
     names = [put.name for put in session.get_inputs()]
-    assert names == {"nested": ["arm.joints", "arm.on", "goal"]}.get(kind, ["obs"])
+    assert names == {"nested": ["arm.joints", "arm.on", "goal", "tool"]}.get(kind, ["obs"])
     space = SPACES[kind][0]
     space.seed(3)
     actions = []
     for _ in range(20):
         obs = space.sample()
-        leaves = [obs] if kind != "nested" else [obs["arm"]["joints"], obs["arm"]["on"], obs["goal"]]
+        leaves = [*obs["arm"].values(), *(obs[name] for name in SEEN[1:])] if kind == "nested" else [obs]
         types = {
             "tensor(float)": np.float32,
             "tensor(int64)": np.int64,
@@ -78,14 +85,14 @@ def test_onnx_takes_the_actions_of_predict(kind: str, tmp_path: Path):
 def test_weights_make_the_same_policy_again(tmp_path: Path):
     made = policy("nested")
     export(made, tmp_path / "new" / "p.safetensors", to="safetensors")
-    again = gw.ActorCritic(*SPACES["nested"], gw.PolicyCfg(normalize_obs=True))
+    again = gw.ActorCritic(*SPACES["nested"], SETTINGS["nested"])
     again.load_state_dict(load_file(tmp_path / "new" / "p.safetensors"))
     obs = SPACES["nested"][0].sample()
     np.testing.assert_array_equal(again.predict(obs), made.predict(obs))
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_overwritten(tmp_path: Path):
-    made = policy("numbers")
+    made = policy("image")
     with pytest.raises(
         ConfigError, match=r"ActorCritic cannot be exported to 'transformers'; fix: onnx or safetensors"
     ):
@@ -107,5 +114,5 @@ def test_a_file_with_other_actions_is_not_written(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(DeterministicActor, "forward", wrong_at_first)
     with pytest.raises(ConfigError, match="ONNX Runtime takes other actions than the policy"):
-        export(policy("numbers"), tmp_path / "p.onnx", to="onnx")
+        export(policy("image"), tmp_path / "p.onnx", to="onnx")
     assert not (tmp_path / "p.onnx").exists()

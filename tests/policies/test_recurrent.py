@@ -13,7 +13,7 @@ from groupwise.config.policy import RecurrentCfg
 from groupwise.data.spaces import obs_to_tensor
 from groupwise.errors import DataError
 from groupwise.policies.base import with_state
-from groupwise.policies.recurrent import Packing, RecurrentActorCritic
+from groupwise.policies.recurrent import RecurrentActorCritic
 
 BOX = spaces.Box(-10, 10, (3,), np.float32)
 SPACES = {
@@ -161,15 +161,6 @@ def test_numbers_by_hand():
     # the same row of an episode that goes on from a state of 1: h = 0.9, 0.45, 0.625
     on = batch | {"step": torch.tensor([[5, 6, 7, 0]]), "state": torch.tensor([[[1.0], [9.0], [9.0], [0.0]]])}
     torch.testing.assert_close(averaging().evaluate(on).value, torch.tensor([[0.9, 0.45, 0.625, 0.4]]))
-
-
-def test_sequences_run_side_by_side():
-    """Of lengths 2, 1 and 3: three first elements, two second ones, one third."""
-    valid = torch.tensor([[True, True, True], [True, True, True]])
-    packing = Packing.of(valid, torch.tensor([[7, 8, 0], [0, 1, 2]]))
-    assert packing.batch_sizes.tolist() == [3, 2, 1]
-    places = list(zip(packing.row.tolist(), packing.slot.tolist(), strict=True))
-    assert places == [(1, 0), (0, 0), (0, 2), (1, 1), (0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize(("setting", "size"), [("lstm", 20), ("gru", 10), ("shared", 10)])

@@ -5,10 +5,11 @@ import warnings
 import gymnasium as gym
 import pytest
 import torch
-from compiled_cases import STEPS, check_compiled, collecting
+from compiled_cases import Walk, check_compiled
 from small_updates import OBS, build, make_rollout
 
 import groupwise as gw
+from groupwise.collectors.torch import TorchVectorCollector
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
@@ -31,11 +32,9 @@ def make(kind, settings, fast=FLAT):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # three minutes of a processor, of which others may take most
-def test_updates_rollouts_and_runs_are_compiled_in_one_process_and_resumed_exactly_in_another(tmp_path):
-    """The environments of the run and of the rollouts differ in their number of rows."""
-    check_compiled(tmp_path, "updates", "whole", "rollouts")
-    check_compiled(tmp_path, "resumed")
+@pytest.mark.timeout(600)  # a minute of a processor, of which others may take most
+def test_updates_and_runs_are_compiled_in_one_process_and_resumed_exactly_in_another(tmp_path):
+    check_compiled(tmp_path, "updates whole", "resumed")
 
 
 def test_a_function_that_cannot_be_compiled_warns_once_and_the_reference_goes_on(monkeypatch):
@@ -91,21 +90,29 @@ def test_runs_of_many_optimiser_steps_are_compiled(how, total_steps, is_compiled
     assert of_collector.get("stepper") is None
 
 
+def collecting(**fast):
+    torch.manual_seed(0)
+    env = Walk(24)
+    policy = ActorCritic(env.observation_space, env.action_space)
+    specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
+    return TorchVectorCollector(env, policy, seed=1, **fast), gw.RolloutBuffer(24, 20, value=True, **specs)
+
+
 def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypatch):
     def fail(*args, **more):
         raise OSError("no compiler")
 
-    (reference, buffer), (fast, other) = collecting("ppo"), collecting("ppo", stepper=compiled_stepper)
+    (reference, buffer), (fast, other) = collecting(), collecting(stepper=compiled_stepper)
     monkeypatch.setattr("groupwise.speed.control.compiled_for", lambda function, example, **options: fail)
     with pytest.warns(SlowPathWarning, match="no compiler"):
-        found = fast.collect(STEPS, rollout=other.start_rollout())
-    expected = reference.collect(STEPS, rollout=buffer.start_rollout())
+        found = fast.collect(20, rollout=other.start_rollout())
+    expected = reference.collect(20, rollout=buffer.start_rollout())
     assert torch.equal(found["obs"], expected["obs"])
-    fast.collect(STEPS, rollout=other.start_rollout())
+    fast.collect(20, rollout=other.start_rollout())
 
 
 def test_a_policy_with_hooks_is_not_compiled():
-    collector, _ = collecting("ppo")
+    collector, _ = collecting()
     assert compiled_stepper(collector)
     collector.policy.actor.register_forward_hook(lambda module, inputs, output: None)
     assert compiled_stepper(collector) is None

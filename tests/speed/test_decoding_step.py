@@ -134,10 +134,6 @@ def test_known_models_write_with_it(name):
     assert policy.decoder.used == "llama"
 
 
-def doubled_attention(model):
-    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, output: output * 2)
-
-
 def hooked_layer(model):
     model.model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
 
@@ -201,7 +197,7 @@ def test_other_models_are_decoded_by_transformers_without_a_warning(name):
 
 def test_a_hook_on_a_projection_is_called():
     model = moved(tiny_model())
-    doubled_attention(model)
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, output: output * 2)
     policy = fast(model, SamplingCfg(max_new_tokens=8))
     complete(policy, PROMPTS, torch.arange(3)[:, None])
     assert policy.decoder.used == "llama"

@@ -56,17 +56,6 @@ def test_settings_are_those_of_torchs_adam(settings):
     assert ours == theirs
 
 
-def test_training_goes_on_from_a_saved_state():
-    one, other = (build("ppo", fast=FLAT, **ADAM) for _ in range(2))
-    rollout = make_rollout(one.policy)
-    one.update(rollout)
-    other.policy.load_state_dict(one.policy.state_dict())
-    other.load_state_dict(copy.deepcopy(one.state_dict()))
-    for algorithm in (one, other):
-        algorithm.update(rollout)
-    assert torch.equal(one.parameters[0], other.parameters[0])
-
-
 def test_a_gradient_set_to_none_comes_back():
     algorithm = build("ppo", fast=FLAT, **ADAM)
     flat = algorithm.optimizer

@@ -1,25 +1,22 @@
 """Callbacks of one event."""
 
-from collections.abc import Callable
-from typing import Any
-
 import groupwise as gw
 
 
-def on(event: str, do: Callable[..., Any]) -> gw.Callback:
+def on(event, do):
     """A callback that calls ``do(trainer, ...)`` at ``on_<event>``."""
     return type("On", (gw.Callback,), {f"on_{event}": lambda self, *args: do(*args)})()
 
 
-def interrupt_after(iteration: int) -> gw.Callback:
+def interrupt_after(iteration):
     """A callback that interrupts training after an iteration."""
     return on("iteration_end", lambda trainer, *_: trainer.interrupt() if trainer.iteration == iteration else None)
 
 
-def fail(error: BaseException) -> Any:
+def fail(error):
     """A function that raises it."""
 
-    def do(*args: Any) -> None:
+    def do(*args):
         raise error
 
     return do

@@ -1,8 +1,8 @@
-"""What is compared where the compiler runs: in a process of its own, for the compiler does not see through jaxtyping's checks."""
+"""What is compared where the compiler runs: in processes of their own, for the compiler does not see through jaxtyping's checks."""
 
 import itertools
+import multiprocessing
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,44 +11,50 @@ import numpy as np
 import pytest
 import torch
 from at_events import on
+from forked import run_script
 from small_updates import OBS, build, make_rollout
 
 import groupwise as gw
-from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
 from groupwise.config.policy import PolicyCfg
-from groupwise.envs.torch_env import TorchCartPole
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.speed.control import compiled_gradient, compiled_stepper, flat_adam
-
-ROWS, STEPS = 24, 20
+from groupwise.speed.control import compiled_gradient, flat_adam
 
 
-def check_compiled(folder, *cases):
-    """Run cases in one process; raises where one fails."""
-    command = [sys.executable, "-W", "error::UserWarning", __file__, str(folder), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def check_compiled(folder, *processes):
+    """Run the cases of each process, named in one string; raises where one fails."""
+    run_script(Path(__file__), folder, *processes)
 
 
-def make(**fast):
-    torch.manual_seed(1)
-    policy = ActorCritic(
-        OBS, gym.spaces.Box(-1, 1, (2,), np.float32), PolicyCfg(hidden_sizes=(16, 8), normalize_obs=True)
-    )
-    settings = {"num_epochs": 3, "minibatch_size": 30, "max_grad_norm": 0.5, "learning_rate": 1e-3}
-    return build("ppo", policy=policy, fast=fast, optimizer={"name": "adam"}, **settings)
+class Walk(gw.TorchGroupEnv):
+    """A walk along a line that ends at 1, from a random place: little to compile."""
+
+    def __init__(self, num_envs, *, max_episode_steps=9, device="cpu"):
+        box = gym.spaces.Box(-1, 1, (1,), np.float32)
+        spaces = {"observation_space": box, "action_space": box}
+        super().__init__(num_envs, env_id="Walk", max_episode_steps=max_episode_steps, device=device, **spaces)
+
+    def initial(self, random):
+        return random.uniform(1, low=-1.0)
+
+    def transition(self, state, action, random):
+        state = state + 0.3 * action
+        return state, state[:, 0], state[:, 0] > 1
 
 
 def close(found, expected, name="", **tolerance):
     torch.testing.assert_close(found, expected, **tolerance, msg=lambda text: f"{name}: {text}")
 
 
-GROUPS = {"num_steps": 16, "group_size": 2, "minibatch_size": 40, "micro_batch_size": 7, "kl_coef": 0.1}
-GROUPS |= {"schedule": {"name": "linear"}, "collection": {"partial_groups": "truncate"}}
-
-
 def updates(folder):
-    """Of PPO with continuous actions and scaled observations."""
+    """PPO's, with continuous actions and scaled observations."""
+
+    def make(**fast):
+        torch.manual_seed(1)
+        cfg = PolicyCfg(hidden_sizes=(16, 8), normalize_obs=True)
+        policy = ActorCritic(OBS, gym.spaces.Box(-1, 1, (2,), np.float32), cfg)
+        settings = {"num_epochs": 3, "minibatch_size": 30, "max_grad_norm": 0.5, "learning_rate": 1e-3}
+        return build("ppo", policy=policy, fast=fast, optimizer={"name": "adam"}, **settings)
+
     reference, fast = make(), make(optimizer=flat_adam, gradient=compiled_gradient)
     for seed in range(10):
         rollout = make_rollout(reference.policy, seed)
@@ -60,29 +66,45 @@ def updates(folder):
         close(one, other, rtol=0, atol=1e-5)
 
 
+GROUPS = {"num_steps": 16, "group_size": 2, "minibatch_size": 40, "micro_batch_size": 7, "kl_coef": 0.1}
+GROUPS |= {"schedule": {"name": "linear"}, "collection": {"partial_groups": "truncate"}}
+ENDS = on("iteration_end", lambda trainer, *_: trainer.stop("five iterations") if trainer.iteration == 5 else None)
+
+
+def compiles(trainer, *_):
+    assert not trainer.algorithm.gradient.failed
+    assert not trainer.collector.fast_stepper.failed
+
+
 def copies(run_dir, to):
     """Copies a run folder at its second checkpoint, as if training had been killed then: a file that is written can vanish."""
     count = itertools.count(1)
     return on("checkpoint", lambda *_: shutil.copytree(run_dir, to) if next(count) == 2 else None)
 
 
-ENDS = on("iteration_end", lambda trainer, *_: trainer.stop("five iterations") if trainer.iteration == 5 else None)
+COMPILED = on("iteration_end", compiles)
 
 
 def whole(folder):
     """A whole run of groups, of which a copy is kept; its first iterations are those of a run that is not compiled."""
-    settings = gw.RunCfg(
-        env={"id": "CartPole-v1", "num_envs": 4, "vectorization": "torch"},
-        algorithm=gw.GRPOCfg(**GROUPS),
-        total_steps=2_000_000,  # so many that it pays to compile
-        run_dir=folder / "whole",
-        checkpoint_interval=1,
-        evaluation={"episodes": 1},
-        logging={"progress": "none"},
-    )
-    compiled = gw.train(settings, callbacks=[copies(folder / "whole", folder / "copy"), ENDS])
-    reference = gw.train(
-        settings.model_copy(update={"speed": "off", "run_dir": folder / "reference"}), callbacks=[ENDS]
+
+    def train(name, speed, *callbacks):
+        return gw.train(
+            Walk,
+            gw.GRPOCfg(**GROUPS),
+            num_envs=4,
+            speed=speed,
+            total_steps=2_000_000,  # so many that it pays to compile
+            run_dir=folder / name,
+            checkpoint_interval=1,
+            evaluation={"episodes": 1},
+            logging={"progress": "none"},
+            callbacks=[*callbacks, ENDS],
+        )
+
+    compiled, reference = (
+        train("whole", "auto", copies(folder / "whole", folder / "copy"), COMPILED),
+        train("reference", "off"),
     )
     for found, expected in itertools.islice(zip(compiled.metrics(), reference.metrics(), strict=True), 2):
         for name, value in expected.items():
@@ -92,7 +114,10 @@ def whole(folder):
 
 def resumed(folder):
     """In another process than before: equal to the whole one bit for bit."""
-    found, whole = gw.resume(folder / "copy", callbacks=[ENDS]), gw.Run.load(folder / "whole")
+    found, whole = (
+        gw.resume(folder / "copy", env=Walk, callbacks=[COMPILED, ENDS]),
+        gw.Run.load(folder / "whole", env=Walk),
+    )
     assert len(found.metrics()) > 2
     for one, other in zip(found.metrics(), whole.metrics(), strict=True):
         shared = [key for key in one if not key.startswith("time/")]
@@ -101,38 +126,21 @@ def resumed(folder):
         assert torch.equal(one, other)
 
 
-def collecting(kind, **fast):
-    torch.manual_seed(0)
-    env = TorchCartPole(ROWS)
-    policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=kind == "grpo")
-    if kind == "ppo":
-        collector = TorchVectorCollector(env, policy, seed=1, **fast)
-    else:
-        cfg = gw.CollectionCfg(partial_groups="truncate", horizon=30)
-        collector = TorchGroupCollector(env, policy, group_size=8, collection=cfg, seed=1, **fast)
-    specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
-    return collector, gw.RolloutBuffer(ROWS, STEPS, value=kind == "ppo", **specs)
+CASES = {case.__name__: case for case in (updates, whole, resumed)}
 
 
-def rollouts(folder):
-    """From the same draws; changes of parameters in place are seen."""
-    for kind in ("ppo", "grpo"):
-        (reference, buffer), (fast, other) = collecting(kind), collecting(kind, stepper=compiled_stepper)
-        for _ in range(4):
-            expected = reference.collect(STEPS, rollout=buffer.start_rollout())
-            found = fast.collect(STEPS, rollout=other.start_rollout())
-            assert not fast.fast_stepper.failed
-            for key in expected.keys():  # noqa: SIM118  iterating goes over rows
-                close(found[key], expected[key], str(key), rtol=1e-3, atol=1e-3)
-            with torch.no_grad():
-                for policy in (reference.policy, fast.policy):
-                    policy.actor.head.bias.add_(torch.tensor([0.1, 0.0]))
-        assert fast.metrics().keys() == reference.metrics().keys()
+def run(folder, names):
+    for name in names.split():
+        CASES[name](folder)
 
-
-CASES = {case.__name__: case for case in (updates, whole, rollouts, resumed)}
 
 if __name__ == "__main__":
+    import torch._inductor.compile_fx  # once, for all processes
+
     torch.set_num_threads(1)
-    for name in sys.argv[2:]:
-        CASES[name](Path(sys.argv[1]))
+    for names in sys.argv[2:]:
+        process = multiprocessing.get_context("fork").Process(target=run, args=(Path(sys.argv[1]), names))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)

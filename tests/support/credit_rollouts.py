@@ -69,7 +69,7 @@ def credit(batch, gamma=1.0, average=None, engine=None, **choices):
             num_episodes=int(batch["episode_id"].max()) + 1,
             engine=engine or Engine(),
             state=average,
-            start=at_start(batch),
+            evaluation=at_start(batch),
         )
     )
 

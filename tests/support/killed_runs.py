@@ -12,23 +12,23 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from run_folders import logged, same_weights
 
 import groupwise as gw
 from groupwise.report.folder import RunFolder
+from groupwise.run import STOP
 from groupwise.training import build as env_evaluator
-from groupwise.training.checkpoint import load_checkpoint, saved_counts
+from groupwise.training.checkpoint import saved_counts
 
 INTERVAL = {"control": 128, "text": 40}
 COMMON = {"seed": 3, "speed": "off", "logging": {"progress": "none"}}
 RENAMES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
 
 
-def train(kind: str, path: Path, model: Path) -> None:
+def train(kind, path, model):
     """Five iterations; train as long as there are no settings in the folder, then resume."""
     resumed = (path / "config.json").exists()
     if kind == "text":
@@ -54,7 +54,7 @@ def train(kind: str, path: Path, model: Path) -> None:
 class Runs:
     """Runs under ``folder``, each part in a process of its own."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind, folder):
         self.kind, self.folder, self.log = kind, folder, folder / "log"
         folder.mkdir(parents=True)
         if kind == "text":
@@ -68,11 +68,11 @@ class Runs:
         self.start(folder / "timed")
         self.duration = time.perf_counter() - begin
         path, file = folder / "counted", folder / "changes"
-        self.start(path, lambda: dies_at(10**9, path, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)))
+        self.start(path, before=lambda: dies_at(10**9, path, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)))
         self.changes = file.stat().st_size  # of files by one run
 
-    def start(self, path: Path, before: Callable[[], None] = lambda: None, kill_after: float | None = None) -> int:
-        """Train, or go on; the status of the process."""
+    def start(self, path, number=None, seconds=0, before=lambda: None):
+        """Train, or go on, until the signal with that number; the status of the process."""
         process = os.fork()
         if process == 0:
             os.dup2(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
@@ -84,26 +84,26 @@ class Runs:
                 print(f"{type(error).__name__}: {error}", flush=True)
                 os._exit(1)
             os._exit(0)
-        if kill_after is not None:
-            time.sleep(kill_after)
-            os.kill(process, signal.SIGKILL)
+        if number is not None:
+            time.sleep(seconds)
+            os.kill(process, number)
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
-    def killed_at_change(self, number: int) -> str:
+    def killed_at_change(self, number):
         """What is wrong after a kill right before that change of a file, or in the middle of it; empty if nothing."""
         path = self.folder / f"change_{number}"
-        if self.start(path, lambda: dies_at(number, path)) != -signal.SIGKILL:
+        if self.start(path, before=lambda: dies_at(number, path)) != -signal.SIGKILL:
             return "it was not killed"
         return self.continued(path)
 
-    def killed_at_moments(self, rng: random.Random) -> str:
-        """The same for three kills of one run."""
+    def killed_at_moments(self, rng):
+        """The same for three kills or signals of one run."""
         path = self.folder / f"moment_{rng.random()}"
-        for _ in range(3):
-            self.start(path, kill_after=rng.uniform(0, self.duration))
+        for number in (signal.SIGKILL, rng.choice(STOP), rng.choice(STOP)):
+            self.start(path, number, rng.uniform(0, self.duration))
         return self.continued(path)
 
-    def continued(self, path: Path) -> str:
+    def continued(self, path):
         """Let a killed run end, and compare it with the whole one."""
         folder = RunFolder(path)
         rows = folder.read_metrics() if folder.config.exists() else []
@@ -115,8 +115,7 @@ class Runs:
             return f"not continued: {self.log.read_text()[-300:]}"
         if logged(path) != logged(self.whole):
             return "other metrics"
-        mine, other = (load_checkpoint(place / "checkpoints" / "latest").policy for place in (path, self.whole))
-        if any(not torch.equal(mine[name], other[name]) for name in other):
+        if not same_weights(path, self.whole):
             return "other parameters"
         if left := [str(file) for file in path.rglob(".*.partial")]:
             return f"left behind: {left}"
@@ -124,11 +123,11 @@ class Runs:
         return ""
 
 
-def dies_at(number: int, path: Path, count: int | None = None) -> None:
+def dies_at(number, path, count=None):
     """End this process at the change with that number in a folder; a write is half done."""
     done, write = 0, os.write
 
-    def change(half: Callable[[], object] = lambda: None) -> None:
+    def change(half=lambda: None):
         nonlocal done
         done += 1
         if count is not None:
@@ -137,12 +136,12 @@ def dies_at(number: int, path: Path, count: int | None = None) -> None:
             half()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def writes(descriptor: int, data: Any) -> int:
+    def writes(descriptor, data):
         if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(path)):
             change(lambda: write(descriptor, data[: len(data) // 2]))
         return write(descriptor, data)
 
-    def hook(event: str, args: tuple[Any, ...]) -> None:
+    def hook(event, args):
         if event == "open" and str(args[0]).startswith(str(path)) and args[2] & os.O_CREAT:
             change()
         elif event in RENAMES and (str(args[0]).startswith(str(path)) or args[-1] not in (-1, None)):
@@ -152,12 +151,7 @@ def dies_at(number: int, path: Path, count: int | None = None) -> None:
     sys.addaudithook(hook)
 
 
-def logged(path: Path) -> list[dict[str, Any]]:
-    rows = RunFolder(path).read_metrics()
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
-
-
-def torture(kind: str, folder: Path, at_changes: int, at_moments: int, seed: int = 0) -> list[str]:
+def torture(kind, folder, at_changes, at_moments, seed=0):
     """What was wrong in that many runs."""
     torch.set_num_threads(1)
     runs, rng = Runs(kind, folder), random.Random(seed)

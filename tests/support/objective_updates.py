@@ -2,12 +2,10 @@
 
 import small_updates
 import torch
-from small_updates import OBS, parameters
+from small_updates import acted, parameters
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg
-from groupwise.data.rollout import RolloutBuffer
-from groupwise.data.spaces import obs_spec
 
 ROWS, STEPS = 8, 12
 
@@ -67,18 +65,11 @@ def make_policy(actor_only=True):
     return policy
 
 
-def make_rollout(policy, mismatch=0.4):
+def make_rollout(policy, mismatch=0.4, seed=0):
     """One episode of 5 to 12 steps a row in groups of 4, turns of 2 steps, and a sampler that is a little off."""
-    g = torch.Generator().manual_seed(0)
-    buffer = RolloutBuffer(
-        ROWS, STEPS, obs_spec=obs_spec(OBS), action_spec=policy.action_spec, value=not policy.actor_only
-    )
-    rollout = buffer.start_rollout()
-    rollout["obs"].copy_(torch.rand(ROWS, STEPS + 1, 3, generator=g) * 2 - 1)
-    done = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
-    rollout["action"].copy_(done.action.reshape(ROWS, -1))
-    noise = mismatch * torch.randn(ROWS, STEPS + 1, generator=g)
-    rollout["sample_log_prob"].copy_(done.log_prob.reshape(ROWS, -1) - noise)
+    g = torch.Generator().manual_seed(seed)
+    buffer, rollout = acted(policy, ROWS, STEPS, g)
+    rollout["sample_log_prob"] -= mismatch * torch.randn(ROWS, STEPS + 1, generator=g)
     fill_episodes(rollout, g)
     buffer.add(rollout)
     return rollout

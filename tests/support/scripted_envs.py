@@ -10,9 +10,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from groupwise.collectors.groups import GroupCollector
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
-from groupwise.envs.base import EnvStep, GroupEnv, VectorEnv
+from groupwise.envs.base import EnvStep, GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
 from groupwise.policies.base import Action, Policy
+
+CHECKED = GroupStartReport("Scripted", "native", start_varies=True, noise_varies=True)
+"""Of environments whose starts need no check."""
 
 
 class ScriptedEnv(gymnasium.Env):
@@ -50,6 +53,7 @@ class ScriptedGroupEnv(GroupEnv):
     """
 
     start_mode = "native"
+    start_report = CHECKED
     env_id = "Scripted"
     obs_spec = TensorSpec((1,), torch.float32)
     observation_space = gymnasium.spaces.Box(0, 1e6, (1,), np.float32)
@@ -171,7 +175,7 @@ def collect_groups(env, num_steps, *, slots=8, actor_only=False, iteration=0, **
     if "horizon" in kwargs:
         cfg = kwargs.pop("collection", CollectionCfg())
         kwargs["collection"] = cfg.model_copy(update={"horizon": kwargs.pop("horizon")})
-    collector = GroupCollector(env, policy, verify_start=False, **kwargs)
+    collector = GroupCollector(env, policy, **kwargs)
     collector.iteration = iteration
     buffer = buffer_for(env, policy, slots)
     rollout = collector.collect(num_steps, buffer.start_rollout())

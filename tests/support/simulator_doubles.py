@@ -62,9 +62,6 @@ class LearningEnv(_Points):
         self.begin(torch.nonzero(success | late).squeeze(1), self._generator)
         return self.position, reward, success, late, {"success": success}
 
-    def close(self):
-        pass
-
 
 class EmbodiChainEnv(_Points):
     """As EmbodiChain's ``BaseEnv``: nested TensorDicts written in place, torch's global generator, ``reset_ids``."""

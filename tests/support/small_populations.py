@@ -1,17 +1,18 @@
 """A small population on CartPole, and whether two of them are the same."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
-import torch
+from run_folders import same_weights
 
 import groupwise as gw
 from groupwise.evolution.evolve import answered
 from groupwise.plugins import pickled
-from groupwise.training.checkpoint import load_checkpoint
 
 PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}
 SEARCH = {"algorithm.learning_rate": {"min": 1e-4, "max": 1e-1, "log": True}, "algorithm.num_epochs": [1, 2]}
 TINY = {"num_envs": 4, "evaluation": {"interval": 10_000, "episodes": 1}, "episodes": 2}
-SMALL = {**TINY, "search": SEARCH, "population": 4, "rounds": 2, "round_steps": 128, "weight_noise": 0.1}
+SMALL = {**TINY, "search": SEARCH, "population": 3, "rounds": 2, "round_steps": 128, "weight_noise": 0.1}
 
 
 class InThisProcess:
@@ -31,11 +32,17 @@ class InThisProcess:
         pass
 
 
+@contextmanager
+def in_this_process():
+    """Members play here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("groupwise.evolution.evolve.start_pool", InThisProcess)
+        yield
+
+
 def evolve(path, workers=None, env="CartPole-v1", algorithm=PPO, **options):
     """A small population, in this process or in workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        if workers is None:
-            patch.setattr("groupwise.evolution.evolve.start_pool", InThisProcess)
+    with in_this_process() if workers is None else nullcontext():
         return gw.evolve(env, algorithm, run_dir=path, workers=workers, **SMALL | options)
 
 
@@ -47,9 +54,3 @@ def check_same(path, other):
     """Scores, settings and lineage of two populations, and the weights of their best members."""
     assert state(path) == state(other)
     assert same_weights(path / "best", other / "best")
-
-
-def same_weights(path, other):
-    """Whether the last checkpoints of two runs have the same policy, bit for bit."""
-    one, two = (load_checkpoint(run / "checkpoints/latest").policy for run in (path, other))
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

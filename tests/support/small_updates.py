@@ -22,20 +22,25 @@ def make_policy(actor_only, **cfg):
     return ActorCritic(OBS, ACT, PolicyCfg(hidden_sizes=(8,), **cfg), actor_only=actor_only)
 
 
-def make_rollout(policy, seed=0, rows=8, steps=12):
-    """Groups of 4 rows, episodes of 3 to 12 steps one after another, random rewards; ends are of both kinds."""
-    g = torch.Generator().manual_seed(seed)
-    buffer = RolloutBuffer(
-        rows, steps, obs_spec=obs_spec(OBS), action_spec=policy.action_spec, value=not policy.actor_only
-    )
+def acted(policy, rows, steps, generator):
+    """A buffer, and a rollout of actions on random observations without episodes."""
+    specs = {"obs_spec": obs_spec(OBS), "action_spec": policy.action_spec}
+    buffer = RolloutBuffer(rows, steps, **specs, value=not policy.actor_only)
     rollout = buffer.start_rollout()
-    rollout["obs"].copy_(torch.rand(rows, steps + 1, 3, generator=g) * 2 - 1)
-    flat = policy.act(rollout["obs"].reshape(-1, 3), generator=g)
+    rollout["obs"].copy_(torch.rand(rows, steps + 1, 3, generator=generator) * 2 - 1)
+    flat = policy.act(rollout["obs"].reshape(-1, 3), generator=generator)
     rollout["action"].copy_(flat.action.reshape(rollout["action"].shape))
     rollout["sample_log_prob"].copy_(flat.log_prob.reshape(rows, steps + 1))
     if not policy.actor_only:
         rollout["value"].copy_(flat.value.reshape(rows, steps + 1))
         rollout["next_value"][:, :-1] = rollout["value"][:, 1:]
+    return buffer, rollout
+
+
+def make_rollout(policy, seed=0, rows=8, steps=12):
+    """Groups of 4 rows, episodes of 3 to 12 steps one after another, random rewards; ends are of both kinds."""
+    g = torch.Generator().manual_seed(seed)
+    buffer, rollout = acted(policy, rows, steps, g)
     episode = 0
     for row in range(rows):
         t = 0

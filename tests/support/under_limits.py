@@ -11,7 +11,6 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401  torch.optim imports it with the first optimizer
@@ -26,7 +25,7 @@ MEMORY = 200 * 2**20
 WAIT_SECONDS = 60
 """For a process that hangs; a busy machine may take long to refuse a file."""
 
-CALLS: dict[str, Callable[[str], object]] = {
+CALLS = {
     "resume": lambda folder: resume(folder, 4096),
     "evaluate": lambda folder: evaluate(folder, 2, checkpoint="best"),
     "compare": lambda folder: compare([folder]),
@@ -34,7 +33,7 @@ CALLS: dict[str, Callable[[str], object]] = {
 }
 
 
-def ending(call: str, folder: str) -> str:
+def ending(call, folder):
     """The error, ``accepted``, or the signal that ended the process."""
     reading, writing = os.pipe()
     process = os.fork()

@@ -17,7 +17,7 @@ def run_of(model, path, algorithm=None, held_out=None, **settings):
 
 def test_a_run_of_epochs_takes_every_prompt_as_often(model, tmp_path):
     # 4 prompts an iteration of 10: 20 are taken by the fifth
-    algorithm = gw.GRPOCfg(group_size=2, learning_rate=1e-3, schedule={"name": "linear", "warmup": 1})
+    algorithm = gw.GRPOCfg(group_size=2, learning_rate=1e-3, schedule={"name": "linear", "warmup": 0.5})
     run = run_of(model, tmp_path / "run", algorithm, total_epochs=2)
     assert run.summary["stopped"] == "total_epochs"
     assert [entry["rollout/epoch"] for entry in run.metrics()] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])

@@ -19,7 +19,14 @@ from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, load_policy, save_checkpoint
+from groupwise.training.checkpoint import (
+    Checkpoint,
+    Identity,
+    load_checkpoint,
+    load_policy,
+    serialize,
+    write_checkpoint,
+)
 
 TEXTS = [([5, 6, 7], [8, EOS, EOS]), ([5, 6, 7], [8, 9]), ([5, 6, 7], [4]), ([11], [12, 13, EOS])]
 ROWS = [TextRow(p, c, [0.0] * len(c), 1.0, c[-1] == EOS, int(p == [11])) for p, c in TEXTS]
@@ -159,7 +166,7 @@ def test_a_checkpoint_brings_everything_back(kind, tmp_path):
     algorithm, renewed = (GRPO(GRPOCfg(kl_coef=0.1), one) for one in (policy, again))
     identity = Identity("text", "tokens", "tokens")
     saved = Checkpoint(policy.state_dict(), {"algorithm": algorithm.state_dict()})
-    save_checkpoint(tmp_path / "latest", saved, identity)
+    write_checkpoint(tmp_path / "latest", serialize(saved), identity)
     checkpoint = load_checkpoint(tmp_path / "latest", identity)
     load_policy(again, checkpoint.policy, tmp_path)
     assert torch.equal(again.evaluate(batch_of(ROWS)).log_prob, expected.log_prob)

@@ -1,45 +1,19 @@
 """A policy, an environment, a collector and an algorithm that are just large enough to train."""
 
 from dataclasses import dataclass
-from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
+import groupwise as gw
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.vector import Collector, Episode
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
 from groupwise.envs.base import EnvStep, GroupEnv
-from groupwise.policies.base import Action, Evaluation, Policy
 from groupwise.training.trainer import Trainer
-
-
-class LinearPolicy(Policy):
-    actor_only = True
-    action_spec = TensorSpec((), torch.int64)
-
-    def __init__(self, num_inputs: int = 1, num_actions: int = 2) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(num_inputs, num_actions)
-        self.register_buffer("count", torch.zeros(()))
-
-    @torch.no_grad()
-    def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
-        probability = self.net(obs).softmax(-1)
-        action = (
-            probability.argmax(-1) if deterministic else torch.multinomial(probability, 1, generator=generator)[:, 0]
-        )
-        return Action(action, probability.gather(-1, action[:, None])[:, 0].log())
-
-    def evaluate(self, batch: Any) -> Evaluation:
-        log_prob = self.net(batch["obs"]).log_softmax(-1)
-        return Evaluation(log_prob.gather(-1, batch["action"][..., None])[..., 0], -(log_prob.exp() * log_prob).sum(-1))
-
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        return self.act(torch.as_tensor(np.asarray(obs))[None], deterministic).action[0].numpy()
 
 
 class CountdownEnv(GroupEnv):
@@ -52,42 +26,42 @@ class CountdownEnv(GroupEnv):
     max_episode_steps = None
     start_mode = "seed"
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self, num_envs):
         self.num_envs = num_envs
         self.left = np.zeros(num_envs, dtype=np.int64)
         self.noise = [np.random.default_rng(0)] * num_envs
 
-    def start(self, mask: Any, start_seed: Any, noise_seed: Any) -> torch.Tensor:
+    def start(self, mask, start_seed, noise_seed):
         self.left = np.where(mask, start_seed % 7 + 1, self.left)
         self.noise = [
             np.random.default_rng(s) if m else n for m, s, n in zip(mask, noise_seed, self.noise, strict=True)
         ]
         return self._obs()
 
-    def pause(self, mask: Any) -> None:
+    def pause(self, mask):
         self.left = np.where(mask, 0, self.left)
 
-    def reset(self, *, seed: int | None = None, mask: Any = None) -> torch.Tensor:
+    def reset(self, *, seed=None, mask=None):
         raise AssertionError("evaluation starts rows, it does not reset")
 
-    def step(self, action: torch.Tensor) -> EnvStep:
+    def step(self, action):
         live = self.left > 0
         reward = [n.random() * a if on else 0.0 for on, n, a in zip(live, self.noise, action.tolist(), strict=True)]
         self.left = np.maximum(self.left - 1, 0)
         ended = torch.from_numpy(live & (self.left == 0))
         return EnvStep(self._obs(), torch.tensor(reward, dtype=torch.float32), ended, torch.zeros_like(ended))
 
-    def close(self) -> None:
+    def close(self):
         pass
 
-    def _obs(self) -> torch.Tensor:
+    def _obs(self):
         return torch.from_numpy(self.left[:, None].astype(np.float32))
 
 
 class OneEpisodeCollector(Collector):
     """Each rollout is one episode a row; its return is the number of the rollout."""
 
-    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+    def collect(self, num_steps, rollout):
         self.last_steps = rollout.shape[0] * num_steps
         rollout["obs"].copy_(torch.rand(rollout["obs"].shape))
         rollout["valid"][:, :num_steps] = True
@@ -97,7 +71,7 @@ class OneEpisodeCollector(Collector):
         self.recent.extend(self.finished)
         return rollout
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
@@ -110,7 +84,7 @@ class Likelihood(BaseAlgorithm):
 
     metric_names = ("loss",)
 
-    def update(self, rollout: TensorDict) -> dict[str, torch.Tensor]:
+    def update(self, rollout):
         loss = -self.policy.evaluate({"obs": rollout["obs"], "action": rollout["action"]}).log_prob.mean()
         self.optimizer.zero_grad()
         loss.backward()
@@ -124,14 +98,17 @@ class Likelihood(BaseAlgorithm):
 class Parts:
     """Parts that tests build trainers of."""
 
-    def policy(self) -> LinearPolicy:
+    def policy(self):
         torch.manual_seed(0)
-        return LinearPolicy()
+        space, actions = gymnasium.spaces.Box(-1, 1, (1,), np.float32), gymnasium.spaces.Discrete(2)
+        policy = gw.ActorCritic(space, actions, gw.PolicyCfg(hidden_sizes=(4,)), actor_only=True)
+        policy.register_buffer("count", torch.zeros(()))  # of updates
+        return policy
 
-    def env(self, num_envs: int) -> CountdownEnv:
+    def env(self, num_envs):
         return CountdownEnv(num_envs)
 
-    def trainer(self, *callbacks: Any, total_steps: int = 40, algorithm: type[BaseAlgorithm] = Likelihood) -> Trainer:
+    def trainer(self, *callbacks, total_steps=40, algorithm=Likelihood):
         """10 environment steps an iteration (2 rows of 5)."""
         policy = self.policy()
         buffer = RolloutBuffer(2, 5, obs_spec=TensorSpec((1,), torch.float32), action_spec=policy.action_spec)
@@ -145,10 +122,10 @@ class Parts:
         )
 
     @property
-    def likelihood(self) -> type[BaseAlgorithm]:
+    def likelihood(self):
         return Likelihood
 
 
 @pytest.fixture(scope="session")
-def parts() -> Parts:
+def parts():
     return Parts()

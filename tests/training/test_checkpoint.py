@@ -1,18 +1,30 @@
+"""Checkpoints come back as they were; of damaged ones the newest that is whole is used, and why is said."""
+
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_folders import logged, same_weights
 
+import groupwise as gw
 from groupwise.errors import CheckpointError
 from groupwise.training import checkpoint as module
-from groupwise.training.checkpoint import Checkpoint, Identity, load_checkpoint, load_policy, save_checkpoint
+from groupwise.training.checkpoint import (
+    Checkpoint,
+    Identity,
+    load_checkpoint,
+    load_policy,
+    saved_counts,
+    serialize,
+    write_checkpoint,
+)
 
 HERE = Identity("CartPole-v1", "Box(4,)", "Discrete(2)")
 FILES = ["policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"]
@@ -29,95 +41,78 @@ plain = st.recursive(
 )
 
 
-def saved(folder: Path, number: float = 1.0) -> Path:
-    save_checkpoint(folder, Checkpoint({"weight": torch.full((2,), number)}, {"iteration": int(number)}), HERE)
+def saved(folder, number=1, keep=1):
+    checkpoint = Checkpoint({"weight": torch.full((2,), float(number))}, {"env_steps": number})
+    write_checkpoint(folder, serialize(checkpoint), HERE, keep)
     return folder
 
 
+@settings(max_examples=settings().max_examples // 3)  # each writes a checkpoint
 @given(state=st.dictionaries(st.text(), plain))
-def test_plain_data_comes_back_as_it_was(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
+def test_plain_data_comes_back_as_it_was(state, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "latest"
-    save_checkpoint(folder, Checkpoint({}, state), HERE)
+    write_checkpoint(folder, serialize(Checkpoint({}, state)), HERE)
     assert load_checkpoint(folder).state == state
 
 
-def test_keys_of_every_type_keep_their_tensors(tmp_path: Path):
+def test_keys_of_every_type_keep_their_tensors(tmp_path):
     one, two, three, four = torch.arange(4.0).unbind()
     state = {1: one, "1": {2: two}, "1/2": three, 1.5: {"$": four}, None: [], False: {"$": "tuple"}}
-    save_checkpoint(tmp_path / "latest", Checkpoint({}, {"state": state}), HERE)
+    write_checkpoint(tmp_path / "latest", serialize(Checkpoint({}, {"state": state})), HERE)
     assert load_checkpoint(tmp_path / "latest").state == {"state": state}
 
 
-def test_optimizer_state_comes_back_bit_for_bit(tmp_path: Path):
-    network = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(network.parameters(), lr=0.1, betas=(0.8, 0.99))
-    network(torch.rand(4, 3)).sum().backward()
-    optimizer.step()
-    save_checkpoint(tmp_path / "latest", Checkpoint(network.state_dict(), {"optimizer": optimizer.state_dict()}), HERE)
-    loaded = load_checkpoint(tmp_path / "latest", HERE)
-
-    want, have = optimizer.state_dict(), loaded.state["optimizer"]
-    assert have["param_groups"] == want["param_groups"]  # betas is a tuple again
-    assert list(have["state"]) == [0, 1]  # and parameters are numbers again
-    for index, moments in want["state"].items():
-        for name, tensor in moments.items():
-            assert torch.equal(have["state"][index][name], tensor)
-    assert all(torch.equal(loaded.policy[name], tensor) for name, tensor in network.state_dict().items())
-
-
-def test_tied_and_strided_weights_are_saved(tmp_path: Path):
-    weight = torch.arange(6.0).reshape(2, 3)
-    save_checkpoint(tmp_path / "latest", Checkpoint({"a": weight, "b": weight, "c": weight.T}, {}), HERE)
-    loaded = load_checkpoint(tmp_path / "latest").policy
-    assert torch.equal(loaded["b"], weight)
-    assert torch.equal(loaded["c"], weight.T)
-
-
-def test_arrays_come_back_with_their_layout_since_arithmetic_depends_on_it(tmp_path: Path):
+def test_arrays_come_back_with_their_layout_and_tied_and_strided_weights_are_saved(tmp_path):
     state = {
         "tensor": torch.arange(24.0).reshape(2, 3, 4).permute(1, 2, 0),
         "array": np.arange(6, dtype=np.int16).reshape(2, 3).T,
         "scalar": np.float32(0.1),
         "part": torch.arange(6.0).reshape(2, 3)[:, :2],
     }
-    save_checkpoint(tmp_path / "latest", Checkpoint({}, state), HERE)
-    loaded = load_checkpoint(tmp_path / "latest").state
-    assert loaded["tensor"].stride() == state["tensor"].stride()
+    weight = torch.arange(6.0).reshape(2, 3)
+    write_checkpoint(tmp_path / "latest", serialize(Checkpoint({"a": weight, "b": weight, "c": weight.T}, state)), HERE)
+    weights, loaded = load_checkpoint(tmp_path / "latest")
+    assert torch.equal(weights["b"], weight)
+    assert torch.equal(weights["c"], weight.T)
+    assert loaded["tensor"].stride() == state["tensor"].stride()  # rounding depends on it
     assert torch.equal(loaded["tensor"], state["tensor"])
-    assert loaded["array"].strides == state["array"].strides
-    assert loaded["array"].dtype == np.int16
+    assert (loaded["array"].strides, loaded["array"].dtype) == (state["array"].strides, np.int16)
     assert (loaded["array"] == state["array"]).all()
-    assert type(loaded["scalar"]) is np.float32
-    assert loaded["scalar"] == state["scalar"]
+    assert (type(loaded["scalar"]), loaded["scalar"]) == (np.float32, state["scalar"])
     assert torch.equal(loaded["part"], state["part"])
 
 
-def test_nothing_but_plain_data_is_saved(tmp_path: Path):
+def test_nothing_but_plain_data_is_saved(tmp_path):
     with pytest.raises(CheckpointError, match="'/callbacks/Mine' is a object"):
-        save_checkpoint(tmp_path / "latest", Checkpoint({}, {"callbacks": {"Mine": object()}}), HERE)
+        write_checkpoint(tmp_path / "latest", serialize(Checkpoint({}, {"callbacks": {"Mine": object()}})), HERE)
     assert not (tmp_path / "latest").exists()
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["missing", "flipped", "short", "empty", "another shape"])
-def test_damage_is_found_and_named(name: str, damage: str, tmp_path: Path):
-    path = saved(tmp_path / "latest") / name
-    data = path.read_bytes()
+@pytest.mark.parametrize("damage", ["missing", "flipped", "short", "empty", "another shape", "swapped"])
+def test_damage_is_found_and_named_and_the_one_before_is_loaded(name, damage, tmp_path, caplog):
+    folder = saved(saved(tmp_path / "latest", 1), 2, keep=2)
+    path = folder / name
+    data, before = path.read_bytes(), (tmp_path / "latest.1" / name).read_bytes()
     if damage == "missing":
         path.unlink()
-    elif name == "manifest.json" and damage == "flipped":
+    elif name == "manifest.json" and damage in ("flipped", "swapped"):
         path.write_bytes(data.replace(b'"sha256": {', b'"sha257": {'))
     else:
-        middle = len(data) // 2
-        flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-        path.write_bytes({"flipped": flipped, "short": data[:-3], "empty": b"", "another shape": b"[]"}[damage])
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
-        load_checkpoint(tmp_path / "latest")
-    assert "fix" in str(caught.value)
+        flipped = data[:-1] + bytes([data[-1] ^ 1])
+        others = {"short": data[:-3], "empty": b"", "another shape": b"[]", "swapped": before + b" "}
+        path.write_bytes(others.get(damage, flipped))
+    assert load_checkpoint(folder).state == {"env_steps": 1}
+    [warning] = caplog.messages
+    assert name in warning
+    assert warning.endswith(f"using {folder}.1 instead")
+    shutil.rmtree(tmp_path / "latest.1")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.") + ".*fix: "):
+        load_checkpoint(folder)
 
 
 @pytest.mark.parametrize(("version", "made"), [(99, "later"), (1, "earlier")])
-def test_no_checkpoint_and_another_format_are_refused(version: int, made: str, tmp_path: Path):
+def test_no_checkpoint_and_another_format_are_refused(version, made, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint at .*latest"):
         load_checkpoint(tmp_path / "latest")
     path = saved(tmp_path / "latest") / "manifest.json"
@@ -127,15 +122,15 @@ def test_no_checkpoint_and_another_format_are_refused(version: int, made: str, t
 
 
 @pytest.mark.parametrize("field", Identity._fields)
-def test_checkpoint_of_another_environment_is_refused(field: str, tmp_path: Path):
+def test_checkpoint_of_another_environment_is_refused(field, tmp_path):
     folder = saved(tmp_path / "latest")
     with pytest.raises(CheckpointError, match=f"another environment: its {field} is .* 'other'"):
         load_checkpoint(folder, HERE._replace(**{field: "other"}))
-    assert load_checkpoint(folder, HERE).state == {"iteration": 1}
+    assert load_checkpoint(folder, HERE).state == {"env_steps": 1}
 
 
 @pytest.mark.parametrize("weights", [{"weight": torch.zeros(3, 3), "bias": torch.zeros(2)}, {"bias": torch.zeros(2)}])
-def test_weights_of_another_architecture_are_refused(weights: dict[str, torch.Tensor]):
+def test_weights_of_another_architecture_are_refused(weights):
     network = torch.nn.Linear(3, 2)
     before = network.weight.clone()
     with pytest.raises(CheckpointError, match=r"'weight' has shape .* needs \(2, 3\)"):
@@ -149,13 +144,11 @@ class PowerCutError(Exception):
 
 @pytest.mark.parametrize("calls_before", range(3))
 @pytest.mark.parametrize("cut", ["replace", "fsync"])
-def test_a_kill_while_saving_leaves_a_complete_checkpoint(
-    cut: str, calls_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    folder = saved(tmp_path / "latest", 1.0)
+def test_a_kill_while_saving_leaves_a_complete_checkpoint(cut, calls_before, tmp_path, monkeypatch):
+    folder = saved(tmp_path / "latest", 1)
     real, calls = {"replace": os.replace, "fsync": os.fsync}[cut], iter(range(100))
 
-    def dies(*args: Any) -> None:
+    def dies(*args):
         if next(calls) == calls_before:
             raise PowerCutError
         real(*args)
@@ -163,9 +156,96 @@ def test_a_kill_while_saving_leaves_a_complete_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(module.os, cut, dies)
         with contextlib.suppress(PowerCutError):
-            saved(folder, 2.0)
+            saved(folder, 2)
+    assert not list(tmp_path.glob(".*.partial"))
     loaded = load_checkpoint(folder, HERE)
-    assert loaded.policy["weight"].tolist() == [loaded.state["iteration"]] * 2  # all old or all new, never mixed
-    saved(folder, 3.0)
-    assert load_checkpoint(folder, HERE).state == {"iteration": 3}
+    assert loaded.policy["weight"].tolist() == [loaded.state["env_steps"]] * 2  # all old or all new, never mixed
+    saved(folder, 3)
+    assert load_checkpoint(folder, HERE).state == {"env_steps": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]  # and what the kill left behind is gone
+
+
+PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint after each of its five iterations; the last three stay."""
+    return gw.train(
+        "CartPole-v1", PPO, num_envs=4, total_steps=320, checkpoint_interval=64, speed="off", seed=3,
+        evaluation={"interval": 128, "episodes": 1}, logging={"progress": "none"},
+        run_dir=tmp_path_factory.mktemp("runs") / "trained",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_last_ones_stay(keep, tmp_path):
+    for number in range(1, 6):
+        saved(tmp_path / "latest", number, keep)
+    assert names(tmp_path) == {"latest", "latest.1", "latest.2"} - {f"latest.{n}" for n in range(keep, 3)}
+    for age, name in enumerate(sorted(names(tmp_path))):
+        assert load_checkpoint(tmp_path / name, HERE).state == {"env_steps": 5 - age}
+    saved(tmp_path / "latest", 6)  # a lower setting holds at once
+    assert names(tmp_path) == {"latest"}
+
+
+def flip(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_run_resumes_from_the_one_before_and_ends_the_same(trained, tmp_path, caplog, capsys):
+    path = Path(shutil.copytree(trained.path, tmp_path / "run"))
+    shutil.rmtree(path / "checkpoints" / "latest")
+    run = gw.resume(path)
+    assert len(caplog.messages) == 1
+    assert "resuming from step 256 of 320" in capsys.readouterr().err
+    assert logged(path) == logged(trained.path)
+    assert same_weights(run, trained)
+
+
+def test_the_one_before_may_be_damaged_too(trained, tmp_path, caplog):
+    path = Path(shutil.copytree(trained.path, tmp_path / "run"))
+    for name in ("latest", "latest.1"):
+        flip(path / "checkpoints" / name / "state.json")
+    assert gw.evaluate(path, 1).episodes == 1
+    assert "latest/state.json is" in caplog.text
+    assert "latest.1/state.json is" in caplog.text
+    assert saved_counts(path / "checkpoints" / "latest")["steps"] == 192
+    flip(path / "checkpoints" / "latest.2" / "policy.safetensors")
+    before = logged(path)
+    with pytest.raises(gw.errors.CheckpointError, match=r"latest/state.*latest\.1/state.*latest\.2/policy.*fix: "):
+        gw.resume(path)
+    assert logged(path) == before
+
+
+@pytest.mark.parametrize("stopped", ["total_steps", "killed"])
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(stopped, trained, tmp_path):
+    path = Path(shutil.copytree(trained.path, tmp_path / "run"))
+    shutil.rmtree(path / "checkpoints")
+    if stopped == "killed":
+        (path / "summary.json").unlink()
+    before = (path / "metrics.jsonl").read_bytes()
+    with pytest.raises(gw.errors.RunFolderError, match=r"until step 320, but there is no checkpoint in .*fix: "):
+        gw.resume(path)
+    assert (path / "metrics.jsonl").read_bytes() == before
+
+
+def test_settings_that_were_changed_by_hand_are_noticed(trained, tmp_path, caplog):
+    path = Path(shutil.copytree(trained.path, tmp_path / "run"))
+    tree = json.loads((path / "config.json").read_text())
+    was = tree["algorithm"]["learning_rate"]
+    tree["seed"], tree["algorithm"]["learning_rate"], tree["env"]["kwargs"] = 4, 0.5, {"sutton_barto_reward": True}
+    (path / "config.json").write_text(json.dumps(tree))
+    gw.resume(path, total_steps=384)
+    [warning] = caplog.messages
+    assert f"algorithm.learning_rate from {was!r} to 0.5" in warning
+    assert "seed from 3 to 4" in warning
+    assert "env.kwargs.sutton_barto_reward from None to True" in warning
+    caplog.clear()
+    gw.resume(path, total_steps=448)
+    assert caplog.messages == []

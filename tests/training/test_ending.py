@@ -3,24 +3,24 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
-from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from at_events import fail, on
-from tensordict import TensorDict
+from plain_envs import Plain
+from run_folders import same_weights
 
 import groupwise as gw
+from groupwise import run as running
 from groupwise.report.folder import RunFolder
-from groupwise.run import finishing_on_signal
+from groupwise.run import STOP, finishing_on_signal
 from groupwise.training.checkpoint import saved_counts
-from groupwise.training.trainer import STOP
 
 PPO = gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64)
-TINY: dict[str, Any] = {
+TINY = {
     "num_envs": 4,
     "total_steps": 192,
     "evaluation": {"interval": 9999, "episodes": 2},
@@ -30,59 +30,38 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _in_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _in_a_fresh_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Breaks, "broken", False)
 
 
-def signals(*numbers: int) -> gw.Callback:
+def signals(*numbers):
     """A callback that sends signals to this process while iteration 2 is under way."""
 
-    def send(trainer: gw.Trainer, *_: Any) -> None:
+    def send(trainer, *_):
         for number in numbers if trainer.iteration == 1 else ():
             os.kill(os.getpid(), number)
 
     return on("rollout_end", send)
 
 
-class Breaks(gymnasium.Env[Any, Any]):
-    """Ends after ten steps. Once it is broken it raises errors, also when it is closed."""
+class Breaks(Plain):
+    """Once it is broken it raises errors, also when it is closed."""
 
-    observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
     broken = False
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(3, np.float32), {}
-
-    def step(self, action: Any) -> Any:
+    def step(self, action):
         if Breaks.broken:
             raise ZeroDivisionError("the physics broke")
-        self.steps += 1
-        return np.zeros(3, np.float32), float(action), self.steps == 10, False, {}
+        return super().step(action)
 
-    def close(self) -> None:
+    def close(self):
         if Breaks.broken:
             raise BrokenPipeError("the process is gone")
 
 
-class BreaksIt(gw.Callback):
-    """Breaks the environment for iteration 2, or for 1."""
-
-    def __init__(self, iteration: int) -> None:
-        self.iteration = iteration
-
-    def on_training_start(self, trainer: gw.Trainer) -> None:
-        Breaks.broken = self.iteration == 1
-
-    def on_iteration_end(self, trainer: gw.Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
-        Breaks.broken = True
-
-
 @pytest.mark.parametrize("number", STOP)
-def test_a_signal_lets_the_iteration_finish_and_saves_it(number: int, capsys: pytest.CaptureFixture[str]):
+def test_a_signal_lets_the_iteration_finish_and_saves_it(number, capsys):
     with pytest.raises(KeyboardInterrupt) as caught:
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[signals(number)], **TINY)
     assert str(caught.value) == "interrupted; saved after step 128; continue with: groupwise resume mine"
@@ -97,7 +76,7 @@ def test_a_signal_lets_the_iteration_finish_and_saves_it(number: int, capsys: py
     assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
 
 
-def test_a_second_signal_stops_at_once(capsys: pytest.CaptureFixture[str]):
+def test_a_second_signal_stops_at_once(capsys):
     with pytest.raises(KeyboardInterrupt, match="nothing was saved yet; continue with"):
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[signals(signal.SIGINT, signal.SIGINT)], **TINY)
     assert [entry["iteration"] for entry in RunFolder(Path("mine")).read_metrics()] == [1]
@@ -107,7 +86,7 @@ def test_a_second_signal_stops_at_once(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_rollout_of_groups_is_left_at_the_first_signal_and_collected_again():
-    def send(trainer: gw.Trainer, *_: Any) -> None:
+    def send(trainer, *_):
         if trainer.iteration == 1 and trainer.stop_reason is None:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -115,49 +94,28 @@ def test_a_rollout_of_groups_is_left_at_the_first_signal_and_collected_again():
     with pytest.raises(KeyboardInterrupt, match="interrupted; saved after step"):
         gw.train("CartPole-v1", grpo, run_dir="mine", callbacks=[on("step", send)], **TINY)
     assert [entry["iteration"] for entry in RunFolder(Path("mine")).read_metrics()] == [1]
-    resumed, whole = gw.resume("mine"), gw.train("CartPole-v1", grpo, run_dir="whole", **TINY)
-    pairs = zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert same_weights(gw.resume("mine"), gw.train("CartPole-v1", grpo, run_dir="whole", **TINY))
 
 
-def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_other_errors_are_not():
-    def interrupts(trainer: gw.Trainer, *_: Any) -> None:
-        trainer.interrupt()
-        raise gw.errors.DivergedError("nan")
-
-    with pytest.raises(gw.errors.DivergedError):
-        gw.train("CartPole-v1", PPO, callbacks=[on("iteration_end", interrupts)], **TINY)
-
-    class LosesProcesses(BreaksIt):
-        def on_rollout_end(self, trainer: gw.Trainer, rollout: TensorDict) -> None:
-            collect = trainer.collector.collect
-
-            def interrupted(*args: Any, **kwargs: Any) -> TensorDict:
-                trainer.interrupt()
-                return collect(*args, **kwargs)
-
-            trainer.collector.collect = interrupted  # type: ignore[method-assign]
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        gw.train(Breaks, PPO, run_dir="mine", callbacks=[LosesProcesses(2)], **TINY)
-    assert str(caught.value) == (
-        "interrupted (the rollout ended with ZeroDivisionError('the physics broke')); saved after step 64; "
-        "continue with: gw.resume('mine', env=...)"
-    )
-
-
-def test_a_policy_that_diverged_while_an_interrupt_waited_is_told_and_not_saved():
-    def diverges(trainer: gw.Trainer, *_: Any) -> None:
-        def interrupted(*args: Any, **kwargs: Any) -> TensorDict:
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (BrokenPipeError("gone"), KeyboardInterrupt, "interrupted (the rollout ended with BrokenPipeError('gone')); saved after step 64"),
+        (gw.errors.DataError("nan"), gw.errors.DataError, "nothing was saved yet"),
+        (gw.errors.DivergedError("nan"), gw.errors.DivergedError, "nothing was saved yet"),
+    ],
+)  # fmt: skip
+def test_what_ctrl_c_breaks_is_part_of_the_interrupt_and_what_diverged_is_not(error, raised, message):
+    def breaks(trainer, *_):
+        def collect(*args, **kwargs):
             trainer.interrupt()
-            raise gw.errors.DataError("the action is not finite")
+            raise error
 
-        trainer.collector.collect = interrupted  # type: ignore[method-assign]
+        trainer.collector.collect = collect
 
-    with pytest.raises(gw.errors.DataError) as caught:
-        gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[on("iteration_end", diverges)], **TINY)
-    assert "nothing was saved yet" in caught.value.__notes__[-1]
-    assert not Path("mine/checkpoints/latest").exists()
+    with pytest.raises(raised) as caught:
+        gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[on("iteration_end", breaks)], **TINY)
+    assert message in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 def test_a_signal_in_the_last_iteration_changes_nothing():
@@ -165,38 +123,33 @@ def test_a_signal_in_the_last_iteration_changes_nothing():
     assert run.summary["stopped"] == "total_steps"
 
 
-def test_handlers_of_others_and_other_threads_are_left_alone(parts: Any):
-    def own(number: int, frame: object) -> None: ...
+def test_handlers_of_others_and_other_threads_are_left_alone(parts):
+    found = []
 
-    before = signal.signal(signal.SIGINT, own)
-    try:
+    def look():
         with finishing_on_signal(parts.trainer()):
-            assert signal.getsignal(signal.SIGINT) is own
-    finally:
-        signal.signal(signal.SIGINT, before)
+            found.append(signal.getsignal(signal.SIGINT))
 
-    entered: list[bool] = []
-
-    def in_thread() -> None:
-        with finishing_on_signal(parts.trainer()):
-            entered.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-
-    thread = threading.Thread(target=in_thread)
+    thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert entered == [True]
+    own = lambda number, frame: None  # noqa: E731
+    before = signal.signal(signal.SIGINT, own)
+    look()
+    signal.signal(signal.SIGINT, before)
+    assert found == [signal.default_int_handler, own]
 
 
-def train_until_it_breaks(algorithm: Any, iteration: int = 2) -> list[str]:
+def train_until_it_breaks(algorithm, event="iteration_end"):
+    breaks = on(event, lambda *_: setattr(Breaks, "broken", True))
     with pytest.raises(ZeroDivisionError, match="the physics broke") as caught:
-        gw.train(Breaks, algorithm, run_dir="mine", callbacks=[BreaksIt(iteration)], **TINY)
-    assert RunFolder(Path("mine")).read_summary()["stopped"] == "failed"
+        gw.train(Breaks, algorithm, run_dir="mine", callbacks=[breaks], **TINY)
+    summary = RunFolder(Path("mine")).read_summary()
+    assert (summary["stopped"], summary["error"]) == ("failed", "ZeroDivisionError: the physics broke")
     return caught.value.__notes__
 
 
-def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on(tmp_path, monkeypatch):
     assert train_until_it_breaks(PPO)[-1] == (
         "groupwise: ZeroDivisionError ended training on Breaks in iteration 2 (step 64); "
         "saved after step 64; continue with: gw.resume('mine', env=...); a resumed run takes the same steps and meets the same "
@@ -207,18 +160,26 @@ def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on(
     assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
     (tmp_path / "early").mkdir()
     monkeypatch.chdir(tmp_path / "early")
-    assert "in iteration 1 (step 0); nothing was saved yet; continue" in train_until_it_breaks(PPO, 1)[-1]
+    assert (
+        "in iteration 1 (step 0); nothing was saved yet; continue" in train_until_it_breaks(PPO, "training_start")[-1]
+    )
 
 
-def test_groups_could_do_without_the_episode():
+def test_groups_could_do_without_the_episode_but_not_without_a_callback():
     algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"horizon": 20})
     row, note = train_until_it_breaks(algorithm)
     assert row == "in row 0 of Breaks"
     assert "; if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'" in note
+    fails = on("rollout_end", fail(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError) as caught:
+        gw.train("CartPole-v1", algorithm, run_dir="other", callbacks=[fails], **TINY)
+    [note] = caught.value.__notes__
+    assert "after iteration 0 (step 0)" in note
+    assert note.endswith("continue with: groupwise resume other")
 
 
 def test_an_error_of_the_evaluations_environment_saves_the_iteration_and_its_numbers():
-    def breaks(trainer: gw.Trainer, *_: Any) -> None:
+    def breaks(trainer, *_):
         Breaks.broken = trainer.iteration == 1
 
     settings = TINY | {"evaluation": {"interval": 64, "episodes": 2}}
@@ -232,10 +193,11 @@ def test_an_error_of_the_evaluations_environment_saves_the_iteration_and_its_num
     assert sum(entry["rollout/env_steps"] for entry in run.metrics()) == run.summary["env_steps"]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("how", ["due", "at the end", "on interrupt", "best"])
-def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(how: str, bad: float):
-    def poison(trainer: gw.Trainer, *_: Any) -> None:
+@pytest.mark.parametrize(
+    ("how", "bad"), [("due", np.nan), ("at the end", np.inf), ("on interrupt", np.nan), ("best", np.inf)]
+)
+def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(how, bad):
+    def poison(trainer, *_):
         if trainer.iteration == 2:
             with torch.no_grad():
                 next(trainer.algorithm.policy.parameters()).view(-1)[0] = bad
@@ -254,7 +216,7 @@ def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(how: str,
 def test_a_policy_that_diverged_leaves_the_last_checkpoint():
     """Weights beyond all bounds, but finite: what they do is not."""
 
-    def diverges(trainer: gw.Trainer, *_: Any) -> None:
+    def diverges(trainer, *_):
         for parameter in trainer.algorithm.policy.parameters() if trainer.iteration == 3 else ():
             parameter.detach().fill_(3e38)
 
@@ -266,52 +228,90 @@ def test_a_policy_that_diverged_leaves_the_last_checkpoint():
     assert "on_env_error" not in caught.value.__notes__[-1]
 
 
-def test_an_error_outside_of_collecting_is_no_failed_episode():
-    algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2)
-    with pytest.raises(ZeroDivisionError) as caught:
-        gw.train(
-            "CartPole-v1", algorithm, run_dir="mine", callbacks=[on("rollout_end", fail(ZeroDivisionError()))], **TINY
-        )
-    [note] = caught.value.__notes__
-    assert "after iteration 0 (step 0)" in note
-    assert note.endswith("continue with: groupwise resume mine")
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> gw.Run:
+def finished(tmp_path_factory):
     return gw.train("CartPole-v1", PPO, run_dir=tmp_path_factory.mktemp("runs") / "done", **TINY)
 
 
-def test_resuming_a_finished_run_says_so(finished: gw.Run, capsys: pytest.CaptureFixture[str]):
+def test_resuming_a_finished_run_says_so(finished, capsys):
     gw.resume(finished.path)
     assert capsys.readouterr().err == (
         "resuming from step 192 of 192\nnothing was left to train (total_steps); fix: a larger total_steps\n"
     )
 
 
-@pytest.mark.parametrize("total_steps", [100, 192])
-def test_fewer_steps_than_were_taken_are_refused_and_change_nothing(finished: gw.Run, total_steps: int):
+def test_what_cannot_go_on_is_refused_and_changes_nothing(finished):
+    def make():
+        raise AssertionError  # a taken folder is noticed before
+
+    weights = finished.path / "checkpoints" / "latest" / "policy.safetensors"
+    whole = weights.read_bytes()
     before = {path: path.read_bytes() for path in finished.path.rglob("*") if path.is_file()}
-    with pytest.raises(
-        gw.errors.ConfigError, match=rf"total_steps = {total_steps}, but .*done has 192 steps already; fix: "
-    ):
-        gw.resume(finished.path, total_steps=total_steps)
+    for total_steps in (100, 192):
+        with pytest.raises(gw.errors.ConfigError, match=rf"total_steps = {total_steps}, but .*has 192 steps already"):
+            gw.resume(finished.path, total_steps=total_steps)
+    with pytest.raises(gw.errors.RunFolderError, match="is taken"):
+        gw.train(make, PPO, run_dir=finished.path, **TINY)
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(gw.errors.CheckpointError):
+        gw.resume(finished.path, total_steps=1000)
+    weights.write_bytes(whole)
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_resume_that_fails_leaves_the_config_alone(finished: gw.Run):
-    state = finished.path / "checkpoints" / "latest" / "policy.safetensors"
-    whole = state.read_bytes()
-    state.write_bytes(whole[:-1])
-    with pytest.raises(gw.errors.CheckpointError):
-        gw.resume(finished.path, total_steps=1000)
-    state.write_bytes(whole)
-    assert RunFolder(finished.path).read_config()["total_steps"] == 192
+class Hangs(Plain):
+    """From step 300 on a step takes a minute; then a signal comes first."""
+
+    count = 0
+
+    def step(self, action):
+        Hangs.count += 1
+        if Hangs.count > 300:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return super().step(action)
 
 
-def test_a_taken_folder_is_noticed_before_environments_are_made(finished: gw.Run):
-    def make() -> gymnasium.Env[Any, Any]:
-        raise AssertionError
+@pytest.mark.timeout(0)  # pytest's own time limit takes SIGALRM
+def test_after_a_signal_a_hung_environment_is_left_and_the_last_iteration_is_saved(monkeypatch, tmp_path):
+    monkeypatch.setattr(running, "SECONDS_TO_FINISH", 1)
+    monkeypatch.setattr(Hangs, "count", 0)
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt, match="saved after step 256"):
+        gw.train(
+            Hangs, gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64), num_envs=4, total_steps=9999,
+            run_dir=tmp_path / "run", evaluation={"interval": 9999, "episodes": 1}, logging={"progress": "none"},
+        )  # fmt: skip
+    assert time.perf_counter() - start < 20
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.alarm(0) == 0
 
-    with pytest.raises(gw.errors.RunFolderError, match="is taken"):
-        gw.train(make, PPO, run_dir=finished.path, **TINY)
+
+class SlowUpdateAndSave(gw.Callback):
+    """The update after a signal, and what saves then, take longer than a collection may."""
+
+    saved = False
+
+    def on_rollout_end(self, trainer, rollout):
+        assert trainer.doing == "updating"
+        os.kill(os.getpid(), signal.SIGHUP)
+        self._wait()
+
+    def on_interrupt(self, trainer):
+        self._wait()
+        self.saved = True
+
+    def _wait(self):
+        end = time.monotonic() + 1.2
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+
+@pytest.mark.timeout(0)
+def test_an_update_and_a_checkpoint_may_take_longer(parts, monkeypatch):
+    monkeypatch.setattr(running, "SECONDS_TO_FINISH", 1)
+    slow = SlowUpdateAndSave()
+    trainer = parts.trainer(slow)
+    with running.finishing_on_signal(trainer), pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert (trainer.iteration, slow.saved) == (1, True)

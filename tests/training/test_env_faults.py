@@ -1,5 +1,7 @@
-"""Whole runs on environments that fail in their processes, and evaluations that do."""
+"""Whole runs on environments that fail, or never end."""
 
+import json
+import logging
 import multiprocessing
 import os
 import random
@@ -7,10 +9,10 @@ import signal
 import time
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
+from at_events import on
+from plain_envs import Plain
 
 import groupwise as gw
 from groupwise.errors import EnvError
@@ -18,27 +20,21 @@ from groupwise.errors import EnvError
 GROUP_SIZE = 4
 
 
-class Unreliable(gymnasium.Env):
-    """In another process than the test's, about one step in 400 raises, dies or hangs."""
+class Unreliable(Plain):
+    """In another process than the test's, about one step in 150 raises, dies or hangs."""
 
-    observation_space = spaces.Box(-9, 9, (2,), np.float32)
-    action_space = spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.faults = random.Random(os.urandom(8))
-        return self.np_random.normal(size=2).astype(np.float32), {}
+    length = None
 
     def step(self, action):
         if multiprocessing.parent_process() is not None:
-            fault = self.faults.random()
-            if fault < 1 / 1000:
+            fault = random.SystemRandom().random()
+            if fault < 3 / 1000:
                 raise RuntimeError("the wheel came off")
-            if fault < 2 / 1000:
+            if fault < 6 / 1000:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if fault < 2.5 / 1000:
+            if fault < 7 / 1000:
                 time.sleep(1000)
-        return self.np_random.normal(size=2).astype(np.float32), float(action), False, False, {}
+        return super().step(action)
 
 
 class WholeGroups(gw.Callback):
@@ -70,7 +66,7 @@ def test_groups_are_whole_and_no_process_stays_whatever_fails(unreliable, tmp_pa
     run = gw.train(
         gw.EnvCfg(id="Unreliable-v0", num_envs=8, max_episode_steps=16, vectorization="async", timeout=2.0),
         cfg,
-        total_steps=2000 * int(os.environ.get("TORTURE_ROUNDS", "1")),
+        total_steps=800 * int(os.environ.get("TORTURE_ROUNDS", "1")),
         run_dir=tmp_path / "run",
         logging={"progress": "none"},
         evaluation={"interval": 10**9, "episodes": 2},
@@ -81,30 +77,17 @@ def test_groups_are_whole_and_no_process_stays_whatever_fails(unreliable, tmp_pa
     assert sum(row["rollout/env_errors"] for row in run.metrics()) > 0
 
 
-class Switch(gymnasium.Env):
+class Switch(Plain):
     """Raises in every step while ``broken`` is more than 0, which each error lowers."""
 
-    observation_space = spaces.Box(-1, 1, (1,), np.float32)
-    action_space = spaces.Discrete(2)
+    length = None
     broken = 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.np_random.uniform(size=1).astype(np.float32), {}
 
     def step(self, action):
         if Switch.broken > 0:
             Switch.broken -= 1
             raise RuntimeError("the wheel came off")
-        return np.zeros(1, np.float32), 1.0, False, False, {}
-
-
-class Break(gw.Callback):
-    def __init__(self, errors):
-        self.errors = errors
-
-    def on_iteration_end(self, trainer, rollout, metrics):
-        Switch.broken = self.errors
+        return super().step(1)
 
 
 def train_switch(folder, on_env_error, errors, interval):
@@ -117,7 +100,7 @@ def train_switch(folder, on_env_error, errors, interval):
         run_dir=folder,
         logging={"progress": "none"},
         evaluation={"interval": interval, "episodes": 2},
-        callbacks=[Break(errors)],
+        callbacks=[on("iteration_end", lambda *_: setattr(Switch, "broken", errors))],
     )
 
 
@@ -140,3 +123,45 @@ def test_an_evaluation_that_failed_is_played_again(tmp_path):
 def test_an_evaluation_that_fails_ends_a_run_whose_errors_are_raised(tmp_path):
     with pytest.raises(RuntimeError, match="the wheel came off"):
         train_switch(tmp_path / "run", "raise", errors=1, interval=16)
+
+
+class Endless(Plain):
+    length = None
+
+    def step(self, action):
+        return super().step(1)
+
+
+SMALL = {"num_envs": 2, "total_steps": 32, "evaluation": {"episodes": 2, "interval": 16}}
+
+
+def test_grpo_takes_a_limit_and_keeps_it(tmp_path, capsys):
+    run = gw.train(Endless, gw.GRPOCfg(group_size=2, num_steps=8), run_dir=tmp_path / "run", **SMALL)
+    note = (
+        "Endless has no step limit: episodes of groups are truncated after 1,000 steps (algorithm.collection.horizon)."
+    )
+    text = "".join(capsys.readouterr())
+    assert text.count("no step limit: episodes of groups") == 1
+    assert note in text
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["algorithm"]["collection"]["horizon"] == 1_000
+    assert run.summary["training_return_mean"] == 1_000
+
+
+@pytest.mark.parametrize(("collection", "limit"), [({"horizon": 5}, None), ({}, 5)])
+def test_a_horizon_or_limit_of_the_user_stays(collection, limit, tmp_path):
+    algorithm = gw.GRPOCfg(group_size=2, num_steps=8, collection=collection)
+    run = gw.train(Endless, algorithm, max_episode_steps=limit, run_dir=tmp_path / "run", **SMALL)
+    assert run.summary["training_return_mean"] == run.summary["return_mean"] == 5
+
+
+@pytest.mark.slow
+def test_evaluations_say_once_that_they_cut(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="groupwise"):
+        run = gw.train(Endless, gw.PPOCfg(num_steps=4), run_dir=tmp_path / "run", **SMALL)
+    (message,) = [record.getMessage() for record in caplog.records if "cut" in record.getMessage()]
+    assert message.startswith(
+        "2 of 2 evaluation episodes were cut after 1,000 steps, because Endless has no step limit"
+    )
+    assert (run.summary["return_mean"], run.summary["cut_episodes"]) == (1_000, 2)
+    assert gw.evaluate(run, 3).cut_episodes == 3

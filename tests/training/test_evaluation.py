@@ -1,5 +1,4 @@
 import math
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from groupwise.training.evaluation import EvaluationResult, evaluate_policy
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("num_envs", [1, 3, 7, 10, 16])
-def test_result_does_not_depend_on_the_number_of_environments(num_envs: int, deterministic: bool, parts: Any):
+def test_result_does_not_depend_on_the_number_of_environments(num_envs, deterministic, parts):
     policy = parts.policy()
     want = evaluate_policy(policy, parts.env(10), episodes=10, seed=5, deterministic=deterministic)
     have = evaluate_policy(policy, parts.env(num_envs), episodes=10, seed=5, deterministic=deterministic)
@@ -24,7 +23,7 @@ def test_result_does_not_depend_on_the_number_of_environments(num_envs: int, det
 
 
 @pytest.mark.parametrize("vectorization", ["entry_point", "sync"])
-def test_result_does_not_depend_on_the_number_of_cartpoles(vectorization: Literal["entry_point", "sync"]):
+def test_result_does_not_depend_on_the_number_of_cartpoles(vectorization):
     torch.manual_seed(0)
     envs = [make_env(EnvCfg(num_envs=n, vectorization=vectorization), grouped=True) for n in (9, 4, 12)]
     policy = ActorCritic(envs[0].observation_space, envs[0].action_space, actor_only=True)
@@ -36,7 +35,7 @@ def test_result_does_not_depend_on_the_number_of_cartpoles(vectorization: Litera
 
 
 @given(episodes=st.integers(1, 12), num_envs=st.integers(1, 5), seed=st.integers(0, 3))
-def test_exactly_the_episodes_of_the_seeds_are_played(episodes: int, num_envs: int, seed: int, parts: Any):
+def test_exactly_the_episodes_of_the_seeds_are_played(episodes, num_envs, seed, parts):
     result = evaluate_policy(parts.policy(), parts.env(num_envs), episodes=episodes, seed=seed)
     starts = [derive_seed(seed, "eval", i) for i in range(episodes)]
     # long episodes are counted as often as short ones: an episode lasts start % 7 + 1 steps
@@ -44,7 +43,7 @@ def test_exactly_the_episodes_of_the_seeds_are_played(episodes: int, num_envs: i
     assert result.episodes == episodes
 
 
-def test_greedy_and_sampled_differ(parts: Any):
+def test_greedy_and_sampled_differ(parts):
     policy = parts.policy()
     sampled = evaluate_policy(policy, parts.env(8), episodes=8, seed=0, deterministic=False)
     greedy = evaluate_policy(policy, parts.env(8), episodes=8, seed=0)
@@ -52,7 +51,7 @@ def test_greedy_and_sampled_differ(parts: Any):
     assert len({sampled.returns, greedy.returns, again.returns}) == 3
 
 
-def test_global_random_streams_and_the_policy_mode_are_left_alone(parts: Any):
+def test_global_random_streams_and_the_policy_mode_are_left_alone(parts):
     policy = parts.policy().train()
     before = torch.get_rng_state()
     evaluate_policy(policy, parts.env(2), episodes=3, seed=0, deterministic=False)
@@ -60,7 +59,7 @@ def test_global_random_streams_and_the_policy_mode_are_left_alone(parts: Any):
     assert policy.training
 
 
-def test_endless_episodes_are_cut_and_counted(parts: Any):
+def test_endless_episodes_are_cut_and_counted(parts):
     result = evaluate_policy(parts.policy(), parts.env(9), episodes=9, seed=0, max_steps=2)
     whole = evaluate_policy(parts.policy(), parts.env(9), episodes=9, seed=0)
     longer = sum(length > 2 for length in whole.lengths)
@@ -71,7 +70,7 @@ def test_endless_episodes_are_cut_and_counted(parts: Any):
     assert "cut" not in whole.line() + " ".join([*whole.report(), *whole.metrics()])
 
 
-def test_return_that_is_not_finite_names_its_episode(parts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_return_that_is_not_finite_names_its_episode(parts, monkeypatch):
     env = parts.env(2)
     step = env.step
     monkeypatch.setattr(env, "step", lambda action: step(action)._replace(reward=torch.tensor([0.0, math.nan])))

@@ -4,8 +4,7 @@ import json
 import shutil
 
 import pytest
-import torch
-from run_folders import logged
+from run_folders import logged, same_weights, weights
 
 import groupwise as gw
 from groupwise import cli
@@ -19,30 +18,31 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[PPO, GRPO], ids=["ppo", "grpo"])
+@pytest.fixture(scope="module", params=[PPO], ids=["ppo"])
 def run(request, tmp_path_factory):
     """A run of a few iterations, each of which is evaluated and saved."""
     return gw.train("CartPole-v1", request.param, total_steps=320, run_dir=tmp_path_factory.mktemp("run"), **TINY)
 
 
-def weights(run, checkpoint="latest"):
-    return load_checkpoint(RunFolder(run.path).checkpoints / checkpoint).policy
+grouped = pytest.mark.parametrize("run", [GRPO], ids=["grpo"], indirect=True)
+both = pytest.mark.parametrize("run", [PPO, GRPO], ids=["ppo", "grpo"], indirect=True)
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def best_of(run):
+    return load_checkpoint(RunFolder(run.path).best).policy
 
 
+@both
 def test_a_fork_without_changes_is_the_run_itself(run, tmp_path):
     steps = load_checkpoint(RunFolder(run.path).checkpoints / "latest.1").state["env_steps"]
     again = gw.resume(gw.fork(run.path, tmp_path / "again", checkpoint=steps))
-    assert same(weights(again), weights(run))
+    assert same_weights(again.path, run.path)
     assert logged(again) == logged(run)
     assert again.summary["env_steps"] == run.summary["env_steps"]
 
 
 def test_changed_settings_hold_from_there_on(run, tmp_path):
-    before = (run.path / "config.json").read_bytes(), weights(run)
+    before = (run.path / "config.json").read_bytes(), weights(run.path)
     forked = gw.fork(run.path, tmp_path / "new", algorithm={"learning_rate": 1e-5}, total_steps=600, seed=3)
     assert RunFolder(forked).read_metrics() == run.metrics()
     again = gw.resume(forked)
@@ -51,29 +51,31 @@ def test_changed_settings_hold_from_there_on(run, tmp_path):
     assert rates[: len(run.metrics())] == [entry["train/learning_rate"] for entry in run.metrics()]
     assert len(rates) > len(run.metrics())
     assert all(0 < rate <= 1e-5 for rate in rates[len(run.metrics()) :])
-    assert not same(weights(again), weights(run))
+    assert not same_weights(again.path, run.path)
     assert before[0] == (run.path / "config.json").read_bytes()
-    assert same(before[1], weights(run))
+    assert same_weights(before[1], run.path)
 
 
-def test_a_fork_takes_a_preset(run, tmp_path):
-    if run.cfg.algorithm.name == "ppo":
-        with pytest.raises(gw.errors.ConfigError, match=r"preset 'rloo' sets the credit of grpo"):
-            gw.fork(run.path, tmp_path / "new", preset="rloo")
-        return
+@grouped
+def test_a_fork_takes_a_preset_and_no_reference_from_nowhere(run, tmp_path):
     gw.fork(run.path, tmp_path / "new", preset="rloo", total_steps=600)
     assert RunFolder(tmp_path / "new").read_config()["algorithm"]["credit"]["baseline"]["name"] == "leave_one_out"
     words = ["--fork", str(tmp_path / "newer"), "--preset", "rloo", "--total-steps", "600"]
     assert cli.main(["resume", str(run.path), *words]) == 0
-    assert (
-        RunFolder(tmp_path / "newer").read_config()["algorithm"]
-        == RunFolder(tmp_path / "new").read_config()["algorithm"]
-    )
+    one, other = (RunFolder(tmp_path / name).read_config()["algorithm"] for name in ("new", "newer"))
+    assert one == other
+    with pytest.raises(gw.errors.ConfigError, match=r"algorithm\.kl_coef cannot change from 0\.0 to 0\.1"):
+        gw.fork(run.path, tmp_path / "kl", algorithm={"kl_coef": 0.1})
+    gw.train("CartPole-v1", GRPO | {"kl_coef": 0.1}, total_steps=64, run_dir=tmp_path / "kl", **TINY)
+    with pytest.raises(gw.errors.ConfigError, match=r"best has no reference for algorithm\.kl_coef; fix: "):
+        gw.fork(tmp_path / "kl", tmp_path / "best", checkpoint="best")
+    gw.fork(tmp_path / "kl", tmp_path / "best", total_steps=600)
 
 
+@both
 def test_a_fork_of_the_best_takes_its_weights_and_its_score(run, tmp_path):
     forked = gw.fork(run.path, tmp_path / "best", checkpoint="best", total_steps=600, algorithm={"learning_rate": 1e-9})
-    assert same(load_checkpoint(forked / "checkpoints/latest").policy, weights(run, "best"))
+    assert same_weights(forked, best_of(run))
     again = gw.resume(forked)
     reached = run.summary["best_env_steps"]
     assert [entry["env_steps"] for entry in again.metrics() if entry["env_steps"] <= reached] == [
@@ -81,7 +83,7 @@ def test_a_fork_of_the_best_takes_its_weights_and_its_score(run, tmp_path):
     ]
     assert again.metrics()[-1]["env_steps"] >= 600
     # a rate of 1e-9 changes no action, so nothing is better than the best, which stays
-    assert same(weights(again, "best"), weights(run, "best"))
+    assert same_weights(best_of(again), best_of(run))
     assert again.summary["best_env_steps"] == reached
 
 
@@ -92,24 +94,12 @@ def test_a_best_by_another_score_is_not_of_the_fork(run, tmp_path):
     assert (forked / "checkpoints/best").exists()
 
 
-def test_the_best_lacks_a_reference(tmp_path):
-    gw.train("CartPole-v1", GRPO | {"kl_coef": 0.1}, total_steps=64, run_dir=tmp_path / "run", **TINY)
-    with pytest.raises(
-        gw.errors.ConfigError, match=r"best has no reference for algorithm\.kl_coef; fix: checkpoint='latest'"
-    ):
-        gw.fork(tmp_path / "run", tmp_path / "new", checkpoint="best")
-    gw.fork(tmp_path / "run", tmp_path / "new", total_steps=600)
-
-
 def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
     folder = RunFolder(run.path)
-    best = load_checkpoint(folder.best).state["env_steps"]
-    earlier = ("latest.2", "latest.1", "latest")
-    steps = [load_checkpoint(folder.checkpoints / name).state["env_steps"] for name in earlier]
-    forked = gw.fork(run.path, tmp_path / "new", checkpoint=steps[0])
-    assert (forked / "checkpoints/best").exists() == (best <= steps[0])
-    again = gw.resume(forked)
-    assert (again.path / "checkpoints/best").exists()
+    best, first = (load_checkpoint(folder.checkpoints / name).state["env_steps"] for name in ("best", "latest.2"))
+    forked = gw.fork(run.path, tmp_path / "new", checkpoint=first)
+    assert (forked / "checkpoints/best").exists() == (best <= first)
+    assert (gw.resume(forked).path / "checkpoints/best").exists()
 
 
 @pytest.mark.parametrize(
@@ -119,34 +109,20 @@ def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
             {"env": {"num_envs": 8}},
             r"env\.num_envs cannot change from 4 to 8: .*fix: a new run with policy\.init_from=",
         ),
-        (
-            {"policy": {"hidden_sizes": [8]}},
-            r"policy\.hidden_sizes cannot change from \[64, 64\] to \[8\]: .*a new run$",
-        ),
+        ({"policy": {"hidden_sizes": [8]}}, r"policy\.hidden_sizes cannot change from .*: .*a new run$"),
         ({"env": {"id": "Acrobot-v1"}}, r"env\.id cannot change from 'CartPole-v1' to 'Acrobot-v1'"),
         ({"algorithm": {"optimizer": "sgd"}}, r"algorithm\.optimizer.* cannot change"),
         ({"algorithm": {"gama": 0.9}}, "unknown key 'gama'; did you mean 'gamma'"),
         ({"algorithm": "bc"}, "settings of algorithm .* do not fit algorithm 'bc'; fix: keep .*, or a new run"),
         ({}, r"total_steps = 320, but .*latest has \d+ steps already; fix: a larger total_steps"),
-        (
-            {"checkpoint": 5},
-            r"checkpoint = 5: .* has checkpoints of \d+, \d+, \d+; fix: one of these, 'latest' or 'best'",
-        ),
+        ({"checkpoint": 5}, r"checkpoint = 5: .* has checkpoints of \d+, \d+, \d+; fix: "),
+        ({"preset": "rloo"}, "preset 'rloo' sets the credit of grpo"),
     ],
 )
 def test_what_cannot_change_is_named_and_leaves_no_folder(run, tmp_path, changed, message):
     with pytest.raises(gw.errors.ConfigError, match=message):
         gw.fork(run.path, tmp_path / "new", **changed)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_reference_cannot_come_from_nowhere(tmp_path):
-    run = gw.train("CartPole-v1", GRPO, total_steps=64, run_dir=tmp_path / "run", **TINY)
-    with pytest.raises(gw.errors.ConfigError, match=r"algorithm\.kl_coef cannot change from 0\.0 to 0\.1"):
-        gw.fork(run.path, tmp_path / "new", algorithm={"kl_coef": 0.1})
-
-
-def test_a_taken_folder_is_refused(run):
     with pytest.raises(gw.errors.RunFolderError, match="is taken"):
         gw.fork(run.path, run.path, total_steps=600)
 
@@ -162,14 +138,9 @@ def test_the_command_line_forks(run, tmp_path, capsys):
         (["--from", "best"], "--from would overwrite what was trained since; fix: --fork NEW_DIR, too"),
         (["--algorithm.gamma", "0.9"], "--algorithm.gamma makes another run of it; fix: --fork NEW_DIR, too"),
         (["--form", "best"], "unknown option --form"),
-        (["--fork", str(tmp_path / "x"), "--algorithm.gama", "1"], "did you mean"),
         (["--fork", str(tmp_path / "x"), "--from", "bets"], "expected a whole number"),
         (["--fork", str(tmp_path / "x"), "--from", "12,345"], "checkpoint = 12345: "),
-        (
-            ["--fork", str(tmp_path / "x"), "--run-dir", "y"],
-            f"run_dir = 'y', but the fork goes to {tmp_path / 'x'}; fix: ",
-        ),
-        (["--fork", str(tmp_path / "x"), "--total-steps", "10"], "total_steps = 10, but "),
+        (["--fork", str(tmp_path / "x"), "--run-dir", "y"], f"run_dir = 'y', but the fork goes to {tmp_path / 'x'}"),
         (["--fork", str(tmp_path / "x"), "--total-steps", "999", "--env.kwargs", '{"a": 1}'], "cannot be made"),
     ):
         assert cli.main(["resume", str(run.path), *more]) == 2
@@ -190,9 +161,7 @@ def test_a_fork_names_the_plugins_of_its_run(run, tmp_path):
     config = json.loads((path / "config.json").read_text())
     config["provenance"]["plugins"] = ["mine.py"]
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        gw.errors.ConfigError, match=r"unknown key 'gama'.*with --plugin mine\.py; fix: add --plugin mine\.py"
-    ):
+    with pytest.raises(gw.errors.ConfigError, match=r"unknown key 'gama'.*with --plugin mine\.py; fix: add --plugin"):
         gw.fork(path, tmp_path / "new", algorithm={"gama": 1})
     forked = gw.fork(path, tmp_path / "new", env={"kwargs": {"a": 1}}, total_steps=600)
     with pytest.raises(gw.errors.ConfigError, match=r"cannot be made.*new was trained with --plugin mine\.py"):
@@ -201,9 +170,7 @@ def test_a_fork_names_the_plugins_of_its_run(run, tmp_path):
 
 def test_settings_given_to_resume_point_to_a_fork(run):
     for given in ({"algorithm": {"gamma": 0.9}}, {"env": "CartPole-v1"}, {"policy": {"hidden_sizes": [8]}}):
-        with pytest.raises(
-            gw.errors.ConfigError, match=rf"has its settings; fix: .*gw\.fork\(run, .*, {next(iter(given))}="
-        ):
+        with pytest.raises(gw.errors.ConfigError, match=rf"fix: .*gw\.fork\(run, .*, {next(iter(given))}="):
             gw.resume(run.path, **given)
     with pytest.raises(gw.errors.ConfigError, match=r"is a run on an environment, .*; fix: gw\.Run\.load"):
         gw.LanguageAgent.load(run.path)

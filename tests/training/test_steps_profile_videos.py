@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from at_events import on
+from run_folders import same_weights
 
 import groupwise as gw
 from groupwise import cli
@@ -28,8 +29,10 @@ class Steps(gw.Callback):
         assert len(action) == len(step.terminated) == 4
 
 
-@pytest.mark.parametrize("vectorization", ["auto", "sync", "torch"])
-@pytest.mark.parametrize("algorithm", [{"name": "ppo"}, {"name": "grpo", "group_size": 2}])
+@pytest.mark.parametrize(
+    ("algorithm", "vectorization"),
+    [({"name": "ppo"}, "sync"), ({"name": "ppo"}, "torch"), ({"name": "grpo", "group_size": 2}, "auto")],
+)
 def test_every_step_is_heard_and_nothing_else(algorithm, vectorization, tmp_path):
     env = gw.EnvCfg(id="CartPole-v1", num_envs=4, vectorization=vectorization)
     runs = []
@@ -41,31 +44,26 @@ def test_every_step_is_heard_and_nothing_else(algorithm, vectorization, tmp_path
             heard = callbacks[0]
     assert heard.reward == runs[0].summary["env_steps"]  # CartPole gives 1 at each step
     assert heard.actions == {0, 1}
-    pairs = zip(runs[0].policy.parameters(), runs[1].policy.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert same_weights(*runs)
 
 
 def test_a_ready_environment_is_left_as_it_was(tmp_path):
     env = gw.make_env(gw.EnvCfg(id="CartPole-v1", num_envs=4))
-    heard = Steps()
-    for out in ("one", "two"):
-        gw.train(
-            env, {"name": "ppo", "num_steps": 8}, total_steps=32, run_dir=tmp_path / out, callbacks=[heard], **QUIET
-        )
-    assert heard.calls == 16
+    heard, settings = Steps(), {"total_steps": 32, "run_dir": tmp_path / "run", **QUIET}
+    gw.train(env, {"name": "ppo", "num_steps": 8}, callbacks=[heard], **settings)
+    assert heard.calls == 8
     env.reset(seed=0)
     env.step(torch.zeros(4, dtype=torch.int64))
-    assert heard.calls == 16
+    assert heard.calls == 8
 
 
-def test_collectors_without_environments_refuse_it(parts):
-    with pytest.raises(
-        gw.errors.ConfigError, match="on_step is called for steps of environments, and there are none; fix:"
-    ):
+def test_what_cannot_be_heard_or_profiled_is_refused(parts, capsys):
+    with pytest.raises(gw.errors.ConfigError, match="on_step is called for steps of environments"):
         parts.trainer(Steps()).train()
-
-
-# --- profile ---
+    with pytest.raises(gw.errors.ConfigError, match="Profiler writes into the run folder; fix: "):
+        parts.trainer(Profiler()).train()
+    assert cli.main(["train", "CartPole-v1", "--seeds", "0-1", "--profile", "2"]) == 2
+    assert "--profile is of a single run, got --seeds too; fix:" in capsys.readouterr().err
 
 
 def test_a_profile_of_some_iterations_lands_in_the_run_folder(tmp_path, capsys):
@@ -89,24 +87,13 @@ def test_the_first_iteration_is_not_recorded_and_a_short_run_writes_what_there_i
     for iterations, total_steps, expected in ((2, 50, [2, 3]), (9, 30, [2, 3])):
         folder = tmp_path / str(iterations)
         recorded.clear()
-        parts.trainer(on("rollout_end", mark), Profiler(iterations, folder), total_steps=total_steps).train()
+        trainer = parts.trainer(on("rollout_end", mark), Profiler(iterations), total_steps=total_steps)
+        trainer.run_dir = folder
+        trainer.train()
         assert recorded == list(range(1, total_steps // 10 + 1))
-        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        events = json.loads((folder / "profile/trace.json").read_text())["traceEvents"]
         found = {event["name"] for event in events if event.get("name", "").startswith("iteration ")}
         assert found == {f"iteration {number}" for number in expected}
-
-
-def test_a_profiler_without_a_folder_says_so(parts):
-    with pytest.raises(gw.errors.ConfigError, match=r"no folder to write to; fix: Profiler\(folder=\.\.\.\)"):
-        parts.trainer(Profiler()).train()
-
-
-def test_a_profile_is_of_a_single_run(capsys):
-    assert cli.main(["train", "CartPole-v1", "--seeds", "0-1", "--profile", "2"]) == 2
-    assert "--profile is of a single run, got --seeds too; fix:" in capsys.readouterr().err
-
-
-# --- videos ---
 
 
 def test_every_second_evaluation_is_filmed_also_after_a_resume(tmp_path, monkeypatch):

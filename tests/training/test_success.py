@@ -2,8 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import gymnasium
 import pytest
@@ -11,6 +9,7 @@ import torch
 from at_events import interrupt_after
 from gymnasium.envs.registration import EnvSpec
 from run_folders import logged
+from scripted_envs import FakePolicy
 from success_envs import Touch, TouchEither
 
 import groupwise as gw
@@ -18,20 +17,21 @@ from groupwise.cli.train import print_run
 from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
+from groupwise.policies.base import Action
 from groupwise.training.callbacks import Evaluate
 from groupwise.training.checkpoint import Identity, load_checkpoint
 from groupwise.training.evaluation import EvaluationResult, evaluate_policy
 
 HERE = Identity("Touch", "observations", "actions")
-SMALL: dict[str, Any] = {"num_envs": 4, "max_episode_steps": 3, "total_steps": 240, "logging": {"progress": "none"}}
+SMALL = {"num_envs": 4, "max_episode_steps": 3, "total_steps": 240, "logging": {"progress": "none"}}
 
 
-def evaluation(*successes: bool | None, returns: float = 0.0) -> EvaluationResult:
+def evaluation(*successes, returns=0.0):
     flags = None if None in successes else tuple(bool(success) for success in successes)
     return EvaluationResult((returns,) * len(successes), (3,) * len(successes), successes=flags)
 
 
-def train(run_dir: Path, algorithm: Any = None, key: str | None = "is_success", **settings: Any) -> gw.Run:
+def train(run_dir, algorithm=None, key="is_success", **settings):
     algorithm = algorithm or gw.GRPOCfg(group_size=2, num_steps=9)
     settings = SMALL | {"evaluation": {"episodes": 10}} | settings
     return gw.train(partial(Touch, key), algorithm, run_dir=run_dir, **settings)
@@ -59,17 +59,15 @@ def test_without_a_flag_there_is_no_word_of_success():
         result.score("success_rate")
 
 
-@pytest.mark.parametrize("num_envs", [1, 4, 10])
-def test_evaluation_counts_the_last_step_of_each_episode(num_envs: int, parts: Any):
-    policy = parts.policy()
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_evaluation_counts_the_last_step_of_each_episode(num_envs):
+    policy = FakePolicy()
     env = make_env(EnvCfg(vectorization="sync"), grouped=True, num_envs=num_envs, env=Touch, verify=False)
-    actions: list[torch.Tensor] = []
 
-    def act(obs: torch.Tensor, *args: Any) -> Any:
+    def act(obs, *args):
         """Acts as a policy that touches the goal at the last step in every third episode."""
         touch = (torch.arange(len(obs)) % 3 == 0) & (obs[:, 0] == 2)
-        actions.append(touch)
-        return type(parts.policy().act(obs))(touch.long(), torch.zeros(len(obs)))
+        return Action(touch.long(), torch.zeros(len(obs)))
 
     policy.act = act
     result = evaluate_policy(policy, env, episodes=10, seed=0)
@@ -77,12 +75,12 @@ def test_evaluation_counts_the_last_step_of_each_episode(num_envs: int, parts: A
     assert result.lengths == (3,) * 10
 
 
-def test_an_evaluation_cut_before_the_end_does_not_know(parts: Any):
+def test_an_evaluation_cut_before_the_end_does_not_know(parts):
     env = make_env(EnvCfg(vectorization="sync"), grouped=True, num_envs=2, env=Touch, verify=False)
     assert evaluate_policy(parts.policy(), env, episodes=2, seed=0, max_steps=2).successes is None
 
 
-def test_the_best_checkpoint_is_the_one_with_the_highest_rate(parts: Any, tmp_path: Path):
+def test_the_best_checkpoint_is_the_one_with_the_highest_rate(parts, tmp_path):
     results = [
         evaluation(False, True, returns=9.0),
         evaluation(True, True, returns=1.0),
@@ -100,16 +98,14 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_rate(parts: Any, tmp_pa
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.5, 95.0])
-def test_a_threshold_that_is_no_rate_is_refused(threshold: float):
-    settings: dict[str, Any] = {"evaluation": {"metric": "success_rate"}, "stop": {"threshold": threshold}}
-    with pytest.raises(
-        gw.errors.ConfigError, match=rf"stop.threshold={threshold:g} is no success rate.*fix: more than 0"
-    ):
+def test_a_threshold_that_is_no_rate_is_refused(threshold):
+    settings = {"evaluation": {"metric": "success_rate"}, "stop": {"threshold": threshold}}
+    with pytest.raises(gw.errors.ConfigError, match=rf"stop.threshold={threshold:g} is no success rate.*fix: "):
         gw.RunCfg(**settings)
     assert gw.RunCfg(stop=settings["stop"]).stop.threshold == threshold
 
 
-def test_a_rate_that_is_asked_for_and_never_told_is_an_error(tmp_path: Path):
+def test_a_rate_that_is_asked_for_and_never_told_is_an_error(tmp_path):
     with pytest.raises(EnvError, match="ended with a success flag; fix"):
         train(tmp_path / "run", key=None, evaluation={"metric": "success_rate"})
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == "failed"
@@ -118,7 +114,7 @@ def test_a_rate_that_is_asked_for_and_never_told_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(
     "algorithm", [gw.GRPOCfg(group_size=2, num_steps=9), gw.PPOCfg(num_steps=9)], ids=["grpo", "ppo"]
 )
-def test_a_run_reports_success(algorithm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_reports_success(algorithm, tmp_path, capsys):
     run = train(tmp_path / "run", algorithm, evaluation={"episodes": 10, "metric": "success_rate", "interval": 60})
     lines = run.metrics()
     rates = [line["eval/success_rate"] for line in lines if "eval/success_rate" in line]
@@ -160,14 +156,11 @@ def test_a_single_task_has_no_twin_metrics():
 @pytest.mark.parametrize(
     ("algorithm", "vectorization"),
     [
-        pytest.param(gw.GRPOCfg(group_size=2, num_steps=9), "async", marks=pytest.mark.slow),
         (gw.PPOCfg(num_steps=9), "sync"),
-        pytest.param(gw.PPOCfg(num_steps=9), "async", marks=pytest.mark.slow),
+        pytest.param(gw.GRPOCfg(group_size=2, num_steps=9), "async", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_reports_the_success_of_each_task(
-    algorithm: Any, vectorization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_reports_the_success_of_each_task(algorithm, vectorization, tmp_path, monkeypatch):
     spec = EnvSpec("TouchEither-v0", TouchEither, disable_env_checker=True)
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
     env = gw.EnvCfg(id="TouchEither-v0", vectorization=vectorization)
@@ -184,7 +177,7 @@ def test_a_run_reports_the_success_of_each_task(
     assert result.tasks == gw.evaluate(run, episodes=7).tasks
 
 
-def test_training_on_success_learns_to_touch(tmp_path: Path):
+def test_training_on_success_learns_to_touch(tmp_path):
     settings = {
         "total_steps": 6000,
         "stop": {"threshold": 1.0},
@@ -197,9 +190,8 @@ def test_training_on_success_learns_to_touch(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_a_resumed_run_logs_the_same_success(name: str, tmp_path: Path):
-    algorithm = gw.GRPOCfg(group_size=2, num_steps=9) if name == "grpo" else gw.PPOCfg(num_steps=7)
+def test_a_resumed_run_logs_the_same_success(tmp_path):
+    algorithm = gw.PPOCfg(num_steps=7)
     settings = {"evaluation": {"episodes": 4, "metric": "success_rate", "interval": 50}, "checkpoint_interval": 1}
     whole = train(tmp_path / "whole", algorithm, **settings)
     with pytest.raises(KeyboardInterrupt):

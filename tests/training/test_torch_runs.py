@@ -1,9 +1,8 @@
 """Whole runs on simulators in torch: what is chosen, said, saved and resumed."""
 
 import pytest
-import torch
 from at_events import on
-from run_folders import logged
+from run_folders import logged, same_weights
 
 import groupwise as gw
 from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
@@ -16,79 +15,65 @@ STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_s
 BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"partial_groups": "truncate"})
 PPO = gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=64)
 ALGORITHMS = {"ppo": PPO, "grpo": BRANCH}
+QUICK = {"logging": {"progress": "none"}, "evaluation": {"interval": 9999, "episodes": 2}}
 
 
-def parts_of(algorithm, env=TorchCartPole, **fields):
-    cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>", num_envs=8), **fields)
+COMPLETE = BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection})
+GREEDY = BRANCH.model_copy(update={"credit": gw.CreditCfg(baseline="greedy", scale="none")})
+
+
+def parts_of(algorithm, env=TorchCartPole):
+    cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>" if env else "CartPole-v1", num_envs=8))
     return build_components(cfg, UserObjects(env=env), Engine())
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "collector"),
+    ("algorithm", "env", "collector"),
     [
-        (PPO, TorchVectorCollector),
-        (BRANCH, TorchGroupCollector),
-        (BRANCH.model_copy(update={"collection": gw.GRPOCfg().collection}), gw.GroupCollector),
+        (PPO, TorchCartPole, TorchVectorCollector),
+        (BRANCH, TorchCartPole, TorchGroupCollector),
+        (COMPLETE, TorchCartPole, gw.GroupCollector),
+        (PPO, None, gw.VectorCollector),
     ],
 )
-def test_torch_environments_have_collectors_of_their_own(algorithm, collector):
-    parts = parts_of(algorithm)
+def test_torch_environments_have_collectors_of_their_own(algorithm, env, collector):
+    parts = parts_of(algorithm, env)
     assert type(parts.collector) is collector
     parts.collector.collect(16, parts.buffer.start_rollout())
 
 
-def test_other_environments_are_trained_on_as_before():
-    parts = build_components(RunCfg(algorithm=PPO, env=EnvCfg(num_envs=2)), UserObjects(), Engine())
-    assert type(parts.collector) is gw.VectorCollector
-    parts.close()
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "env", "says"),
+    ("algorithm", "env", "message"),
     [
-        (
-            BRANCH,
-            None,
-            r"needs an environment in torch, and CartPole-v1 is none; fix: env\.vectorization='torch'",
-        ),
-        (
-            BRANCH.model_copy(update={"credit": gw.CreditCfg(baseline="greedy", scale="none")}),
-            TorchCartPole,
-            "excludes credit.baseline='greedy'",
-        ),
+        (BRANCH, None, "needs an environment in torch, and CartPole-v1 is none; fix: "),
+        (GREEDY, TorchCartPole, "excludes credit.baseline='greedy'"),
     ],
 )
-def test_branch_needs_a_simulator_in_torch(algorithm, env, says):
-    cfg = RunCfg(algorithm=algorithm, env=EnvCfg(id="<given in Python>" if env else "CartPole-v1", num_envs=8))
-    with pytest.raises(gw.errors.ConfigError, match=says):
-        build_components(cfg, UserObjects(env=env), Engine())
+def test_branch_needs_a_simulator_in_torch(algorithm, env, message):
+    with pytest.raises(gw.errors.ConfigError, match=message):
+        parts_of(algorithm, env)
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_task_by_its_id_is_trained_on_as_its_class_and_resumed_by_itself(name, tmp_path):
-    shared = {"total_steps": 500, "policy": gw.PolicyCfg(normalize_obs=False, normalize_reward=False)}
+    shared = QUICK | {"total_steps": 500, "policy": gw.PolicyCfg(normalize_obs=False, normalize_reward=False)}
     by_class = gw.train(TorchCartPole, ALGORITHMS[name], num_envs=8, run_dir=tmp_path / "class", **shared)
     in_torch = gw.EnvCfg(id="CartPole-v1", num_envs=8, vectorization="torch")
     by_id = gw.train(RunCfg(algorithm=ALGORITHMS[name], env=in_torch, run_dir=tmp_path / "id", **shared))
-    for key, one in by_class.policy.state_dict().items():
-        assert torch.equal(one, by_id.policy.state_dict()[key]), key
+    assert same_weights(by_class, by_id)
     assert gw.resume(by_id.path, total_steps=900).summary["env_steps"] >= 900
-    longer = gw.resume(by_class.path, env=TorchCartPole, total_steps=900).policy.state_dict()
-    resumed = gw.resume(by_id.path).policy.state_dict()
-    assert all(torch.equal(one, resumed[key]) for key, one in longer.items())
     assert gw.evaluate(by_id.path, 3).episodes == 3
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     stop = on("checkpoint", lambda trainer, path: trainer.interrupt())
-    settings = {"num_envs": 8, "total_steps": 900, "checkpoint_interval": 256, "logging": {"progress": "none"}}
+    settings = {"num_envs": 8, "total_steps": 900, "checkpoint_interval": 256, **QUICK}
     whole = gw.train(TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
         gw.train(TorchCartPole, ALGORITHMS[name], run_dir=tmp_path / "part", callbacks=[stop], **settings)
     resumed = gw.resume(tmp_path / "part", env=TorchCartPole)
-    for (key, one), other in zip(whole.policy.state_dict().items(), resumed.policy.state_dict().values(), strict=True):
-        assert torch.equal(one, other), key
+    assert same_weights(whole, resumed)
     assert logged(resumed)[-1] == logged(whole)[-1]
     entry = logged(whole)[-1]
     assert entry["env_steps"] == sum(e["rollout/env_steps"] for e in logged(whole))

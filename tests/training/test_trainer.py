@@ -2,57 +2,57 @@ import contextlib
 import math
 import random
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from at_events import on
+from run_folders import same_weights
 
 from groupwise.collectors.vector import Episode
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
-from groupwise.training.trainer import INTERRUPTED, Callback, Trainer, check_callbacks
+from groupwise.training.trainer import INTERRUPTED, Callback, check_callbacks
 
 
 class Recorder(Callback):
     """Writes down every event, and the metrics."""
 
-    def __init__(self, name: str = "", journal: list[str] | None = None) -> None:
+    def __init__(self, name="", journal=None):
         self.name = name
         self.journal = [] if journal is None else journal
-        self.metrics: list[dict[str, float]] = []
-        self.draws: list[tuple[float, float, float]] = []
+        self.metrics = []
+        self.draws = []
 
-    def on_training_start(self, trainer: Trainer) -> None:
+    def on_training_start(self, trainer):
         self.journal.append(f"{self.name}start")
 
-    def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
+    def on_rollout_end(self, trainer, rollout):
         self.journal.append(f"{self.name}rollout {trainer.iteration}")
 
-    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer, rollout, metrics):
         self.journal.append(f"{self.name}iteration {trainer.iteration}")
         self.metrics.append(metrics)
         self.draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
 
-    def on_training_end(self, trainer: Trainer) -> None:
+    def on_training_end(self, trainer):
         self.journal.append(f"{self.name}end")
 
-    def on_interrupt(self, trainer: Trainer) -> None:
+    def on_interrupt(self, trainer):
         self.journal.append(f"{self.name}interrupt after {trainer.iteration}")
 
-    def close(self) -> None:
+    def close(self):
         self.journal.append(f"{self.name}close")
 
 
-def test_events_come_in_order_and_callbacks_too(parts: Any):
-    journal: list[str] = []
+def test_events_come_in_order_and_callbacks_too(parts):
+    journal = []
     parts.trainer(Recorder("a ", journal), Recorder("b ", journal), total_steps=15).train()
     events = ["start", "rollout 0", "iteration 1", "rollout 1", "iteration 2", "end", "close"]
     assert journal == [f"{name} {event}" for event in events for name in "ab"]
 
 
-def test_training_ends_with_the_iteration_that_reaches_total_steps(parts: Any):
+def test_training_ends_with_the_iteration_that_reaches_total_steps(parts):
     recorder = Recorder()
     trainer = parts.trainer(recorder, total_steps=25)
     trainer.train()
@@ -63,7 +63,7 @@ def test_training_ends_with_the_iteration_that_reaches_total_steps(parts: Any):
     )
 
 
-def test_times_by_hand(parts: Any, monkeypatch: pytest.MonkeyPatch):
+def test_times_by_hand(parts, monkeypatch):
     # an iteration begins, has collected, and begins and ends its update
     clock = iter([10.0, 13.0, 20.0, 27.0, 100.0, 101.0, 110.0, 112.0])
     monkeypatch.setattr("groupwise.training.trainer.time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -74,62 +74,37 @@ def test_times_by_hand(parts: Any, monkeypatch: pytest.MonkeyPatch):
     assert found == [[3.0, 7.0, 17.0, 10 / 17], [1.0, 2.0, 29.0, 10 / 12]]
 
 
-def test_stop_ends_after_the_iteration_and_keeps_the_first_reason(parts: Any):
-    class Stop(Callback):
-        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
-            trainer.stop("first")
-            trainer.stop("second")
-
+def test_stop_ends_after_the_iteration_and_keeps_the_first_reason(parts):
     recorder = Recorder()
-    trainer = parts.trainer(Stop(), recorder)
+    stops = on("rollout_end", lambda trainer, _: (trainer.stop("first"), trainer.stop("second")))
+    trainer = parts.trainer(stops, recorder)
     trainer.train()
     assert (trainer.iteration, trainer.stop_reason) == (1, "first")
     assert recorder.journal[-2:] == ["end", "close"]
 
 
-def test_an_interrupt_ends_after_the_iteration_and_in_place_of_the_end(parts: Any):
-    class Interrupt(Callback):
-        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
-            trainer.interrupt()
-
+def test_an_interrupt_ends_after_the_iteration_and_in_place_of_the_end(parts):
     recorder = Recorder()
     with pytest.raises(KeyboardInterrupt):
-        parts.trainer(Interrupt(), recorder).train()
+        parts.trainer(on("rollout_end", lambda trainer, _: trainer.interrupt()), recorder).train()
     assert recorder.journal == ["start", "rollout 0", "iteration 1", "interrupt after 1", "close"]
-
-
-def test_an_error_while_collecting_lets_callbacks_save_the_iteration_before(parts: Any):
-    recorder = Recorder()
-    trainer = parts.trainer(recorder)
-    collect = trainer.collector.collect
-
-    def break_later(*args: Any, **kwargs: Any) -> TensorDict:
-        if trainer.iteration == 1:
-            raise ZeroDivisionError
-        return collect(*args, **kwargs)
-
-    trainer.collector.collect = break_later
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert recorder.journal == ["start", "rollout 0", "iteration 1", "interrupt after 1", "close"]
-    assert trainer.doing == "collecting"
 
 
 class Raises(Callback):
     """Raises an error at an event of the second iteration."""
 
-    def __init__(self, event: str, error: BaseException) -> None:
+    def __init__(self, event, error):
         self.error = error
         setattr(self, event, self.fail)
 
-    def fail(self, trainer: Trainer, *args: Any) -> None:
+    def fail(self, trainer, *args):
         if (trainer.doing == "updating" and trainer.iteration == 1) or trainer.iteration == 2:
             raise self.error
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
 @pytest.mark.parametrize("event", ["on_iteration_end", "on_training_end"])
-def test_after_an_error_of_a_callback_the_whole_iteration_can_be_saved(event: str, error: BaseException, parts: Any):
+def test_after_an_error_of_a_callback_the_whole_iteration_can_be_saved(event, error, parts):
     recorder = Recorder()
     trainer = parts.trainer(Raises(event, error), recorder, total_steps=20)
     with pytest.raises(type(error)):
@@ -138,22 +113,23 @@ def test_after_an_error_of_a_callback_the_whole_iteration_can_be_saved(event: st
     assert trainer.metrics["rollout/return_mean"] == 1.5  # of the episodes 1 and 2
 
 
-def test_an_error_in_the_midst_of_an_iteration_leaves_nothing_to_save(parts: Any):
+@pytest.mark.parametrize(
+    ("where", "error", "last"),
+    [
+        ("on_rollout_end", ZeroDivisionError(), "rollout 1"),
+        ("collecting", ZeroDivisionError(), "interrupt after 1"),
+        ("collecting", DataError("an action is not finite"), "iteration 1"),
+        ("collecting", DivergedError("so is a weight"), "iteration 1"),
+        ("on_iteration_end", DataError("an action is not finite"), "iteration 2"),
+        ("on_iteration_end", DivergedError("so is a weight"), "iteration 2"),
+    ],
+)
+def test_after_an_error_in_an_update_or_of_what_diverged_nothing_is_saved(where, error, last, parts):
     recorder = Recorder()
-    trainer = parts.trainer(Raises("on_rollout_end", ZeroDivisionError()), recorder)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert recorder.journal == ["start", "rollout 0", "iteration 1", "close"]
-
-
-@pytest.mark.parametrize("error", [DataError("an action is not finite"), DivergedError("so is a weight")])
-@pytest.mark.parametrize("where", ["collecting", "callbacks"])
-def test_what_diverged_is_not_to_be_saved(where: str, error: Exception, parts: Any):
-    recorder = Recorder()
-    trainer = parts.trainer(recorder, *([Raises("on_iteration_end", error)] if where == "callbacks" else []))
+    trainer = parts.trainer(recorder, *([] if where == "collecting" else [Raises(where, error)]))
     collect = trainer.collector.collect
 
-    def fail(*args: Any, **kwargs: Any) -> TensorDict:
+    def fail(*args, **kwargs):
         if where == "collecting" and trainer.iteration == 1:
             raise error
         return collect(*args, **kwargs)
@@ -161,13 +137,13 @@ def test_what_diverged_is_not_to_be_saved(where: str, error: Exception, parts: A
     trainer.collector.collect = fail
     with pytest.raises(type(error)):
         trainer.train()
-    assert recorder.journal[-2:] == ["iteration 1" if where == "collecting" else "iteration 2", "close"]
+    assert recorder.journal[-2:] == [last, "close"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_training_that_diverged_is_stopped(bad: float, parts: Any):
+def test_training_that_diverged_is_stopped(bad, parts):
     class Diverging(parts.likelihood):
-        def update(self, rollout: TensorDict) -> dict[str, torch.Tensor]:
+        def update(self, rollout):
             loss = super().update(rollout)["train/loss"]
             return {"train/loss": loss, "train/entropy": torch.tensor(bad if self.iteration == 2 else 1.0)}
 
@@ -177,7 +153,7 @@ def test_training_that_diverged_is_stopped(bad: float, parts: Any):
     assert recorder.journal[-2:] == ["rollout 1", "close"]
 
 
-def test_global_random_streams_follow_from_the_iteration(parts: Any):
+def test_global_random_streams_follow_from_the_iteration(parts):
     whole, second = Recorder(), Recorder()
     parts.trainer(whole, total_steps=20).train()
     later = parts.trainer(second, total_steps=20)
@@ -188,7 +164,7 @@ def test_global_random_streams_follow_from_the_iteration(parts: Any):
     assert len({draw for draws in whole.draws for draw in draws}) == 6
 
 
-def test_state_goes_on_where_it_was_saved(parts: Any):
+def test_state_goes_on_where_it_was_saved(parts):
     whole = parts.trainer(total_steps=40)
     whole.train()
     first = parts.trainer(total_steps=20)
@@ -199,19 +175,18 @@ def test_state_goes_on_where_it_was_saved(parts: Any):
     assert (second.iteration, second.collector.iteration, second.env_steps) == (2, 2, 20)
     second.train()
     assert list(second.collector.recent) == list(whole.collector.recent)
-    for name, tensor in whole.algorithm.policy.state_dict().items():
-        assert torch.equal(second.algorithm.policy.state_dict()[name], tensor)
+    assert same_weights(second.algorithm, whole.algorithm)
 
 
-def test_state_of_callbacks_returns_to_them_even_to_two_of_a_class(parts: Any):
+def test_state_of_callbacks_returns_to_them_even_to_two_of_a_class(parts):
     class Counter(Callback):
-        def __init__(self, count: int) -> None:
+        def __init__(self, count):
             self.count = count
 
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             return {"count": self.count}
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
+        def load_state_dict(self, state):
             self.count = state["count"]
 
     saved = parts.trainer(Counter(1), Counter(2)).state_dict()
@@ -225,11 +200,11 @@ class TwoRanks(Engine):
 
     world_size = 2
 
-    def __init__(self, *others: Any, rank: int = 0) -> None:
+    def __init__(self, *others, rank=0):
         self.rank = rank
         self.others = iter(others)
 
-    def gather_objects(self, thing: Any) -> list[Any]:
+    def gather_objects(self, thing):
         return [thing, thing + 6] if isinstance(thing, int) else [thing, next(self.others)]
 
 
@@ -237,7 +212,7 @@ GOES_ON = None
 EPISODE = Episode(5.0, 1, True)
 
 
-def test_numbers_are_pooled_over_ranks(parts: Any):
+def test_numbers_are_pooled_over_ranks(parts):
     recorder = Recorder()
     trainer = parts.trainer(recorder, total_steps=16)
     trainer.engine = TwoRanks(
@@ -252,7 +227,7 @@ def test_numbers_are_pooled_over_ranks(parts: Any):
 @pytest.mark.parametrize(
     ("reason", "last"), [("enough", ["end", "close"]), (INTERRUPTED, ["interrupt after 1", "close"])]
 )
-def test_a_stop_or_an_interrupt_on_another_rank_ends_training(reason: str, last: list[str], parts: Any):
+def test_a_stop_or_an_interrupt_on_another_rank_ends_training(reason, last, parts):
     recorder = Recorder()
     trainer = parts.trainer(recorder)
     trainer.engine = TwoRanks(GOES_ON, ([EPISODE], {}), reason)
@@ -263,7 +238,7 @@ def test_a_stop_or_an_interrupt_on_another_rank_ends_training(reason: str, last:
 
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 2), (1, 0)])
-def test_recent_episodes_of_a_checkpoint_are_those_of_rank_0(rank: int, count: int, parts: Any):
+def test_recent_episodes_of_a_checkpoint_are_those_of_rank_0(rank, count, parts):
     first = parts.trainer(total_steps=20)
     first.train()
     resumed = parts.trainer(total_steps=40)
@@ -272,19 +247,16 @@ def test_recent_episodes_of_a_checkpoint_are_those_of_rank_0(rank: int, count: i
     assert len(resumed.collector.recent) == count
 
 
-def test_ten_useless_updates_in_a_row_end_training(parts: Any):
+def test_ten_useless_updates_in_a_row_end_training(parts):
     """Half of them have skipped steps, of the others nothing is left; the tenth of all updates is good."""
 
     class Skips(parts.likelihood):  # type: ignore[name-defined, misc]
-        def update(self, rollout: TensorDict) -> dict[str, torch.Tensor]:
+        def update(self, rollout):
             skipped = {"train/skipped_steps": torch.tensor(1.0)} if self.iteration % 2 else {}
             return super().update(rollout) | ({} if self.iteration == 10 else skipped)
 
-    class Drops(Callback):
-        def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
-            trainer.buffer.all_dropped = trainer.iteration % 2 == 0
-
-    trainer = parts.trainer(Drops(), total_steps=1000, algorithm=Skips)
+    drops = on("rollout_end", lambda trainer, _: setattr(trainer.buffer, "all_dropped", trainer.iteration % 2 == 0))
+    trainer = parts.trainer(drops, total_steps=1000, algorithm=Skips)
     with pytest.raises(DivergedError, match="numbers of 10 updates in a row were not finite"):
         trainer.train()
     assert trainer.iteration == 19
@@ -294,6 +266,6 @@ def test_ten_useless_updates_in_a_row_end_training(parts: Any):
     ("callbacks", "message"),
     [(Callback(), r"expected a list; fix: callbacks=\["), ([Callback], "is no Callback; fix:")],
 )
-def test_callbacks_come_as_a_list_of_instances(callbacks: Any, message: str):
+def test_callbacks_come_as_a_list_of_instances(callbacks, message):
     with pytest.raises(ConfigError, match=message):
         check_callbacks(callbacks)

@@ -54,7 +54,7 @@ class CreditInput(NamedTuple):
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
     state: Tensor | None = None
     """Memory of the baseline from earlier rollouts."""
-    start: Evaluation | None = None
+    evaluation: Evaluation | None = None
     """The policy's scores at the update's start, where the baseline needs them."""
 
     @property
@@ -140,9 +140,9 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages by the independent choices of ``CreditCfg``, with mean 0 and standard deviation 1 if it says so."""
     advantage = torch.zeros_like(credit.reward)
     baseline = BASELINES[credit.cfg.baseline.name]
-    for weight, reward in compared(credit):
+    for weight, reward in weighted_rewards(credit):
         part = credit._replace(reward=reward)
-        found = baseline.function(part, **credit.cfg.baseline.parameters()) if baseline.whole else compare(part)
+        found = baseline.function(part, **credit.cfg.baseline.parameters()) if baseline.whole else group_advantage(part)
         advantage = advantage + weight * found
 
     cfg, counts, all_sum = credit.cfg, credit.batch["loss_mask"], credit.engine.sum
@@ -161,20 +161,16 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     return whiten(advantage, counts, eps=cfg.eps, all_sum=all_sum)
 
 
-def compared(credit: CreditInput) -> list[tuple[float, Tensor]]:
+def weighted_rewards(credit: CreditInput) -> list[tuple[float, Tensor]]:
     """Rewards that are compared, one after another, with the weights of their advantages.
 
     Raises:
         DataError: parts are compared, and there are none, or not as many as weights.
     """
-    return (
-        _weighted_parts(credit, credit.cfg.reward)
-        if isinstance(credit.cfg.reward, PartsCfg)
-        else [(1.0, credit.reward)]
-    )
+    return _parts(credit, credit.cfg.reward) if isinstance(credit.cfg.reward, PartsCfg) else [(1.0, credit.reward)]
 
 
-def _weighted_parts(credit: CreditInput, cfg: PartsCfg) -> list[tuple[float, Tensor]]:
+def _parts(credit: CreditInput, cfg: PartsCfg) -> list[tuple[float, Tensor]]:
     found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
     if found is None:
         raise DataError(
@@ -189,7 +185,7 @@ def _weighted_parts(credit: CreditInput, cfg: PartsCfg) -> list[tuple[float, Ten
     return list(zip(weights, parts, strict=True))
 
 
-def compare(credit: CreditInput) -> Float[Tensor, "row step"]:
+def group_advantage(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantage of each step within its group, by score, key, baseline and scale."""
     match credit.cfg.returns, credit.cfg.group_key.name:
         case "outcome", _:
@@ -205,7 +201,7 @@ def compare(credit: CreditInput) -> Float[Tensor, "row step"]:
             return per_step(credit, credit.return_to_go)
 
 
-def subtracted(scores: Scores) -> Float[Tensor, "*batch"]:
+def minus_baseline(scores: Scores) -> Float[Tensor, "*batch"]:
     """Advantages by the configured baseline; by the mean, where it is one of whole rollouts that compares groups, too."""
     cfg = scores.credit.cfg.baseline
     baseline = BASELINES[cfg.name]
@@ -217,14 +213,14 @@ def whole_episodes(credit: CreditInput, score: Float[Tensor, " episode"]) -> Flo
     """Advantage of each whole episode, at each of its steps."""
     group, scored = episode_groups(credit.batch, credit.num_episodes)
     scores = Scores(credit, score, group, credit.num_groups, scored)
-    advantage = subtracted(scores) if BASELINES[credit.cfg.baseline.name].episodes else scores.relative()
+    advantage = minus_baseline(scores) if BASELINES[credit.cfg.baseline.name].episodes else scores.relative()
     return gather_segments(advantage, credit.batch["episode_id"])
 
 
 def among_group(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
     """Advantage of each step among all steps of its group."""
     batch = credit.batch
-    return subtracted(Scores(credit, score, batch["group_id"], credit.num_groups, batch["loss_mask"]))
+    return minus_baseline(Scores(credit, score, batch["group_id"], credit.num_groups, batch["loss_mask"]))
 
 
 def per_step(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
@@ -269,7 +265,7 @@ def _at_moment(
     if rules.finished_members == "zero":
         ended = batch["terminated"] & credit.live
         zeros = finished_count(batch["group_id"], moment, ended, credit.num_groups, moments)
-    advantage = subtracted(Scores(credit, score, key, num_keys, batch["loss_mask"], zeros))
+    advantage = minus_baseline(Scores(credit, score, key, num_keys, batch["loss_mask"], zeros))
     if rules.finished_members == "trajectory":
         # every scorable member of the group is still there to be compared with
         group, scored = episode_groups(batch, credit.num_episodes)
@@ -353,7 +349,7 @@ def register_baseline(
         within_group: a group of equal returns has advantages 0.
         discounts: it reads ``CreditInput.gamma``.
         greedy_members: further deterministic episodes of each group, not trained on.
-        needs_scores: it reads ``CreditInput.start``.
+        needs_scores: it reads ``CreditInput.evaluation``.
         check: called with the settings; raises a ``ValueError`` where they contradict each other.
 
     Raises:
@@ -438,12 +434,12 @@ def optimal_token(scores: Scores) -> Tensor:
     Source: https://github.com/volcengine/verl.
     """
     credit, action = scores.credit, scores.credit.batch["action"]
-    if credit.start is None or credit.start.dist is None or action.dim() > 2 or action.is_floating_point():
+    if credit.evaluation is None or credit.evaluation.dist is None or action.dim() > 2 or action.is_floating_point():
         raise DataError(
             f"credit.baseline='optimal_token' needs distributions of one discrete action, got {action.dtype} "
             f"{list(action.shape)}; fix: baseline='mean'"
         )
-    variance = choice_variance(credit.start.dist, action).masked_fill(~credit.live, 0)
+    variance = choice_variance(credit.evaluation.dist, action).masked_fill(~credit.live, 0)
     return scores.relative(weight=running_sum(variance, credit.batch["episode_id"]))
 
 
@@ -525,7 +521,7 @@ def gigpo(credit: CreditInput, weight: NonNegative = 1.0) -> Tensor:
     """
     key, num_keys = anchors(credit.batch["obs"], credit.batch["group_id"], credit.live)
     steps = Scores(credit, credit.return_to_go, key, num_keys, credit.live)
-    return compare(credit) + weight * steps.relative()
+    return group_advantage(credit) + weight * steps.relative()
 
 
 @register_baseline(

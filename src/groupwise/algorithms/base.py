@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from groupwise.algorithms.losses import Counts, UpdateStart, check_objective, finest_unit, k3, objective_data
+from groupwise.algorithms.losses import Counts, UpdateStart, check_objective, finest_item, k3, objective_data
 from groupwise.algorithms.memory import EqualMicroBatches, MicroBatches
 from groupwise.config.algorithm import (
     AdaptiveKLCfg,
@@ -127,12 +127,12 @@ class BaseAlgorithm(ABC):
                 f"adaptive_entropy needs the entropy, which {type(self).__name__} does not measure; "
                 "fix: None, or 'entropy' among its metric_names"
             )
-        self.layout = LAYOUTS[policy.scored_by](policy, finest_unit(cfg.objective))
-        self.own_micro_batches = MicroBatches(self.layout.unit)
+        self.layout = LAYOUTS[policy.scored_by](policy, finest_item(cfg.objective))
+        self.own_micro_batches = MicroBatches(self.layout.item)
         """Micro-batches of computations by this rank alone; ``micro_batches`` is for those of all ranks together."""
         self.micro_batches = self.own_micro_batches
         if self.engine.sharded:
-            self.micro_batches = EqualMicroBatches(self.layout.unit, self.engine, policy.device)
+            self.micro_batches = EqualMicroBatches(self.layout.item, self.engine, policy.device)
         self.gradient = None if gradient is None else gradient(self)
 
     # --- for algorithms ---
@@ -324,12 +324,12 @@ class BaseAlgorithm(ABC):
         inputs: dict[str, Nested],
         advantage: Float[Tensor, "row step"],
         num_episodes: int,
-        start: Evaluation | None = None,
+        evaluation: Evaluation | None = None,
     ) -> dict[str, Nested]:
         """``policy_inputs`` with the advantages, and with further inputs of the configured objective.
 
         Args:
-            start: the policy's scores of every step at the update's start, if they are known already.
+            evaluation: the policy's scores of every step at the update's start, if they are known already.
         """
         self.advantage = advantage
         mask = inputs["loss_mask"]
@@ -339,7 +339,7 @@ class BaseAlgorithm(ABC):
         single_pass = self.cfg.num_epochs == 1 and self._num_minibatches(mask) <= 1
 
         def score() -> Evaluation:
-            return self.score(self.learner, inputs) if start is None else start
+            return self.score(self.learner, inputs) if evaluation is None else evaluation
 
         more = objective_data(self.cfg.objective, facts, score, single_pass=single_pass)
         return inputs | {"advantage": data["advantage"]} | more
@@ -457,7 +457,11 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             transformers.
     """
     if isinstance(cfg, LinearCfg) and cfg.warmup:
-        warmup = _warmup_share(cfg.warmup, budget)
+        warmup = cfg.warmup if cfg.warmup < 1 else cfg.warmup / budget
+        if warmup >= 1:
+            raise ConfigError(
+                f"schedule.warmup={cfg.warmup} is all of a budget of {budget:g}; fix: less, or a larger budget"
+            )
         if progress < warmup:
             return min((progress + step) / warmup, 1.0)
         progress = (progress - warmup) / (1 - warmup)
@@ -472,13 +476,6 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
         case _:
             return 1.0
-
-
-def _warmup_share(warmup: int | float, budget: int | float) -> float:
-    share = warmup if warmup < 1 else warmup / budget
-    if share >= 1:
-        raise ConfigError(f"schedule.warmup={warmup} is all of a budget of {budget:g}; fix: less, or a larger budget")
-    return share
 
 
 class EntropyBonus:

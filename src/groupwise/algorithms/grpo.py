@@ -19,8 +19,8 @@ from groupwise.algorithms.advantages import (
     CREDIT_RULES,
     CreditInput,
     advantages,
-    compared,
     episode_groups,
+    weighted_rewards,
 )
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, LOSSES, multiplied, policy_loss, reference_kl
@@ -77,17 +77,17 @@ class GRPO(BaseAlgorithm):
         if self.reference is not None:
             inputs |= self._reference_scores(self.reference, inputs)
         kl_in_credit = self.reference is not None and cfg.credit.kl_placement != "loss"
-        start = None
+        evaluation = None
         if kl_in_credit or cfg.credit.baseline.needs_scores or cfg.top_entropy_quantile < 1:
-            start = self.score(self.learner, inputs)
+            evaluation = self.score(self.learner, inputs)
 
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)
         credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, num_groups, num_episodes, self.engine)
-        credit = credit._replace(parts=parts, state=self.baseline_state, start=start)
+        credit = credit._replace(parts=parts, state=self.baseline_state, evaluation=evaluation)
         distance = torch.zeros_like(reward)
-        if kl_in_credit and start is not None:
-            distance = self._distance(inputs, start)
+        if kl_in_credit and evaluation is not None:
+            distance = self._distance(inputs, evaluation)
         if cfg.credit.kl_placement == "reward":
             credit = credit._replace(reward=reward - distance.masked_fill(~mask, 0))
         baseline = cfg.credit.baseline
@@ -101,10 +101,10 @@ class GRPO(BaseAlgorithm):
         has_gradient = kl_in_loss or self.entropy.enabled or LOSSES[region.name].learns_alone(**region.parameters())
         if not has_gradient and not bool(all_sum(advantage.count_nonzero())):
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
-        data = self.loss_inputs(batch, inputs, advantage, num_episodes, start)
-        if start is not None and cfg.top_entropy_quantile < 1:
-            chosen = highest(start.entropy, cfg.top_entropy_quantile, data["loss_mask"], all_sum)
-            data = multiplied(data, chosen.to(start.entropy))
+        data = self.loss_inputs(batch, inputs, advantage, num_episodes, evaluation)
+        if evaluation is not None and cfg.top_entropy_quantile < 1:
+            chosen = highest(evaluation.entropy, cfg.top_entropy_quantile, data["loss_mask"], all_sum)
+            data = multiplied(data, chosen.to(evaluation.entropy))
         metrics = self.optimize(data, num_episodes)
 
         if self._is_first and mask.any():  # else nothing was left of the rollout, which has its own warning
@@ -116,7 +116,7 @@ class GRPO(BaseAlgorithm):
             self.reference.move_towards(self.learner, sync.mixup_alpha)
 
         # groups whose members all did equally well, in every part of the reward that is compared
-        raw = compared(credit._replace(reward=batch["reward"], parts=None))
+        raw = weighted_rewards(credit._replace(reward=batch["reward"], parts=None))
         returns = [weight * episode_return(reward, episode, num_episodes) for weight, reward in raw]
         member_of, scored = episode_groups(batch, num_episodes)
         alike = zero_variance_groups(torch.stack(returns, dim=-1), member_of, num_groups, scored, all_sum=all_sum)
@@ -130,11 +130,11 @@ class GRPO(BaseAlgorithm):
         assert scores.dist is not None
         return {"ref_log_prob": scores.log_prob, "ref_dist": scores.dist}
 
-    def _distance(self, inputs: dict[str, Nested], start: Evaluation) -> Float[Tensor, "row step"]:
+    def _distance(self, inputs: dict[str, Nested], evaluation: Evaluation) -> Float[Tensor, "row step"]:
         """``kl_coef`` times the KL to the reference at the update's start, where the ratio is 1."""
-        at_start = inputs | {"old_log_prob": start.log_prob}
+        at_start = inputs | {"old_log_prob": evaluation.log_prob}
         return self.cfg.kl_coef * self.layout.per_decision(
-            reference_kl(self.cfg.kl_estimator, self.policy, start, at_start)
+            reference_kl(self.cfg.kl_estimator, self.policy, evaluation, at_start)
         )
 
     def _warn_of_equal_returns(self, advantage: Tensor) -> None:

@@ -29,7 +29,7 @@ from groupwise.config.algorithm import (
     range_at,
 )
 from groupwise.config.base import Fraction, NonNegative, Positive, settings_of
-from groupwise.data.minibatch import Unit
+from groupwise.data.minibatch import Item
 from groupwise.data.rollout import Nested, TensorDict, TensorSpec
 from groupwise.errors import ConfigError, DataError, require_name
 from groupwise.functional.reduce import (
@@ -641,7 +641,8 @@ def value_loss(
 # --- the loss of an element ---
 
 DIAGNOSTICS = ("approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
-"""Metrics of ``policy_loss``: approximate KL to the old policy; 1.0 where the ratio is outside, below, above the clip range."""
+"""Metrics of ``policy_loss``: approximate KL to the old policy; 1.0 where the ratio is outside, below, above the clip range, which
+is 0.8 to 1.2 of a trust region without one."""
 
 
 def policy_loss(
@@ -723,8 +724,8 @@ def multiplied(data: dict[str, Nested], factor: Tensor) -> dict[str, Nested]:
     return data | {"policy_factor": earlier * factor if isinstance(earlier, Tensor) else factor}
 
 
-def finest_unit(cfg: ObjectiveCfg) -> Unit:
-    """The unit that a minibatch must keep whole: an episode, where anything looks at episodes or counts them."""
+def finest_item(cfg: ObjectiveCfg) -> Item:
+    """The item that a minibatch must keep whole: an episode, where anything looks at episodes or counts them."""
     by_step = (
         cfg.ratio == "token"
         and not LOSSES[cfg.trust_region.name].whole_episodes

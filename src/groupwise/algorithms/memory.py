@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from groupwise.data.minibatch import Unit, take
+from groupwise.data.minibatch import Item, take
 from groupwise.data.rollout import Nested
 from groupwise.engines import Engine
 
@@ -20,12 +20,12 @@ class MicroBatches:
     """Micro-batches, halved once more each time that memory runs out.
 
     Args:
-        unit: elements that stay together.
+        item: elements that stay together.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, item: Item) -> None:
         self.halvings = 0
-        self._unit = unit
+        self._item = item
 
     def run(self, batches: Sequence[Batch], compute: Callable[[list[Batch]], T]) -> T:
         """The result of ``compute`` of these micro-batches. When memory runs out, again of smaller ones, from now on."""
@@ -58,10 +58,10 @@ class MicroBatches:
         return parts
 
     def _halves(self, batch: Batch) -> list[Batch]:
-        """Two parts of about equal size that cut no unit; the batch itself if it is one unit."""
+        """Two parts of about equal size that cut no item; the batch itself if it is one item."""
         count = len(batch["loss_mask"])
         middle = count // 2
-        if self._unit == "episode":
+        if self._item == "episode":
             episode = batch["episode_id"].reshape(count, -1)[:, 0]
             borders = (episode.diff().nonzero()[:, 0] + 1).tolist()
             middle = min(borders, key=lambda border: abs(border - middle), default=0)
@@ -74,8 +74,8 @@ class EqualMicroBatches(MicroBatches):
     A rank that has fewer adds some without weight. None are halved when memory runs out, since one rank cannot do so alone.
     """
 
-    def __init__(self, unit: Unit, engine: Engine, device: torch.device) -> None:
-        super().__init__(unit)
+    def __init__(self, item: Item, engine: Engine, device: torch.device) -> None:
+        super().__init__(item)
         self._engine = engine
         self._device = device
 

@@ -269,7 +269,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
 
     After a signal it raises a ``KeyboardInterrupt`` that says how to continue each unfinished seed.
     """
-    from groupwise.training.trainer import STOP, handling
+    from groupwise.run import STOP, handling
 
     name = f"{cfg.subject}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)

@@ -200,11 +200,11 @@ class GroupCollector(EnvCollector):
     """Collects groups of ``group_size`` episodes that begin in the same state.
 
     A row that finishes takes the next episode at once, so members may run at different times, all with the same policy.
-    New groups are opened until ``num_envs * num_steps`` steps are taken.
+    New groups are opened until ``num_envs * num_steps`` steps are taken. Before the first, members are checked to share their
+    start bit for bit.
 
     Args:
         greedy_members: further episodes of each group that act greedily: a baseline, never trained on.
-        verify_start: check before training that members share their start bit for bit.
 
     Raises:
         EnvError: there is no step limit, or the environment does not support a setting.
@@ -224,7 +224,6 @@ class GroupCollector(EnvCollector):
         greedy_members: Literal[0, 1] = 0,
         seed: int = 0,
         rank: int = 0,
-        verify_start: bool = True,
         actor: MakeActor | None = None,
     ) -> None:
         super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
@@ -232,8 +231,24 @@ class GroupCollector(EnvCollector):
         self.greedy_members = greedy_members
         self.collection = collection or CollectionCfg()
         self._empty = 0
-        self._check()
-        if verify_start and env.start_report is None:
+        members = group_size + greedy_members
+        if env.max_episode_steps is None and self.collection.horizon is None:
+            raise EnvError(
+                f"{env.env_id} has no known step limit, so an episode might never end; fix: "
+                "env.max_episode_steps (also where it truncates by itself), or collection.horizon"
+            )
+        if self.collection.partial_groups == "truncate":
+            raise EnvError(
+                "collection.partial_groups='truncate' needs TorchGroupCollector and a torch environment; fix: these, or "
+                "'complete'"
+            )
+        blocks = f"{env.env_id} starts blocks of {env.block_size} rows together"
+        if env.block_size > 1 and env.block_size % members:
+            fix = f"group_size={env.block_size - self.greedy_members}"
+            raise EnvError(f"{blocks}, but a group has {members} episodes; fix: {fix}, or one that divides the block")
+        if env.block_size > 1 and self.collection.on_env_error == "retry":
+            raise EnvError(f"{blocks}, so an episode cannot be retried alone; fix: on_env_error='drop'")
+        if env.start_report is None:
             env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
@@ -262,8 +277,39 @@ class GroupCollector(EnvCollector):
         rollout = writer.finish(tracker.step, obs)
         write_labels(rollout, tracker)
         self._tracker = tracker
-        self._count(rollout, tracker, writer)
         self.iteration += 1
+
+        # steps, groups, and episodes in the order of their ends, without greedy ones
+        members = tracker.members
+        reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
+        ended = sorted((m for m in members if m.ended and not m.greedy), key=lambda member: member.end)
+        outcomes: Sequence[tuple[Any, ...]] = [()] * len(ended)
+        if writer.reports:
+            outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
+        returns = [float(reward[m.row, m.start : m.end].cumsum(dtype=np.float64)[-1]) for m in ended]
+        self.record(
+            Episode(total, member.length, bool(terminated[member.row, member.end - 1]), *outcome)
+            for total, member, outcome in zip(returns, ended, outcomes, strict=True)
+        )
+        self.last_steps = env_steps(rollout, tracker.steps)
+        groups = {member.group for member in members if member.in_whole_group}
+        wasted = sum(member.length for member in members if not member.in_whole_group)
+        self._metrics = {
+            "rollout/groups": float(len(groups)),
+            "rollout/idle_fraction": 1.0 - tracker.steps / (self.env.num_envs * tracker.step),
+            "rollout/wasted_steps": wasted / tracker.steps,
+        }
+        if self.collection.dynamic_sampling is not None:
+            self._metrics["rollout/filtered_groups"] = float(sum(group.status == "filtered" for group in groups))
+            self._metrics["rollout/filtered_steps"] = tracker.filtered_steps / tracker.steps
+        if self.collection.on_env_error != "raise":
+            self._metrics["rollout/env_errors"] = float(tracker.env_errors)
+            self._empty = 0 if groups else self._empty + 1
+            if self._empty == MAX_EMPTY:
+                raise EnvError(
+                    f"every group of {MAX_EMPTY} iterations in a row was dropped, because {self.env.env_id} failed; fix: the "
+                    "environment, whose errors are above, or algorithm.collection.on_env_error='raise'"
+                )
         return rollout
 
     def recent_episodes(self) -> Sequence[Episode]:
@@ -291,63 +337,6 @@ class GroupCollector(EnvCollector):
             noise_seed[member.row] = derive_seed(self.seed, *stream, *own, *again)
         obs = self.env.start(mask, start_seed, noise_seed)
         return self._begun(obs, mask) if self.policy.state_size else obs
-
-    def _count(self, rollout: TensorDict, tracker: GroupTracker, writer: RolloutWriter) -> None:
-        """Count steps, groups, and episodes in the order of their ends, without greedy ones."""
-        members = tracker.members
-        reward, terminated = (rollout[key].cpu().numpy() for key in ("reward", "terminated"))
-        ended = sorted((m for m in members if m.ended and not m.greedy), key=lambda member: member.end)
-        outcomes: Sequence[tuple[Any, ...]] = [()] * len(ended)
-        if writer.reports:
-            outcomes = writer.outcomes([member.row for member in ended], [member.end - 1 for member in ended])
-        returns = [float(reward[m.row, m.start : m.end].cumsum(dtype=np.float64)[-1]) for m in ended]
-        self.record(
-            Episode(total, member.length, bool(terminated[member.row, member.end - 1]), *outcome)
-            for total, member, outcome in zip(returns, ended, outcomes, strict=True)
-        )
-        self.last_steps = env_steps(rollout, tracker.steps)
-        groups = {member.group for member in members if member.in_whole_group}
-        wasted = sum(member.length for member in members if not member.in_whole_group)
-        self._metrics = {
-            "rollout/groups": float(len(groups)),
-            "rollout/idle_fraction": 1.0 - tracker.steps / (self.env.num_envs * tracker.step),
-            "rollout/wasted_steps": wasted / tracker.steps,
-        }
-        if self.collection.dynamic_sampling is not None:
-            self._metrics["rollout/filtered_groups"] = float(sum(group.status == "filtered" for group in groups))
-            self._metrics["rollout/filtered_steps"] = tracker.filtered_steps / tracker.steps
-        if self.collection.on_env_error != "raise":
-            self._metrics["rollout/env_errors"] = float(tracker.env_errors)
-            self._count_empty(len(groups))
-
-    def _count_empty(self, num_groups: int) -> None:
-        self._empty = 0 if num_groups else self._empty + 1
-        if self._empty == MAX_EMPTY:
-            raise EnvError(
-                f"every group of {MAX_EMPTY} iterations in a row was dropped, because {self.env.env_id} failed; fix: the "
-                "environment, whose errors are above, or algorithm.collection.on_env_error='raise'"
-            )
-
-    def _check(self) -> None:
-        env, members = self.env, self.group_size + self.greedy_members
-        if env.max_episode_steps is None and self.collection.horizon is None:
-            raise EnvError(
-                f"{env.env_id} has no known step limit, so an episode might never end; fix: "
-                "env.max_episode_steps (also where it truncates by itself), or collection.horizon"
-            )
-        if self.collection.partial_groups == "truncate":
-            raise EnvError(
-                "collection.partial_groups='truncate' needs TorchGroupCollector and a torch environment; fix: these, or "
-                "'complete'"
-            )
-        if env.block_size == 1:
-            return
-        blocks = f"{env.env_id} starts blocks of {env.block_size} rows together"
-        if env.block_size % members:
-            fix = f"group_size={env.block_size - self.greedy_members}"
-            raise EnvError(f"{blocks}, but a group has {members} episodes; fix: {fix}, or one that divides the block")
-        if self.collection.on_env_error == "retry":
-            raise EnvError(f"{blocks}, so an episode cannot be retried alone; fix: on_env_error='drop'")
 
 
 def _with_modes(action: Action, modes: Action, rows: Bool[Tensor, " row"]) -> Action:

@@ -133,10 +133,7 @@ class TorchGroupCollector(TorchCollector):
     Members that ended wait for the others. The last step of the window truncates the running ones. If the first member
     was running, the next group begins in its state, copied for all members; otherwise at a new start. The first member
     is chosen without regard to returns, so groups begin in states that the policy itself reaches. Its episodes continue
-    across windows and are those of ``rollout/return_mean``.
-
-    Args:
-        verify_start: check before training that members share their start bit for bit.
+    across windows and are those of ``rollout/return_mean``. Before the first, members are checked to share their start bit for bit.
 
     Raises:
         EnvError: rows do not make whole groups, the policy has a critic or is on another device, or a setting of
@@ -153,7 +150,6 @@ class TorchGroupCollector(TorchCollector):
         collection: CollectionCfg | None = None,
         seed: int = 0,
         rank: int = 0,
-        verify_start: bool = True,
         actor: MakeActor | None = None,
         stepper: MakeStepper | None = None,
     ) -> None:
@@ -161,20 +157,7 @@ class TorchGroupCollector(TorchCollector):
         self.group_size = group_size
         self.collection = collection or CollectionCfg(partial_groups="truncate")
         self.horizon = self.collection.horizon
-        self._check()
-        if verify_start and env.start_report is None:
-            env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
-        num_groups, device = env.num_envs // group_size, env.device
-        rows = torch.arange(env.num_envs, device=device)
-        self._group, self._member = rows // group_size, rows % group_size
-        self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
-        """Groups whose first member was truncated by the window, and which begin in its state."""
-        self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
-        """Return of the first member so far."""
-        self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
-
-    def _check(self) -> None:
-        env, cfg = self.env, self.collection
+        cfg = self.collection
         if cfg.partial_groups != "truncate":
             raise EnvError(f"collection.partial_groups={cfg.partial_groups!r} needs GroupCollector; fix: 'truncate'")
         if env.num_envs % self.group_size:
@@ -192,6 +175,16 @@ class TorchGroupCollector(TorchCollector):
                 "collection.partial_groups='truncate' keeps all groups, and collection.dynamic_sampling leaves some out; fix: "
                 "None, or partial_groups='complete'"
             )
+        if env.start_report is None:
+            env.start_report = verify_group_start(env, seed=derive_seed(seed, "verify", rank))
+        num_groups, device = env.num_envs // group_size, env.device
+        rows = torch.arange(env.num_envs, device=device)
+        self._group, self._member = rows // group_size, rows % group_size
+        self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
+        """Groups whose first member was truncated by the window, and which begin in its state."""
+        self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
+        """Return of the first member so far."""
+        self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:

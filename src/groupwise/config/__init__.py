@@ -1,13 +1,7 @@
-"""Every setting: its classes, presets, files and fields to settings, and their checks. Imports no torch."""
+"""Settings: those that are not at the top level, and how files, presets and fields become settings. Imports no torch."""
 
 from groupwise.config.algorithm import AlgorithmCfg as AlgorithmCfg
 from groupwise.config.algorithm import BCCfg as BCCfg
-from groupwise.config.algorithm import CollectionCfg as CollectionCfg
-from groupwise.config.algorithm import CreditCfg as CreditCfg
-from groupwise.config.algorithm import GRPOCfg as GRPOCfg
-from groupwise.config.algorithm import ObjectiveCfg as ObjectiveCfg
-from groupwise.config.algorithm import PPOCfg as PPOCfg
-from groupwise.config.algorithm import register_algorithm as register_algorithm
 from groupwise.config.evolution import EvolutionCfg as EvolutionCfg
 from groupwise.config.evolution import MutationCfg as MutationCfg
 from groupwise.config.evolution import Place as Place
@@ -18,21 +12,14 @@ from groupwise.config.load import resolve as resolve
 from groupwise.config.load import resolve_text as resolve_text
 from groupwise.config.load import to_json as to_json
 from groupwise.config.policy import LoRACfg as LoRACfg
-from groupwise.config.policy import ModelCfg as ModelCfg
-from groupwise.config.policy import PolicyCfg as PolicyCfg
 from groupwise.config.policy import RecurrentCfg as RecurrentCfg
-from groupwise.config.policy import SamplingCfg as SamplingCfg
 from groupwise.config.policy import VLACfg as VLACfg
-from groupwise.config.policy import register_policy as register_policy
-from groupwise.config.run import EnvCfg as EnvCfg
 from groupwise.config.run import EvaluationCfg as EvaluationCfg
 from groupwise.config.run import LoggingCfg as LoggingCfg
 from groupwise.config.run import RewardCfg as RewardCfg
-from groupwise.config.run import RunCfg as RunCfg
 from groupwise.config.run import SamplerMismatchCfg as SamplerMismatchCfg
 from groupwise.config.run import StopCfg as StopCfg
 from groupwise.config.run import TextEvaluationCfg as TextEvaluationCfg
-from groupwise.config.run import TextRunCfg as TextRunCfg
 from groupwise.config.run import TextTaskCfg as TextTaskCfg
 from groupwise.config.run import TrackedRun as TrackedRun
 from groupwise.config.run import TrackerCfg as TrackerCfg

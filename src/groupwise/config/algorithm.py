@@ -56,16 +56,14 @@ def range_at(value: float | LinearRangeCfg, progress: float = 0.0) -> float:
 
 
 class TrustRegionCfg(Choice, family="trust region", default="clip"):
-    """How the policy update is limited: settings of a function registered with ``register_loss``."""
+    """How the policy update is limited: settings of a function registered with ``register_loss``, which explains the attributes."""
 
     known: ClassVar = dict.fromkeys(
         ("cispo", "clip_cov", "dppo", "dual_clip", "gmpo", "kl_cov", "none", "reinforce", "sapo", "two_sided", "vespo"),
         "groupwise.algorithms.losses",
     )
     needs_ratio: ClassVar[str | None] = None
-    """The required ``objective.ratio``. None: any."""
     needs_old_log_prob: ClassVar[bool] = False
-    """Whether it reads ``old_log_prob`` before the first optimiser step."""
 
 
 class ClipCfg(TrustRegionCfg, name="clip", source="https://arxiv.org/abs/1707.06347"):
@@ -78,11 +76,10 @@ class ClipCfg(TrustRegionCfg, name="clip", source="https://arxiv.org/abs/1707.06
 
 
 class CorrectionCfg(Choice, family="importance sampling correction", default="none"):
-    """How the difference between sampler and trainer is corrected: settings of a function registered with ``register_correction``."""
+    """How the difference between sampler and trainer is corrected: settings of a function of ``register_correction``."""
 
     known: ClassVar = dict.fromkeys(("mis", "off_policy_mask", "tis"), "groupwise.algorithms.losses")
     reweights: ClassVar[bool] = False
-    """Whether it weighs steps by ``old_log_prob`` against the sampler's, which needs ``old_log_prob="recomputed"``."""
 
 
 class NoCorrectionCfg(CorrectionCfg, name="none", source="https://arxiv.org/abs/1707.06347"):
@@ -162,22 +159,17 @@ class ObjectiveCfg(Cfg):
 
 
 class BaselineCfg(Choice, family="baseline", default="mean"):
-    """Baseline, subtracted from the score: settings of a function registered with ``register_baseline``."""
+    """Baseline, subtracted from the score: settings of a function registered with ``register_baseline``, which explains the attributes."""
 
     known: ClassVar = dict.fromkeys(
         ("ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "optimal_token", "second_best"),
         "groupwise.algorithms.advantages",
     )
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Required values of other settings of credit."""
     within_group: ClassVar[bool] = True
-    """Whether a group of equal returns has advantages 0."""
     discounts: ClassVar[bool] = False
-    """Whether it reads ``CreditInput.gamma``."""
     greedy_members: ClassVar[Literal[0, 1]] = 0
-    """Further deterministic episodes of each group, not trained on."""
     needs_scores: ClassVar[bool] = False
-    """Whether it reads ``CreditInput.start``."""
 
 
 class MeanCfg(BaselineCfg, name="mean", source="https://arxiv.org/abs/2402.03300"):
@@ -552,12 +544,9 @@ def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
     return register
 
 
-@register_choice
-class PPOCfg(AlgorithmCfg):
+class PPOCfg(AlgorithmCfg, name="ppo"):
     """Proximal policy optimisation, with a critic."""
 
-    name: Literal["ppo"] = "ppo"
-    """Name in the registry."""
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
     vf_coef: NonNegative = 0.5
@@ -568,12 +557,9 @@ class PPOCfg(AlgorithmCfg):
     """Scale advantages to mean 0 and standard deviation 1: never, over the rollout, or over each minibatch (SB3)."""
 
 
-@register_choice
-class GRPOCfg(AlgorithmCfg):
+class GRPOCfg(AlgorithmCfg, name="grpo"):
     """Group relative policy optimisation: compares the members of a group, without a critic."""
 
-    name: Literal["grpo"] = "grpo"
-    """Name in the registry."""
     group_size: Annotated[int, Ge(2)] = 8
     """Members of a group."""
     credit: CreditCfg = CreditCfg()
@@ -619,12 +605,9 @@ class GRPOCfg(AlgorithmCfg):
         return self
 
 
-@register_choice
-class BCCfg(AlgorithmCfg):
+class BCCfg(AlgorithmCfg, name="bc"):
     """Behaviour cloning: maximum likelihood of demonstrated actions."""
 
-    name: Literal["bc"] = "bc"
-    """Name in the registry."""
     data: Path | None = None
     """Folder of the demonstrations, as ``groupwise demos`` writes it."""
     learning_rate: LearningRate = 1e-3

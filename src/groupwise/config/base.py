@@ -170,7 +170,8 @@ class Choice(Cfg):
         if family:
             cls.family, cls.default, cls.known = family, default, dict(vars(cls).get("known", {}))
         if name:  # pydantic makes fields of annotations after this
-            cls.__annotations__ = {"name": Literal[name]} | inspect.get_annotations(cls)
+            described = Field(description="Name in the registry.")
+            cls.__annotations__ = {"name": Annotated[Literal[name], described]} | inspect.get_annotations(cls)
             cls.name = name
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
@@ -242,7 +241,9 @@ class NativeGenerationCfg(GenerationCfg, name="native"):
 class ServerGenerationCfg(GenerationCfg, name="server"):
     """By vLLM servers, which read the new weights before each iteration."""
 
-    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = ("http://127.0.0.1:8000",)
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://(\[[^\]\s]+\]|[^/:\s]+)(:\d{1,5})?$")], ...] = (
+        "http://127.0.0.1:8000",
+    )
     """Servers that run already. They take groups in turn; a group stays on one server."""
     python: Path | None = None
     """In place of ``urls``: the Python of a virtual environment with vLLM, with which the run starts a server of its own on this machine."""
@@ -263,11 +264,6 @@ class ServerGenerationCfg(GenerationCfg, name="server"):
             raise ValueError(
                 f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two"
             )
-        for url in self.urls:
-            try:
-                urlsplit(url).port  # noqa: B018  raises where it is no number
-            except ValueError as error:
-                raise ValueError(f"urls = {url!r}: {error}; fix: http://127.0.0.1:8000") from None
         if self.args and self.python is None:
             raise ValueError(
                 f"args={self.args!r} are of a server that the run starts; fix: leave them out, or python=..."

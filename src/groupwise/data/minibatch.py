@@ -20,8 +20,8 @@ from torch import Tensor
 
 from groupwise.data.rollout import Nested, TensorDict
 
-Unit = Literal["transition", "episode", "row"]
-"""Units from finest to coarsest."""
+Item = Literal["transition", "episode", "row"]
+"""Items from finest to coarsest."""
 
 
 class Epoch(NamedTuple):
@@ -43,17 +43,17 @@ class Steps:
     """Every step ``[N, T]`` is scored by itself: elements are steps.
 
     Args:
-        finest: unit that the objective needs whole.
+        finest: item that the objective needs whole.
     """
 
     keys: ClassVar[tuple[str, ...]] = ()
     """Keys that cutting reads besides ``loss_mask`` and ``episode_id``."""
-    own_unit: ClassVar[Unit] = "transition"
+    own_item: ClassVar[Item] = "transition"
 
-    def __init__(self, policy: Scored, finest: Unit) -> None:
+    def __init__(self, policy: Scored, finest: Item) -> None:
         self.policy = policy
-        self.unit: Unit = max(self.own_unit, finest, key=get_args(Unit).index)
-        """The unit that a micro-batch must not cut."""
+        self.item: Item = max(self.own_item, finest, key=get_args(Item).index)
+        """The item that a micro-batch must not cut."""
 
     def inputs(self, batch: TensorDict | Mapping[str, Nested], inputs: dict[str, Nested]) -> dict[str, Nested]:
         """Inputs of the scores, as the loss counts them."""
@@ -81,7 +81,7 @@ class Steps:
     ) -> Epoch:
         """A random order of the elements, cut into minibatches, and these into micro-batches of at most ``most`` steps."""
         mask, count = elements["loss_mask"], len(elements["loss_mask"])
-        if self.unit == "episode":
+        if self.item == "episode":
             return shuffle_items(elements["episode_id"], mask.long(), num_minibatches, most, generator)
         edges = [
             round(k * count / num_minibatches) for k in range(num_minibatches + 1)
@@ -112,7 +112,7 @@ class Rows(Steps):
     """Rows are scored whole, as texts are: elements are rows, packed by length and by common prefix."""
 
     keys = ("valid", "group_id")
-    own_unit = "row"
+    own_item = "row"
 
     def elements(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
         """Rows as they are."""

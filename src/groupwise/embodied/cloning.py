@@ -71,10 +71,7 @@ class DemoCollector(EnvCollector):
         super().__init__(env, policy, seed=seed, rank=engine.rank)
         if cfg.data is None:
             raise ConfigError(f"bc needs demonstrations, got algorithm.data=None; fix: groupwise demos {env.env_id}")
-        self.folder = cfg.data
-        self.holdout = cfg.holdout
-        self.label_noise = cfg.label_noise
-        self.engine = engine
+        self.folder, self.cfg, self.engine = cfg.data, cfg, engine
 
     @cached_property
     def labels(self) -> TensorDict:
@@ -118,7 +115,7 @@ class DemoCollector(EnvCollector):
         """Which steps are not trained on: whole episodes, at least one of several."""
         episode = self.labels["episode_id"]
         episodes = int(episode.max()) + 1
-        count = 0 if self.holdout == 0 or episodes == 1 else max(1, round(self.holdout * episodes))
+        count = 0 if self.cfg.holdout == 0 or episodes == 1 else max(1, round(self.cfg.holdout * episodes))
         chosen = torch.zeros(episodes, dtype=torch.bool)
         chosen[torch.randperm(episodes, generator=self._generator("holdout"))[: min(count, episodes - 1)]] = True
         return chosen[episode]
@@ -141,7 +138,7 @@ class DemoCollector(EnvCollector):
         passes = range(first // size, (first + count - 1) // size + 1)  # each over all data, in an order of its own
         orders = [torch.randperm(size, generator=self._generator("pass", number)) for number in passes]
         index = trained[torch.cat(orders)[first % size :][:count]]
-        steps = self.labelled(index, self.label_noise, "label", self.rank, self.iteration)
+        steps = self.labelled(index, self.cfg.label_noise, "label", self.rank, self.iteration)
         batch = transition_view(rollout)
         batch.update_(steps.reshape(rows, num_steps).select(*batch.keys(), strict=False))
         self.last_steps = count

@@ -40,16 +40,11 @@ from groupwise.embodied.experts import register_expert
 from groupwise.errors import EnvError, UnknownNameError
 
 VIEWS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
-_CORNER2_POSITION = (0.75, 0.075, 0.7)
-"""Position that RLinf and LeRobot use. From the package's, objects are only four pixels wide in an image of 64."""
-_UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 _PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
 _VIEWS_OF_DATA = ("init_left_pad", "init_right_pad")
 """Views of ``MjData``, so they follow it."""
 _ARM_GROUP = 2
 """Group of the arm's geoms: the highest one that is drawn by default."""
-_NEVER_SEES_ARM = "gripperPOV"
-"""Leaving the arm out changes no pixel there, and halves the time."""
 _ARM = ("base", "controller_box", "head", "pedestal", "screen", "torso")
 _STATE_KINDS = (np.ndarray, np.generic, bool, int, float, list, type(None))
 
@@ -81,7 +76,8 @@ class Simulator:
         self._renderers: dict[int, Renderer] = {}
         """Renderers by the size of their pictures."""
         model = self._sawyer.model
-        model.camera("corner2").pos = _CORNER2_POSITION
+        # RLinf's and LeRobot's; from the package's, objects are only four pixels wide in an image of 64
+        model.camera("corner2").pos = (0.75, 0.075, 0.7)
         for geom in range(model.ngeom):  # the links get a group of their own: they are most of a picture's geometry
             body = model.body(model.geom_bodyid[geom]).name
             is_link = body in _ARM or (body.startswith("right_") and body != "right_hand")
@@ -126,9 +122,9 @@ class Simulator:
         self._play(episode)
         if size not in self._renderers:
             self._renderers[size] = Renderer(self._sawyer.model, size)
-        hide_arm = hide_arm or view == _NEVER_SEES_ARM
+        hide_arm = hide_arm or view == "gripperPOV"  # it never sees the arm, which takes half the time
         image = self._renderers[size].render(self._sawyer.data, view, hide_arm=hide_arm)
-        return image[::-1, ::-1] if view in _UPSIDE_DOWN else image
+        return image[::-1, ::-1] if view.startswith("corner") else image
 
     def capture(self, episode: Episode) -> State:
         """The state of an episode."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, TensorDict
-from groupwise.data.spaces import obs_spec, subspaces
+from groupwise.data.spaces import obs_spec
 from groupwise.envs.base import SUCCESS_KEYS, EnvStep, GroupEnv, GroupStartReport, Mask, Seeds, VectorEnv
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError, GroupStartError
@@ -27,8 +27,6 @@ from groupwise.seeding import derive_seed
 
 _ROW_OPTIONS = ("reset_ids", "env_ids", "env_idx")
 """Options of ``reset`` that name rows: EmbodiChain (which takes no unknown ones), its learning environments, ManiSkill."""
-_PRIVILEGED = ("critic", "privileged_state")
-"""Groups of observations that simulators mean for the critic alone."""
 
 
 def from_torch_sim(
@@ -101,8 +99,6 @@ class TorchSim(VectorEnv):
             notes.append(
                 f"{self.env_id} loses final observations: truncated episodes are valued by the observation before."
             )
-        if seen := [name for name in _PRIVILEGED if name in (subspaces(self.observation_space) or {})]:
-            notes.append(f"The actor of {self.env_id} sees {seen[0]!r}, too, unless policy.actor_keys leaves it out.")
         self.notes = tuple(notes)
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
-from groupwise.algorithms.losses import finest_unit
+from groupwise.algorithms.losses import finest_item
 from groupwise.algorithms.ppo import PPO
 from groupwise.collectors.torch import Step, StepOutput, TorchCollector
 from groupwise.config.algorithm import AlgorithmCfg
@@ -159,7 +159,7 @@ def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
         and subspaces(policy.observation_space) is None
         and policy.device.type == "cpu"
         and not any(True for _ in policy.encoder.parameters())
-        and finest_unit(cfg.objective) == "transition"
+        and finest_item(cfg.objective) == "transition"
         and cfg.objective.old_log_prob != "recomputed"
         and algorithm.range_schedules is None
         and not algorithm.entropy.adaptive

@@ -43,7 +43,7 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Prompt, TrainingState
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, text_cfg
 from groupwise.training.callbacks import CheckSamplerMismatch
-from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, save_checkpoint
+from groupwise.training.checkpoint import Checkpoint, load_checkpoint, load_policy, serialize, write_checkpoint
 
 # Groups of completions, passed between agent and environment
 
@@ -367,7 +367,8 @@ class LanguageAgent:
             folder = RunFolder.create(settings, Path(path), given_in_python=self._given_in_python)
         state: dict[str, Any] = {"env_steps": 0, "iteration": self.iteration, "index": self.index}
         state["algorithm"] = self.algorithm.state_dict()
-        save_checkpoint(folder.latest, Checkpoint(self.policy.state_dict(), state), identity_of(self.cfg, self.policy))
+        content = serialize(Checkpoint(self.policy.state_dict(), state))
+        write_checkpoint(folder.latest, content, identity_of(self.cfg, self.policy))
 
     @classmethod
     def load(cls, path: str | Path, model: CausalLM | None = None) -> "LanguageAgent":

@@ -8,11 +8,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
@@ -54,17 +53,13 @@ from groupwise.training.callbacks import (
     MetricsLog,
     Progress,
     SaveCheckpoints,
-    StopAtScore,
-    TimeLimit,
+    StopEarly,
+    Videos,
 )
 from groupwise.training.checkpoint import Identity, initialize
 from groupwise.training.evaluation import MAX_STEPS, EvaluationResult, evaluate_policy
 from groupwise.training.trackers import Report, make_tracker
 from groupwise.training.trainer import Callback
-
-if TYPE_CHECKING:
-    from groupwise.training.trainer import Trainer
-
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +92,7 @@ class UserObjects(NamedTuple):
         for name, value in objects.items():
             if name not in (*cls._fields, *RunCfg.model_fields, *TextRunCfg.model_fields):
                 raise ConfigError(
-                    f"unknown argument {name!r}; fix: one of the function's own, or {', '.join(cls._fields)}"
+                    f"unknown argument {name!r}; fix: {', '.join(cls._fields)}, or one of the function's own"
                 )
             if name not in cls._fields or (name in ("env", "policy") and isinstance(value, str | Mapping | Cfg)):
                 raise ConfigError(
@@ -203,13 +198,11 @@ def build_callbacks(
     if rank != 0:
         return [*users, saves]
     built = [*users, *parts.own_callbacks(folder)]
-    if stop.time_limit is not None:
-        built.append(TimeLimit(stop.time_limit))
+    if stop.changed("threshold", "time_limit"):
+        built.append(StopEarly(stop, parts.metric))
     if evaluator is not None:
         interval = cfg.evaluation.interval
         built.append(Evaluate(evaluator, interval, folder.best, parts.identity, parts.metric))
-    if stop.threshold is not None:
-        built.append(StopAtScore(stop.threshold, parts.metric))
     if cfg.evaluation.num_logged_groups and not isinstance(cfg.algorithm, BCCfg):
         built.append(KeepGroups(folder.groups, cfg.evaluation.interval, cfg.evaluation.num_logged_groups))
     built.append(MetricsLog(folder.metrics, saves))
@@ -346,41 +339,6 @@ def no_second_env(env: object) -> ConfigError:
         f"{type(env).__name__} cannot be made a second time for evaluation; fix: leave evaluation.interval out, or give "
         "an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
     )
-
-
-# Videos during training
-
-
-class Videos(Callback):
-    """Films an episode after every ``interval`` evaluations.
-
-    Args:
-        film: writes a video to a path.
-        folder: of the videos.
-    """
-
-    def __init__(self, film: Callable[[Path], None], interval: int, folder: Path) -> None:
-        self.film = film
-        self.interval = interval
-        self.folder = folder
-        self.evaluations = 0
-
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
-        """Film when it is time."""
-        self.evaluations += 1
-        if self.evaluations % self.interval:
-            return
-        with files.warning_if_unwritable(self.folder):
-            self.folder.mkdir(exist_ok=True)
-            self.film(self.folder / f"step_{trainer.env_steps}.gif")
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many evaluations there were."""
-        return {"evaluations": self.evaluations}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore it."""
-        self.evaluations = int(state["evaluations"])
 
 
 # Check that rollouts fit in memory, before anything is allocated

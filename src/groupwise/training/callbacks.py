@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,19 +20,12 @@ from torch import Tensor
 
 from groupwise import system as files
 from groupwise.config.base import flat
-from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg
+from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg, StopCfg
 from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.errors import DivergedError, SamplerMismatchError
 from groupwise.report.folder import MAX_WIDTH, SCORES, RunFolder, Values, kept_iterations, write_groups
 from groupwise.system import SafeStream, printable
-from groupwise.training.checkpoint import (
-    Checkpoint,
-    Identity,
-    has_checkpoint,
-    save_checkpoint,
-    serialize,
-    write_checkpoint,
-)
+from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, serialize, write_checkpoint
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import Callback
 
@@ -76,9 +68,9 @@ class SaveCheckpoints(Callback):
         interval: int | None,
         identity: Identity,
         keep: int,
-        settings: Mapping[str, Any] = MappingProxyType({}),
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.settings = dict(settings)
+        self.settings = dict(settings or {})
         self.folder = folder
         self.interval = interval
         self.identity = identity
@@ -252,8 +244,6 @@ def check_weights(trainer: "Trainer") -> None:
 
 # Groups of training that are kept for the report
 
-Array: TypeAlias = np.ndarray
-
 
 class KeepGroups(Callback):
     """Writes some groups of the rollout to ``<folder>/<iteration>.parquet``, with each evaluation and at the end.
@@ -319,10 +309,10 @@ def kept_steps(
     row, time = row[order.copy()], time[order.copy()]
     group, episode = group[order], episode[order]
 
-    def at(values: Tensor) -> Array:
+    def at(values: Tensor) -> np.ndarray:
         return values[row, time].cpu().numpy()
 
-    def vectors(values: Nested | None) -> Array | None:
+    def vectors(values: Nested | None) -> np.ndarray | None:
         """The numbers of each step ``[step, width]``; None where there are none or too many."""
         if values is None:
             return None
@@ -385,16 +375,13 @@ def choose(spread: dict[int, float], count: int, seed: int) -> list[int]:
     return ranked[:most] + picked + ranked[len(ranked) - least :]
 
 
-def _spreads(group: Array, episode: Array, reward: Array) -> dict[int, float]:
+def _spreads(group: np.ndarray, episode: np.ndarray, reward: np.ndarray) -> dict[int, float]:
     """Highest less lowest return of each group."""
-    ids, index = np.unique(np.stack([group, episode]), axis=1, return_inverse=True)
+    (groups, _), index = np.unique(np.stack([group, episode]), axis=1, return_inverse=True)
     returns = np.bincount(index.reshape(-1), weights=reward)
-    groups = np.unique(group)
-    place = np.searchsorted(groups, ids[0])
-    high, low = np.full(len(groups), -np.inf), np.full(len(groups), np.inf)
-    np.maximum.at(high, place, returns)
-    np.minimum.at(low, place, returns)
-    return dict(zip(groups.tolist(), (high - low).tolist(), strict=True))
+    first = np.flatnonzero(np.diff(groups, prepend=-1))
+    spreads = np.maximum.reduceat(returns, first) - np.minimum.reduceat(returns, first)
+    return dict(zip(groups[first].tolist(), spreads.tolist(), strict=True))
 
 
 class CheckSamplerMismatch(Callback):
@@ -476,13 +463,14 @@ class Evaluate(Callback):
             counters = {
                 "iteration": trainer.iteration,
                 "env_steps": trainer.env_steps,
-                "epochs": trainer.counts["epochs"],
+                "epochs": trainer.epochs,
                 "position": trainer.collector.position,
                 SCORES[self.metric]: score,
             }
             check_weights(trainer)
             with files.warning_if_unwritable(self.best):
-                save_checkpoint(self.best, Checkpoint(trainer.algorithm.policy.state_dict(), counters), self.identity)
+                content = serialize(Checkpoint(trainer.algorithm.policy.state_dict(), counters))
+                write_checkpoint(self.best, content, self.identity)
                 self.best_score = score
         for callback in trainer.callbacks:
             callback.on_evaluation_end(trainer, result)
@@ -497,25 +485,12 @@ class Evaluate(Callback):
         self.best_score = None if best is None else float(best)
 
 
-class StopAtScore(Callback):
-    """Stops when an evaluation's score reaches ``threshold``."""
+class StopEarly(Callback):
+    """Stops at a score of an evaluation, or after seconds of this process's training, evaluations included."""
 
-    def __init__(self, threshold: float, metric: EvaluationMetric = "return") -> None:
-        self.threshold = threshold
+    def __init__(self, cfg: StopCfg, metric: EvaluationMetric = "return") -> None:
+        self.cfg = cfg
         self.metric = metric
-
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
-        """Stop if the score is reached."""
-        score = evaluation.score(self.metric)
-        if score >= self.threshold:
-            trainer.stop(f"score: {self.metric} {score:.6g} reached the threshold {self.threshold:g}")
-
-
-class TimeLimit(Callback):
-    """Stops after ``seconds`` of this process's training, evaluations included."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
         self._start = 0.0
 
     def on_training_start(self, trainer: "Trainer") -> None:
@@ -524,8 +499,47 @@ class TimeLimit(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Stop if time is over."""
-        if time.perf_counter() - self._start >= self.seconds:
-            trainer.stop(f"time: the limit of {self.seconds:g} s is over")
+        limit = self.cfg.time_limit
+        if limit is not None and time.perf_counter() - self._start >= limit:
+            trainer.stop(f"time: the limit of {limit:g} s is over")
+
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+        """Stop if the score is reached."""
+        threshold = self.cfg.threshold
+        if threshold is not None and (score := evaluation.score(self.metric)) >= threshold:
+            trainer.stop(f"score: {self.metric} {score:.6g} reached the threshold {threshold:g}")
+
+
+class Videos(Callback):
+    """Films an episode after every ``interval`` evaluations.
+
+    Args:
+        film: writes a video to a path.
+        folder: of the videos.
+    """
+
+    def __init__(self, film: Callable[[Path], None], interval: int, folder: Path) -> None:
+        self.film = film
+        self.interval = interval
+        self.folder = folder
+        self.evaluations = 0
+
+    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+        """Film when it is time."""
+        self.evaluations += 1
+        if self.evaluations % self.interval:
+            return
+        with files.warning_if_unwritable(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            self.film(self.folder / f"step_{trainer.env_steps}.gif")
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many evaluations there were."""
+        return {"evaluations": self.evaluations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it."""
+        self.evaluations = int(state["evaluations"])
 
 
 # Progress in the terminal

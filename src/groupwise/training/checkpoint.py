@@ -143,16 +143,6 @@ class Checkpoint(NamedTuple):
     """Plain data and tensors: counters, callbacks, algorithm; counters only in ``best/``."""
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, identity: Identity) -> None:
-    """Write a checkpoint in place of the one in ``folder``.
-
-    Raises:
-        CheckpointError: as ``serialize``.
-        OSError: as ``write_checkpoint``.
-    """
-    write_checkpoint(folder, serialize(checkpoint), identity)
-
-
 def serialize(checkpoint: Checkpoint) -> dict[str, bytes]:
     """The content of a checkpoint's files, which training cannot change any more.
 

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -177,10 +176,8 @@ class WandB:
 
 def make_tracker(cfg: TrackerCfg, run: TrackedRun) -> Tracker:
     """The tracker that settings describe: a built-in one, or their own ``build``."""
-    if type(cfg).build is TrackerCfg.build and isinstance(cfg, WandBCfg):
-        return WandB(cfg, run)
-    if type(cfg).build is TrackerCfg.build and isinstance(cfg, TensorBoardCfg):
-        return TensorBoard(cfg, run)
+    if type(cfg).build is TrackerCfg.build and isinstance(cfg, WandBCfg | TensorBoardCfg):
+        return WandB(cfg, run) if isinstance(cfg, WandBCfg) else TensorBoard(cfg, run)
     tracker: Tracker = cfg.build(run)
     return tracker
 
@@ -196,22 +193,20 @@ class Profiler(Callback):
 
     Args:
         iterations: how many.
-        folder: in place of ``profile/``; needed without a run folder.
     """
 
-    def __init__(self, iterations: int = 3, folder: Path | str | None = None) -> None:
+    def __init__(self, iterations: int = 3) -> None:
         if iterations < 1:
             raise ConfigError(f"iterations = {iterations}: expected at least 1")
         self.iterations = iterations
-        self.folder = None if folder is None else Path(folder)
         self._profile: torch.profiler.profile | None = None
         self._suffix = ""
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Choose the folder, and begin: the first iteration is the warm-up."""
-        if self.folder is None and trainer.run_dir is None:
-            raise ConfigError("Profiler has no folder to write to; fix: Profiler(folder=...)")
-        self.folder = self.folder or Path(trainer.run_dir or "", "profile")
+        """Begin: the first iteration is the warm-up."""
+        if trainer.run_dir is None:
+            raise ConfigError("Profiler writes into the run folder; fix: Trainer(..., run_dir=...)")
+        self._folder = trainer.run_dir / "profile"
         self._suffix = f"-{trainer.engine.rank}" if trainer.engine.world_size > 1 else ""
         steps = torch.profiler.schedule(wait=0, warmup=1, active=self.iterations, repeat=1)
         self._profile = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)
@@ -228,10 +223,9 @@ class Profiler(Callback):
             self._profile.stop()
 
     def _write(self, profile: torch.profiler.profile) -> None:
-        assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        trace = self.folder / f"trace{self._suffix}.json"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trace = self._folder / f"trace{self._suffix}.json"
         profile.export_chrome_trace(str(trace))
         table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
-        (self.folder / f"operators{self._suffix}.txt").write_text(table, encoding="utf-8")
+        (self._folder / f"operators{self._suffix}.txt").write_text(table, encoding="utf-8")
         show(f"Profile of {self.iterations} iterations: {trace} (open it in https://ui.perfetto.dev)", to="stderr")

@@ -3,15 +3,11 @@
 import logging
 import math
 import random
-import signal
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -139,8 +135,12 @@ class Trainer:
         self.engine = engine or Engine()
         self.run_dir = run_dir
         """The run folder; None for parts that were put together by hand."""
-        self.counts: dict[str, int | float] = {"iterations": 0, "steps": 0, "epochs": 0.0}
-        """Finished iterations, and over all ranks their environment steps and passes over the data of the collector."""
+        self.iteration = 0
+        """Finished iterations."""
+        self.env_steps = 0
+        """Environment steps taken, over all ranks."""
+        self.epochs = 0.0
+        """Passes over the data of the collector, over all ranks."""
         self.seconds = 0.0
         """Duration of finished iterations, also those before a resume."""
         self.stop_reason: str | None = None
@@ -152,10 +152,6 @@ class Trainer:
         self.ending = False
         """Whether iterations are over, and callbacks save the last one."""
         self._counts_before = self.counts
-        self.iteration = 0
-        """Finished iterations."""
-        self.env_steps = 0
-        """Environment steps taken, over all ranks."""
         self._bad_updates = 0
 
     def train(self) -> None:
@@ -185,8 +181,17 @@ class Trainer:
 
     def _train(self) -> None:
         try:
-            while self._goes_on():
+            while True:
+                # a stop or an interrupt on one rank holds for all
+                reasons = self.engine.gather_objects(self.stop_reason)
+                self.stop_reason = next((reason for reason in reasons if reason not in (None, INTERRUPTED)), None)
+                if self.is_done():
+                    break
+                if INTERRUPTED in reasons:
+                    self.doing = "stopping"
+                    raise KeyboardInterrupt
                 self._iterate()
+            self.stop_reason = self.stop_reason or self.budget.name
             self.ending = True
             for callback in self.callbacks:
                 callback.on_training_end(self)
@@ -196,18 +201,6 @@ class Trainer:
             for callback in () if suspect else self.callbacks:  # otherwise the last iteration is complete and sound
                 callback.on_interrupt(self)
             raise
-
-    def _goes_on(self) -> bool:
-        """Whether another iteration follows. A stop or an interrupt on one rank holds for all."""
-        reasons = self.engine.gather_objects(self.stop_reason)
-        self.stop_reason = next((reason for reason in reasons if reason not in (None, INTERRUPTED)), None)
-        if self.is_done():
-            self.stop_reason = self.stop_reason or self.budget.name
-            return False
-        if INTERRUPTED in reasons:
-            self.doing = "stopping"
-            raise KeyboardInterrupt
-        return True
 
     def _end_with(self, error: BaseException) -> None:
         """Note how the run ends. After an interrupt, which reaches the environments' processes too, so does their error."""
@@ -231,14 +224,12 @@ class Trainer:
 
         self.doing = "updating"
         self.buffer.add(rollout)
-        size = self.collector.data_size
-        counts: dict[str, int | float] = {
-            "iterations": self.iteration + 1,
-            "steps": self.env_steps + sum(self.engine.gather_objects(self.collector.last_steps)),
-            "epochs": sum(self.engine.gather_objects(self.collector.position)) / size if size else 0.0,
-        }
-        total = self.budget.total
-        self.algorithm.set_progress(self.done / total, total, (counts[self.budget.unit] - self.done) / total)
+        before, size, total = self.counts, self.collector.data_size, self.budget.total
+        steps = sum(self.engine.gather_objects(self.collector.last_steps))
+        epochs = sum(self.engine.gather_objects(self.collector.position)) / size if size else 0.0
+        after = self.iteration + 1, self.env_steps + steps, epochs
+        done = dict(zip(before, after, strict=True))[self.budget.unit]
+        self.algorithm.set_progress(self.done / total, total, (done - self.done) / total)
         collected = time.perf_counter()
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
@@ -251,8 +242,7 @@ class Trainer:
             raise DivergedError.because(
                 f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see the warnings)"
             )
-        self._counts_before, self.counts = self.counts, counts
-        self.iteration, self.env_steps = int(counts["iterations"]), int(counts["steps"])
+        self._counts_before, (self.iteration, self.env_steps, self.epochs) = before, after
         if not all(map(math.isfinite, metrics.values())):
             self._leave_out_nonfinite(metrics)
         self.seconds += updated - start
@@ -262,7 +252,7 @@ class Trainer:
             "time/collect_seconds": collected - start,
             "time/update_seconds": updated - update_start,
             "time/advantage_seconds": max(self.algorithm.optimize_start - update_start, 0.0),
-            "time/steps_per_second": (counts["steps"] - self._counts_before["steps"]) / (updated - start),
+            "time/steps_per_second": steps / (updated - start),
         }  # fmt: skip
 
         self.doing = "callbacks"
@@ -290,6 +280,11 @@ class Trainer:
         return self.done >= self.budget.total or self.stop_reason not in (None, INTERRUPTED)
 
     @property
+    def counts(self) -> dict[str, int | float]:
+        """Progress by unit of a budget."""
+        return {"iterations": self.iteration, "steps": self.env_steps, "epochs": self.epochs}
+
+    @property
     def done(self) -> int | float:
         """The part of the budget that is used up, in its unit."""
         return self.counts[self.budget.unit]
@@ -305,7 +300,7 @@ class Trainer:
         return {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
-            "epochs": self.counts["epochs"],
+            "epochs": self.epochs,
             "seconds": self.seconds,
             "num_slots": self.buffer.num_steps,
             "collector": self.collector.state_dict(),
@@ -327,13 +322,8 @@ class Trainer:
 
     def go_on_from(self, counters: Mapping[str, Any]) -> None:
         """Restore the progress from the entries of a ``state_dict``."""
-        self.collector.iteration = counters["iteration"]
-        self.counts = {
-            "iterations": counters["iteration"],
-            "steps": counters["env_steps"],
-            "epochs": counters.get("epochs", 0.0),
-        }
-        self.iteration, self.env_steps = counters["iteration"], counters["env_steps"]
+        self.iteration = self.collector.iteration = counters["iteration"]
+        self.env_steps, self.epochs = counters["env_steps"], counters.get("epochs", 0.0)
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Callbacks by class name, numbered where a class comes twice."""
@@ -343,33 +333,3 @@ class Trainer:
             seen[name := type(callback).__name__] += 1
             named.append((f"{name}-{seen[name]}" if seen[name] > 1 else name, callback))
         return named
-
-
-# Signals
-
-STOP = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
-"""Signals that end a run: Ctrl-C, a request of the system, and the end of the terminal."""
-
-ALARM = (signal.SIGALRM,) if sys.platform != "win32" else ()
-"""The signal that ``alarm`` sends."""
-
-
-@contextmanager
-def handling(handle: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
-    """Let ``handle`` take these signals. Outside of the main thread, or with other handlers set, nothing changes."""
-    in_main = threading.current_thread() is threading.main_thread()
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers if in_main}
-    ours = {n: was for n, was in before.items() if was in (signal.default_int_handler, signal.SIG_DFL)}
-    for number in ours:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, was in ours.items():
-            signal.signal(number, was)
-
-
-def alarm(seconds: int, handle: Callable[[int, FrameType | None], None]) -> None:
-    """Send ``ALARM`` to this process after ``seconds`` (0: cancel it), if ``handle`` is its handler."""
-    if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is handle:
-        signal.alarm(seconds)

@@ -400,8 +400,7 @@ class TextCollector(Collector):
         kept: list[list[Transcript]] = []
         filtered: list[list[Transcript]] = []
         num_prompts, dynamic = self._cfg.num_prompts, self._cfg.algorithm.groups.collection.dynamic_sampling
-        budget = int(num_prompts * (1 + (dynamic or 0)))
-        taken, wanted = 0, num_prompts
+        budget, taken, wanted = int(num_prompts * (1 + (dynamic or 0))), 0, num_prompts
         state = TrainingState(self.iteration, epoch=self.position * self.world_size / self.data_size)
         while wanted:
             groups = self._written(wanted, first=taken)
@@ -433,8 +432,7 @@ class TextCollector(Collector):
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows, device=self.policy.device)
         if not self.policy.actor_only:
-            value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
-            rollout["value"] = value
+            rollout["value"] = value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
             rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
         return rollout
 

@@ -177,6 +177,19 @@ def test_sharded_ranks_hold_parts_beside_the_policy(llama):
     assert planned(cfg, gpus=2).kept == {"policy": 4 * ALL} | parts
 
 
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["weights", "adapters"])
+def test_offloaded_parts_are_in_the_memory_of_the_host(llama, lora):
+    fields = {"engine": "fsdp", "model": {"lora": lora}}
+    divided, offloaded = (
+        planned(settings(llama, {"kl_coef": 0.1}, cpu_offload=on, **fields), gpus=2) for on in (False, True)
+    )
+    assert [*offloaded.kept] == ["policy"]
+    assert offloaded.kept | offloaded.host == divided.kept
+    assert offloaded.passing == divided.passing
+    assert divided.host == {}
+    assert planned(settings(llama, cpu_offload=True, **fields)).host == {}
+
+
 @pytest.mark.parametrize(
     ("algorithm", "lora", "precision"),
     [
@@ -309,6 +322,16 @@ def test_each_fix_fits_and_is_an_option_of_the_command_line(llama):
             assert peak <= plan.room
             changed = parse_options([str(path), *options.split()], Parser())
             assert planned(changed, gpus=gpus).peak == pytest.approx(peak)
+
+
+@pytest.mark.parametrize(("engine", "options"), [("fsdp", ""), ("ddp", "--engine fsdp ")])
+def test_parts_may_go_to_the_host(llama, engine, options):
+    model = {"precision": "bfloat16", "gradient_checkpointing": True}
+    cfg = settings(llama, {"micro_batch_size": 16}, engine=engine, model=model)
+    offloaded = planned(cfg.model_copy(update={"engine": "fsdp", "cpu_offload": True}), gpus=8).peak
+    found = fixes(planned(cfg, gpus=8, gpu=1.0001 * offloaded / USABLE))
+    assert next(iter(found.items())) == (f"{options}--cpu-offload", offloaded)
+    assert sum("--cpu-offload" in option for option in found) == 1
 
 
 def test_nothing_helps_where_the_weights_alone_are_too_large(llama):

@@ -85,8 +85,8 @@ class Engine:
 # Data-parallel training under torchrun: one process per rank, each with its own environments
 
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""Torch's backends, by type of device."""
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""Torch's backends, by type of device. With a GPU tensors of the host are exchanged, too (``cpu_offload``)."""
 
 
 class DistributedEngine(Engine):

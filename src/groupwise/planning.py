@@ -93,6 +93,8 @@ class Plan(NamedTuple):
     """Bytes that are needed all the time."""
     passing: dict[str, dict[str, float]]
     """Bytes that only one phase of a step needs, by the name of the phase."""
+    host: dict[str, float]
+    """All the time, in the host's memory (``cpu_offload``)."""
 
     @property
     def fullest(self) -> str:
@@ -154,6 +156,9 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
     if algorithm.has_reference:
         shared = cfg.model.lora is not None and parts == 1  # the base; adapters are copied
         kept["reference"] = total_bytes(sizes.trained) if shared else total_bytes(sizes.weights, parts)
+    host = {}
+    if parts > 1 and cfg.cpu_offload:
+        host = {name: kept.pop(name) for name in [*kept] if name != "policy"}
 
     size = algorithm.minibatch_size
     minibatches = 1 if size is None else max(1, round(gpus * rows * completion / size))
@@ -178,7 +183,7 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
         }
     if gpus > parts:  # one exchange of all gradients
         passing["sum over ranks"] = {"gradients, in one tensor": total_bytes(sizes.trained)}
-    return Plan(cfg, gpus, gpu, sizes, prompt, completion, rows, row, kept, passing)
+    return Plan(cfg, gpus, gpu, sizes, prompt, completion, rows, row, kept, passing, host)
 
 
 def fixes(plan: Plan) -> dict[str, float]:
@@ -195,6 +200,11 @@ def fixes(plan: Plan) -> dict[str, float]:
         (
             cfg.generation.name == "native" and not cfg.sampling.has_filters,
             "--generation server", "", {"generation": ServerGenerationCfg()},
+        ),
+        (ranks > 1 and cfg.engine == "fsdp" and not cfg.cpu_offload, "--cpu-offload", "", {"cpu_offload": True}),
+        (
+            ranks > 1 and cfg.engine != "fsdp" and cfg.model.quantization == "none",
+            "--engine fsdp --cpu-offload", "", {"engine": "fsdp", "cpu_offload": True},
         ),
         (cfg.model.lora is None, "--model.lora.r 16", "model", {"lora": LoRACfg()}),
     ]  # fmt: skip

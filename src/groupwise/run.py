@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -578,7 +579,7 @@ def _engine(cfg: CommonCfg) -> Engine:
     if isinstance(cfg, TextRunCfg) and cfg.engine == "fsdp":
         from groupwise.text.sharding import ShardedEngine
 
-        return from_environment(device, ShardedEngine, cfg.ddp_timeout)
+        return from_environment(device, partial(ShardedEngine, cpu_offload=cfg.cpu_offload), cfg.ddp_timeout)
     return from_environment(device, timeout=cfg.ddp_timeout)
 
 

@@ -250,10 +250,12 @@ class VLLMServer:
 
     Args:
         adapters: whether weights are adapters; the server needs ``--enable-lora`` then.
+        in_flight_updates: whether running requests continue under new weights; otherwise they finish first.
     """
 
-    def __init__(self, client: HttpClient, *, adapters: bool) -> None:
+    def __init__(self, client: HttpClient, *, adapters: bool, in_flight_updates: bool = False) -> None:
         self._client, self._adapters = client, adapters
+        self._in_flight_updates = in_flight_updates
 
     @property
     def url(self) -> str:
@@ -298,7 +300,7 @@ class VLLMServer:
         if len(answers) != request.size:
             raise ServerError(f"{self.url} gave {len(answers)} completions, asked for {request.size}")
         versions = {version for answer in answers for version in answer.versions}
-        if wrong := [version for version in versions if version != request.version]:
+        if wrong := [version for version in versions if not self.allows(version, request)]:
             raise LostWeightsError(f"{self.url} answered by weights {wrong[0]!r}, expected {request.version!r}")
         for answer in answers:
             check_answer(answer, request, self.url)
@@ -315,20 +317,27 @@ class VLLMServer:
         stop: Stop = "eos" if tokens and tokens[-1] in request.eos_ids else end
         return Answer(tokens, [value for _, value in scored], stop, versions)
 
+    def allows(self, version: str, request: GroupRequest) -> bool:
+        """Whether weights of this version may have written a token: the requested one, or in flight a later one."""
+        (run, _, asked), (of_run, _, iteration) = request.version.rpartition("-"), version.rpartition("-")
+        is_later = self._in_flight_updates and run == of_run and iteration.isdecimal() and int(iteration) >= int(asked)
+        return version == request.version or is_later
+
     def update(self, folder: Path, version: str) -> None:
         """Give it the weights of a folder. A failure leaves it paused, as half of its weights may be old."""
-        call = self._client.call
+        in_flight, call = self._in_flight_updates, self._client.call
         for _ in range(self._client.retries + 1):
             failures = self._client.failures
             with self._reading(), suppress(LostWeightsError):
-                call("/pause?mode=wait", {})  # requests that run are finished
+                call(f"/pause?mode={'keep' if in_flight else 'wait'}", {})  # requests are held back, or finished
                 if self._adapters:
                     adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
                     call("/v1/load_lora_adapter", adapter)
                 else:
                     call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
                 call("/update_weight_version", {"new_version": version})
-                if not call("/reset_prefix_cache", {})["success"]:
+                # prompts, and requests that are held back, are computed again by the new weights
+                if not call(f"/reset_prefix_cache{'?reset_running_requests=true' if in_flight else ''}", {})["success"]:
                     raise ServerError(
                         f"{self.url} keeps cached prompts of the old weights; fix: no other requests on it"
                     )

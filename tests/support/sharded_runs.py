@@ -1,12 +1,14 @@
 """What ``test_sharding`` starts, alone or under torchrun.
 
-sharded_runs.py updates FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics, state
+sharded_runs.py updates FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics, state,
+    with parts on the host, too
 sharded_runs.py train|train_adapters|fail|resume FOLDER ITERATIONS   a whole run; resume writes what it begins with
 """
 
 import itertools
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ PROMPTS = [[5, 6, 7], [9], [5, 8]]
 SGD = {"optimizer": {"name": "sgd", "momentum": 0.9}, "learning_rate": 0.1, "max_grad_norm": None}
 RECOMPUTED = {"objective": {"old_log_prob": "recomputed"}}
 REFERENCE = {"kl_coef": 0.5, "num_epochs": 2, "sync_ref_model": {"steps": 2, "mixup_alpha": 0.5}}
+ON_THE_HOST = ("clipped", "idle_rank", "adapters", "adam")
 CASES = {
     "tied": {"family": "smollm", "autocast": torch.bfloat16},
     "clipped": {"family": "gpt2", "max_grad_norm": 0.01},
@@ -129,6 +132,8 @@ def whole_run(folder, mode, number):
 def all_updates(file, cases):
     engine = from_environment("cpu", ShardedEngine)
     found = {case: updated(engine, **CASES[case]) for case in cases or CASES}
+    host = from_environment("cpu", partial(ShardedEngine, cpu_offload=True))
+    found |= {f"{case} on the host": updated(host, **CASES[case]) for case in ON_THE_HOST}
     torch.save(found, f"{file}.{engine.rank}")
     engine.close()
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from groupwise.config.policy import ModelCfg, SamplingCfg
 from groupwise.speed.decoding import FastDecoder
-from groupwise.text.generation import complete
+from groupwise.text.generation import Completion, complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 
@@ -39,7 +40,8 @@ class VLLMDouble:
     """Serves a model's folder from a thread, as vLLM with ``groupwise serve``'s flags. A call of ``/a/b`` is the method ``a_b``.
 
     ``faults[path]`` has a fault for each of the next calls of a path; ``calls`` lists paths and bodies.
-    A group takes ``seconds_per_token`` of its longest completion, whatever else is written meanwhile.
+    A group takes ``seconds_per_token`` of its longest completion, whatever else is written meanwhile. With ``in_flight`` it is
+    written token by token, each by the weights of that moment.
     """
 
     generate_path, load_path = GENERATE, "/collective_rpc"
@@ -50,7 +52,7 @@ class VLLMDouble:
         self.config = config_of(lora)
         self.calls, self.faults, self.closing = [], defaultdict(list), threading.Event()
         self.seconds_per_token, self.seconds_of_a_hang = 0.0, 5.0
-        self.holds_requests = self._paused = False
+        self.in_flight = self.holds_requests = self._paused = False
         self._model, self._lock = model, threading.Lock()
         self.restart()
         self._http = ThreadingHTTPServer((host, port), _handler(self))
@@ -100,7 +102,7 @@ class VLLMDouble:
         return 200, {"vllm_config": self.config}
 
     def pause(self, body, query, fault):
-        assert query == "mode=wait"
+        assert query == ("mode=keep" if self.in_flight else "mode=wait")
         self._paused = True
         return 200, {}
 
@@ -125,10 +127,11 @@ class VLLMDouble:
         return 200, {"success": True}
 
     def reset_prefix_cache(self, body, query, fault):
+        assert query == ("reset_running_requests=true" if self.in_flight else "")
         return 200, {"success": fault != "busy"}
 
     def inference_v1_generate(self, body, query, fault):
-        assert not self._paused
+        assert self.in_flight or not self._paused
         policy = self._policy
         if "model" in body:
             if self._adapters is None:
@@ -138,24 +141,21 @@ class VLLMDouble:
         assert want["ignore_eos"]
         how = {"max_new_tokens": want["max_tokens"], "temperature": want["temperature"], "stop": want["stop"]}
         seeds = want["seed"] + torch.arange(want["n"])[None]
-        policy.eos_ids = tuple(want["stop_token_ids"])
-        temperature = how["temperature"]
-        sampling = SamplingCfg(**how | {"temperature": temperature or 1.0})
-        (group,) = complete(policy, [prompt], seeds, sampling, deterministic=temperature == 0)
-        choices = [self._choice(number, completion, fault) for number, completion in enumerate(group)]
+        write = self._write_in_flight if self.in_flight else partial(self._write, policy)
+        group = write(prompt, seeds, want["stop_token_ids"], fault, **how)
+        choices = [self._choice(number, *written, fault) for number, written in enumerate(group)]
         echo = [*prompt[::-1], 5] if fault == "prompt" else prompt
         return 200, {"choices": choices[: -1 if fault == "short" else None], "prompt_token_ids": echo}
 
-    def _choice(self, number, completion, fault):
-        tokens = [token + 10**6 * (fault == "strange") for token in completion.tokens]
-        log_probs = [None if fault == "nan" else p for p in completion.log_probs]  # as JSON has it
-        version = "another" if fault == "version" else self.version
+    def _choice(self, number, completion, tokens, versions, fault):
         return {
             "index": number,
             "finish_reason": "abort" if fault == "abort" else "length" if completion.stop == "length" else "stop",
             "token_ids": tokens,
-            "logprobs": {"content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, log_probs, strict=True)]},
-            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+            "logprobs": {
+                "content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, completion.log_probs, strict=True)]
+            },
+            "weight_versions": spans(versions),
         }
 
     def _load(self, folder):
@@ -167,12 +167,62 @@ class VLLMDouble:
     def _load_adapters(self, folder):
         return load_causal_lm(ModelCfg(path=str(folder)), SamplingCfg(max_new_tokens=1))
 
+    def _write(self, policy, prompt, seeds, eos_ids, fault, *, temperature, **sampling):
+        """Completions, their tokens and the versions of the weights, wrong ones with some faults."""
+        policy.eos_ids = tuple(eos_ids)
+        how = SamplingCfg(temperature=temperature or 1.0, **sampling)
+        (group,) = complete(policy, [prompt], seeds, how, deterministic=temperature == 0)
+        if fault == "nan":  # as JSON has it
+            group = [c._replace(log_probs=[None] * len(c.tokens)) for c in group]
+        version = "another" if fault == "version" else self.version
+        return [(c, self._changed(c.tokens, fault), [version] * len(c.tokens)) for c in group]
+
+    def _write_in_flight(self, prompt, seeds, eos_ids, fault, *, max_new_tokens, **how):
+        """As ``_write``, token by token; others may call meanwhile."""
+        empty = Completion([], [], "length")
+        group, versions = [empty] * seeds.shape[1], [[] for _ in seeds[0]]
+        for place in range(max_new_tokens):
+            self._let_others_call()
+            for number, so_far in enumerate(group):
+                if so_far.stop == "length":
+                    text, seed = [*prompt, *so_far.tokens], seeds[:, number : number + 1] + 1000 * place
+                    ((new, _, versions_of_new),) = self._write(
+                        self._policy, text, seed, eos_ids, fault, max_new_tokens=1, **how
+                    )
+                    group[number] = Completion(so_far.tokens + new.tokens, so_far.log_probs + new.log_probs, new.stop)
+                    versions[number] += versions_of_new
+        return [(c, c.tokens, by) for c, by in zip(group, versions, strict=True)]
+
+    def _let_others_call(self):
+        seconds = self.seconds_per_token
+        while True:
+            self._lock.release()
+            self.closing.wait(seconds)
+            self._lock.acquire()
+            if not self._paused or self.closing.is_set():
+                return
+            seconds = 0.002
+
+    def _changed(self, tokens, fault):
+        if fault == "strange":
+            return [token + 10**6 for token in tokens]
+        if fault == "shifted":  # other tokens of the model, but none that ends
+            return [token if token in self._policy.eos_ids else 4 + (token - 3) % 11 for token in tokens]
+        return tokens
+
 
 def config_of(lora=False):
     return {
         "model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"},
         "lora_config": {"max_lora_rank": 16} if lora else None,
     }
+
+
+def spans(versions):
+    """Where the versions of a completion begin and end."""
+    starts = [place for place, version in enumerate(versions) if place == 0 or versions[place - 1] != version]
+    ends = [*starts[1:], len(versions)]
+    return [{"version": versions[start], "start": start, "end": end} for start, end in zip(starts, ends, strict=True)]
 
 
 def _handler(double):
@@ -198,7 +248,7 @@ def _handler(double):
             if fault == "drop":
                 return
             status, found = double.answer(parts.path, parts.query, body, fault)
-            if parts.path == GENERATE and status == 200:
+            if parts.path == GENERATE and status == 200 and not double.in_flight:
                 longest = max(len(choice["token_ids"]) for choice in found["choices"])
                 double.closing.wait(double.seconds_per_token * longest)
             data = b"" if found is None else json.dumps(found).encode()
@@ -250,6 +300,7 @@ def main(args):
         server.holds_requests = True
         if "--seconds-per-token" in args:
             server.seconds_per_token = float(args[args.index("--seconds-per-token") + 1])
+        server.in_flight = "--in-flight" in args
         while sum(path == GENERATE for path, _ in server.calls) < 3 or not (model / "dies").exists():
             time.sleep(0.01)
         print("RuntimeError: no memory", flush=True)

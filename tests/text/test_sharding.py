@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import Script, run_script
-from sharded_runs import CASES, updated
+from sharded_runs import CASES, ON_THE_HOST, updated
 from text_runs import save_model
+from tiny_models import tiny_model
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import groupwise as gw
 from groupwise import run
 from groupwise.engines import Engine, from_environment
 from groupwise.report.folder import RunFolder
 from groupwise.text import sharding
+from groupwise.text.policy import CausalLM
 from groupwise.text.sharding import ShardedEngine
 from groupwise.training.checkpoint import load_checkpoint
 
@@ -65,14 +69,49 @@ def test_the_state_is_whole_on_rank_0_and_each_rank_holds_half_of_it(updates, ca
         torch.testing.assert_close(first["reference"][name], value, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_THE_HOST)
+def test_parts_on_the_host_are_trained_to_the_same_bits(updates, case):
+    for found in updates[1:]:
+        host, device = found[f"{case} on the host"], found[case]
+        assert (host["metrics"], host["held"]) == (device["metrics"], device["held"])
+        for what in ("policy", "state"):
+            torch.testing.assert_close(host[what], device[what], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_part_is_offloaded_or_none(monkeypatch, offload):
+    policies, divide = [], sharding.fully_shard
+
+    def recorded(module, *, offload_policy, **options):
+        policies.append(offload_policy)
+        return divide(module, offload_policy=offload_policy, **options)
+
+    monkeypatch.setattr(sharding, "fully_shard", recorded)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        policy = CausalLM(tiny_model())
+        ShardedEngine("cpu", 60.0, cpu_offload=offload).learner(policy)
+    finally:
+        dist.destroy_process_group()
+    assert len(policies) == len(policy.blocks()) + 1
+    assert all(isinstance(found, CPUOffloadPolicy) == offload for found in policies)
+
+
 def test_settings_reach_the_engine_and_those_that_cannot_be_are_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert type(from_environment("cpu", ShardedEngine)) is Engine
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sharding, "ShardedEngine", lambda *args: args)
-    assert run._engine(gw.TextRunCfg(engine="fsdp", device="cpu", ddp_timeout=9.0)) == ("cpu", 9.0)
-    with pytest.raises(gw.errors.ConfigError, match=r"engine='fsdp' .*model\.quantization"):
-        gw.TextRunCfg(engine="fsdp", model={"quantization": "int8", "lora": {"r": 4}})
+    monkeypatch.setattr(sharding, "ShardedEngine", lambda *args, **options: (*args, options))
+    for offload in (False, True):
+        cfg = gw.TextRunCfg(engine="fsdp", cpu_offload=offload, device="cpu", ddp_timeout=9.0)
+        assert run._engine(cfg) == ("cpu", 9.0, {"cpu_offload": offload})
+    for settings, message in [
+        ({"engine": "fsdp", "model": {"quantization": "int8", "lora": {"r": 4}}}, "engine='fsdp' .*model.quantization"),
+        ({"cpu_offload": True}, "cpu_offload=True .* engine='ddp'; fix: engine='fsdp'"),
+    ]:
+        with pytest.raises(gw.errors.ConfigError, match=message):
+            gw.TextRunCfg(**settings)
 
 
 @pytest.fixture(scope="module")

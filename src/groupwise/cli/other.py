@@ -208,7 +208,7 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     plan = plan_run(cfg, options.gpus, GPUS[options.gpu], tokens_of_prompt)
     changes = {} if plan.fits else fixes(plan)
     if options.json:
-        memory = {name: getattr(plan, name) for name in ("kept", "passing", "peak", "room")}
+        memory = {name: getattr(plan, name) for name in ("kept", "passing", "host", "peak", "room")}
         tokens = {name: getattr(plan, name) for name in ("prompt", "completion", "row")}
         found = {"fits": plan.fits, "gpus": plan.ranks, "parameters": plan.parameters, "memory_bytes": memory}
         found |= {"completions": plan.rows, "tokens": tokens, "server_rows": plan.server_rows, "fixes": changes}
@@ -238,6 +238,9 @@ def _plan_lines(plan: Any, gpu: str, assumed: str, changes: dict[str, float]) ->
         yield from (_row(f"  {name}", size) for name, size in needed.items())
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield _row(f"peak, in {plan.fullest}", plan.peak, f"of {plan.room / 1e9:.1f} usable: {verdict}")
+    if plan.host:
+        yield f"\n{'Memory of the host, for each GPU':<{_LABEL}}{'GB':>8}"
+        yield from (_row(_KEPT[name].format(**words), size) for name, size in plan.host.items())
     yield ""
     if plan.server_rows is not None:
         servers = len(plan.cfg.generation.urls)

@@ -257,12 +257,18 @@ class ServerGenerationCfg(GenerationCfg, name="server"):
     """How often a call is repeated that got no answer, or an error of the server."""
     max_staleness: Annotated[int, Ge(0)] = 0
     """Updates that may lie between the weights that wrote a rollout and the weights that it trains. 0: servers wait for each update; 1 or more: they write the next rollouts meanwhile."""
+    in_flight_updates: bool = False
+    """With ``max_staleness``: servers load new weights while they generate, and running completions continue under these. False: they finish a rollout first."""
 
     @model_validator(mode="after")
     def _check(self) -> "ServerGenerationCfg":
         if not self.urls or (self.python is not None and self.changed("urls")):
             raise ValueError(
                 f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two"
+            )
+        if self.in_flight_updates and not self.max_staleness:
+            raise ValueError(
+                "in_flight_updates=True and max_staleness=0: no rollout is in flight; fix: max_staleness=1"
             )
         if self.args and self.python is None:
             raise ValueError(
@@ -464,6 +470,8 @@ class TextRunCfg(CommonCfg):
     """Where completions are generated in training, by name or with its parameters: ``{"name": "server", "urls": ["http://127.0.0.1:8000"]}``."""
     engine: Literal["ddp", "fsdp"] = "ddp"
     """How several processes train together. ``ddp``: each holds everything that is trained; ``fsdp``: each holds a part of its parameters, gradients and optimiser state. The policy itself is whole in both."""
+    cpu_offload: bool = False
+    """Keep the parts of ``engine="fsdp"`` in the host's memory: parameters, gradients and optimiser state. The optimiser steps on the CPU, so updates are slower. It changes nothing where one process trains."""
     total_epochs: Positive | None = None
     """The budget in passes over the training prompts, in place of ``total_steps``."""
     num_prompts: PositiveInt = 8
@@ -485,6 +493,8 @@ class TextRunCfg(CommonCfg):
 
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":
+        if self.cpu_offload and self.engine != "fsdp":
+            raise ValueError("cpu_offload=True has no effect with engine='ddp'; fix: engine='fsdp'")
         if self.engine == "fsdp" and self.model.quantization != "none":
             raise ValueError("engine='fsdp' cannot divide the weights of model.quantization; fix: engine='ddp'")
         if self.generation.name != "native" and self.sampling.has_filters:

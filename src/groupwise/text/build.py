@@ -50,6 +50,11 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
         raise ConfigError(
             f"generation.max_staleness={how.max_staleness} needs one process, got {engine.world_size}; fix: max_staleness=0"
         )
+    if how.in_flight_updates and policy.has_adapters:
+        raise ConfigError(
+            "generation.in_flight_updates=True with adapters: servers finish a completion by the adapters that began it; fix: "
+            "in_flight_updates=False, or lora=None"
+        )
     limits: dict[str, Any] = {"timeout": how.timeout, "retries": how.retries}
     with ExitStack() as stack:
         if (placed := serving.folder_of_run()) is not None:
@@ -70,7 +75,8 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
                 stack.callback(own.close)
                 own.wait()
                 clients = [serving.HttpClient(own.url, **limits, last_lines=partial(serving.last_lines, own.log))]
-        servers = [serving.VLLMServer(client, adapters=policy.has_adapters) for client in clients]
+        how_loaded = {"adapters": policy.has_adapters, "in_flight_updates": how.in_flight_updates}
+        servers = [serving.VLLMServer(client, **how_loaded) for client in clients]
         kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
         collector = kind(ServedGenerator(servers, policy, folder, engine), cleanup, *parts, **options)
         cleanup.enter_context(stack.pop_all())  # an error before ends the server at once

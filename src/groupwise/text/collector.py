@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
+from threading import Lock
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -58,6 +59,8 @@ class TextRow(NamedTuple):
     """The model's turn that wrote each token, from 0; -1: the tool's. None: one turn wrote all."""
     support: Sequence[Tensor] | None = None
     """The tokens that could be drawn at each step, ``[kept]``; -1 fills up. None: all of them."""
+    policy_version: Sequence[int] | None = None
+    """Iteration whose policy generated each token, for texts from servers; -1 for the tool's tokens."""
     trained: bool = True
     """False: the row counts in its group, but has no loss."""
     greedy: bool = False
@@ -72,8 +75,8 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
     ``loss_mask`` is True where the model wrote the action, in rows that are scored and not greedy.
 
     Slot t holds token t and, as its action, token t+1; a completion's reward is at its last token. ``step`` counts from
-    the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``support``, ``trained``,
-    ``greedy``, ``reward_parts``.
+    the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``support`` and
+    ``policy_version`` (-1 at tokens of others), ``trained``, ``greedy``, ``reward_parts``.
 
     Raises:
         DataError: a prompt or completion without tokens, or not one log-probability for each token.
@@ -128,6 +131,8 @@ def _rare_keys(rows: Sequence[TextRow], prompt: Tensor, valid: Tensor, last: Ten
         kept = pad_sequence([ids for row in rows for ids in row.support or ()], batch_first=True, padding_value=-1)
         keys["support"] = torch.full((len(rows), num_slots, kept.shape[1]), -1, dtype=torch.int32)
         keys["support"][_places([row.support or () for row in rows], prompt - 1)] = kept.int()
+    if any(row.policy_version for row in rows):
+        keys["policy_version"] = _spread([row.policy_version or () for row in rows], prompt - 1, num_slots, -1)
     if not all(row.trained for row in rows):
         keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
     if any(row.greedy for row in rows):
@@ -188,6 +193,7 @@ class Transcript:
     log_probs: list[float] = field(default_factory=list)
     turn: list[int] = field(default_factory=list)
     support: list[Tensor] = field(default_factory=list)
+    policy_version: list[int] = field(default_factory=list)
     stop: Literal["eos", "stop", "length"] = "length"
     """How the model's last turn ended."""
     turns: int = 0
@@ -211,6 +217,7 @@ class Transcript:
         self.log_probs += completion.log_probs
         self.turn += [self.turns] * len(completion.tokens)
         self.support += completion.support or []
+        self.policy_version += completion.policy_version or []
         self.stop = completion.stop
         self.turns += 1
         self.text += text
@@ -222,7 +229,8 @@ class Dialogue:
 
     def __init__(self, encoder: PromptEncoder, tool: AnyTool | None = None, context: int | None = None) -> None:
         self.encoder = encoder
-        self.tool, self._context = tool, context
+        self.tool, self._asking = tool, Lock()
+        self._context = context
         if tool is not None:
             encoder.encode_answer("84")  # a template that cannot is refused before training
 
@@ -238,7 +246,8 @@ class Dialogue:
         """
         if self.tool is None or transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
             return False
-        answer = ask(self.tool, transcript.messages[-1]["content"])
+        with self._asking:  # several rollouts may be written at the same time
+            answer = ask(self.tool, transcript.messages[-1]["content"])
         if answer is None:
             return False
         tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
@@ -251,6 +260,8 @@ class Dialogue:
         transcript.turn += [-1] * len(tokens)
         if transcript.support:
             transcript.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
+        if transcript.policy_version:
+            transcript.policy_version += [-1] * len(tokens)
         transcript.text += self.encoder.cfg.tool_answer.replace("{}", answer)
         transcript.messages.append({"role": "tool", "content": answer})
         return True
@@ -316,7 +327,7 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
     parts = tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else ()
     return TextRow(
         member.prompt.tokens, member.tokens, member.log_probs, reward, terminated=not cut, group=member.group, turn=member.turn,
-        support=member.support or None, greedy=member.greedy, reward_parts=parts,
+        support=member.support or None, policy_version=member.policy_version or None, greedy=member.greedy, reward_parts=parts,
         trained=not (cut and cfg.mask_truncated_completions),
     )  # fmt: skip
 

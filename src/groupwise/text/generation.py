@@ -59,6 +59,8 @@ class Completion(NamedTuple):
     """Reason why it ended: an end-of-text token, a stop string, or ``max_new_tokens``."""
     support: list[Int[Tensor, " kept"]] | None = None
     """Tokens that could be drawn at each step with ``top_k``, ``top_p`` or ``min_p``, by rising id; -1 fills up."""
+    policy_version: list[int] | None = None
+    """Iteration whose policy generated each token, for completions from servers."""
 
 
 class DecodingState:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from threading import Lock
 from typing import Any
 
@@ -73,12 +74,12 @@ class ServedGenerator:
                     bars.enable_progress_bar()
 
     def load(self, iteration: int) -> None:
-        """Give all servers weights that were saved, unless they have them."""
+        """Give all servers weights that were saved, unless they have them or later ones."""
         with self._loading:
-            if self.engine.rank == 0 and iteration > self.policy_version:  # a queue of rollouts begins with the same
+            if self.engine.rank == 0 and iteration > self.policy_version:
                 _at_once(partial(self._load, iteration=iteration), self.servers)
                 self._remove_weights(before=iteration)
-            self.policy_version = iteration
+            self.policy_version = max(iteration, self.policy_version)
 
     def __call__(
         self,
@@ -108,7 +109,10 @@ class ServedGenerator:
                 if isinstance(answer, LostWeightsError):
                     raise answer
                 answers[number] = answer
-        return [[Completion(a.tokens, a.log_probs, a.stop) for a in group] for group in answers]
+        return [
+            [Completion(a.tokens, a.log_probs, a.stop, policy_version=[*map(_iteration, a.versions)]) for a in group]
+            for group in answers
+        ]
 
     def close(self) -> None:
         """End the calls that run, and remove the weights. Servers that load weights have a moment to finish."""
@@ -183,8 +187,8 @@ def _ask(asked: tuple[VLLMServer, GroupRequest]) -> list[Answer] | LostWeightsEr
 # Asynchronous collection: servers generate the next rollouts while the learner updates
 
 
-Written = tuple[list[list[Transcript]], int, float]
-"""The groups of a rollout, the iteration whose policy wrote them, and the seconds in which servers got it."""
+Written = tuple[list[list[Transcript]], float]
+"""The groups of a rollout, and the seconds in which servers got the weights that it begins with."""
 
 
 class AsyncCollector(ServedCollector):
@@ -195,7 +199,8 @@ class AsyncCollector(ServedCollector):
         how = self._cfg.generation
         assert isinstance(how, ServerGenerationCfg)
         self.max_staleness = how.max_staleness
-        self._thread = ThreadPoolExecutor(1, "groupwise generation")
+        at_once = self.max_staleness + 1 if how.in_flight_updates else 1
+        self._threads = ThreadPoolExecutor(at_once, "groupwise generation")
         self._queue: deque[Future[Written]] = deque()
         self._last_taken = time.perf_counter()
 
@@ -204,7 +209,7 @@ class AsyncCollector(ServedCollector):
         for ahead in self._queue:
             ahead.cancel()
         self.generator.close()
-        self._thread.shutdown()
+        self._threads.shutdown()
         super().close()
 
     def _give_weights(self) -> None:
@@ -215,23 +220,27 @@ class AsyncCollector(ServedCollector):
         self.generator.save(self.iteration)
         for number in range(len(self._queue), self.max_staleness + 1):
             groups = self._open(self._cfg.num_prompts, ahead=number)
-            self._queue.append(self._thread.submit(self._write_ahead, groups, self.iteration))
+            self._queue.append(self._threads.submit(self._write_ahead, groups, self.iteration))
 
     def _write_ahead(self, groups: list[list[Transcript]], weights: int) -> Written:
-        """The groups, written by these weights."""
+        """The groups, started with these weights or later ones."""
         begun = time.perf_counter()
         self.generator.load(weights)
         seconds = time.perf_counter() - begun
         write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue)
-        return groups, weights, seconds
+        return groups, seconds
 
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
         """The oldest rollout of the queue."""
         asked = time.perf_counter()
-        groups, weights, seconds = self._queue[0].result()
+        groups, seconds = self._queue[0].result()
         self._queue.popleft()
         now = time.perf_counter()
-        self._numbers = {"rollout/sync_seconds": seconds, "rollout/staleness": float(self.iteration - weights)}
+        ages = [
+            self.iteration - version for member in chain(*groups) for version in member.policy_version if version >= 0
+        ]
+        assert 0 <= min(ages) <= max(ages) <= self.max_staleness  # others are an error before
+        self._numbers = {"rollout/sync_seconds": seconds, "rollout/staleness": fmean(ages)}
         self._numbers["time/learner_idle_fraction"] = (now - asked) / (now - self._last_taken)
         self._last_taken = now
         return groups

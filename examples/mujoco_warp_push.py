@@ -79,8 +79,6 @@ class CubePush(gw.TorchGroupEnv):
     the cube ends within 0.03 m of its goal, which lies 0.1 to 0.2 m from where the cube begins.
     """
 
-    traceable = False  # a step is more than torch operations, so it cannot be compiled
-
     def __init__(self, num_envs, *, max_episode_steps=60, device="cpu"):
         super().__init__(
             num_envs,

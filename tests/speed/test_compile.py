@@ -5,15 +5,14 @@ import warnings
 import gymnasium as gym
 import pytest
 import torch
-from compiled_cases import Walk, check_compiled
+from compiled_cases import check_compiled
 from small_updates import OBS, build, make_rollout
 
 import groupwise as gw
-from groupwise.collectors.torch import TorchVectorCollector
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
-from groupwise.speed.control import CompiledBackward, compiled_gradient, compiled_stepper, flat_adam
+from groupwise.speed.control import CompiledBackward, compiled_gradient, flat_adam
 from groupwise.training.build import fast_paths
 
 ADAM = {"optimizer": {"name": "adam"}, "learning_rate": 1e-3}
@@ -83,36 +82,7 @@ def test_what_is_no_function_of_the_micro_batch_is_not_compiled():
 def test_runs_of_many_optimiser_steps_are_compiled(how, total_steps, is_compiled):
     algorithm = make("ppo", {"num_epochs": 10, "minibatch_size": 10, "num_steps": 20})
     cfg = gw.RunCfg(env={"num_envs": 5}, algorithm=algorithm.cfg, speed=how, total_steps=total_steps)
-    of_algorithm, of_collector = fast_paths(cfg)
+    of_algorithm = fast_paths(cfg)
     made = make("ppo", {}, fast=of_algorithm)
     assert isinstance(made.gradient, CompiledBackward) is is_compiled
     assert (len(made.parameters) == 1) is (how == "auto")
-    assert of_collector.get("stepper") is None
-
-
-def collecting(**fast):
-    torch.manual_seed(0)
-    env = Walk(24)
-    policy = ActorCritic(env.observation_space, env.action_space)
-    specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
-    return TorchVectorCollector(env, policy, seed=1, **fast), gw.RolloutBuffer(24, 20, value=True, **specs)
-
-
-def test_a_step_that_cannot_be_compiled_warns_and_the_reference_goes_on(monkeypatch):
-    def fail(*args, **more):
-        raise OSError("no compiler")
-
-    (reference, buffer), (fast, other) = collecting(), collecting(stepper=compiled_stepper)
-    monkeypatch.setattr("groupwise.speed.control.compiled_for", lambda function, example, **options: fail)
-    with pytest.warns(SlowPathWarning, match="no compiler"):
-        found = fast.collect(20, rollout=other.start_rollout())
-    expected = reference.collect(20, rollout=buffer.start_rollout())
-    assert torch.equal(found["obs"], expected["obs"])
-    fast.collect(20, rollout=other.start_rollout())
-
-
-def test_a_policy_with_hooks_is_not_compiled():
-    collector, _ = collecting()
-    assert compiled_stepper(collector)
-    collector.policy.actor.register_forward_hook(lambda module, inputs, output: None)
-    assert compiled_stepper(collector) is None

@@ -39,9 +39,6 @@ Step: TypeAlias = Callable[..., StepOutput]
 class TorchCollector(EnvCollector):
     """Acts and steps all rows of a ``TorchGroupEnv`` by one function.
 
-    Args:
-        stepper: makes a function that replaces ``reference_stepper``. None, or if it returns None: the method.
-
     Raises:
         EnvError: the policy is on another device than the environment, or recurrent.
     """
@@ -57,7 +54,6 @@ class TorchCollector(EnvCollector):
         seed: int = 0,
         rank: int = 0,
         actor: MakeActor | None = None,
-        stepper: "MakeStepper | None" = None,
     ) -> None:
         if policy.state_size:
             raise EnvError(
@@ -69,15 +65,10 @@ class TorchCollector(EnvCollector):
                 f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
             )
         super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
-        self.fast_stepper = None if stepper is None else stepper(self)
 
-    def reference_stepper(self, generator: torch.Generator) -> Step:
-        """Acts and steps all rows in one rollout."""
-        return partial(self.step, partial(self.actor(), generator=generator))
-
-    def stepper(self, generator: torch.Generator) -> Step:
-        """Acts and steps all rows in one rollout, in the fastest way, and calls the hooks."""
-        step = (self.fast_stepper or self.reference_stepper)(generator)
+    def stepper(self) -> Step:
+        """A function that acts and steps all rows in one rollout, and calls the hooks."""
+        step = partial(self.step, partial(self.actor(), generator=self.action_generator()))
         if not self._hooks:
             return step
 
@@ -88,9 +79,6 @@ class TorchCollector(EnvCollector):
             return output
 
         return heard
-
-
-MakeStepper: TypeAlias = Callable[[TorchCollector], Callable[[torch.Generator], Step] | None]
 
 
 class TorchVectorCollector(TorchCollector, VectorCollector):
@@ -105,7 +93,7 @@ class TorchVectorCollector(TorchCollector, VectorCollector):
 
     @torch.inference_mode()
     def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
-        step, rows = self.stepper(self.action_generator()), self.env.rows
+        step, rows = self.stepper(), self.env.rows
         results = []
         for t in range(num_steps):
             writer.observe(t, obs)
@@ -151,9 +139,8 @@ class TorchGroupCollector(TorchCollector):
         seed: int = 0,
         rank: int = 0,
         actor: MakeActor | None = None,
-        stepper: MakeStepper | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank, actor=actor, stepper=stepper)
+        super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
         self.group_size = group_size
         self.collection = collection or CollectionCfg(partial_groups="truncate")
         self.horizon = self.collection.horizon
@@ -189,7 +176,7 @@ class TorchGroupCollector(TorchCollector):
     @torch.inference_mode()
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` slots of every row."""
-        env, step, seeds = self.env, self.stepper(self.action_generator()), self._seeds(num_steps)
+        env, step, seeds = self.env, self.stepper(), self._seeds(num_steps)
         writer = RolloutWriter(rollout, self.policy)
         slots = torch.arange(1, num_steps + 1, device=env.device)
         rows, goes_on = env.rows, self._goes_on[self._group]

@@ -44,7 +44,7 @@ class TorchGroupEnv(GroupEnv):
     ``initial`` gives the first states of episodes, ``transition`` the next ones, ``observe`` the observations.
     They must be pure: draw all randomness from ``random``, return new tensors instead of writing into old ones, and
     keep nothing. They are called with all N rows, and cause no host sync. They may read tensors of the environment that
-    change, but no Python numbers that change: compiled code keeps the first ones.
+    change.
 
     ``stepped``, ``started``, ``renewed`` and ``copied`` are functions of ``TorchRows`` for the collectors of torch
     environments; they do not change the environment.
@@ -57,8 +57,6 @@ class TorchGroupEnv(GroupEnv):
     """
 
     start_mode = "native"
-    traceable: bool = True
-    """Whether a step consists of torch operations only, so that it can be compiled."""
 
     def __init__(
         self,

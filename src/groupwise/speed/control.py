@@ -2,28 +2,23 @@
 
 flat_adam          parameters as one vector: clipping and stepping a dozen small tensors is nearly all overhead
 compiled_gradient  the gradient of a micro-batch as one compiled function
-compiled_stepper   acting and stepping of torch environments as one compiled function
 """
 
 import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.losses import finest_item
 from groupwise.algorithms.ppo import PPO
-from groupwise.collectors.torch import Step, StepOutput, TorchCollector
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import Nested
 from groupwise.data.spaces import subspaces
@@ -141,7 +136,6 @@ _TOLERANCE = 1e-3
 """Share of the gradient's norm: a compiled gradient that differs by more from the reference is not used."""
 
 Batch = dict[str, Nested]
-Built = TypeVar("Built")
 
 
 def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
@@ -168,38 +162,20 @@ def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
     return CompiledBackward(algorithm) if pure else None
 
 
-def compiled_for(function: Any, example: Sequence[Any], **options: Any) -> Callable[..., Any]:
+def compiled_for(function: Any, example: Sequence[Any]) -> Callable[..., Any]:
     """``function`` compiled ahead of time for arguments like ``example``.
 
     Sizes are constants unless marked as dynamic, also after other compilations in this process, so results are the same.
 
     Each call of ``torch.compile`` looks for a compiled version first: 124 us in place of 105 for a minibatch of HalfCheetah.
     """
-    compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS | options)
+    compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
     try:
         found = compiled.aot_compile((tuple(example), {}))
     except Exception:  # torch asks for a second try where a number differs from that of an earlier compilation
         found = compiled.aot_compile((tuple(example), {}))
     found.disable_guard_check()  # what may change is checked here, in a tenth of the time
     return found  # type: ignore[no-any-return]
-
-
-def compiled_or_none(what: str, build: Callable[[], Built]) -> Built | None:
-    """The function that ``build`` compiles and compares with the reference; None where that fails, with a warning."""
-    try:
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-            warnings.simplefilter("ignore")  # the compiler's own
-            built = build()
-    except Exception as error:  # the compiler raises errors of any type
-        why = str(error).strip().split("\n")[0][:300]
-        warnings.warn(
-            f"{what} are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or speed='off'",
-            SlowPathWarning,
-            stacklevel=5,
-        )
-        return None
-    log.debug("%s are compiled", what)
-    return built
 
 
 class CompiledBackward:
@@ -232,24 +208,33 @@ class CompiledBackward:
         return metrics
 
     def _compile(self, batch: Batch) -> None:
-        function = _Gradient(self._algorithm, self._flat, batch)
-        vector, rows = self._vector, len(batch["loss_mask"])
-
-        def build() -> Callable[..., tuple[Tensor, Tensor]]:
-            example = function.values(function.example(batch))
-            for value in example:
-                torch._dynamo.mark_dynamic(value, 0)
-            compiled = compiled_for(function.compute, [vector, *example])
-            for size in (rows, rows + 1):
-                values = function.values(_resized(batch, max(size, 2)))
-                found, expected = compiled(vector, *values)[0], function.compute(vector, *values)[0]
-                norm = float(expected.norm())
-                if math.isfinite(norm) and not float((found - expected).norm()) <= _TOLERANCE * norm + 1e-6:
-                    raise RuntimeError(f"the compiled gradient differs from the reference, whose norm is {norm:.3g}")
-            return compiled
-
-        self._function, self._compiled = function, compiled_or_none("updates", build)
-        self.failed = self._compiled is None
+        """Compile, and compare with the reference."""
+        function, vector, rows = _Gradient(self._algorithm, self._flat, batch), self._vector, len(batch["loss_mask"])
+        try:
+            with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+                warnings.simplefilter("ignore")  # the compiler's own
+                example = function.values(function.example(batch))
+                for value in example:
+                    torch._dynamo.mark_dynamic(value, 0)
+                compiled = compiled_for(function.compute, [vector, *example])
+                for size in (rows, rows + 1):
+                    values = function.values(_resized(batch, max(size, 2)))
+                    found, expected = compiled(vector, *values)[0], function.compute(vector, *values)[0]
+                    norm = float(expected.norm())
+                    if math.isfinite(norm) and not float((found - expected).norm()) <= _TOLERANCE * norm + 1e-6:
+                        raise RuntimeError(
+                            f"the compiled gradient differs from the reference, whose norm is {norm:.3g}"
+                        )
+        except Exception as error:  # the compiler raises errors of any type
+            self.failed, why = True, str(error).strip().split("\n")[0][:300]
+            warnings.warn(
+                f"updates are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or speed='off'",
+                SlowPathWarning,
+                stacklevel=4,
+            )
+            return
+        log.debug("updates are compiled")
+        self._function, self._compiled = function, compiled
 
 
 class _Gradient:
@@ -303,115 +288,3 @@ class _Loss(nn.Module):
 def _resized(batch: Batch, rows: int) -> Batch:
     """The batch cut to ``rows`` elements, or filled up with its own elements again."""
     return {key: value[torch.arange(rows) % len(value)] for key, value in batch.items()}
-
-
-# --- acting and stepping of torch environments, compiled ---
-
-WORTH_ROLLOUT_STEPS = 50_000
-"""Steps of every row that pay for compiling: it takes 5 to 15 seconds, and each step saves a quarter of a millisecond or more."""
-
-_RTOL, _ATOL = 1e-3, 1e-5
-"""A compiled step whose numbers differ by more from the reference is not used."""
-
-
-def compiled_stepper(collector: TorchCollector) -> "CompiledStepper | None":
-    """A compiled ``stepper``, for ``TorchCollector(stepper=compiled_stepper)``.
-
-    None unless acting and stepping are functions of tensors and draws alone, on a CPU.
-    """
-    on_cpu = collector.env.device.type == "cpu" and collector.env.traceable
-    pure = on_cpu and type(collector.policy) is ActorCritic and not has_hooks(collector.policy)
-    return CompiledStepper(collector) if pure else None
-
-
-class CompiledStepper:
-    """A torch collector's ``stepper``, compiled at the first step.
-
-    Where it cannot be compiled, or gives other results, a warning gives the reason, and the reference is used.
-    """
-
-    def __init__(self, collector: TorchCollector) -> None:
-        self._step = collector.step
-        self._policy = collector.policy
-        self._reference = collector.reference_stepper
-        self._draws: list[Callable[..., Tensor]] = []
-        self._compiled: Callable[..., StepOutput] | None = None
-        self.failed = False
-        """Whether it cannot be compiled."""
-
-    def __call__(self, generator: torch.Generator) -> Step:
-        """A function that acts and steps all rows in one rollout."""
-        if self.failed or has_hooks(self._policy):
-            return self._reference(generator)
-        return partial(self._call, generator)
-
-    def _call(self, generator: torch.Generator, *args: Any) -> StepOutput:
-        if self._compiled is None:
-            return self._reference(generator)(*args) if self.failed else self._compile(generator, *args)
-        draws = [draw(generator=generator) for draw in self._draws]
-        return self._compiled(draws, *pytree.tree_map(torch.Tensor.contiguous, args))
-
-    def _compile(self, generator: torch.Generator, *args: Any) -> StepOutput:
-        """A step; compiles those that follow."""
-        reference = partial(self._step, partial(self._policy.act, generator=generator))
-        with _Draws() as draws:
-            expected = reference(*args)
-        # separate tensors: if one came twice, the compiler would assume that these arguments are always the same tensor
-        with torch.inference_mode(False):
-            own = partial(torch.clone, memory_format=torch.contiguous_format)
-            example, given = pytree.tree_map(own, (args, draws.drawn))
-        step, act = self._step, self._policy.act
-
-        def pure(draws: list[Tensor], *args: Any) -> StepOutput:
-            with _Draws(draws):
-                return step(act, *args)
-
-        def build() -> tuple[Step, StepOutput]:
-            # hashes need integers that wrap around
-            compiled = compiled_for(pure, [given, *example], constant_and_index_propagation=False)
-            found: StepOutput = compiled(given, *example)
-            _check_rollouts(found, expected)
-            return compiled, found
-
-        built = compiled_or_none("rollouts", build)
-        self.failed = built is None
-        if built is None:
-            return expected
-        self._compiled, found = built
-        self._draws = draws.calls
-        return found  # rounded as later ones, so that a resumed run is the same
-
-
-class _Draws(TorchFunctionMode):
-    """Records random draws, or returns recorded ones in their place.
-
-    Args:
-        given: of each draw, in order; None: they are drawn.
-    """
-
-    def __init__(self, given: Sequence[Tensor] | None = None) -> None:
-        super().__init__()
-        self.calls: list[Callable[..., Tensor]] = []
-        self.drawn: list[Tensor] = []
-        self._given = given
-        self._next = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or not."""
-        kwargs = kwargs or {}
-        if func is not torch.rand and func is not torch.randn:
-            return func(*args, **kwargs)
-        if self._given is not None:
-            self._next += 1
-            return self._given[self._next - 1].clone()  # the caller may write into it
-        result: Tensor = func(*args, **kwargs)
-        self.calls.append(partial(func, *args, **{key: value for key, value in kwargs.items() if key != "generator"}))
-        self.drawn.append(result.clone())
-        return result
-
-
-def _check_rollouts(found: Any, expected: Any) -> None:
-    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
-        if other is not None:
-            rtol, atol = (_RTOL, _ATOL) if other.is_floating_point() else (0, 0)
-            torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)

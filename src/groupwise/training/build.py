@@ -43,9 +43,7 @@ from groupwise.policies.recurrent import RecurrentActorCritic
 from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError, film, film_group
 from groupwise.seeding import derive_seed
-from groupwise.speed import control as compile
-from groupwise.speed import control as rollouts
-from groupwise.speed.control import flat_adam
+from groupwise.speed.control import WORTH_STEPS, compiled_gradient, flat_adam
 from groupwise.training.callbacks import (
     CheckSamplerMismatch,
     Evaluate,
@@ -553,10 +551,12 @@ def build_components(
     longest = collection.horizon or longest  # in units, where the loss divides by it
     changed = with_max_length(changed, None if longest is None else longest * policy.num_units)
     cfg = cfg.model_copy(update={"algorithm": changed})
-    of_algorithm, of_collector = fast_paths(cfg, engine.world_size)
-    algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"), **of_algorithm)
+    fast, seed = fast_paths(cfg, engine.world_size), derive_seed(cfg.seed, "algorithm")
+    algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed, **fast)
     more_callbacks: tuple[Callback, ...] = ()
-    shared: dict[str, Any] = {"seed": cfg.seed, "rank": engine.rank, "actor": of_collector.pop("actor")}
+    shared: dict[str, Any] = {"seed": cfg.seed, "rank": engine.rank}
+    if cfg.algorithm.on_nonfinite != "stop":
+        shared["actor"] = lambda policy: acting_on_finite(policy.act)
     in_groups: dict[str, Any] = {"group_size": groups.size, "collection": collection}
     collector: Collector
     if make_collector is not None:
@@ -564,7 +564,7 @@ def build_components(
         collector, more_callbacks = make_collector(cfg, env, algorithm, engine, read=not restored, fit_normalizers=fit)
     elif groups.size == 1 or not isinstance(env, GroupEnv):
         if isinstance(env, TorchGroupEnv) and not policy.state_size:
-            collector = TorchVectorCollector(env, policy, **of_collector, **shared)
+            collector = TorchVectorCollector(env, policy, **shared)
         else:
             collector = VectorCollector(env, policy, **shared)
     elif collection.partial_groups == "complete":
@@ -574,7 +574,7 @@ def build_components(
             "collection.partial_groups='truncate' excludes credit.baseline='greedy'; fix: partial_groups='complete'"
         )
     elif isinstance(env, TorchGroupEnv):
-        collector = TorchGroupCollector(env, policy, **of_collector, **in_groups, **shared)
+        collector = TorchGroupCollector(env, policy, **in_groups, **shared)
     else:
         raise ConfigError(
             f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
@@ -598,21 +598,11 @@ def build_components(
     return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, initialized, more_callbacks)
 
 
-def fast_paths(cfg: RunCfg, world_size: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the algorithm and the collector for speed: flat parameters and compiled code."""
-    stops = cfg.algorithm.on_nonfinite == "stop"
-    of_algorithm: dict[str, Any] = {}
-    of_collector: dict[str, Any] = {"actor": None if stops else lambda policy: acting_on_finite(policy.act)}
+def fast_paths(cfg: RunCfg, world_size: int = 1) -> dict[str, Any]:
+    """Arguments of the algorithm for speed: flat parameters and compiled updates."""
     if cfg.speed == "off":
-        return of_algorithm, of_collector
-    of_algorithm["optimizer"] = flat_adam
-    steps, rows = cfg.expected_steps(world_size), cfg.env.num_envs * world_size
-    elements = rows * cfg.algorithm.num_steps
+        return {}
+    elements = cfg.env.num_envs * world_size * cfg.algorithm.num_steps
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
-    if steps // elements * cfg.algorithm.num_epochs * minibatches >= compile.WORTH_STEPS:
-        of_algorithm["gradient"] = compile.compiled_gradient
-    if (
-        stops and steps // rows >= rollouts.WORTH_ROLLOUT_STEPS
-    ):  # otherwise actions are replaced on their way to the environment
-        of_collector["stepper"] = rollouts.compiled_stepper
-    return of_algorithm, of_collector
+    steps = cfg.expected_steps(world_size) // elements * cfg.algorithm.num_epochs * minibatches
+    return {"optimizer": flat_adam} | ({"gradient": compiled_gradient} if steps >= WORTH_STEPS else {})

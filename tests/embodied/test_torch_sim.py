@@ -180,8 +180,8 @@ def test_a_step_copies_nothing_to_the_host(double):
     [
         (LearningEnv, ["loses final observations: truncated episodes are valued by the observation before"]),
         (EmbodiChainEnv, ["loses final observations"]),
-        (IsaacLabEnv, ["loses final observations"]),
-        (partial(IsaacLabEnv, is_finite_horizon=True), ["flags no time_outs: every end counts"]),
+        (IsaacLabEnv, ["loses final observations", "sees 'critic', too, unless policy.actor_keys leaves it out"]),
+        (partial(IsaacLabEnv, is_finite_horizon=True), ["flags no time_outs: every end counts", "sees 'critic'"]),
         (RslRlEnv, ["loses final observations"]),
         (PlaygroundEnv, ["loses final observations"]),
         (ManiSkillEnv, []),
@@ -204,10 +204,19 @@ def test_groups_of_observations_are_chosen_by_name():
         gw.from_torch_sim(IsaacLabEnv(4), obs_groups=["actor"])
 
 
-@pytest.mark.parametrize("double", SEEDED)
-def test_members_share_their_start_by_seeds(double):
+class ForgetsStates(ManiSkillEnv):
+    def __init__(self, num_envs):
+        super().__init__(num_envs)
+        self.base_env.set_state_dict = lambda state, env_idx: None
+
+
+@pytest.mark.parametrize(
+    ("double", "mode"),
+    [(ManiSkillEnv, "native"), (ForgetsStates, "seed"), (LearningEnv, "seed"), (EmbodiChainEnv, "seed")],
+)
+def test_members_share_their_start_by_states_or_by_seeds(double, mode):
     groups = gw.from_torch_sim(double(4)).as_group_env()
-    assert groups.start_mode == groups.start_report.start_mode == "seed"
+    assert groups.start_mode == groups.start_report.start_mode == mode
     assert groups.start_report.start_varies
     first = flat(groups.start(EVERY, np.array([5, 5, 6, 6]), np.arange(4))).clone()
     assert first[0] == first[1] != first[2] == first[3]
@@ -244,8 +253,22 @@ def test_a_start_that_depends_on_the_row_is_refused():
             super().begin(rows, generator)
             self.position[rows] += 0.01 * rows[:, None]
 
-    with pytest.raises(GroupStartError, match=r"differ at the start, in 'obs' of row 1; fix: .*'none'"):
+    with pytest.raises(GroupStartError, match=r"seed: .*differ at the start, in 'obs' of row 1; fix: .*'none'"):
         gw.from_torch_sim(ByRow(4)).as_group_env()
+
+
+def test_a_start_that_depends_on_the_company_is_refused():
+    """The state of the leader is copied, so that only a start alone shows that it depends on the row."""
+    env = ManiSkillEnv(4)
+    begin = env.base_env.begin
+
+    def by_row(rows, generator=None):
+        begin(rows, generator)
+        env.base_env.position[rows] += 0.01 * rows[:, None]
+
+    env.base_env.begin = by_row
+    with pytest.raises(GroupStartError, match="native: a row of Push-v1 that starts alone starts apart; seed: "):
+        gw.from_torch_sim(env).as_group_env()
 
 
 @pytest.mark.parametrize("double", [IsaacLabEnv, RslRlEnv, PlaygroundEnv])
@@ -341,9 +364,10 @@ def test_algorithms_train_on_every_interface(double, tmp_path, capsys):
     assert "Group starts" not in err
     run = train(gw.from_torch_sim(double(8), start_mode="auto" if double in SEEDED else "none"), GRPO, 256, tmp_path)
     assert len(run.metrics()) >= 2
-    shown = "shared (seed), verified." if double in SEEDED else "not shared."
+    mode = "native" if double is ManiSkillEnv else "seed"
+    shown = f"shared ({mode}), verified." if double in SEEDED else "not shared."
     assert f"Group starts: {shown}" in capsys.readouterr().err
-    assert run.summary["start_mode"] == ("seed, verified" if double in SEEDED else "not shared")
+    assert run.summary["start_mode"] == (f"{mode}, verified" if double in SEEDED else "not shared")
 
 
 def test_a_callable_is_checked_and_makes_a_second_simulator_for_evaluation(tmp_path):

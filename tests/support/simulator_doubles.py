@@ -62,6 +62,9 @@ class LearningEnv(_Points):
         self.begin(torch.nonzero(success | late).squeeze(1), self._generator)
         return self.position, reward, success, late, {"success": success}
 
+    def close(self):
+        pass
+
 
 class EmbodiChainEnv(_Points):
     """As EmbodiChain's ``BaseEnv``: nested TensorDicts written in place, torch's global generator, ``reset_ids``."""
@@ -184,7 +187,7 @@ class PlaygroundEnv(_Points):
 
 
 class ManiSkillEnv(gymnasium.vector.VectorEnv):
-    """As ManiSkill's ``ManiSkillVectorEnv``: seeds per row, final observations, and starts from ``torch.rand``."""
+    """As ManiSkill's ``ManiSkillVectorEnv``: seeds per row, states, final observations, and starts from ``torch.rand``."""
 
     metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
 
@@ -226,6 +229,13 @@ class _ManiSkillBase(_Points):
     def observe(self):
         rgb = (127.5 * (self.position.clamp(-1, 1) + 1)).to(torch.uint8)[:, :, None].repeat(1, 2, 3)
         return {"agent": {"qpos": self.position.clone()}, "sensor_data": {"base": {"rgb": rgb}}}
+
+    def get_state_dict(self):
+        return {"actors": {"point": self.position.clone()}}
+
+    def set_state_dict(self, state, env_idx=None):
+        self.position = self.position.clone()
+        self.position[torch.arange(self.num_envs) if env_idx is None else env_idx] = state["actors"]["point"]
 
 
 DOUBLES = (LearningEnv, EmbodiChainEnv, IsaacLabEnv, RslRlEnv, PlaygroundEnv, ManiSkillEnv)

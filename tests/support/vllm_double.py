@@ -271,7 +271,7 @@ def _handler(double):
 def python_of_double(folder):
     """What runs as the Python of an environment with vLLM."""
     path, here = folder / "python", Path(__file__)
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent} exec {sys.executable} {here} "$@"\n')
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent}:{here.parents[2]}/src exec {sys.executable} {here} "$@"\n')
     path.chmod(0o755)
     return path
 

@@ -1,7 +1,9 @@
 """Simulators of others that step all their rows at once, with tensors in and out.
 
 One adapter for EmbodiChain, Isaac Lab's rsl_rl wrapper, ManiSkill's vector environment, mujoco_playground's rsl_rl wrapper,
-and rsl_rl's ``VecEnv``. All of them reset a row in the step in which its episode ends. A step copies nothing to the host.
+and rsl_rl's ``VecEnv``. All of them reset a row in the step in which its episode ends.
+
+A step copies nothing to the host. The adapter makes nothing up: its ``notes`` name what a simulator does not report.
 """
 
 import copy
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, TensorDict
-from groupwise.data.spaces import obs_spec
+from groupwise.data.spaces import obs_spec, subspaces
 from groupwise.envs.base import SUCCESS_KEYS, EnvStep, GroupEnv, GroupStartReport, Mask, Seeds, VectorEnv
 from groupwise.envs.starts import verify_group_start
 from groupwise.errors import EnvError, GroupStartError
@@ -27,6 +29,8 @@ from groupwise.seeding import derive_seed
 
 _ROW_OPTIONS = ("reset_ids", "env_ids", "env_idx")
 """Options of ``reset`` that name rows: EmbodiChain (which takes no unknown ones), its learning environments, ManiSkill."""
+_PRIVILEGED = ("critic", "privileged_state")
+"""Groups of observations that simulators mean for the critic alone."""
 
 
 def from_torch_sim(
@@ -40,8 +44,8 @@ def from_torch_sim(
     ``episode_length_buf``.
 
     Args:
-        start_mode: ``auto``: members of a group share their start, by seeded resets of single rows, which is checked by
-            trying. ``none``: they do not, and the run says so.
+        start_mode: ``auto``: members of a group share their start, by states (``get_state_dict``, ``set_state_dict``) or by
+            seeded resets of single rows, which is checked by trying. ``none``: they do not, and the run says so.
         obs_groups: entries of the observation to keep, such as ``["policy"]``; None: all.
 
     Raises:
@@ -99,6 +103,8 @@ class TorchSim(VectorEnv):
             notes.append(
                 f"{self.env_id} loses final observations: truncated episodes are valued by the observation before."
             )
+        if seen := [name for name in _PRIVILEGED if name in (subspaces(self.observation_space) or {})]:
+            notes.append(f"The actor of {self.env_id} sees {seen[0]!r}, too, unless policy.actor_keys leaves it out.")
         self.notes = tuple(notes)
 
     @torch.no_grad()
@@ -158,27 +164,47 @@ class TorchSim(VectorEnv):
         """The simulator as rows that start independently.
 
         Args:
-            verify: check by trying.
+            verify: check by trying, and take the best way that works; otherwise the best that the interface offers.
 
         Raises:
             GroupStartError: members cannot share their start, and ``start_mode`` is not ``none``.
         """
-        takes_seed = self._reset_takes is not None and "seed" in self._reset_takes and self.row_option is not None
-        env = TorchSimGroups(self, "seed" if takes_seed and self._start_mode == "auto" else "none")
+        modes: list[StartMode] = []
+        takes_seed = self._reset_takes is not None and "seed" in self._reset_takes
+        if self._start_mode == "auto" and self.row_option is not None and takes_seed:
+            has_states = hasattr(self._base, "get_state_dict") and hasattr(self._base, "set_state_dict")
+            modes = ["native", "seed"] if has_states else ["seed"]
         if self._start_mode == "none" or not verify:
-            return env
-        why = f"its reset takes no seed, or no rows (options {', '.join(_ROW_OPTIONS)})"
-        if takes_seed:
+            return TorchSimGroups(self, modes[0] if modes else "none")
+        reasons = []
+        for mode in modes:
+            env = TorchSimGroups(self, mode)
             try:
                 env.start_report = verify_group_start(env)
             except GroupStartError as error:
-                why = str(error).partition("; fix: ")[0].partition("cannot share a start: ")[2]
-            else:
+                reasons.append(f"{mode}: {str(error).partition('; fix: ')[0]}")
+                continue
+            # a row that starts alone must find the same start
+            every, last = np.ones(self.num_envs, dtype=np.bool_), np.arange(self.num_envs) == self.num_envs - 1
+            seeds = np.full(self.num_envs, derive_seed(0, "alone"), dtype=np.int64)
+            together = env.start(every, seeds, seeds)[:1]
+            if (together == env.start(last, seeds, seeds)[-1:]).all():
                 return env
+            reasons.append(f"{mode}: a row of {self.env_id} that starts alone starts apart")
+        why = "; ".join(reasons) or f"its reset takes no seed, or no rows (options {', '.join(_ROW_OPTIONS)})"
         raise GroupStartError(
             f"members of {self.env_id} cannot share a start: {why}; fix: ppo, or from_torch_sim(env, start_mode='none') "
             "for groups whose members start apart"
         )
+
+    def copy_rows(self, source: Sequence[int], target: Sequence[int]) -> Nested:
+        """Observations [N, ...] after copying the states of the ``source`` rows into the ``target`` rows."""
+        state = TensorDict(self._base.get_state_dict(), batch_size=[self.num_envs])
+        self._base.set_state_dict(state[self._index(source)].to_dict(), self._index(target))
+        index = torch.arange(self.num_envs, device=self.device)
+        index[self._index(target)] = self._index(source)
+        self._obs = self._obs[index]
+        return self._obs
 
     @cached_property
     @torch.no_grad()
@@ -279,7 +305,14 @@ class TorchSimGroups(GroupEnv):
     def start(self, mask: Mask, start_seed: Seeds, noise_seed: Seeds) -> Nested:
         """Observations [N, ...] after starting the rows of ``mask``. Noise after the start is the simulator's own."""
         rows, seeds = np.flatnonzero(mask), start_seed[mask]
-        if self.start_mode == "seed":
+        if self.start_mode == "native":
+            # a row is reset for each seed, and its state copied to the others of that seed
+            _, first, number = np.unique(seeds, return_index=True, return_inverse=True)
+            self._sim.restart(rows.tolist())
+            for row, seed in zip(rows[first].tolist(), seeds[first].tolist(), strict=True):
+                self._sim.restart([row], seed)
+            obs = self._sim.copy_rows(rows[first][number].tolist(), rows.tolist())
+        elif self.start_mode == "seed":
             for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
                 obs = self._sim.restart([row], seed)
         else:

@@ -100,7 +100,7 @@ def test_settings_of_credit_and_objective():
 PAIRS = ("grpo grpo", "rloo rloo", "embodichain embodichain", "sb3_process sb3_outcome", "sb3_process_deepseek grpo")
 
 
-@pytest.mark.parametrize(("credit", "objective"), map(str.split, PAIRS), ids=PAIRS)
+@pytest.mark.parametrize(("credit", "objective"), [*map(str.split, PAIRS)], ids=PAIRS)
 def test_one_update_equals_that_of_the_library(credit, objective):
     """Two groups of two episodes of three and two steps, once through SB3, once as a padded rollout."""
     rng = np.random.default_rng(0)

@@ -21,6 +21,23 @@ def test_gae_terminal_value_never_counts(after):
     torch.testing.assert_close(out, torch.tensor([[0.75, -1.0]]))
 
 
+@pytest.mark.parametrize(
+    ("value", "next_value", "terminated", "truncated", "expected"),
+    [
+        # truncated: A_1 = 1 + 0.5 * 4 - 2 = 1; A_0 = 1 + 0.5 * 2 - 1 + 0.25 * 1 = 1.25
+        pytest.param([1.0, 2.0], [2.0, 4.0], [0, 0], [0, 1], [1.25, 1.0], id="truncated"),
+        # unfinished: 1 + 0.5 * 4 - 2
+        pytest.param([2.0], [4.0], [0], [0], [1.0], id="unfinished"),
+        # 1 - 2
+        pytest.param([2.0], [4.0], [1], [1], [-1.0], id="both ends at once"),
+    ],
+)
+def test_gae_by_hand(value, next_value, terminated, truncated, expected):
+    rows = torch.ones(1, len(value)), torch.tensor([value]), torch.tensor([next_value])
+    out = gae(*rows, bools(terminated), bools(truncated), gamma=0.5, gae_lambda=0.5)
+    torch.testing.assert_close(out, torch.tensor([expected]))
+
+
 @settings(deadline=None)
 @given(seed=SEEDS, gamma=st.floats(0, 1), gae_lambda=st.sampled_from([0.0, 0.5, 1.0]))
 def test_gae_is_that_of_a_loop_over_each_row(seed, gamma, gae_lambda):

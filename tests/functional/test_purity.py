@@ -111,6 +111,19 @@ def test_writes_nothing_into_its_inputs(function, args, kw):
         assert torch.equal(x, copy)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("function", "args", "kw"), EVERY)
+def test_can_be_captured_in_a_cuda_graph(function, args, kw):
+    args = [x.cuda() if isinstance(x, torch.Tensor) else x for x in args]
+    kw = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in kw.items()}
+    expected = function(*args, **kw)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function(*args, **kw)
+    graph.replay()
+    torch.testing.assert_close(out, expected)
+
+
 def test_imports_torch_jaxtyping_and_the_standard_library_only():
     allowed = {"torch", "jaxtyping"} | sys.stdlib_module_names
     for path in Path(groupwise.functional.__path__[0]).glob("*.py"):

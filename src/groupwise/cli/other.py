@@ -151,7 +151,8 @@ def list_command(parser: Parser, argv: Sequence[str]) -> None:
     for entries in sections.values():
         entries[:] = [entry for entry in entries if wanted in " ".join(entry).lower().replace("_", "-")]
     if not any(sections.values()):
-        raise ConfigError(f"no entry contains {text!r}; presets: {', '.join(presets.objective_presets())}")
+        known = ", ".join(presets.objective_presets())
+        raise ConfigError(f"no entry contains {text!r}; presets: {known}; fix: search for a shorter word")
     width = shutil.get_terminal_size().columns
     wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     for title, entries in sections.items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested, Spec, TensorDict
-from groupwise.data.spaces import is_batched, obs_to_tensor
+from groupwise.data.spaces import is_batched, nested_action, obs_to_tensor
 
 if TYPE_CHECKING:
     from groupwise.engines import Engine
@@ -79,6 +79,10 @@ class Policy(nn.Module, ABC):
     """Keys of the rollout that ``evaluate`` reads."""
     action_spec: Spec
     """The policy's own action, as the rollout stores it."""
+    observation_space: Any
+    """Gymnasium space of one observation, which ``predict`` needs."""
+    action_space: Any
+    """Gymnasium space of one action, which ``predict`` needs."""
     value_modules: tuple[str, ...] = ("critic", "critic_encoder", "reward_normalizer")
     """Modules that only values and rewards need, which start fresh where other weights have none for them."""
 
@@ -96,13 +100,16 @@ class Policy(nn.Module, ABC):
 
         Raises:
             DataError: an observation that does not fit the policy's ``observation_space``.
+            TypeError: the policy has no ``observation_space`` or ``action_space``.
         """
-        space: Any = self.observation_space
+        if not hasattr(self, "observation_space") or not hasattr(self, "action_space"):
+            raise TypeError(f"{type(self).__name__} has no spaces; fix: set its observation_space and action_space")
+        space = self.observation_space
         batched = is_batched(space, obs)
         tensor: Any = obs_to_tensor(space, obs, self.device, batched=batched)
         own = self.act(tensor if batched else tensor.unsqueeze(0), deterministic).action
         array = self.env_action(own).cpu().numpy()
-        return array if batched else array[0]
+        return nested_action(self.action_space, array if batched else array[0])
 
     def player(self) -> Any:
         """A player of episodes that begin now, with the policy's ``act`` and ``predict``; a recurrent one keeps the hidden state."""

@@ -381,6 +381,9 @@ class Curve(str):
 class Frame(str):
     """A page, which a notebook shows in a frame."""
 
+    def __repr__(self) -> str:
+        return f"<page of {len(self):,} characters>"  # a notebook keeps this beside the page
+
     def _repr_html_(self) -> str:
         # without the base, links inside the page would lead to the notebook
         page = self.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)

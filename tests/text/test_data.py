@@ -126,14 +126,12 @@ def test_gym_mistakes_get_the_nearest_name(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*in the evaluation data")
-def test_overlap_sees_through_white_space():
+def test_overlap_sees_through_white_space_and_forms():
     train = [Example(text, {}) for text in ("a  b\n", "c", "a b c")]
     assert without_overlap(train, [Example("a b", {}), Example("d", {})]) == train[1:]
-    user, other, system = (
-        Example(({"role": role, "content": content},), {})
-        for role, content in (("user", " a b"), ("user", "a b"), ("system", "a b"))
-    )
-    assert without_overlap([user, train[1]], [other]) == [train[1]]
+    user, system = (Example(({"content": " a b", "role": role},), {}) for role in ("user", "system"))
+    assert without_overlap([user, train[1]], [Example("a b", {})]) == [train[1]]
+    assert without_overlap(train, [user]) == train[1:]
     assert without_overlap([user], [system]) == [user]
 
 

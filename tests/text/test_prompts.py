@@ -74,6 +74,14 @@ def test_conversations_need_a_template():
             encoder(tokenizer, **settings).encode(Example((USER,), {}))
 
 
+def test_an_empty_prompt_begins_with_the_token_that_texts_begin_with():
+    plain = tiny_tokenizer(chat=False)
+    assert encoder(plain).encode(Example("", {})) == [plain.bos_token_id]
+    plain.bos_token = None
+    with pytest.raises(DataError, match="an empty prompt has no tokens"):
+        encoder(plain).encode(Example("", {}))
+
+
 def test_a_prompt_does_not_end_unless_it_says_so():
     ending = tiny_tokenizer(chat=False)
     plain = ending("1+1=")["input_ids"]

@@ -210,6 +210,7 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
         ({"name": "server", "urls": []}, "has 0 urls and python='None'; fix: one of the two"),
         (settings(double, python="py"), "has 1 urls and python='py'; fix: one of the two"),
         ({"name": "server", "urls": ["localhost:8000"]}, "urls"),
+        ({"name": "server", "urls": ["http://localhost:99999"]}, "urls = 'http://localhost:99999': Port out of range"),
         (settings(double, args=["--enforce-eager"]), "are of a server that the run starts"),
     ]:
         with pytest.raises(gw.errors.ConfigError, match=message):

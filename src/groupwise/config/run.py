@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
@@ -266,6 +267,11 @@ class ServerGenerationCfg(GenerationCfg, name="server"):
             raise ValueError(
                 f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two"
             )
+        for url in self.urls:
+            try:
+                urlsplit(url).port  # noqa: B018  raises where it is too large
+            except ValueError as error:
+                raise ValueError(f"urls = {url!r}: {error}; fix: http://127.0.0.1:8000") from None
         if self.in_flight_updates and not self.max_staleness:
             raise ValueError(
                 "in_flight_updates=True and max_staleness=0: no rollout is in flight; fix: max_staleness=1"

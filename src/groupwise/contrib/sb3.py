@@ -109,7 +109,7 @@ def update_cfg(model: "GRPO") -> GRPOCfg:
     if callable(tree["clip_coef"]):
         tree["clip_coef"] = float(tree["clip_coef"](1.0))
     if model.shared_starts not in ("verify", "trust", "off"):
-        raise ConfigError(f"shared_starts is {model.shared_starts!r}, fix: pass 'verify', 'trust' or 'off'")
+        raise ConfigError(f"shared_starts is {model.shared_starts!r}; fix: 'verify', 'trust' or 'off'")
     if model.kl_ref_iterations is not None:
         tree["sync_ref_model"] = {"steps": model.kl_ref_iterations}
     for part, own in (("credit", ("credit",)), ("objective", OF_OBJECTIVE)):

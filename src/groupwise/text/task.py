@@ -120,10 +120,10 @@ def gym_examples(
 def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
     """The training examples, at least one, whose prompts are not held out but for white space. Warns of the others."""
 
-    def key(example: Example) -> str:
+    def key(example: Example) -> tuple[tuple[str, str], ...]:
         prompt = example.prompt
-        parts = [prompt] if isinstance(prompt, str) else [part for message in prompt for part in message.values()]
-        return " ".join(" ".join(parts).split())
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        return tuple((message["role"], " ".join(message["content"].split())) for message in messages)
 
     keys = {*map(key, held_out)}
     kept = [example for example in train if key(example) not in keys]
@@ -215,7 +215,9 @@ class PromptEncoder:
             end = self.tokenizer.eos_token
             if end is not None and ids[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(end):
                 ids = ids[:-1]  # some tokenizers end every text
-            return ids
+            if not ids and self.tokenizer.bos_token_id is None:
+                raise DataError("an empty prompt has no tokens, and the tokenizer no bos token; fix: a text")
+            return ids or [self.tokenizer.bos_token_id]
         from jinja2 import TemplateError
 
         prompt = example.prompt

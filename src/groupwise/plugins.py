@@ -22,11 +22,7 @@ _loaded: list[str] = []
 
 
 def register(kind: str, registry: dict[str, Made], name: str) -> Callable[[Made], Made]:
-    """Decorator: add to the registry.
-
-    Raises:
-        ConfigError: the name is taken, or missing.
-    """
+    """Decorator: add to the registry; a ``ConfigError`` if the name is taken, or missing."""
     require_name(kind, name)
 
     def add(made: Made) -> Made:
@@ -39,11 +35,7 @@ def register(kind: str, registry: dict[str, Made], name: str) -> Callable[[Made]
 
 
 def load(plugins: Sequence[Path]) -> None:
-    """Import the plugins of the command line.
-
-    Raises:
-        ConfigError: one is neither a Python file nor an installed module.
-    """
+    """Import the plugins of the command line; a ``ConfigError`` for what is neither a Python file nor a module."""
     _loaded.clear()
     for plugin in plugins:
         wrong = ConfigError(

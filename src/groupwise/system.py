@@ -71,11 +71,7 @@ def appending(path: Path) -> BufferedWriter:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add all of ``data`` to a file, or nothing.
-
-    Raises:
-        OSError: it is a link or a FIFO, or the disk is full.
-    """
+    """Add all of ``data`` to a file, or nothing; an ``OSError`` if it is a link or a FIFO, or the disk is full."""
     with appending(path) as file:
         if (written := os.write(file.fileno(), data)) < len(data):
             file.truncate(os.fstat(file.fileno()).st_size - written)

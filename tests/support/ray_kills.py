@@ -26,12 +26,7 @@ def parent(process):
 
 
 class Killer(threading.Thread):
-    """Kills a process after some iterations of a run, and sees when two further ones are there.
-
-    Args:
-        find: returns a process.
-        victim: the one to kill in its place.
-    """
+    """Kills the process that ``find`` returns, or its ``victim``, after some iterations of a run, and sees two later ones."""
 
     def __init__(self, path, iterations, find, victim=lambda process: process):
         super().__init__(daemon=True)

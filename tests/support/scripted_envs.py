@@ -45,12 +45,8 @@ class ScriptedEnv(gymnasium.Env):
 
 
 class ScriptedGroupEnv(GroupEnv):
-    """Episode ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1.
-
-    Args:
-        rewards: of every step of episode ``k``.
-        fails: episode ``k`` raises an error at its step ``fails[k]`` (the first is 1).
-    """
+    """Episode ``k`` (in order of starting) lasts ``lengths[k]`` steps; observes 10 * k + steps taken; reward 1, or ``rewards[k]``.
+    It raises an error at its step ``fails[k]`` (the first is 1)."""
 
     start_mode = "native"
     start_report = CHECKED

@@ -17,13 +17,8 @@ class Unread(dict):
 
 
 class Touch(gymnasium.Env):
-    """Lasts ``length`` steps. The goal is touched exactly while the last action is 1, and the reward is its flag.
-
-    Args:
-        key: of the flag in the info; None for a task that does not tell.
-        kind: type of the flag.
-        sealed: the info may only be read at the end.
-    """
+    """Lasts ``length`` steps. The goal is touched exactly while the last action is 1, and the reward is its flag, of type
+    ``kind`` under ``key`` of the info, unless that is None. An info that is ``sealed`` may only be read at the end."""
 
     observation_space = gymnasium.spaces.Box(0, 10, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)

@@ -205,6 +205,13 @@ def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp
     assert same_weights(again, whole)
 
 
+def test_tokens_that_the_policy_did_not_write_stop_the_run(model, double, tmp_path):
+    double.faults[double.generate_path] = ["shifted"] * 100
+    sharp = {"sampling": {"max_new_tokens": 4, "temperature": 0.05}}
+    with pytest.raises(gw.errors.SamplerMismatchError, match="sampler and trainer differ"):
+        train(copying(), model, tmp_path / "run", generation=settings(double), **sharp)
+
+
 def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
     for generation, message in [
         ({"name": "server", "urls": []}, "has 0 urls and python='None'; fix: one of the two"),

@@ -76,11 +76,7 @@ class Collector(ABC):
         self.recent.extend(self.finished)
 
     def calling(self, hook: StepHook) -> AbstractContextManager[None]:
-        """Call ``hook`` with actions and outcome of every step, until the context ends.
-
-        Raises:
-            ConfigError: there are no environments.
-        """
+        """Call ``hook`` after every step, until the context ends; a ``ConfigError`` if there are no environments."""
         raise ConfigError("on_step is called for steps of environments, and there are none; fix: on_rollout_end")
 
     @abstractmethod
@@ -99,11 +95,7 @@ class Collector(ABC):
         return ""
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
-        """Each token as text.
-
-        Raises:
-            ConfigError: actions are no tokens.
-        """
+        """Each token as text; a ``ConfigError`` if actions are no tokens."""
         raise ConfigError("actions of environments are no tokens; fix: a text task")
 
     def metrics(self) -> dict[str, float]:

@@ -57,11 +57,7 @@ def objective_presets() -> dict[str, ObjectivePreset]:
 
 
 def objective_preset(name: str) -> ObjectivePreset:
-    """The preset of that name.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
+    """The preset of that name; an ``UnknownNameError`` if there is none."""
     if name not in objective_presets():
         raise UnknownNameError("preset", name, ["auto", *objective_presets()])
     return objective_presets()[name]

@@ -206,11 +206,7 @@ def options(action_space: Any) -> list[int]:
 
 
 def has_mask(observation_space: Any, action_space: Any) -> bool:
-    """Whether observations say which actions are allowed.
-
-    Raises:
-        ConfigError: their mask is of another size than the actions.
-    """
+    """Whether observations say which actions are allowed; a ``ConfigError`` if their mask is of another size."""
     if space_kind(observation_space) != "dict" or KEY not in observation_space.spaces or not options(action_space):
         return False
     shape, size = observation_space[KEY].shape or (), sum(options(action_space))
@@ -232,11 +228,7 @@ def allowed_logits(logits: Float[Tensor, "*batch option"], mask: Tensor) -> Floa
 
 
 def check(mask: Any, action_space: Any, where: str = "obs", *, error: type[GroupwiseError] = DataError) -> None:
-    """Refuse a mask, or a batch of them, that leaves a choice no option.
-
-    Raises:
-        DataError: or another ``error``; names the mask.
-    """
+    """Refuse a mask, or a batch of them, that leaves a choice no option, by a ``DataError`` or another ``error``."""
     rows = (torch.as_tensor(mask) != 0).reshape(-1, sum(options(action_space)))
     open_choices = [part.any(dim=-1) for part in torch.split(rows, options(action_space), dim=-1)]
     closed = ~torch.stack(open_choices).all(dim=0)

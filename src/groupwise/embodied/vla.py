@@ -124,11 +124,7 @@ class PretrainedModel(nn.Module):
         self.proprio = nn.Linear(proprio, self.width)
 
     def forward(self, obs: TensorDict, queries: Float[Tensor, "query feature"]) -> Float[Tensor, "batch query feature"]:
-        """Last hidden states of the queries.
-
-        Raises:
-            DataError: an instruction that is not UTF-8.
-        """
+        """Last hidden states of the queries; a ``DataError`` for an instruction that is not UTF-8."""
         network = self.model.get_base_model() if self.has_adapters else self.model
         images = [list(views) for views in obs["image"].cpu().numpy()]
         try:

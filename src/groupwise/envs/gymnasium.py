@@ -244,11 +244,7 @@ class RandomNoops(gymnasium.Wrapper):
 
 
 def with_masks(env: gymnasium.Env, cfg: EnvCfg) -> gymnasium.Env:
-    """The environment with its masks in the observation, if it has any.
-
-    Raises:
-        EnvError: ``cfg.action_masks`` requires masks of actions that are not discrete.
-    """
+    """The environment with its masks in the observation, if any; an ``EnvError`` if masked actions are not discrete."""
     if cfg.action_masks and not options(env.action_space):
         raise EnvError(
             f"env.action_masks is for Discrete and MultiDiscrete actions, and those of {cfg.id} are {env.action_space}; "

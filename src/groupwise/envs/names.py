@@ -23,11 +23,7 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def import_package(env_id: str) -> None:
-    """Import the package that registers environments of this kind, if one is known.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Import the package that registers environments of this kind; a ``MissingExtraError`` if it is not installed."""
     prefix = next((prefix for prefix in _PACKAGES if env_id.startswith(prefix)), None)
     if prefix is not None:
         require_package(prefix)

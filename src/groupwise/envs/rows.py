@@ -201,11 +201,7 @@ class LocalRows:
 
 
 def logged(info: Mapping[str, Any], keys: Sequence[str]) -> list[float]:
-    """The numbers of ``env.log_info`` in the info of an episode's last step.
-
-    Raises:
-        EnvError: an entry is missing there, or is no number.
-    """
+    """The numbers of ``env.log_info`` in an episode's last info; an ``EnvError`` if one is missing, or no number."""
     numbers = []
     for key in keys:
         if key not in info:
@@ -233,11 +229,7 @@ def explained_step(error: Exception, env_id: str) -> Exception:
 
 
 def layout_of(cfg: RowCfg) -> Layout:
-    """Layout for rows of ``cfg``.
-
-    Raises:
-        UnsupportedSpaceError: such observations cannot be stored.
-    """
+    """Layout for rows of ``cfg``; an ``UnsupportedSpaceError`` if observations cannot be stored."""
     leaves = {obs_name(path): obs_spec(leaf) for path, leaf in leaf_spaces(cfg.observation_space).items()}
     layout: Layout = {name: (spec.shape, str(spec.dtype).removeprefix("torch.")) for name, spec in leaves.items()}  # type: ignore[union-attr]
     layout |= {name: ((), _DTYPES.get(name, "bool")) for name in OUTCOMES} | {"task": ((), _TASK)}

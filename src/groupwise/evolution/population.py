@@ -81,11 +81,7 @@ class Population:
 
     @classmethod
     def load(cls, path: Path | str) -> "Population":
-        """A population from its folder.
-
-        Raises:
-            RunFolderError: there is none, or it is damaged.
-        """
+        """A population from its folder; a ``RunFolderError`` if there is none, or it is damaged."""
         path = Path(path)
         try:
             tree = files.parse_json(files.read(path / FILE, files.MAX_VALUES))
@@ -209,11 +205,7 @@ def fitted(base: CommonCfg, path: str, value: Value) -> Value:
 
 
 def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any) -> CommonCfg:
-    """``base`` with these settings, by path, and other fields.
-
-    Raises:
-        ConfigError: they are not possible.
-    """
+    """``base`` with these settings, by path, and other fields; a ``ConfigError`` if they are not possible."""
     tree = base.model_dump(mode="json") | fields
     for path, value in settings.items():
         *tables, name = path.split(".")
@@ -229,11 +221,7 @@ def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any)
 
 
 def setting_at(base: CommonCfg, path: str) -> Any:
-    """The setting at a path.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The setting at a path; a ``ConfigError`` if there is none."""
     found: Any = base.model_dump(mode="json")
     for key in path.split("."):
         names = found if isinstance(found, dict) else {}

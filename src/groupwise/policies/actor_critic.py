@@ -512,11 +512,7 @@ class ActorCritic(Policy):
 
 @torch.no_grad()
 def _count_outputs(network: nn.Module, name: str, num_inputs: int, allowed: tuple[int, ...]) -> int:
-    """How many outputs a custom network gives, found by running it once.
-
-    Raises:
-        ConfigError: it gives another number than ``allowed``.
-    """
+    """How many outputs a custom network gives, found by running it once; a ``ConfigError`` if not as ``allowed``."""
     parameter = next(network.parameters(), torch.empty(0))
     shape = network.eval()(torch.zeros(2, num_inputs, device=parameter.device)).shape
     if shape not in [(2, width) for width in allowed]:

@@ -144,11 +144,7 @@ class RecurrentActorCritic(ActorCritic):
         return RecurrentPlayer(self)
 
     def _step(self, obs: Nested) -> tuple[Tensor, Tensor | None, Tensor]:
-        """``_follow`` for one more observation of each row.
-
-        Raises:
-            DataError: observations without states.
-        """
+        """``_follow`` for one more observation of each row; a ``DataError`` if it has no state."""
         if isinstance(obs, Tensor) or "state" not in obs:
             raise DataError(
                 "a recurrent policy acts on an observation and its state, got an observation alone; fix: policy.player(), "

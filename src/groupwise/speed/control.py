@@ -59,11 +59,7 @@ class FlatAdam:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero, in place.
-
-        Raises:
-            ConfigError: parameters were moved, converted or replaced since.
-        """
+        """Set all gradients to zero, in place; a ``ConfigError`` if parameters were moved or replaced since."""
         if [parameter.data_ptr() for parameter in self.parameters] != self._places:
             raise ConfigError(
                 "parameters of the policy were moved, converted or replaced after the algorithm was built; fix: do it before"

@@ -82,11 +82,7 @@ class UserObjects(NamedTuple):
 
     @classmethod
     def again(cls, objects: Mapping[str, Any]) -> "UserObjects":
-        """The objects by name, when a run is loaded or resumed.
-
-        Raises:
-            ConfigError: one is no object of a run, but perhaps a setting.
-        """
+        """The objects by name, when a run is loaded or resumed; a ``ConfigError`` for what is no object of a run."""
         for name, value in objects.items():
             if name not in (*cls._fields, *RunCfg.model_fields, *TextRunCfg.model_fields):
                 raise ConfigError(
@@ -165,11 +161,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that a config names.
-
-    Raises:
-        ConfigError: the settings require a GPU and there is none.
-    """
+    """The device that a config names; a ``ConfigError`` if that is a GPU and there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -459,11 +451,7 @@ class EnvComponents(Components):
 
 
 def algorithm_class(cfg: AlgorithmCfg) -> type[BaseAlgorithm]:
-    """The algorithm that was registered with these settings, or a built-in one.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The algorithm that was registered with these settings, or a built-in one; a ``ConfigError`` if there is none."""
     if cfg.algorithm is not None:
         return cfg.algorithm
     for kind, algorithm in ((GRPOCfg, GRPO), (PPOCfg, PPO)):
@@ -473,11 +461,7 @@ def algorithm_class(cfg: AlgorithmCfg) -> type[BaseAlgorithm]:
 
 
 def policy_class(cfg: AnyPolicyCfg) -> type[Policy]:
-    """The policy that was registered with these settings, or a built-in one.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The policy that was registered with these settings, or a built-in one; a ``ConfigError`` if there is none."""
     if cfg.policy is not None:
         return cfg.policy
     if isinstance(cfg, RecurrentCfg):

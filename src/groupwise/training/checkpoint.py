@@ -269,11 +269,7 @@ def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -
 
 
 def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
-    """Restore the state of a run.
-
-    Raises:
-        CheckpointError: an entry is missing or of another type or shape.
-    """
+    """Restore the state of a run; a ``CheckpointError`` if an entry is missing, or of another type or shape."""
     try:
         _check_like(state, run.state_dict() | {"callbacks": None}, "state")
         _counts_of(state)

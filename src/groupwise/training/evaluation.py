@@ -94,11 +94,7 @@ class EvaluationResult:
         return found
 
     def score(self, metric: EvaluationMetric) -> float:
-        """The mean return or the success rate.
-
-        Raises:
-            EnvError: it is the success rate, and the environment does not say.
-        """
+        """The mean return or the success rate; an ``EnvError`` if the environment does not say the latter."""
         if metric == "return":
             return self.return_mean
         if self.success_rate is None:

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
-    """The user's callbacks.
-
-    Raises:
-        ConfigError: they are no list, or one is no ``Callback``.
-    """
+    """The user's callbacks; a ``ConfigError`` if they are no list, or one is no ``Callback``."""
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks = {callbacks!r:.80}: expected a list; fix: callbacks=[...]")
     for callback in callbacks:

@@ -80,6 +80,8 @@ class Runs:
             try:
                 before()
                 train(self.kind, path, self.folder / "model")
+            except KeyboardInterrupt:
+                os._exit(130)
             except BaseException as error:
                 print(f"{type(error).__name__}: {error}", flush=True)
                 os._exit(1)
@@ -100,7 +102,10 @@ class Runs:
         """The same for three kills or signals of one run."""
         path = self.folder / f"moment_{rng.random()}"
         for number in (signal.SIGKILL, rng.choice(STOP), rng.choice(STOP)):
-            self.start(path, number, rng.uniform(0, self.duration))
+            since = time.monotonic()
+            code = self.start(path, number, rng.uniform(0, self.duration))
+            if number != signal.SIGKILL and (code not in (0, 130, -number) or time.monotonic() - since > 90):
+                return f"signal {number} ended it by {code} after {time.monotonic() - since:.0f} s"
         return self.continued(path)
 
     def continued(self, path):

@@ -35,16 +35,17 @@ class Script:
     Args:
         args: what follows in ``sys.argv``.
         ranks: processes, which find each other as under torchrun.
+        pictures: whether runs draw them.
     """
 
-    def __init__(self, script, *args, folder=None, ranks=1):
+    def __init__(self, script, *args, folder=None, ranks=1, pictures=False):
         self._folder = tempfile.TemporaryDirectory(prefix="script-")
         self._out = Path(self._folder.name)
         port = _free_port()
         environments = [_rank(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
         argv = ["script", *map(str, args)]
         self.processes = [
-            CONTEXT.Process(target=_run, args=(script, argv, folder, env, self._out / str(rank)))
+            CONTEXT.Process(target=_run, args=(script, argv, folder, env, self._out / str(rank), pictures))
             for rank, env in enumerate(environments)
         ]
         for process in self.processes:
@@ -88,13 +89,14 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-def _run(script, argv, folder, env, out):
+def _run(script, argv, folder, env, out, pictures):
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(env)
     warnings.simplefilter("error")
     warnings.filterwarnings("default", module="torch.distributed")
-    without_pictures(pytest.MonkeyPatch())
+    if not pictures:
+        without_pictures(pytest.MonkeyPatch())
     if folder is not None:
         os.chdir(folder)
     sys.argv = argv

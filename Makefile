@@ -19,23 +19,23 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing groupwise into $(VENV) (the first time takes a minute or two)"
+	@echo "installing groupwise into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e .
 	@touch $@
 
 $(VENV)/.text: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing groupwise and what language models need into $(VENV) (the first time takes a minute or two)"
+	@echo "installing groupwise and what language models need into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e '.[text]'
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.robots: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing groupwise and what robot arms need into $(VENV) (the first time takes a minute or two)"
+	@echo "installing groupwise and what robot arms need into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e '.[robots]'
 	$(PIP) --no-deps metaworld==3.1.1  # it pins an old MuJoCo, but runs on newer ones
 	@touch $@ $(VENV)/.core
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing groupwise and its development tools into $(VENV) (the first time takes a minute or two)"
+	@echo "installing groupwise and its development tools into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,mujoco-warp,robots,text,quant,track,sb3,export,ray,view,optuna]'
 	$(PIP) --no-deps metaworld==3.1.1  # it pins an old MuJoCo, but runs on newer ones
 	@touch $@ $(VENV)/.core

@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default="runs/ray_tune")
     args = parser.parse_args()
 
-    asha = tune.schedulers.ASHAScheduler(
-        time_attr="env_steps", max_t=args.total_steps, grace_period=args.total_steps // 5
-    )
+    # a trial that the scheduler ends loses the iteration it is in, so runs end by themselves, before ``max_t``
+    grace_period = args.total_steps // 5
+    asha = tune.schedulers.ASHAScheduler(time_attr="env_steps", max_t=10**12, grace_period=grace_period)
     results = tune.Tuner(
         train,
         param_space={"learning_rate": tune.loguniform(1e-5, 1e-1), "total_steps": args.total_steps},

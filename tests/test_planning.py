@@ -239,10 +239,7 @@ def test_passes_by_hand(llama):
             "activations of 128 tokens": fixed + 128 * of_token,
             "logits and gradient of the head": 4 * (3 * CHUNK_ELEMENTS + 2 * 128 * 32 + HEAD),
         },
-        "generation": {
-            "cache of 8 completions": 8 * 16 * 64 * 4,
-            "weights for decoding": 4 * BODY + 4 * HEAD,
-        },
+        "generation": {"cache of 8 completions": 8 * 16 * 64 * 4, "weights for decoding": 4 * BODY + 4 * HEAD},
     }
     assert planned(cfg, gpus=2).passing["sum over ranks"] == {"gradients, in one tensor": 4 * ALL}
     assert "generation" not in planned(settings(llama, generation={"name": "server"})).passing

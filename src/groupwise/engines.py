@@ -85,22 +85,19 @@ class Engine:
 # Data-parallel training under torchrun: one process per rank, each with its own environments
 
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Torch's backends, by type of device. With a GPU tensors of the host are exchanged, too (``cpu_offload``)."""
-
-
 class DistributedEngine(Engine):
     """Sums over the ranks of torch's default process group.
 
     Args:
         device: type of the tensors to be summed, "cpu" or "cuda".
         timeout: seconds that an exchange may take.
+        cpu_offload: tensors in the host's memory are exchanged, too.
     """
 
-    def __init__(self, device: str, timeout: float) -> None:
+    def __init__(self, device: str, timeout: float, *, cpu_offload: bool = False) -> None:
         self.device = device
         if not dist.is_initialized():  # Ray Train does
-            dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout))
+            dist.init_process_group(backend_of(device, cpu_offload), timeout=timedelta(seconds=timeout))
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -136,6 +133,11 @@ class DistributedEngine(Engine):
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def backend_of(device: str, cpu_offload: bool) -> str:
+    """Torch's backend for tensors on the device; with ``cpu_offload`` also for those in the host's memory."""
+    return "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
 
 
 def from_environment(

@@ -94,7 +94,7 @@ def warning_if_unwritable(what: object) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path, limit: int, *, follow: bool = False) -> Iterator[BufferedReader]:
-    """A file, open for reading; a ``ValueError`` if it is no regular file, or too large.
+    """A file, open for reading; an ``OSError`` if there is none, a ``ValueError`` if it is a link, not regular or too large.
 
     Args:
         limit: the most bytes that it may have.

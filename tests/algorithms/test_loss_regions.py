@@ -4,13 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_updates import (
-    EVERY,
-    REGIONS,
-    make_policy,
-    make_rollout,
-    updated,
-)
+from objective_updates import EVERY, REGIONS, make_policy, make_rollout, updated
 
 from groupwise.algorithms.losses import Counts, policy_loss, policy_ratio
 from groupwise.config.algorithm import ObjectiveCfg

@@ -132,8 +132,7 @@ def test_vespo_weights_fade_to_zero_on_both_sides(log_ratio):
 
 
 @pytest.mark.parametrize(
-    ("advantage", "objective"),
-    [(1.0, [2.105074, 1.819225, 2.346333]), (-1.0, [-2.009826, -1.724038, -2.250739])],
+    ("advantage", "objective"), [(1.0, [2.105074, 1.819225, 2.346333]), (-1.0, [-2.009826, -1.724038, -2.250739])]
 )
 def test_sapo_golden(advantage, objective):
     assert_near(sapo_loss(RATIO, torch.full((3,), advantage), 1.0, 1.05), [-x for x in objective])

@@ -7,10 +7,7 @@ import pytest
 import torch
 from small_updates import ACT, GRPO_SHAPES, OBS, build, make_policy, make_rollout, parameters, updated
 
-from groupwise.config.algorithm import (
-    CreditCfg,
-    ObjectiveCfg,
-)
+from groupwise.config.algorithm import CreditCfg, ObjectiveCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import transition_view
 from groupwise.errors import ConfigError, DataError, UnknownNameError

@@ -139,10 +139,7 @@ def test_rewards_in_another_order_are_equal_returns():
     assert not rollout["loss_mask"].any()
 
 
-@pytest.mark.parametrize(
-    ("budget", "groups", "skipped"),
-    [(0.0, 2, 1), (0.3, 2, 1), (0.5, 3, 2), (2.0, 4, 2)],
-)
+@pytest.mark.parametrize(("budget", "groups", "skipped"), [(0.0, 2, 1), (0.3, 2, 1), (0.5, 3, 2), (2.0, 4, 2)])
 def test_resampling_goes_on_until_informative_groups_fill_the_budget(budget, groups, skipped):
     # Two rows, groups of two, budget 2 * 3 = 6, all episodes last 2 steps: 4 steps a group. Groups 0 and 2 earn the same,
     # groups 1, 3, 4, ... do not. Without more steps: group 0 (4 steps, skipped), group 1 (8 >= 6). With half as many

@@ -18,11 +18,7 @@ def made(env, num_envs, num_steps, *, in_torch, seed=0, actor_only=False, **cfg)
     settings = gw.PolicyCfg(hidden_sizes=(8,), **cfg)
     policy = gw.ActorCritic(env.observation_space, env.action_space, settings, actor_only=actor_only)
     buffer = gw.RolloutBuffer(
-        num_envs,
-        num_steps,
-        obs_spec=env.obs_spec,
-        action_spec=policy.action_spec,
-        value=not actor_only,
+        num_envs, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=not actor_only
     )
     if not in_torch:
         return gw.VectorCollector(env, policy, seed=seed), buffer

@@ -17,10 +17,7 @@ def _in_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def runs() -> list[Path]:
-    return [
-        write_seeds(Path("g"), (4.0, 8.0, 12.0)),
-        write_seeds(Path("p"), (1.0, 2.0, 3.0), algorithm="ppo"),
-    ]
+    return [write_seeds(Path("g"), (4.0, 8.0, 12.0)), write_seeds(Path("p"), (1.0, 2.0, 3.0), algorithm="ppo")]
 
 
 def test_runs_that_differ_in_their_seed_are_one_method(runs):

@@ -11,10 +11,7 @@ from groupwise.errors import DataError, UnsupportedSpaceError
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 NESTED = spaces.Dict(
-    {
-        "pos": BOX,
-        "more": spaces.Tuple((spaces.Discrete(4, start=2), spaces.Dict({"bits": spaces.MultiBinary((2, 2))}))),
-    }
+    {"pos": BOX, "more": spaces.Tuple((spaces.Discrete(4, start=2), spaces.Dict({"bits": spaces.MultiBinary((2, 2))})))}
 )
 LEAVES = {
     "float32": (BOX, (3,), torch.float32),

@@ -183,11 +183,7 @@ def test_the_temperature_divides_the_logits_of_sampling_and_training():
 
 @pytest.mark.parametrize(
     ("unit", "num_units", "executed"),
-    [
-        ("token", C * A, [[1, 1, 0, 0, 0, 0], [1] * 6]),
-        ("action", C, [[1, 0, 0], [1, 1, 1]]),
-        ("chunk", 1, [[1], [1]]),
-    ],
+    [("token", C * A, [[1, 1, 0, 0, 0, 0], [1] * 6]), ("action", C, [[1, 0, 0], [1, 1, 1]]), ("chunk", 1, [[1], [1]])],
 )
 def test_units_are_sums_of_tokens_and_masked_where_actions_were_not_executed(unit, num_units, executed):
     obs, tokens, policy = observations(), make_policy(), make_policy(unit=unit)

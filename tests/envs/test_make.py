@@ -153,8 +153,7 @@ def test_a_step_limit_of_the_config_cuts_episodes(cfg, env, grouped):
 
 
 @pytest.mark.parametrize(
-    ("setting", "asked"),
-    [({"num_random_noops": 3}, {}), ({"start_mode": "seed"}, {}), ({}, {"reward_parts": ("x",)})],
+    ("setting", "asked"), [({"num_random_noops": 3}, {}), ({"start_mode": "seed"}, {}), ({}, {"reward_parts": ("x",)})]
 )
 def test_what_the_vectorised_version_cannot_do_is_done_in_single_environments_or_refused(setting, asked):
     env = make_env(EnvCfg(num_envs=2, **setting), grouped=True, verify=False, **asked)

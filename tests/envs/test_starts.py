@@ -72,8 +72,7 @@ def choose(env, wanted="auto", **settings):
 
 
 @pytest.mark.parametrize(
-    ("env", "expected"),
-    [(Noisy, "seed"), (Own, "snapshot"), (Locked, "seed"), (SharedMemory, "snapshot")],
+    ("env", "expected"), [(Noisy, "seed"), (Own, "snapshot"), (Locked, "seed"), (SharedMemory, "snapshot")]
 )
 def test_the_best_way_that_works_is_taken_without_a_word(env, expected):
     assert choose(env).start_mode == expected
@@ -234,8 +233,7 @@ def rows_of(env=Noisy, num_envs=3, tier="seed", kind=RowsGroupEnv):
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize(
-    ("env", "start_varies", "noise_varies"),
-    [(Noisy, True, True), (Calm, True, False), (AlwaysThere, False, False)],
+    ("env", "start_varies", "noise_varies"), [(Noisy, True, True), (Calm, True, False), (AlwaysThere, False, False)]
 )
 def test_an_honest_environment_passes_and_is_described(env, num_envs, start_varies, noise_varies):
     report = verify_group_start(rows_of(env, num_envs))

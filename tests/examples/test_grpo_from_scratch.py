@@ -131,10 +131,7 @@ def test_members_share_the_start_alone_and_ends_of_episodes_are_padded():
     ("found", "expected"),
     [
         (lambda: scratch.returns(pair()[0], 0.5), [[1.5, 1.0, 2.0], [0.5, 1.0, 0.0]]),
-        (
-            lambda: scratch.return_to_go(*pair(), 1.0),
-            [[1.603567, 0.267261, 0.267261], [-1.069045, -1.069045, 0.0]],
-        ),
+        (lambda: scratch.return_to_go(*pair(), 1.0), [[1.603567, 0.267261, 0.267261], [-1.069045, -1.069045, 0.0]]),
         (lambda: scratch.per_step(*pair(), 1.0), [[1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]]),
         (lambda: scratch.leave_one_out(*pair(), 1.0), [[2.0, 1.0, 2.0], [-2.0, -1.0, 0.0]]),
     ],

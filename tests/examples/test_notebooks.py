@@ -15,8 +15,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "examples/notebooks"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "steps", "pictures"),
-    [("control", 1_000, {"image/png", "image/gif"}), ("text", 500, set())],
+    ("name", "steps", "pictures"), [("control", 1_000, {"image/png", "image/gif"}), ("text", 500, set())]
 )
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own
 def test_a_notebook_runs_and_shows_its_run(name, steps, pictures, tmp_path, monkeypatch):

@@ -10,11 +10,7 @@ import torch
 from shapes import CHECKED_CALLS
 
 import groupwise.functional
-from groupwise.functional import (
-    advantages,
-    kl,
-    reduce,
-)
+from groupwise.functional import advantages, kl, reduce
 
 torch.manual_seed(0)
 X, Y, Z = torch.randn(3, 4, 6)

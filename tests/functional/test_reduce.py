@@ -211,11 +211,7 @@ def test_loss_does_not_depend_on_ranks(two_ranks, aggregation, seed, cut):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_weights_do_not_depend_on_padding_or_packing(aggregation):
     # two episodes of 2 and 3 elements: padded left, padded right, or both in one row
-    layouts = {
-        "left": [[-1, 0, 0], [1, 1, 1]],
-        "right": [[0, 0, -1], [1, 1, 1]],
-        "packed": [[0, 0, 1, 1, 1]],
-    }
+    layouts = {"left": [[-1, 0, 0], [1, 1, 1]], "right": [[0, 0, -1], [1, 1, 1]], "packed": [[0, 0, 1, 1, 1]]}
     weights = []
     for ids in map(torch.tensor, layouts.values()):
         weights.append(loss_weights(ids >= 0, ids, 2, aggregation, max_length=3)[ids >= 0])

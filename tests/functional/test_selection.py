@@ -220,10 +220,7 @@ def test_groups_have_no_variance_if_no_part_of_their_score_has():
 
 def test_nothing_to_look_at_gives_zero():
     x, none, ids = torch.full((3,), NAN), torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
-    for out in (
-        explained_variance(x, x, none),
-        zero_variance_groups(x, ids, 1, none),
-    ):
+    for out in (explained_variance(x, x, none), zero_variance_groups(x, ids, 1, none)):
         assert out.shape == ()
         assert out.item() == 0.0
 

@@ -245,13 +245,7 @@ def test_entropy_is_the_mean_surprise(name):
 
 
 @pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Text(3),
-        spaces.Graph(BOX, None),
-        spaces.Sequence(BOX),
-        spaces.Box(0, 5, (2,), np.int64),
-    ],
+    "space", [spaces.Text(3), spaces.Graph(BOX, None), spaces.Sequence(BOX), spaces.Box(0, 5, (2,), np.int64)]
 )
 def test_unsupported_space_says_what_to_do(space):
     with pytest.raises(UnsupportedSpaceError, match=r"supported: Discrete.*fix: wrap") as error:

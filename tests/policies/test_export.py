@@ -31,10 +31,7 @@ SEEN = ("arm", "goal", "tool")
 """Entries that the actor of "nested" reads."""
 
 
-SETTINGS = {
-    "image": gw.PolicyCfg(normalize_obs=True),
-    "nested": gw.PolicyCfg(normalize_obs=True, actor_keys=SEEN),
-}
+SETTINGS = {"image": gw.PolicyCfg(normalize_obs=True), "nested": gw.PolicyCfg(normalize_obs=True, actor_keys=SEEN)}
 
 
 def policy(kind: str) -> Any:

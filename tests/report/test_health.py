@@ -184,8 +184,7 @@ def test_a_reward_beside_a_far_larger_one_is_found_but_none_that_is_learned(part
 
 
 @pytest.mark.parametrize(
-    ("ratios", "verdict"),
-    [([1.0] * 100, "good"), ([0.9, 1.1] * 50 + [5.0], "good"), ([1.0] * 90 + [5.0] * 10, "look")],
+    ("ratios", "verdict"), [([1.0] * 100, "good"), ([0.9, 1.1] * 50 + [5.0], "good"), ([1.0] * 90 + [5.0] * 10, "look")]
 )
 def test_ratios_far_from_one_are_found(ratios, verdict):
     assert on_groups(ratio=ratios).verdict == verdict

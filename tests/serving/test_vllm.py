@@ -21,10 +21,7 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedGenerator
 
 PYTHON = os.environ.get("GROUPWISE_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="run by make test-vllm"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = [pytest.mark.skipif(not PYTHON, reason="run by make test-vllm"), pytest.mark.timeout(1200)]
 PROMPTS = [[5, 6, 7], [9, 8], [4, 10, 11, 12, 13, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 4, 5, 6, 7]]
 SEEDS = torch.arange(100, 124).view(3, 8)
 CLOSE = 1e-5

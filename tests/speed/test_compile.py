@@ -76,8 +76,7 @@ def test_what_is_no_function_of_the_micro_batch_is_not_compiled():
 
 
 @pytest.mark.parametrize(
-    ("how", "total_steps", "is_compiled"),
-    [("auto", 19_999, False), ("auto", 20_000, True), ("off", 10**6, False)],
+    ("how", "total_steps", "is_compiled"), [("auto", 19_999, False), ("auto", 20_000, True), ("off", 10**6, False)]
 )
 def test_runs_of_many_optimiser_steps_are_compiled(how, total_steps, is_compiled):
     algorithm = make("ppo", {"num_epochs": 10, "minibatch_size": 10, "num_steps": 20})

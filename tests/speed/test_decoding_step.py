@@ -63,7 +63,7 @@ MODELS = {
             "rope_theta": 100.0,
             "factor": 4.0,
             "original_max_position_embeddings": 16,
-        },
+        }
     ),
     "adapters": lambda: with_adapters(tiny_model(), LoRACfg(r=4)),
     "adapters on queries alone": lambda: with_adapters(tiny_model("qwen2"), LoRACfg(r=4, targets=("q_proj",))),

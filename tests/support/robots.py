@@ -46,11 +46,7 @@ class Robot(gym.Env):
         column, row = (int((x + 1) / 2 * (PIXELS - 3)) for x in self.place)
         image[0, row : row + 3, column : column + 3] = 255
         image[1, column : column + 3, row : row + 3] = (255, 0, 0)
-        return {
-            "image": image,
-            "proprio": self.place.astype(np.float32),
-            "instruction": encoded(TASKS[self.side]),
-        }
+        return {"image": image, "proprio": self.place.astype(np.float32), "instruction": encoded(TASKS[self.side])}
 
 
 def register():

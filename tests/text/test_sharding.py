@@ -12,10 +12,12 @@ from sharded_runs import CASES, ON_THE_HOST, updated
 from text_runs import save_model
 from tiny_models import tiny_model
 from torch.distributed.fsdp import CPUOffloadPolicy
+from two_ranks import in_two_threads
 
 import groupwise as gw
 from groupwise import run
-from groupwise.engines import Engine, from_environment
+from groupwise.algorithms.memory import EqualMicroBatches
+from groupwise.engines import Engine, backend_of, from_environment
 from groupwise.report.folder import RunFolder
 from groupwise.text import sharding
 from groupwise.text.policy import CausalLM
@@ -106,6 +108,8 @@ def test_settings_reach_the_engine_and_those_that_cannot_be_are_refused(monkeypa
     for offload in (False, True):
         cfg = gw.TextRunCfg(engine="fsdp", cpu_offload=offload, device="cpu", ddp_timeout=9.0)
         assert run._engine(cfg) == ("cpu", 9.0, {"cpu_offload": offload})
+        assert backend_of("cpu", offload) == "gloo"
+        assert backend_of("cuda", offload) == ("cpu:gloo,cuda:nccl" if offload else "nccl")
     for settings, message in [
         ({"engine": "fsdp", "model": {"quantization": "int8", "lora": {"r": 4}}}, "engine='fsdp' .*model.quantization"),
         ({"cpu_offload": True}, "cpu_offload=True .* engine='ddp'; fix: engine='fsdp'"),
@@ -193,3 +197,32 @@ def test_an_interrupted_run_saves_its_last_iteration(trained, tmp_path):
     iterations = len(run.read_metrics())
     assert 0 < iterations < 1000
     assert load_checkpoint(run.latest).state["iteration"] == iterations
+
+
+def rows(first, *lengths):
+    return [
+        {"loss_mask": torch.ones(n, 2, dtype=torch.bool), "weight": torch.ones(n, 2), "obs": torch.full((n, 2), first)}
+        for n in lengths
+    ]
+
+
+@pytest.mark.parametrize(("here", "there"), [((2, 1), (3, 1)), ((2, 1, 4), (3,)), ((2,), ())])
+def test_every_rank_has_as_many_micro_batches(here, there):
+    on_ranks = rows(7, *here), rows(8, *there)
+
+    def run(engine):
+        return EqualMicroBatches("row", engine, torch.device("cpu")).run(on_ranks[engine.rank], list)
+
+    found = in_two_threads(run)
+    assert len(found[0]) == len(found[1]) == max(len(here), len(there))
+    for batches, own in zip(found, (here, there), strict=True):
+        assert [len(batch["obs"]) for batch in batches] == [*own, *[1] * (len(batches) - len(own))]
+        for batch in batches[len(own) :]:
+            assert not batch["loss_mask"].any()
+            assert not batch["weight"].any()
+
+    def fails(batches):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):  # the error of a rank
+        EqualMicroBatches("row", Engine(), torch.device("cpu")).run(rows(1, 4), fails)

@@ -200,11 +200,7 @@ DIGITS = tuple("0123")
 """Tokens that end a turn."""
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [{}, {"top_k": 5}, {"top_k": 64}],
-    ids=["all", "top-k", "all of top-k"],
-)
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_k": 64}], ids=["all", "top-k", "all of top-k"])
 def test_scores_are_those_of_the_transcript(sampling):
     tokenizer, encoder, dialogue = parts(count, max_turns=3, tool_answer="={}+")
     model = tiny_model(vocab_size=len(tokenizer))

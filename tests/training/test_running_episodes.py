@@ -67,11 +67,7 @@ class Run:
         torch.manual_seed(0)
         self.policy = ActorCritic(self.env.observation_space, self.env.action_space)
         self.buffer = RolloutBuffer(
-            self.env.num_envs,
-            STEPS,
-            obs_spec=self.env.obs_spec,
-            action_spec=self.policy.action_spec,
-            value=True,
+            self.env.num_envs, STEPS, obs_spec=self.env.obs_spec, action_spec=self.policy.action_spec, value=True
         )
         self.collector = VectorCollector(self.env, self.policy, seed=1)
 

@@ -1,4 +1,4 @@
-"""The command line: finds the function of a command, and explains errors."""
+"""The command line: finds the function of a command, and explains errors. Commands that need torch import it."""
 
 import importlib
 import inspect

@@ -144,6 +144,8 @@ _FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_f
 def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
     """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``; ``--a.no-b`` is ``--a.b false``.
 
+    A ``ConfigError`` if an option is not known or its value not accepted; ``SystemExit`` after help.
+
     Args:
         argv: the target is an environment id or a file of settings; help without one is that of CartPole.
         parser: of the command, whose own options are not in ``argv``.

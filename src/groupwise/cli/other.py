@@ -152,7 +152,7 @@ def list_command(parser: Parser, argv: Sequence[str]) -> None:
         entries[:] = [entry for entry in entries if wanted in " ".join(entry).lower().replace("_", "-")]
     if not any(sections.values()):
         known = ", ".join(presets.objective_presets())
-        raise ConfigError(f"no entry contains {text!r}; presets: {known}; fix: search for a shorter word")
+        raise ConfigError(f"no entry contains {text!r}; presets: {known}; fix: groupwise list, which shows all")
     width = shutil.get_terminal_size().columns
     wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     for title, entries in sections.items():

@@ -76,7 +76,7 @@ class ClipCfg(TrustRegionCfg, name="clip", source="https://arxiv.org/abs/1707.06
 
 
 class CorrectionCfg(Choice, family="importance sampling correction", default="none"):
-    """How the difference between sampler and trainer is corrected: settings of a function of ``register_correction``."""
+    """How the difference between sampler and trainer is corrected: settings of a function registered with ``register_correction``."""
 
     known: ClassVar = dict.fromkeys(("mis", "off_policy_mask", "tis"), "groupwise.algorithms.losses")
     reweights: ClassVar[bool] = False

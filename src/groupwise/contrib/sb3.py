@@ -199,7 +199,7 @@ class GroupBuffer:
         return self._current[env], len(self._episodes[self._current[env]])
 
     def record(self, tick: Tick) -> list[int]:
-        """Take one step of all environments; returns the environments that began their next episode."""
+        """Take one step of all; returns environments that began an episode. A ``DataError`` if a number is not finite."""
         for name, values in (("reward", tick.reward), ("log-probability", tick.log_prob)):
             if not np.isfinite(values).all():
                 env = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -616,7 +616,7 @@ class GRPO(OnPolicyAlgorithm):
     ) -> bool:
         """Step until the groups that were begun within ``n_rollout_steps`` are whole; False if a callback stopped it.
 
-        The training's last rollout waits for nothing once all its steps are taken.
+        The training's last rollout waits for nothing once all its steps are taken. An ``EnvError`` if others reset an environment.
         """
         self.policy.set_training_mode(False)
         self._rollout_began_at = self.num_timesteps

@@ -109,7 +109,7 @@ def _seed_spaces(env: gymnasium.Env, seed: int) -> None:
 
 
 def insert_shared_start(env: VecEnv) -> None:
-    """Make sure that every sub-environment is a ``SharedStart``, however the vector environment is wrapped."""
+    """Make every sub-environment a ``SharedStart``, however it is wrapped; an ``EnvError`` where that is too late."""
     wrapped = env.env_is_wrapped(SharedStart)
     if all(wrapped):
         return

@@ -328,7 +328,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
                 instruction=spaces.Box(0, 255, (INSTRUCTION_BYTES,), np.uint8),
             )
         else:
-            size = 39 + (len(tasks) if len(tasks) > 1 else 0)
+            size = 39 + (len(tasks) if len(tasks) > 1 else 0)  # the state of the package
             self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
         self._sees = self.draws = obs == "image"
         self._views, self._pixels, self._hide_arm = tuple(views), pixels, hide_arm
@@ -352,7 +352,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         """One step of 12.5 ms."""
         simulator = self._simulators[self._task]
         dense, success = simulator.step(self._episode, np.clip(action, -1.0, 1.0))
-        reward = float(success) if self._reward == "success" else dense / 10 - 1.0
+        reward = float(success) if self._reward == "success" else dense / 10 - 1.0  # of at most 10
         return self._observed(draw=self.draws), reward, success, False, {"task": self._task, "success": success}
 
     @property

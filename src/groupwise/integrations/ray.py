@@ -18,7 +18,7 @@ from groupwise import serving as placed
 from groupwise import system as files
 from groupwise.config.evolution import LaunchCfg
 from groupwise.config.run import CommonCfg, ServerGenerationCfg, TextRunCfg
-from groupwise.engines import BACKENDS
+from groupwise.engines import backend_of
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
 from groupwise.evolution.evolve import answered
 from groupwise.evolution.population import Round
@@ -135,7 +135,7 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers, serve
             f"{servers.number} servers, and the run starts none; fix: leave them out, or generation.python=..."
         )
     servers = servers or Servers()
-    backend = BACKENDS["cuda" if workers.gpus else "cpu"]
+    backend = backend_of("cuda" if workers.gpus else "cpu", isinstance(cfg, TextRunCfg) and cfg.cpu_offload)
     job = {"folder": os.getcwd(), "path": path, "payload": plugins.pickled((cfg, given)), "plugins": plugins.loaded()}
     job["cpus"] = str(math.ceil(workers.cpus))
     with ExitStack() as stack:

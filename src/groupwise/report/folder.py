@@ -276,7 +276,7 @@ class RunFolder:
             )
 
     def read_provenance(self) -> dict[str, Any]:
-        """Provenance as found when the run began, and the names of objects that were "given_in_python"."""
+        """Provenance from the run's begin, and objects "given_in_python"; a ``RunFolderError`` if the file is damaged."""
         return _Config.model_validate(_read_object(self.config, _Config)).provenance.model_dump()
 
     def rewrite_config(self, config: Mapping[str, Any]) -> None:
@@ -290,7 +290,7 @@ class RunFolder:
         files.write(self.summary, _to_json(summary))
 
     def read_summary(self) -> dict[str, Any]:
-        """Scores and end of the run; empty if it was killed."""
+        """Scores and end of the run, empty if it was killed; a ``RunFolderError`` if the file is damaged."""
         return _read_object(self.summary, _Summary) if self.summary.is_file() else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:

@@ -334,10 +334,10 @@ def _setting(value: object) -> str:
 
 def _facts(provenance: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
     """Machine, time and resources of the run."""
-    git = provenance.get("git") or {}
+    git, machine = provenance.get("git") or {}, provenance.get("machine") or {}
     facts = {
         "started": provenance.get("started"),
-        **(provenance.get("machine") or {}),
+        **{name: machine.get(name) for name in ("system", "processor", "cores")},
         "git commit": f"{git['commit']}{' with changes' if git.get('dirty') else ''}" if git.get("commit") else None,
         "peak memory": f"{summary['peak_memory_mib']:,.0f} MiB" if summary.get("peak_memory_mib") else None,
         "plugins": ", ".join(provenance["plugins"]),
@@ -382,7 +382,7 @@ class Frame(str):
     """A page, which a notebook shows in a frame."""
 
     def __repr__(self) -> str:
-        return f"<page of {len(self):,} characters>"  # a notebook keeps this beside the page
+        return f"<Frame: {len(self):,} characters>"  # a notebook keeps this beside the page
 
     def _repr_html_(self) -> str:
         # without the base, links inside the page would lead to the notebook

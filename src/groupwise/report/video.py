@@ -140,7 +140,7 @@ def draw(env: "Env[Any, Any]", size: int = MAX_SIZE, colors: int | None = None) 
 
     frame = Image.fromarray(env.render())  # type: ignore[arg-type]
     frame = frame.reduce(math.ceil(max(*frame.size, size) / size))
-    # a byte for a pixel; the octree takes a fifth to a tenth of median cut's time, and is off by 1 of 255 or less
+    # a byte for a pixel; the octree takes a fifth to a tenth of median cut's time, and is off by 1 of 255 on average
     return frame if colors is None else frame.quantize(colors, Image.Quantize.FASTOCTREE)
 
 

@@ -38,7 +38,7 @@ class ShardedEngine(DistributedEngine):
     sharded = True
 
     def __init__(self, device: str, timeout: float, *, cpu_offload: bool = False) -> None:
-        super().__init__(device, timeout)
+        super().__init__(device, timeout, cpu_offload=cpu_offload)
         self._offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cpu_offload else OffloadPolicy()
         self._mesh = init_device_mesh(device, (self.world_size,))
 

@@ -92,6 +92,20 @@ def warning_if_unwritable(what: object) -> Iterator[None]:
         warn_unsaved(what, error)
 
 
+def lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
+    """Lock an open file; False if another process holds it. On a system or disk without ``flock`` nothing is locked."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
 @contextmanager
 def reading(path: Path, limit: int, *, follow: bool = False) -> Iterator[BufferedReader]:
     """A file, open for reading; an ``OSError`` if there is none, a ``ValueError`` if it is a link, not regular or too large.

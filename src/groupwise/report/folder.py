@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
-from io import BufferedReader, BufferedWriter, BytesIO
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -199,7 +199,7 @@ class RunFolder:
         """Whether a process trains in the folder."""
         try:
             with files.reading(self.path / LOCK, _MAX_LOCK) as file:
-                return not _lock(file, exclusive=False)
+                return not files.lock(file, exclusive=False)
         except (OSError, ValueError):
             return False
 
@@ -217,7 +217,7 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(files.appending(self.path / LOCK))
                 for _ in range(25):  # ``is_training`` keeps the lock for a moment
-                    if _lock(file, exclusive=True):
+                    if files.lock(file, exclusive=True):
                         break
                     time.sleep(0.02)
                 else:
@@ -359,20 +359,6 @@ def is_free(path: Path) -> bool:
 
 def _to_json(data: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(data, indent=2)}\n".encode()
-
-
-def _lock(file: BufferedReader | BufferedWriter, *, exclusive: bool) -> bool:
-    """Lock an open file; False if another process holds it. On a system or disk without ``flock`` nothing is locked."""
-    if sys.platform != "win32":
-        import fcntl
-
-        try:
-            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-    return True
 
 
 def _read_object(path: Path, kind: type[BaseModel]) -> dict[str, Any]:

@@ -39,9 +39,9 @@ _AT_ONCE = 256
 class ServedGenerator:
     """Generates with the weights that the servers were given last.
 
-    A group is one request, so it stays on one server. A server of a single process that has lost its weights, as by a restart,
-    gets them again, and its requests are repeated. Policies of all ranks are the same; the first gives it to the servers, in
-    its ``folder``, which older weights leave.
+    A group is one request, so it stays on one server. Policies of all ranks are the same; the first gives it to the servers,
+    in its ``folder``, which older weights leave. A server that has lost its weights, as by a restart, gets them again from
+    each rank that finds out, and its requests are repeated.
     """
 
     def __init__(
@@ -98,8 +98,6 @@ class ServedGenerator:
         ]
         answers = _at_once(_ask, asked)
         lost = [number for number, answer in enumerate(answers) if isinstance(answer, LostWeightsError)]
-        if lost and self.engine.world_size > 1:
-            raise answers[lost[0]]
         if lost:
             log.warning("%s; it gets the weights again", answers[lost[0]])
             with self._loading:
@@ -134,7 +132,11 @@ class ServedGenerator:
 
     def _load(self, server: VLLMServer, iteration: int) -> None:
         version = self._version(iteration)
-        server.update(self.folder / version, version)
+        folder = self.folder / version
+        with (folder / f"{self.servers.index(server)}.lock").open("wb") as file:
+            while not files.lock(file, exclusive=True):  # ranks find out at the same time
+                time.sleep(0.1)
+            server.update(folder, version)
 
 
 class ServedCollector(TextCollector):

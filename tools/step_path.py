@@ -1,6 +1,6 @@
 """Which files, functions and lines of the library one training iteration really runs through (collect + update).
 
-    python tools/step_path.py control grpo|ppo        CartPole-v1, reference settings as the default preset resolves them
+    python tools/step_path.py control grpo|ppo        CartPole-v1, default preset, fast paths included
     python tools/step_path.py text                    a tiny random Llama
     python tools/step_path.py                         all three
     ... --functions                                   also every function that is called

@@ -35,14 +35,7 @@ from groupwise.config.run import (
 )
 from groupwise.engines import Engine, from_environment
 from groupwise.envs.base import VectorEnv
-from groupwise.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    GroupwiseError,
-    RunFolderError,
-    ServerError,
-)
+from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, RunFolderError, ServerError
 from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
@@ -372,7 +365,7 @@ def read_cfg(folder: RunFolder) -> CommonCfg:
         except ValidationError as error:
             reasons = "; ".join(map(explain, error.errors()))
             raise RunFolderError(
-                f"{folder.config} does not fit: {reasons}; fix: correct it, or register the algorithm first"
+                f"{folder.config} does not fit: {reasons}; fix: correct it, or load what registers it (--plugin FILE; in Python import it)"
             ) from error
 
 

@@ -114,6 +114,17 @@ def test_a_loss_and_a_baseline_of_the_users_own(registry, tmp_path):
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("loss", "got"), [(lambda x: -(x.ratio * x.advantage).mean(), r"shape \[\]"), (lambda x: None, "None")]
+)
+def test_a_loss_that_is_not_one_of_each_step_is_refused_before_training(registry, loss, got):
+    gw.register_loss("mine")(loss)
+    with pytest.raises(
+        ConfigError, match=rf"trust_region='mine' returned {got}, expected the loss of each step, \[1, 2\]"
+    ):
+        gw.GRPO(gw.GRPOCfg(objective={"trust_region": "mine"}), make_policy())
+
+
 def test_names_that_are_taken_or_missing_and_settings_without_a_type_are_refused(registry):
     def mine(x: LossInputs, share: float = 0.5):
         return x.ratio

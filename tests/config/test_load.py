@@ -194,7 +194,7 @@ WRONG_IN_RUN = [
     ({"env": EnvCfg}, "env = <class "),
     (
         {"algorithm": GRPOCfg(clip_coef=0.1), "preset": "cispo"},
-        "clip_coef=0.1 sets a clip range, which trust_region='cispo'",
+        "clip_coef=0.1 sets clip_low and clip_high; trust_region='cispo' has no clip_high and clip_low",
     ),
 ]
 

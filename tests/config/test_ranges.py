@@ -74,7 +74,10 @@ def test_a_run_with_schedules_resumes_exactly(tmp_path):
         ({"clip_coef": {"start": -1}}, "clip_coef.start = -1: input should be greater than 0"),
         ({"clip_coef": {"name": "cos", "start": 1}}, "clip_coef.name = 'cos': expected one of linear"),
         ({"clip_range_vf": {"strt": 1}}, "clip_range_vf: unknown key 'strt'; did you mean 'start'?"),
-        ({"clip_coef": FALLING, "objective": {"trust_region": "cispo"}}, "a clip range, which trust_region='cispo'"),
+        (
+            {"clip_coef": FALLING, "objective": {"trust_region": "cispo"}},
+            "trust_region='cispo' has no clip_high and clip_low",
+        ),
         ({"clip_coef": float("nan")}, "clip_coef = nan: input should be a finite number"),
     ],
 )

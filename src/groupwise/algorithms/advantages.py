@@ -1,7 +1,7 @@
 """Advantages of GRPO: from the rewards of a rollout's groups, as ``CreditCfg`` composes them.
 
-The composition is ``reward x group key x return x baseline x scale x rules for steps that members do not reach x
-normalisation``. A baseline is one function of ``Scores``, or of the whole ``CreditInput``, and its signature is its settings:
+An advantage is ``(return - baseline) / scale``, normalised. Settings choose the reward, what is compared, the return, the
+baseline, the scale, and rules for steps that members do not reach. A baseline is one function of ``Scores``, or of the whole ``CreditInput``, and its signature is its settings:
 ``{"name": "knn", "k": 8}`` calls ``knn(credit, k=8)``. ``register_baseline`` adds one of your own, ``register_credit`` a rule
 that takes the place of the composition.
 """
@@ -80,7 +80,7 @@ _SCALES_OF_BATCH = ("none", "batch_std", "nonzero_share")
 
 
 class Scores(NamedTuple):
-    """Scores of episodes or of steps; each is compared with the members of its key."""
+    """Scores of episodes or of steps; those of a key are compared, as far as ``member`` says that they take part."""
 
     credit: CreditInput
     score: Float[Tensor, "*batch"]
@@ -114,7 +114,9 @@ class Scores(NamedTuple):
         """Each score less a baseline from elsewhere, over a scale of the batch."""
         cfg, engine = self.credit.cfg, self.credit.engine
         if cfg.scale not in ("batch_std", "nonzero_share", "none"):
-            raise ConfigError(f"credit.scale = {cfg.scale!r} is of groups; fix: one of {', '.join(_SCALES_OF_BATCH)}")
+            raise ConfigError(
+                f"this baseline cannot divide by credit.scale = {cfg.scale!r}; fix: one of {', '.join(_SCALES_OF_BATCH)}"
+            )
         member = self.member if member is None else member
         return baseline_relative(self.score, baseline, scale=cfg.scale, member=member, eps=cfg.eps, all_sum=engine.sum)
 
@@ -339,7 +341,7 @@ def register_baseline(
 ) -> Callable[[F], F]:
     """Decorator: make a function available as ``credit.baseline=name``. Its parameters after the first are its settings.
 
-    The function maps ``Scores`` to their advantages, over the scale.
+    The function maps ``Scores`` to advantages, shaped like ``score``: the score less the baseline, over the scale.
 
     Args:
         whole: it maps a ``CreditInput`` to the advantage of every step instead.
@@ -349,7 +351,7 @@ def register_baseline(
         within_group: a group of equal returns has advantages 0.
         discounts: it reads ``CreditInput.gamma``.
         greedy_members: further deterministic episodes of each group, not trained on.
-        needs_scores: it reads ``CreditInput.evaluation``.
+        needs_scores: it reads ``CreditInput.evaluation``, log-probabilities and entropies of all steps.
         check: called with the settings; raises a ``ValueError`` where they contradict each other.
 
     Raises:

@@ -254,9 +254,9 @@ class BaseAlgorithm(ABC):
     # --- minibatches ---
 
     def _minibatches(self, data: dict[str, Nested], num_episodes: int) -> Iterator[list[dict[str, Nested]]]:
-        """Micro-batches of each optimiser step, epoch after epoch, with keys ``weight`` and ``share``.
+        """Micro-batches of each optimiser step, epoch after epoch. ``weight`` of a step is by ``objective.aggregation``.
 
-        A single minibatch has no order, so it is prepared once and nothing is gathered.
+        ``share``, one over the steps that count, is for other metrics. A single minibatch has no order, so it is prepared once and nothing is gathered.
         """
         elements, size = self.layout.counted(data), self.cfg.micro_batch_size
         count = self._num_minibatches(elements["loss_mask"])

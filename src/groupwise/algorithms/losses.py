@@ -751,3 +751,17 @@ def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
             f"trust_region={cfg.trust_region.name!r} compares probabilities, and this policy's continuous actions have "
             "densities; fix: 'clip'"
         )
+    log_prob, step = (
+        torch.zeros(1, 2, requires_grad=True),
+        torch.zeros(1, 2, dtype=torch.int64),
+    )  # a function of the user's
+    mask, advantage = step == 0, torch.ones(1, 2)
+    x = LossInputs(log_prob, log_prob.detach(), log_prob.detach(), log_prob.exp(), advantage, mask, step, 1, mask)
+    settings = {key: range_at(value, 0.0) for key, value in cfg.trust_region.parameters().items()}
+    loss: object = LOSSES[cfg.trust_region.name].function(x, **settings)
+    if not isinstance(loss, Tensor) or loss.shape != mask.shape:
+        got = f"shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"{loss!r:.80}"
+        raise ConfigError(
+            f"trust_region={cfg.trust_region.name!r} returned {got}, expected the loss of each step, {[*mask.shape]}; fix: no mean, "
+            "which objective.aggregation takes"
+        )

@@ -47,13 +47,7 @@ class TorchCollector(EnvCollector):
     step: Callable[..., StepOutput]
 
     def __init__(
-        self,
-        env: TorchGroupEnv,
-        policy: Policy,
-        *,
-        seed: int = 0,
-        rank: int = 0,
-        actor: MakeActor | None = None,
+        self, env: TorchGroupEnv, policy: Policy, *, seed: int = 0, rank: int = 0, actor: MakeActor | None = None
     ) -> None:
         if policy.state_size:
             raise EnvError(

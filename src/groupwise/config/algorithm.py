@@ -471,8 +471,11 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
             return objective
         values = dict(objective)
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
-        if "clip_low" not in type(region).model_fields:
-            raise ValueError(f"clip_coef={coef!r} sets a clip range, which trust_region={region.name!r} does not have")
+        if missing := {"clip_low", "clip_high"} - type(region).model_fields.keys():
+            name = " and ".join(sorted(missing))
+            raise ValueError(
+                f"clip_coef={coef!r} sets clip_low and clip_high; trust_region={region.name!r} has no {name}; fix: its own settings"
+            )
         given = {name: value for name, value in region if name in region.model_fields_set}
         return values | {"trust_region": given | {"clip_low": coef, "clip_high": coef}}
 

@@ -440,9 +440,5 @@ def _check_task(task: str) -> None:
 ids = {f"MetaWorld/{task}": {"tasks": (task,)} for task in INSTRUCTIONS} | {"MetaWorld/multi": {}}
 for env_id, settings in ids.items():
     gymnasium.register(
-        env_id,
-        f"{__name__}:{MetaWorldEnv.__name__}",
-        max_episode_steps=100,
-        disable_env_checker=True,
-        kwargs=settings,
+        env_id, f"{__name__}:{MetaWorldEnv.__name__}", max_episode_steps=100, disable_env_checker=True, kwargs=settings
     )

@@ -16,14 +16,7 @@ from gymnasium.wrappers import TimeLimit
 
 from groupwise.config.run import EnvCfg
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
-from groupwise.envs.gymnasium import (
-    ActionChunk,
-    GymnasiumVectorEnv,
-    RandomNoops,
-    kept_space,
-    mask_notes,
-    with_masks,
-)
+from groupwise.envs.gymnasium import ActionChunk, GymnasiumVectorEnv, RandomNoops, kept_space, mask_notes, with_masks
 from groupwise.envs.names import check_id, import_package, unknown_environment
 from groupwise.envs.rows import OnError, RowCfg, RowsGroupEnv
 from groupwise.envs.starts import choose_start, verify_group_start, verify_rows
@@ -226,7 +219,8 @@ def make_env(
     elif env is not None and not callable(env):
         raise EnvError(
             f"env is a {type(env).__name__}, expected a Gymnasium id, a callable that returns a gymnasium.Env, a "
-            "GroupEnv or a gymnasium.vector.VectorEnv; fix: pass the class or a lambda instead of one environment"
+            "GroupEnv or a gymnasium.vector.VectorEnv; fix: pass the class or a lambda instead of one environment; for "
+            "prompts gw.TextTask(prompts, reward=...)"
         )
     else:
         num_envs = num_envs or cfg.num_envs

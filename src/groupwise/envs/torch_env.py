@@ -1,4 +1,4 @@
-"""Simulators written in torch: three pure functions on a batch of states make a whole environment."""
+"""Simulators written in torch, of three pure functions on a batch of states, and Gymnasium's vectorised CartPole."""
 
 import math
 from abc import abstractmethod

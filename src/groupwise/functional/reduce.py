@@ -38,10 +38,7 @@ def segment_sum(
 
 
 def segment_mean(
-    x: Float[Tensor, "*batch"],
-    segment: Int[Tensor, "*batch"],
-    num_segments: int,
-    mask: Bool[Tensor, "*batch"],
+    x: Float[Tensor, "*batch"], segment: Int[Tensor, "*batch"], num_segments: int, mask: Bool[Tensor, "*batch"]
 ) -> Float[Tensor, " segment"]:
     """Mean of each segment's elements over the mask; 0 where it has none."""
     count = segment_sum(mask.to(x.dtype), segment, num_segments)
@@ -117,7 +114,7 @@ def loss_weights(
 ) -> Float[Tensor, "*batch"]:
     """Weight of each element, such that ``(weight * term).sum()`` over micro-batches and ranks is the aggregated loss.
 
-    With m the mask, T_i the unmasked elements of episode i and N the episodes that have any, a weight is
+    With m the mask, T_i its sum over episode i and N the episodes whose sum is above 0, a weight is
 
     - ``token_mean``: ``m / sum_i T_i`` (DAPO, https://arxiv.org/abs/2503.14476);
     - ``seq_mean_token_mean``: ``m / (N T_i)`` (GRPO, https://arxiv.org/abs/2402.03300);
@@ -198,10 +195,7 @@ _DIGIT_BITS = 8
 
 @torch.no_grad()
 def kth_largest(
-    x: Float[Tensor, "*batch"],
-    k: Float[Tensor, ""],
-    mask: Bool[Tensor, "*batch"],
-    all_sum: AllSum = local,
+    x: Float[Tensor, "*batch"], k: Float[Tensor, ""], mask: Bool[Tensor, "*batch"], all_sum: AllSum = local
 ) -> Float[Tensor, ""]:
     """The k-th largest element over the mask and all ranks, in float32, k >= 1; minus infinity where there are fewer.
 

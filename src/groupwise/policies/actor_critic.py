@@ -45,12 +45,7 @@ CRITIC_GAIN = 1.0
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": torch.relu,
-    "elu": elu,
-    "silu": silu,
-}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu, "elu": elu, "silu": silu}
 _LARGE = (32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)
 _SMALL = (32, 3, 1, 1), (64, 3, 2, 1)
 """Outputs, kernel, stride and padding of the convolutions for large and for small images."""

@@ -1,4 +1,4 @@
-"""Generation of completions: each group's prompt is encoded once (prefix sharing)."""
+"""Generation of completions: each group's prompt goes through the model once (prefix sharing)."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -186,7 +186,7 @@ def _reach(
 Head = Callable[[Tensor], Tensor]
 """Logits of hidden states, in float32."""
 Generate = Callable[..., list[list[Completion]]]
-"""``complete`` of a policy, or another backend with its other arguments."""
+"""Called as ``complete`` without its policy; servers may take its place."""
 
 
 class Prompts(NamedTuple):

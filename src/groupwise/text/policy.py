@@ -27,7 +27,7 @@ from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.text.generation import Decoder, complete, left_padded
 from groupwise.text.vocabulary import token_scores
 
-# Prefix sharing: the common prefix of a group's rows is encoded once
+# Prefix sharing: the common prefix of a group's rows goes through the model once
 
 
 class Prefixes(NamedTuple):
@@ -102,7 +102,7 @@ _ROUNDING = {"float32": 1e-3, "coarse": 0.1}
 class CausalLM(Policy):
     """Scores tokens with a transformers model, plain or with adapters by peft; dropout is off in every mode.
 
-    The common prefix of a group's rows is encoded once. At the first such rows, a few tokens are scored in both ways; if the
+    The common prefix of a group's rows goes through the model once. At the first such rows, a few tokens are scored in both ways; if the
     scores differ, or the model's cache does not allow it, prefixes are not shared, and a ``SlowPathWarning`` says why.
     ``state_dict`` holds the trained parameters alone (all, if none are trained), each tensor once.
 

@@ -461,12 +461,7 @@ def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = 
 
 
 def fork_run(
-    path: Path,
-    run_dir: Path,
-    checkpoint: CheckpointName,
-    read: Callable[[Path], CommonCfg],
-    *,
-    finished: bool = False,
+    path: Path, run_dir: Path, checkpoint: CheckpointName, read: Callable[[Path], CommonCfg], *, finished: bool = False
 ) -> Path:
     """``fork`` with the settings that ``read`` makes of the file with those of the run.
 

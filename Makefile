@@ -79,7 +79,7 @@ test-vllm: $(VENV)/.dev $(VLLM)/.done  ## The adapter for vLLM against vLLM itse
 	GROUPWISE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -q -s tests/serving/test_vllm.py
 
 test-ray: $(VENV)/.dev  ## Runs and populations on a local Ray cluster, in a process of their own
-	GROUPWISE_RAY=1 $(BIN)/python -m pytest tests/integrations
+	GROUPWISE_RAY=1 $(BIN)/python -m pytest tests/integrations tests/examples/test_ray_tune_search.py
 
 test-browser: $(VENV)/.dev  ## The pages in Chromium, which must be there (apt-get install chromium), and axe-core
 	command -v chromium

@@ -268,8 +268,8 @@ def test_groups_share_a_start_with_several_tasks_and_images():
 @pytest.mark.slow
 def test_the_default_policy_trains_on_states(tmp_path):
     kwargs = {"tasks": ["reach-v3", "drawer-close-v3"]}
-    env = gw.EnvCfg(id="MetaWorld/multi", kwargs=kwargs, vectorization="async", num_envs=4)
-    cfg = gw.GRPOCfg(group_size=4, num_steps=16)
+    env = gw.EnvCfg(id="MetaWorld/multi", kwargs=kwargs, vectorization="sync", num_envs=2)
+    cfg = gw.GRPOCfg(group_size=2, num_steps=16)
     run = gw.train(env, cfg, total_steps=200, run_dir=tmp_path / "run", evaluation={"episodes": 2})
     assert run.summary["env_steps"] >= 200
     assert all(math.isfinite(row["train/policy_loss"]) for row in run.metrics() if "train/policy_loss" in row)

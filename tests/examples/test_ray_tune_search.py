@@ -12,6 +12,7 @@ from scripts import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("GROUPWISE_RAY" not in os.environ, reason="run by make test-ray")
 def test_a_trial_reports_its_evaluations(tmp_path):
     pytest.importorskip("ray.tune")
     # Ray reads these when it is imported

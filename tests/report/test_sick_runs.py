@@ -175,7 +175,8 @@ def test_rewards_of_texts(tmp_path, reward, size, steps, length, expected):
 @pytest.mark.parametrize(
     ("env", "algorithm", "steps"),
     [
-        ("CartPole-v1", "ppo", 40_000),
+        ("CartPole-v1", "ppo", 10_000),
+        pytest.param("CartPole-v1", "ppo", 40_000, marks=pytest.mark.learn),
         pytest.param("CartPole-v1", "grpo", 40_000, marks=pytest.mark.learn),
         pytest.param("Pendulum-v1", "ppo", 40_000, marks=pytest.mark.learn),
         pytest.param("Acrobot-v1", "ppo", 100_000, marks=pytest.mark.learn),

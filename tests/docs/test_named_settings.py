@@ -49,6 +49,18 @@ def test_named_files_exist(page):
     assert {name for name in named if not any((folder / name).is_file() for folder in folders)} == set()
 
 
+def test_the_reading_lists_name_functions_of_the_library():
+    lists = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Contracts")[0]
+    sources = "\n".join(
+        (ROOT / "docs" / path).read_text() for path in set(re.findall(r"\]\((\.\./src/[\w/.]+)\)", lists))
+    )
+    known = {*re.findall(r"(?:def|class) (\w+)", sources), "GRPOCfg", "num_steps", "kl_coef"}
+    named = re.findall(r"(?<!\[)`([\w.]+)`", lists)
+    assert {name for name in named if "/" not in name and not known.issuperset(name.split("."))} == {
+        "text"
+    }  # a command
+
+
 def test_every_argument_of_sb3s_ppo_has_a_row_with_its_default():
     sb3 = pytest.importorskip("stable_baselines3")
     page = (ROOT / "docs" / "sb3.md").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from groupwise import system as files
 from groupwise.config import load as presets
 from groupwise.config import load_config, resolve
-from groupwise.config.base import OTHER_NAMES, Cfg, Choice
+from groupwise.config.base import OTHER_NAMES, Cfg, Choice, meant
 from groupwise.config.load import SUFFIXES, Tree
 from groupwise.config.run import EnvCfg, RunCfg, TextRunCfg, TextTaskCfg
 from groupwise.envs.names import check_id, import_package, unknown_environment
@@ -80,13 +80,13 @@ def count(word: str) -> int:
 def unknown_option(flag: str, known: Iterable[str], more: str) -> ConfigError:
     """The error of an option that does not exist: the nearest names, and where all are."""
     typed = _path(flag)
-    own = typed.rpartition(".")[2]
-    own = OTHER_NAMES.get(own, own)
+    last = typed.rpartition(".")[2]
+    own = OTHER_NAMES.get(last, last)
     paths = [path for path in map(_path, known) if not typed.startswith(f"{path}.")]
-    near = [path for path in paths if path.rpartition(".")[2] == own] or get_close_matches(
-        typed, paths, n=1, cutoff=0.75
-    )
-    hint = f"did you mean {' or '.join(map(_flag, near[:3]))}? " if near else ""
+    near = [path for path in paths if own in (path, path.rpartition(".")[2])]
+    if not near and own == last:
+        near = get_close_matches(typed, paths, n=1, cutoff=0.75)
+    hint = f"{meant([*map(_flag, near[:3])] or [own])} " if near or own != last else ""
     return ConfigError(f"unknown option {_flag(typed)}; {hint}all options: {more}")
 
 

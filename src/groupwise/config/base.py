@@ -4,7 +4,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Len
@@ -37,6 +37,14 @@ OTHER_NAMES = {
     "callback": "callbacks of gw.train", "eval_freq": "interval", "n_eval_episodes": "episodes",
     "activation_fn": "activation", "net_arch": "hidden_sizes", "max_completion_length": "max_new_tokens", "rank": "r",
     "reward_fn": "rewards", "reward_funcs": "rewards", "reward_function": "rewards",
+    "algo": "algorithm", "bf16": "precision", "eval_steps": "interval", "gradient_accumulation_steps": "num_prompts",
+    "max_output_tokens": "max_new_tokens", "max_prompt_length": "max_prompt_tokens", "max_steps": "total_iterations",
+    "n_timesteps": "total_steps", "output_dir": "run_dir", "peft_config": "model.lora",
+    "per_device_train_batch_size": "num_prompts", "policy_kwargs": "policy", "save_freq": "checkpoint_interval",
+    "save_steps": "checkpoint_interval", "tensorboard_log": "report_to", "use_vllm": "generation", "verbose": "progress",
+    "warmup_ratio": "warmup of schedule", "warmup_steps": "warmup of schedule",
+    "sde_sample_freq": "nothing, actions are drawn from the policy's distribution", "truncate_at_first_done": "nothing, it is always so",
+    "use_sde": "nothing, actions are drawn from the policy's distribution",
     "CnnPolicy": "actor_critic", "MlpLstmPolicy": "recurrent", "MlpPolicy": "actor_critic", "MultiInputPolicy": "actor_critic",
 }  # fmt: skip
 """Settings and choices by their names in other libraries, as in docs/coming_from.md."""
@@ -88,18 +96,26 @@ class Cfg(BaseModel):
         found = (
             [repr(name)] if name in known else [f"{part}.{name}" for part, fields in groups.items() if name in fields]
         )
-        if not found and (near := nearest(key, known, cutoff=0.6)):  # Adam's epsilon is its eps
-            return f"unknown key {key!r}{near}"
-        found = found or ([name] if name != key else [])
-        hint = f"did you mean {' or '.join(found)}?" if found else f"known: {', '.join(known)}"
-        return f"unknown key {key!r}; {hint}"
+        found = found or [
+            repr(field) for field in known if len(field) > 2 and key.startswith(field)
+        ]  # epsilon is Adam's eps
+        if found or name != key:
+            return f"unknown key {key!r}; {meant(found or [name])}"
+        near = nearest(key, known, cutoff=0.6) or f"; known: {', '.join(known)}"
+        return f"unknown key {key!r}{near}"
+
+
+def meant(names: Sequence[str]) -> str:
+    """A hint on the settings that another library's name stands for."""
+    return f"here: {names[0]}." if " " in names[0] else f"did you mean {' or '.join(names)}?"
 
 
 def refuse_unknown(settings: Iterable[str], known: Collection[str], owner: str) -> None:
     """Refuse arguments that ``owner`` does not have, by a ``ConfigError`` with the nearest one."""
     for name in settings:
         if name not in known:
-            near = nearest(OTHER_NAMES.get(name, name), known) or f"; known: {', '.join(sorted(known))}"
+            other = OTHER_NAMES.get(name)
+            near = f"; {meant([other])}" if other else nearest(name, known) or f"; known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown setting {name!r} of a {owner}{near}")
 
 

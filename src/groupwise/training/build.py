@@ -19,7 +19,7 @@ from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
 from groupwise.collectors.vector import Collector, VectorCollector, acting_on_finite
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg, with_max_length
-from groupwise.config.base import GIVEN, Cfg
+from groupwise.config.base import GIVEN, OTHER_NAMES, Cfg, meant
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, RecurrentCfg
 from groupwise.config.run import (
     DEFAULT_HORIZON,
@@ -85,8 +85,9 @@ class UserObjects(NamedTuple):
         """The objects by name, when a run is loaded or resumed; a ``ConfigError`` for what is no object of a run."""
         for name, value in objects.items():
             if name not in (*cls._fields, *RunCfg.model_fields, *TextRunCfg.model_fields):
+                hint = f"; {meant([OTHER_NAMES[name]])}" if name in OTHER_NAMES else ""
                 raise ConfigError(
-                    f"unknown argument {name!r}; fix: {', '.join(cls._fields)}, or one of the function's own"
+                    f"unknown argument {name!r}{hint}; fix: {', '.join(cls._fields)}, or one of the function's own"
                 )
             if name not in cls._fields or (name in ("env", "policy") and isinstance(value, str | Mapping | Cfg)):
                 raise ConfigError(

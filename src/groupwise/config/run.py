@@ -541,7 +541,8 @@ class TextRunCfg(CommonCfg):
         if staleness and not corrected:
             raise ValueError(
                 f"generation.max_staleness={staleness} needs the probabilities of earlier weights; "
-                "fix: algorithm.objective.importance_sampling_correction='tis', or old_log_prob='sampled'"
+                "fix: algorithm.objective={'importance_sampling_correction': 'tis', 'old_log_prob': 'recomputed'}, or "
+                "{'old_log_prob': 'sampled'}"
             )
         if staleness and collection.dynamic_sampling is not None:
             raise ValueError(

@@ -272,8 +272,10 @@ def test_what_is_no_run_is_refused(cartpole):
             call(cartpole.path / "config.json")
     with pytest.raises(gw.errors.EnvError, match=r"is a run folder, .* fix: groupwise resume .*config\.json"):
         gw.train(str(cartpole.path))
-    with pytest.raises(gw.errors.ConfigError, match="episodes = 0: expected at least 1"):
-        gw.evaluate(cartpole, 0)
+    for episodes in (0, "10", 2.5):
+        message = f"episodes = {episodes!r}: expected a whole number of at least 1"
+        with pytest.raises(gw.errors.ConfigError, match=message):
+            gw.evaluate(cartpole, episodes)
     with pytest.raises(gw.errors.ConfigError, match="total_steps = 0"):
         gw.resume(cartpole.path, 0)
     with pytest.raises(gw.errors.RunFolderError, match="is taken"):

@@ -4,6 +4,7 @@ import difflib
 import textwrap
 from collections.abc import Iterable
 from importlib.util import find_spec
+from numbers import Integral
 from typing import Any
 
 
@@ -107,6 +108,12 @@ def require_name(kind: str, name: object) -> None:
         raise ConfigError(
             f"the name of a {kind} is {name!r}, expected a string; fix: @register_{kind.split()[0]}('my_name')"
         )
+
+
+def require_count(name: str, value: object) -> None:
+    """Raise a ``ConfigError`` unless the value is a whole number of at least 1."""
+    if not isinstance(value, Integral) or value < 1:
+        raise ConfigError(f"{name} = {value!r}: expected a whole number of at least 1; fix: {name}=1")
 
 
 def require_extra(module: str, extra: str) -> None:

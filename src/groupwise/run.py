@@ -35,7 +35,15 @@ from groupwise.config.run import (
 )
 from groupwise.engines import Engine, from_environment
 from groupwise.envs.base import VectorEnv
-from groupwise.errors import CheckpointError, ConfigError, DataError, GroupwiseError, RunFolderError, ServerError
+from groupwise.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GroupwiseError,
+    RunFolderError,
+    ServerError,
+    require_count,
+)
 from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
@@ -604,8 +612,8 @@ def evaluate(
             ``checkpoint`` or objects were given.
         EnvError: the environment cannot render a ``video``.
     """
-    if episodes is not None and episodes < 1:
-        raise ConfigError(f"episodes = {episodes}: expected at least 1")
+    require_count("episodes", 1 if episodes is None else episodes)
+    require_count("completions_per_prompt", completions_per_prompt)
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, given)
     else:
@@ -661,6 +669,7 @@ def sample(
     given = {"policy": policy, "tool": tool}
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, given)
+    require_count("count", count)
     cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")

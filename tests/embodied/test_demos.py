@@ -112,9 +112,9 @@ def test_a_callable_and_settings(tmp_path):
         ("CartPole-v1", None, {}, gw.errors.ConfigError, "no expert is known for 'CartPole-v1'.*expert="),
         ("ToyReaching-v0", lambda obs: np.zeros(3), {}, gw.errors.DataError, r"shape \[3\], expected \[2\]"),
         ("ToyReaching-v0", lambda obs: -straight(obs), {"episodes": 2}, gw.errors.DataError, "in [01] of 40 episodes"),
-        ("ToyReaching-v0", straight, {"episodes": 0}, gw.errors.ConfigError, "episodes=0"),
-        ("ToyReaching-v0", straight, {"noise": -0.1}, gw.errors.ConfigError, "noise=-0.1"),
-        ("ToyReaching-v0", straight, {"noise": np.nan}, gw.errors.ConfigError, "noise=nan"),
+        ("ToyReaching-v0", straight, {"episodes": 0}, gw.errors.ConfigError, "episodes = 0"),
+        ("ToyReaching-v0", straight, {"noise": -0.1}, gw.errors.ConfigError, "noise = -0.1"),
+        ("ToyReaching-v0", straight, {"noise": np.nan}, gw.errors.ConfigError, "noise = nan"),
     ],
 )
 def test_mistakes_are_named(env, expert, settings, error, named, tmp_path):

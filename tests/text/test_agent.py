@@ -244,7 +244,7 @@ def test_experiences_that_do_not_fit(model):
         ({}, "there is no reward; fix: reward=my_function"),
         ({"reward": len, "data_sise": 3}, "unknown setting 'data_sise' of a PromptEnv.*'data_size'"),
         ({"reward_fn": len}, "unknown setting 'reward_fn' of a PromptEnv.*'reward'"),
-        ({"reward": len, "batch_size": 0}, "batch_size = 0: expected at least 1"),
+        ({"reward": len, "batch_size": 0}, "batch_size = 0: expected a whole number of at least 1"),
     ],
 )
 def test_settings_that_an_environment_cannot_have(settings, message):

@@ -114,8 +114,10 @@ def refuse_unknown(settings: Iterable[str], known: Collection[str], owner: str) 
     """Refuse arguments that ``owner`` does not have, by a ``ConfigError`` with the nearest one."""
     for name in settings:
         if name not in known:
-            other = OTHER_NAMES.get(name)
-            near = f"; {meant([other])}" if other else nearest(name, known) or f"; known: {', '.join(sorted(known))}"
+            if (other := OTHER_NAMES.get(name)) is not None:
+                near = nearest(other, known, cutoff=0.8) or f"; {meant([other])}"
+            else:
+                near = nearest(name, known) or f"; known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown setting {name!r} of a {owner}{near}")
 
 

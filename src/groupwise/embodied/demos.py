@@ -24,7 +24,7 @@ from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, write_demos
 from groupwise.envs.base import success_of_row
 from groupwise.envs.make import make_one
 from groupwise.envs.names import import_package
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, require_count
 from groupwise.report.folder import is_free
 from groupwise.seeding import derive_seed
 
@@ -72,10 +72,9 @@ def record_demos(
         DataError: the expert hardly ever succeeds.
         EnvError: the environment cannot be made.
     """
-    if episodes < 1 or not noise >= 0:
-        raise ConfigError(
-            f"episodes={episodes} and noise={noise}: expected at least 1 and at least 0; fix: episodes=50, noise=0.1"
-        )
+    require_count("episodes", episodes)
+    if not noise >= 0:
+        raise ConfigError(f"noise = {noise}: expected a number of at least 0; fix: noise=0.1")
     cfg = env if isinstance(env, EnvCfg) else EnvCfg(id=env if isinstance(env, str) else GIVEN)
     # experts give single actions; cloning makes chunks of them
     cfg = cfg.model_copy(update={"action_chunk": 1, "num_action_steps": None})

@@ -23,7 +23,7 @@ from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
 from groupwise.data.rollout import TensorDict, TensorSpec
 from groupwise.engines import Engine
-from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError
+from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError, require_count
 from groupwise.report.folder import RunFolder
 from groupwise.text.build import SAMPLER_FIX, build_algorithm, filled_in, identity_of
 from groupwise.text.collector import (
@@ -95,8 +95,7 @@ class PromptEnv:
         **settings: Any,
     ) -> None:
         refuse_unknown(settings, (*_SETTINGS, "reward", "reward_weights", "batch_size", "seed"), "PromptEnv")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size = {batch_size}: expected at least 1")
+        require_count("batch_size", batch_size)
         task = TextTask(data, reward=reward, eval_data=eval_data, reward_weights=reward_weights, **settings)
         self.batch_size, self.seed = batch_size, seed
         self.rewards = task.rewards()

@@ -11,7 +11,7 @@ import torch
 
 from groupwise.config.run import TensorBoardCfg, TrackedRun, TrackerCfg, WandBCfg
 from groupwise.data.rollout import TensorDict
-from groupwise.errors import ConfigError, require_extra
+from groupwise.errors import ConfigError, require_count, require_extra
 from groupwise.report.folder import RunFolder
 from groupwise.system import printable, show
 from groupwise.training.trainer import Callback
@@ -196,8 +196,7 @@ class Profiler(Callback):
     """
 
     def __init__(self, iterations: int = 3) -> None:
-        if iterations < 1:
-            raise ConfigError(f"iterations = {iterations}: expected at least 1")
+        require_count("iterations", iterations)
         self.iterations = iterations
         self._profile: torch.profiler.profile | None = None
         self._suffix = ""

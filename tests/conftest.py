@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from groupwise.report.video import film, film_group
 
 torch.set_num_threads(1)
 os.environ["SDL_VIDEODRIVER"] = "dummy"  # of processes, too
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # as after activation
 
 # nohup and background jobs of some shells ignore these, and what a test starts would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,6 +6,7 @@ A run folder records them, so that printed commands and errors can name them.
 import importlib
 import importlib.util
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -68,16 +69,25 @@ def options(plugins: Sequence[str]) -> str:
     return "".join(f" --plugin {shlex.quote(plugin)}" for plugin in plugins)
 
 
+def program() -> str:
+    """``groupwise``, or its script beside this Python where a shell would not find it."""
+    script, here = Path(sys.executable).with_name("groupwise"), Path.cwd()
+    if shutil.which("groupwise") or not script.is_file():
+        return "groupwise"
+    below = script.parent != here and script.is_relative_to(here)
+    return shlex.quote(str(script.relative_to(here) if below else script))
+
+
 def command(*words: object) -> str:
     """A command of groupwise with these words and the plugins of this one, for a shell."""
-    return f"groupwise {shlex.join(map(str, words))}{options(_loaded)}"
+    return f"{program()} {shlex.join(map(str, words))}{options(_loaded)}"
 
 
 def resume_command(path: Path, given: Sequence[str], plugins: Sequence[str]) -> str:
     """Command that continues a run, or a call where Python objects were ``given``."""
     if given:
         return f"gw.resume({str(path)!r}, {', '.join(f'{name}=...' for name in given)})"
-    return f"groupwise resume {shlex.quote(str(path))}{options(plugins)}"
+    return f"{program()} resume {shlex.quote(str(path))}{options(plugins)}"
 
 
 @contextmanager

@@ -114,6 +114,19 @@ def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks(c
         gymnasium.registry.pop("OfAPlugin-v0", None)
 
 
+def test_a_printed_command_names_the_script_where_a_shell_would_not_find_it(tmp_path, monkeypatch):
+    script = tmp_path / "bin/groupwise"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    assert plugins.command("eval", "run") == "groupwise eval run"  # a checkout that is not installed
+    script.parent.mkdir()
+    script.touch()
+    monkeypatch.chdir(tmp_path)
+    assert plugins.command("eval", "run") == "bin/groupwise eval run"
+    monkeypatch.chdir(script.parent)
+    assert plugins.command("eval", "run") == f"{script} eval run"
+
+
 def test_what_was_loaded_is_what_the_last_command_named_and_a_run_folder_records_it():
     Path("a.py").write_text("")
     Path("b.py").write_text("")

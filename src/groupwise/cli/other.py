@@ -121,8 +121,15 @@ def serve_command(parser: Parser, argv: Sequence[str]) -> None:
 
 
 def list_command(parser: Parser, argv: Sequence[str]) -> None:
-    """Print algorithms, presets, and the choices of credit and objective with their sources."""
-    parser.add_argument("text", nargs="?", default="", help="show only entries with this text, such as dapo or kl")
+    """Print the names of algorithms, presets and choices; of a part, or of what contains a text, also sources and settings.
+
+    Examples:
+      groupwise list
+      groupwise list presets
+      groupwise list gspo
+    """
+    parts = ("algorithms", "environments", "presets", "choices")
+    parser.add_argument("text", nargs="?", default="", help=f"{', '.join(parts)}, or a text such as dapo or kl")
     text = parser.read(argv).text
     sections = {  # lines that are shown together; all but the first are indented
         "Algorithms: --algorithm NAME": [
@@ -147,14 +154,29 @@ def list_command(parser: Parser, argv: Sequence[str]) -> None:
         ],
     }
 
-    wanted = text.lower().replace("_", "-")  # options and fields are spelt alike
-    for entries in sections.values():
-        entries[:] = [entry for entry in entries if wanted in " ".join(entry).lower().replace("_", "-")]
-    if not any(sections.values()):
-        known = ", ".join(presets.objective_presets())
-        raise ConfigError(f"no entry contains {text!r}; presets: {known}; fix: groupwise list, which shows all")
     width = shutil.get_terminal_size().columns
     wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    wanted = text.lower().replace("_", "-")  # options and fields are spelt alike
+    for part, entries in zip(parts, sections.values(), strict=True):
+        if wanted == part:
+            sections = {title: found for title, found in sections.items() if found is entries}
+            break
+    else:
+        for entries in sections.values():
+            entries[:] = [entry for entry in entries if wanted in " ".join(entry).lower().replace("_", "-")]
+    if not text:
+        names = [[first.partition(":")[0].rpartition(" ") for first, *_ in entries] for entries in sections.values()]
+        tail = [f"groupwise list {'|'.join(parts)}, or a text such as gspo, shows settings and sources."]
+        for title, found in zip(sections, names, strict=True):
+            print(f"\n{title}")
+            for option in dict.fromkeys(option for option, _, _ in found):
+                alike = ", ".join(name for other, _, name in found if other == option)
+                print(wrap(f"{option} {alike}".strip(), initial_indent="  ", subsequent_indent="      "))
+        print("", *map(wrap, tail), sep="\n")
+        return
+    if not any(sections.values()):
+        known = ", ".join(presets.objective_presets())
+        raise ConfigError(f"no entry contains {text!r}; presets: {known}; fix: groupwise list, which shows all names")
     for title, entries in sections.items():
         if entries:
             print(f"\n{title}\n{'-' * min(len(title), width)}")

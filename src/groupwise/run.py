@@ -22,6 +22,7 @@ from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg
 from groupwise.config.base import GIVEN, explain
+from groupwise.config.load import with_absolute_paths
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, VLACfg
 from groupwise.config.run import (
     BUDGETS,
@@ -523,7 +524,7 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
-    parts = build(cfg.model_copy(update={"run_dir": None}), given, engine)
+    parts = build(with_absolute_paths(cfg.model_copy(update={"run_dir": None})), given, engine)
     with closing_after(parts.close):
         folder = RunFolder(Path(cfg.run_dir or ""))
         if engine.rank == 0:

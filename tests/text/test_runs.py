@@ -50,6 +50,23 @@ def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):
     assert members.advantage.first().groupby("group").sum().tolist() == pytest.approx([0] * 4, abs=1e-5)
 
 
+def test_a_run_of_relative_paths_is_found_from_another_folder(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(model)
+    write_settings(tmp_path, "model")
+    cfg = json.loads(Path("text.json").read_text())
+    cfg["task"] |= {"data": "train.jsonl", "eval_data": "test.jsonl"}
+    Path("text.json").write_text(json.dumps(cfg))
+    gw.train(gw.load_config("text.json", run_dir="run"))
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert gw.resume(tmp_path / "run", 200).summary["env_steps"] >= 200
+    assert gw.evaluate(tmp_path / "run").episodes == 6
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    assert saved["task"]["data"] == f"{tmp_path}/train.jsonl"
+    assert saved["model"]["path"] == f"{tmp_path}/model"
+
+
 def test_a_full_disk_ends_no_run(model, copied, tmp_path, monkeypatch, caplog):
     def full(path, flags, *args, opened=os.open, **options):
         if flags & os.O_CREAT and {"groups", "checkpoints"} & {*Path(path).parts}:

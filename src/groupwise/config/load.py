@@ -11,7 +11,7 @@ import operator
 import re
 import textwrap
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 
@@ -24,6 +24,7 @@ from groupwise.errors import ConfigError, UnknownNameError, require_extra
 
 # Presets: the JSON files in presets/
 
+AnyCfg = TypeVar("AnyCfg", bound=Cfg)
 Tree = dict[str, Any]
 """A partial config as plain data: nested dicts keyed by field."""
 
@@ -104,6 +105,21 @@ _SCALARS = {
     "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
 }
 """Pattern and first characters of values that are no text (YAML 1.2.2, section 10.3.2). PyYAML's own are of YAML 1.1."""
+
+
+def with_absolute_paths(cfg: AnyCfg) -> AnyCfg:
+    """``cfg`` with absolute paths of files and folders, so that a saved run finds them from any folder."""
+
+    def absolute(name: str, value: Any) -> Any:
+        is_local = isinstance(value, str) and name in ("path", "data", "eval_data") and value and Path(value).exists()
+        if isinstance(value, Path) or is_local:
+            return type(value)(Path(value).absolute())
+        if isinstance(value, tuple):
+            return tuple(absolute("", one) for one in value)
+        return with_absolute_paths(value) if isinstance(value, Cfg) else value
+
+    found = {name: new for name, value in cfg if (new := absolute(name, value)) != value}
+    return cfg.model_copy(update=found) if found else cfg
 
 
 def read_file(path: Path, *, follow: bool = True) -> Tree:

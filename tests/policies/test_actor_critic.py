@@ -1,5 +1,6 @@
 import math
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -226,9 +227,11 @@ def test_custom_gaussian_actor_may_give_its_own_deviations():
         ({"actor": nn.Linear(3, 5)}, r"the actor maps features \[2, 3\] to \[2, 5\], expected \[B, 4\]"),
         ({"critic": nn.Linear(3, 2)}, r"the critic maps features \[2, 3\] to \[2, 2\], expected \[B, 1\]"),
         ({"critic": nn.Linear(3, 1), "actor_only": True}, "fix: drop one"),
+        ({"critic": False}, "critic = False: expected a torch.nn.Module; fix: leave it out, or actor_only=True"),
     ],
 )
-def test_unfit_custom_network(networks, message):
+def test_unfit_custom_network(networks, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "left", 0)  # checks of types, which users do not have, come first
     with pytest.raises(ConfigError, match=message):
         ActorCritic(BOX, DISCRETE, **networks)
 

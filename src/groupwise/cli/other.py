@@ -82,7 +82,7 @@ def demos_command(parser: Parser, argv: Sequence[str]) -> None:
 
     found = record_demos(env, **vars(options))
     show(f"Recorded {found.episodes} episodes ({found.steps:,} steps) of {found.attempts} attempts in {found.path}.")
-    again = plugins.command("train", rest[0], "--algorithm", "bc", "--algorithm.data", found.path)
+    again = plugins.command("train", *rest, "--algorithm", "bc", "--algorithm.data", found.path)
     show(f"Next:  {again}")
 
 

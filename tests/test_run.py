@@ -38,6 +38,22 @@ def cartpole(tmp_path_factory):
     return gw.train("CartPole-v1", seed=1, run_dir=tmp_path_factory.mktemp("runs") / "cartpole", **TINY)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "total_steps", "note"),
+    [
+        (gw.PPOCfg(num_steps=16), 65, "Training ends at 128 steps in place of 65: an iteration takes 64.\n"),
+        (gw.PPOCfg(num_steps=16), 640, ""),
+        (gw.GRPOCfg(num_steps=16, group_size=2), 65, "reaches 65 steps: one takes 64 or more, until its groups are"),
+    ],
+)
+def test_a_budget_that_iterations_exceed_is_told_before_training(algorithm, total_steps, note, tmp_path, capsys):
+    quick = {"num_envs": 4, "evaluation": {"episodes": 1, "interval": 10**6}}
+    gw.train("CartPole-v1", algorithm, total_steps=total_steps, run_dir=tmp_path / "run", **quick)
+    shown = "".join(capsys.readouterr())
+    assert note in shown
+    assert note or "Training ends" not in shown
+
+
 def test_everything_a_run_leaves_behind(pictures, tmp_path):
     cartpole = gw.train("CartPole-v1", seed=1, run_dir=tmp_path / "cartpole", **TINY)
     names = {"config.json", "metrics.jsonl", "summary.json", "checkpoints", "groups", "curve.svg", "policy.gif"}

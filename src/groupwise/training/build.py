@@ -402,6 +402,17 @@ class EnvComponents(Components):
         if horizon is not None and self.env.max_episode_steps is None:
             steps = f"{horizon:,} steps (algorithm.collection.horizon)"
             lines.append(f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}.")
+        total, algorithm = self.cfg.total_steps or 0, self.cfg.algorithm
+        size = self.env.num_envs * self.algorithm.engine.world_size * algorithm.num_steps
+        end = size * -(-total // size)
+        if (
+            algorithm.groups.size > 1
+            and 10 * (size + self.env.num_envs * (self.env.max_episode_steps or 0)) > total > 0
+        ):
+            last = f"Training ends with the iteration that reaches {total:,} steps"
+            lines.append(f"{last}: one takes {size:,} or more, until its groups are complete.")
+        elif end > 1.1 * total:
+            lines.append(f"Training ends at {end:,} steps in place of {total:,}: an iteration takes {size:,}.")
         return [*lines, *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:

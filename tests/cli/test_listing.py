@@ -24,7 +24,7 @@ SCALES = [f"credit.scale {key.rsplit('.', 1)[1]}: " for key in presets.choices()
 @pytest.mark.parametrize(
     ("word", "shown", "left_out"),
     [
-        ("", ["bc, grpo, ppo", "LunarLander-v3", "embodichain", "--algorithm.credit.scale std, "], ["arxiv.org"]),
+        ("", ["bc, grpo, ", "LunarLander-v3", "embodichain", "--algorithm.credit.scale std, "], ["arxiv.org"]),
         ("choices", [*SCALES, "batch_std: one"], ["Algorithms"]),
         ("presets", ["dr_grpo: Dr. GRPO", "arxiv.org/abs/2503.20783"], ["LunarLander-v3"]),
         ("cispo", ['{"name": "cispo", "low": null, "high": 5.0}', "objective.trust-region"], ["embodichain"]),

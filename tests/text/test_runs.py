@@ -9,7 +9,18 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from text_runs import SETTINGS, copying, logged, numbers, same_weights, share_copied, train, weights, write_settings
+from text_runs import (
+    SETTINGS,
+    copying,
+    logged,
+    numbers,
+    same_weights,
+    save_model,
+    share_copied,
+    train,
+    weights,
+    write_settings,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
@@ -48,6 +59,17 @@ def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):
     assert members.step.max().tolist() == (members.size() - 1).tolist()
     assert (members.end.last() == "truncated").mean() == last["completions/clipped_ratio"]
     assert members.advantage.first().groupby("group").sum().tolist() == pytest.approx([0] * 4, abs=1e-5)
+
+
+def test_prompts_that_end_with_the_assistants_message_are_counted(tmp_path, capsys):
+    model, question = save_model(tmp_path / "model", chat=True), {"role": "user", "content": "12"}
+    for said, note in (("1", "3 prompts end with an assistant's message, which the completion continues"), ("", "")):
+        messages = [question, {"role": "assistant", "content": said}] if said else [question]
+        task = gw.TextTask([{"prompt": messages}] * 3, reward=lambda completions, **columns: [1.0] * len(completions))
+        train(task, model, tmp_path / f"run{said}", logging={"progress": "lines"})
+        shown = capsys.readouterr().err
+        assert note in shown
+        assert note or "assistant" not in shown
 
 
 def test_a_run_of_relative_paths_is_found_from_another_folder(model, tmp_path, monkeypatch):

@@ -128,13 +128,19 @@ class TextComponents(Components):
         return TextEvaluator(self.task, self.held_out, self.cfg, self.policy, seed=seed)
 
     def notes(self) -> list[str]:
-        """Number of prompts and of trained parameters."""
+        """Number of prompts and of trained parameters, and whether completions continue messages of the data."""
         parameters = list(self.policy.parameters())
         trained, whole = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-        return [
+        lines = [
             f"{len(self.collector.prompts):,} prompts, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
             f"parameters are trained; a step is a generated token"
         ]
+        prompts = [prompt.example.prompt for prompt in self.collector.prompts]
+        if begun := sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts):
+            lines.append(
+                f"{begun:,} prompts end with an assistant's message, which the completion continues (a prefill)."
+            )
+        return lines
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
         """The check of sampler against trainer."""

@@ -72,6 +72,22 @@ def test_prompts_that_end_with_the_assistants_message_are_counted(tmp_path, caps
         assert note or "assistant" not in shown
 
 
+def test_an_end_of_turn_that_ends_no_completion_is_told(tmp_path, caplog):
+    model, task = save_model(tmp_path / "model", chat=True), copying()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    train(task, model, tmp_path / "ends")
+    assert "ends a turn" not in caplog.text
+    tokenizer.eos_token = "<|im_start|>"
+    tokenizer.save_pretrained(model)
+    config = json.loads((model / "generation_config.json").read_text()) | {"eos_token_id": tokenizer.eos_token_id}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    train(task, model, tmp_path / "runs on")
+    message = "ends a turn by <|im_end|>, which ends no completion; fix: sampling.stop=['<|im_end|>']"
+    assert caplog.text.count(message) == 1
+    train(task, model, tmp_path / "stops", sampling={"max_new_tokens": 4, "stop": ["<|im_end|>"]})
+    assert caplog.text.count(message) == 1
+
+
 def test_a_run_of_relative_paths_is_found_from_another_folder(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("model").symlink_to(model)

@@ -163,6 +163,17 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     policy = algorithm.policy
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
+    with suppress(ConfigError, ValueError):  # a template without turns after the assistant's
+        end, *_ = encoder.encode_answer("?") if encoder.conversational else (None,)
+        text = "" if end is None else encoder.tokenizer.decode([end])
+        if (
+            end in encoder.tokenizer.added_tokens_decoder
+            and end not in policy.eos_ids
+            and text not in cfg.sampling.stop
+        ):
+            log.warning(
+                "the chat template ends a turn by %s, which ends no completion; fix: sampling.stop=%s", text, [text]
+            )
     prompts = encoder.select(train, policy.max_prompt_length(cfg.sampling.max_new_tokens))
     rewards.check_columns(prompts[0].example.columns)
     if held_out:

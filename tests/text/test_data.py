@@ -50,6 +50,19 @@ def test_messages_survive_parquet_with_its_empty_fields(tmp_path):
     assert second == Example(({"role": "user", "content": "hi"},), {"level": None})
 
 
+def test_messages_of_apis_are_read():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    given = [
+        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1="}], "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "add them"},
+        {"role": "tool", "content": "2", "tool_call_id": "x"},
+    ]
+    ((prompt, _),) = load_examples([{"prompt": given}])
+    assert prompt[0] == {"role": "user", "content": "1+1=", "name": "ann"}
+    assert prompt[1] == {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "add them"}
+    assert prompt[2] == given[2]
+
+
 def test_another_prompt_column_and_columns_that_rows_lack():
     found = load_examples([{"question": "a", "x": 1}, {"question": "b", "y": 2}], prompt_column="question")
     assert found == [Example("a", {"x": 1, "y": None}), Example("b", {"x": None, "y": 2})]

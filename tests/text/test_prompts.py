@@ -36,6 +36,17 @@ def test_texts_and_messages_are_read_as_the_template_has_them():
     assert END in tokens, "a special token, not the letters of its name"
 
 
+def test_other_entries_of_messages_go_to_the_template_or_are_named():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ messages[0]['content'] }}{% for call in messages[0]['tool_calls'] %}<{{ call }}>{% endfor %}"
+    )
+    message = {"role": "assistant", "content": "", "tool_calls": ["add", "sub"], "name": "ann"}
+    with pytest.warns(UserWarning, match="the chat template does not use 'name' of the messages"):
+        (prompt,) = encoder(tokenizer).select([Example((message | {"role": "user"},), {})])
+    assert tokenizer.decode(prompt.tokens) == "<add><sub>"
+
+
 def test_a_text_stays_a_text_without_a_template_or_if_asked():
     assert tiny_tokenizer(chat=False).decode(encoder(tiny_tokenizer(chat=False)).encode(Example("1+1=", {}))) == "1+1="
     plain = encoder(chat="never")

@@ -30,7 +30,8 @@ from groupwise.config.run import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
 from groupwise.plugins import register
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""The texts ``role`` and ``content``; other entries, such as ``tool_calls``, are for the chat template."""
 Prompt = str | tuple[Message, ...]
 Completion = str | Sequence[Message]
 """A completion as rewards read it: a text; after a prompt of messages, messages."""

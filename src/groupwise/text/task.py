@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import sys
@@ -171,13 +172,17 @@ def read_prompt(where: str, prompt: object) -> Prompt:
     messages = []
     for message in prompt:
         items = message.items() if isinstance(message, Mapping) else ()
-        found = {key: value for key, value in items if value is not None}
-        if found.keys() != {"role", "content"} or not all(isinstance(value, str) for value in found.values()):
+        found: dict[str, Any] = {key: value for key, value in items if value is not None}
+        content = found.get("content", "" if "tool_calls" in found else None)
+        if isinstance(content, list):  # parts, as of APIs
+            texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
+        if not isinstance(content, str) or not isinstance(found.get("role"), str):
             raise DataError(
                 f"{where}: message = {message!r:.80}: expected the texts role and content; fix: "
                 "{'role': 'user', 'content': '...'}"
             )
-        messages.append({key: encodable(text) for key, text in found.items()})
+        messages.append(found | {"role": encodable(found["role"]), "content": encodable(content)})
     return tuple(messages)
 
 
@@ -245,6 +250,10 @@ class PromptEncoder:
         Raises:
             DataError: a prompt is too long and ``on_long_prompt="error"``, or all are.
         """
+        messages = itertools.chain(*(example.prompt for example in examples if not isinstance(example.prompt, str)))
+        for key in sorted(set(itertools.chain(*messages)) - {"role", "content"}):
+            if key not in str(self.tokenizer.chat_template):
+                warnings.warn(f"the chat template does not use {key!r} of the messages", stacklevel=2)
         encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
         limit = min(self.cfg.max_prompt_tokens or math.inf, context or math.inf)
         too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from gymnasium import spaces
@@ -142,6 +143,43 @@ def test_a_box_alone_is_the_state_and_a_tuple_is_read_back(tmp_path):
     obs = obs_to_tensor(pair, (np.ones((2, 2)), np.array([1, 2])), batched=True)
     write(tmp_path / "pair", [demo._replace(obs=obs)], pair)
     assert read_demos(tmp_path / "pair", pair).obs["1"].tolist() == [1, 2]
+
+
+def numbers_demo(space, steps=2):
+    obs = obs_to_tensor(
+        space, {key: np.stack([part.sample() for _ in range(steps)]) for key, part in space.items()}, batched=True
+    )
+    return Demonstration(obs, np.zeros((steps, 2), np.float32), np.zeros(steps, np.float32), None, "go")
+
+
+def test_entries_of_one_shape_are_columns_of_their_own_or_refused(tmp_path):
+    part = spaces.Box(-1, 1, (3,), np.float32)
+    space = spaces.Dict(proprio=part, state=part, more=part)
+    demo = numbers_demo(space)
+    found = read_demos(write(tmp_path / "a", [demo], space), space)
+    for key in space:
+        assert torch.equal(found.obs[(key,)], demo.obs[(key,)])
+    alike = spaces.Dict({"a.b": part, "a": spaces.Dict(b=part)})
+    with pytest.raises(DataError, match=r"two entries of the observation would be the column 'observation\.a\.b'"):
+        write(tmp_path / "b", [], alike)
+
+
+def test_files_of_lerobots_script_are_read(tmp_path):
+    """An index of pandas without a name, states in float64, and rows in any order."""
+    space = spaces.Dict(proprio=spaces.Box(-1, 1, (3,), np.float32))
+    demos = [numbers_demo(space, 3), numbers_demo(space, 2)]
+    folder = write(tmp_path / "demos", demos, space)
+    pd.DataFrame({"task_index": [0]}, index=["go"]).to_parquet(folder / "meta/tasks.parquet")
+    file = folder / "data/chunk-000/file-000.parquet"
+    table = pd.read_parquet(file)
+    table["observation.state"] = [state.astype(np.float64) for state in table["observation.state"]]
+    table.iloc[[4, 1, 3, 0, 2]].to_parquet(file, index=False)
+    info = json.loads((folder / "meta/info.json").read_text())
+    info["features"]["observation.state"]["dtype"] = "float64"
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    found = read_demos(folder, space)
+    assert torch.equal(found.obs[("proprio",)], torch.cat([demo.obs[("proprio",)] for demo in demos]))
+    assert found.episode.tolist() == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ without a video codec; several views are columns of their own. An ``instruction`
 import io
 import json
 import math
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -192,6 +193,8 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
             "nothing" if kind is None else f"{kind['dtype']} of shape {list(kind['shape'])}"
             for kind in (features.get(name), column.feature())
         )
+        if column.dtype == "float32":  # others are rounded to it
+            there = re.sub("^float(16|64) ", "float32 ", there)
         if there != own:
             raise DataError(
                 f"{folder} has {name!r} as {there}, but the environment has {own}; "
@@ -200,11 +203,21 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     table = _read_table(folder, sorted((folder / "data").glob("*/*.parquet")))
     if not len(table):
         raise DataError(f"{folder} has no steps; fix: record again")
+    order = np.lexsort(
+        [table[name].to_numpy() for name in ("frame_index", "episode_index") if name in table.column_names]
+    )
+    if (np.diff(order) != 1).any():
+        table = table.take(order)
     columns = {name: from_arrow(table[name], column) for name, column in wanted.items()}
     action = features["action"]
     reward, episode = (table[name].to_numpy().copy() for name in ("next.reward", "episode_index"))
     tasks = _read_table(folder, folder / TASKS).to_pydict()
-    texts = dict(zip(tasks["task_index"], tasks["task"], strict=True))
+    named = [name for name in tasks if name != "task_index"]  # pandas writes an index without a name by one of its own
+    if "task_index" not in tasks or len(named) != 1:
+        raise DataError(
+            f"{folder / TASKS} has the columns {', '.join(tasks)}, expected task_index and task; fix: record again"
+        )
+    texts = dict(zip(tasks["task_index"], tasks[named[0]], strict=True))
     leaves = leaf_spaces(observation_space)
     stored: dict[tuple[str, ...], Array] = {}
     if INSTRUCTION in leaves:
@@ -232,17 +245,25 @@ def _read_table(folder: Path, files: Path | list[Path]) -> Any:
 
 
 def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]:
-    """Path, names of the columns, and each of these columns' form, of each part but the instruction."""
-    found = []
-    for path, leaf in leaf_spaces(space).items():
+    """Path, names of the columns, and each of these columns' form, of each part but the instruction.
+
+    Raises:
+        DataError: two parts would be one column.
+    """
+    found, leaves = [], leaf_spaces(space)
+    state = ("proprio",) if ("state",) not in leaves else ()
+    for path, leaf in leaves.items():
         is_bytes = space_kind(leaf) == "box" and leaf.dtype == np.uint8
         if is_bytes and len(leaf.shape) in (3, 4) and leaf.shape[-1] in (1, 3):
             name = ".".join(("observation.images", *(path or ("image",))))
             names = [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
             found.append((path, names, Column("image", tuple(leaf.shape[-3:]))))
         elif path != INSTRUCTION:
-            name = "observation.state" if path in ((), ("proprio",)) else ".".join(("observation", *path))
+            name = "observation.state" if path in ((), state) else ".".join(("observation", *path))
             found.append((path, [name], number(leaf)))
+    columns = [name for _, names, _ in found for name in names]
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise DataError(f"two entries of the observation would be the column {twice[0]!r}; fix: rename one of them")
     return found
 
 

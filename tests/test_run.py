@@ -10,6 +10,7 @@ import pytest
 import torch
 from at_events import on
 from forked import run_script
+from gymnasium.wrappers import RescaleAction
 from PIL import Image
 from plain_envs import Plain
 from run_folders import same_weights
@@ -36,6 +37,16 @@ def _in_a_fresh_directory(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory):
     return gw.train("CartPole-v1", seed=1, run_dir=tmp_path_factory.mktemp("runs") / "cartpole", **TINY)
+
+
+@pytest.mark.parametrize("squash", [False, True])
+def test_actions_that_the_first_policy_hardly_explores_are_told(squash, tmp_path, capsys):
+    far = lambda **options: RescaleAction(gymnasium.make("Pendulum-v1", **options), np.float32(30), np.float32(1017))  # noqa: E731
+    quick = {"num_envs": 2, "total_steps": 16, "evaluation": {"episodes": 1}, "run_dir": tmp_path / "run"}
+    gw.train(far, gw.PPOCfg(num_steps=8), policy={"squash_output": squash}, **quick)
+    shown = capsys.readouterr().err
+    assert ("Actions of Box(30.0, 1017.0, (1,), float32) are hardly explored" not in shown) is squash
+    assert ("fix: policy.squash_output=True, which acts within the bounds" not in shown) is squash
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import distributions
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.errors import ConfigError, UnsupportedSpaceError
-from groupwise.policies.heads import SquashedGaussian, make_head
+from groupwise.policies.heads import SquashedGaussian, make_head, unexplored
 
 NVEC = np.array([[2, 5], [3, 1]])
 BOX = spaces.Box(np.array([-1.0, -2.0, 0.0], np.float32), np.array([1.0, 2.0, 5.0], np.float32))
@@ -258,3 +258,23 @@ def test_squash_needs_a_real_box(high):
     low = torch.tensor([-1.0, -1.0])
     with pytest.raises(ConfigError, match="fix: squash_output=False"):
         SquashedGaussian(low, torch.tensor([1.0, high]))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "std", "is_told"),
+    [
+        (30, 1017, 1.0, True),
+        (0, 1017, 1.0, True),
+        (0, 0.05, 1.0, True),
+        (-2, 2, 1.0, False),
+        (-0.4, 0.4, 1.0, False),
+        (0, 1, 1.0, False),
+        (-10, 10, 1.0, False),
+        (30, 1017, 100.0, False),
+        (-np.inf, np.inf, 1.0, False),
+    ],
+)
+def test_boxes_that_the_first_gaussian_hardly_explores_are_told(low, high, std, is_told):
+    space = spaces.Dict(a=spaces.Box(low, high, (2,)), b=spaces.Discrete(2))
+    assert bool(unexplored(space, PolicyCfg(log_std_init=math.log(std)))) is is_told
+    assert unexplored(space, PolicyCfg(squash_output=True)) == ""

@@ -451,6 +451,22 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
     )
 
 
+def unexplored(action_space: Any, cfg: PolicyCfg) -> str:
+    """What to change where the Gaussian that a policy begins with hardly explores a bounded Box; empty if it does."""
+    std = math.exp(cfg.log_std_init)
+    for leaf in leaf_spaces(action_space).values():
+        if space_kind(leaf) != "box" or cfg.squash_output:
+            continue
+        half = 0.5 * leaf.high.astype(float) - 0.5 * leaf.low.astype(float)
+        far = (leaf.low > 2 * std) | (leaf.high < -2 * std) | (half > 20 * std) | (half < 0.05 * std)
+        if (far & np.isfinite(half)).any():
+            return (
+                f"Actions of {leaf!s:.80} are hardly explored: the policy begins with mean 0 and deviation {std:g}; "
+                "fix: policy.squash_output=True, which acts within the bounds"
+            )
+    return ""
+
+
 def _inner_float32(low: np.ndarray, high: np.ndarray) -> tuple[Tensor, Tensor]:
     """The bounds in float32, rounded inwards, so that numbers clipped to them are inside the space's own."""
     with np.errstate(over="ignore"):

@@ -39,6 +39,7 @@ from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
+from groupwise.policies.heads import unexplored
 from groupwise.policies.recurrent import RecurrentActorCritic
 from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError, film, film_group
@@ -402,6 +403,8 @@ class EnvComponents(Components):
         if horizon is not None and self.env.max_episode_steps is None:
             steps = f"{horizon:,} steps (algorithm.collection.horizon)"
             lines.append(f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}.")
+        if isinstance(self.cfg.policy, PolicyCfg) and self.given.policy is None:
+            lines += filter(None, [unexplored(self.env.action_space, self.cfg.policy)])
         total, algorithm = self.cfg.total_steps or 0, self.cfg.algorithm
         size = self.env.num_envs * self.algorithm.engine.world_size * algorithm.num_steps
         end = size * -(-total // size)

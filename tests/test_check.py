@@ -256,3 +256,17 @@ def test_without_success_the_report_says_how(monkeypatch):
     monkeypatch.setattr(check, "_EPISODE_S", 0.01)
     endless = partial(Touch, None, length=10**9)
     assert "in 0.01 s, in which no episode ended" in check_env(endless).success.reason
+
+
+class Rounds(Sound):
+    """Says that it shows bytes, and shows numbers between 0 and 1."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (1,), np.uint8)
+
+
+def test_numbers_that_the_space_cannot_hold():
+    report = check_env(Rounds)
+    assert report.training.value is None
+    assert report.training.reason.startswith("reset() of Rounds returned what its observation_space does not allow")
+    assert "dtype float32, expected uint8" in report.training.reason
+    assert report.training.fix.startswith("return uint8")

@@ -6,7 +6,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from tensordict import TensorDict
 
 from groupwise.data.rollout import TensorSpec, allocate
-from groupwise.data.spaces import is_batched, obs_spec, obs_to_tensor, space_kind
+from groupwise.data.spaces import check_dtypes, is_batched, obs_spec, obs_to_tensor, space_kind
 from groupwise.errors import DataError, UnsupportedSpaceError
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
@@ -118,10 +118,10 @@ def test_wrong_shape_names_leaf_and_expectation():
     ("obs", "message"),
     [
         ({"pos": np.zeros(3)}, "obs has no entry 'more'"),
-        ({"pos": np.zeros(3), "more": (1,)}, r"obs\.more has no entry '1'"),
+        ({"pos": np.zeros(3), "more": (2,)}, r"obs\.more has no entry '1'"),
         (3, "obs is a int, expected a dictionary"),
-        ({"pos": np.zeros(3), "more": (np.array("a"), 1)}, r"obs\.more\.0 has dtype <U1, expected numbers"),
-        ({"pos": np.zeros(3), "more": ([[1], [2, 3]], 1)}, r"obs\.more\.0 is no array"),
+        ({"pos": np.zeros(3), "more": (np.array("a"), 2)}, r"obs\.more\.0 has dtype <U1, expected numbers"),
+        ({"pos": np.zeros(3), "more": ([[1], [2, 3]], 2)}, r"obs\.more\.0 is no array"),
     ],
 )
 def test_wrong_structure_is_named(obs, message):
@@ -137,3 +137,65 @@ def test_is_batched():
     assert is_batched(spaces.Tuple((spaces.Discrete(2),)), (np.array([0, 1]),))
     with pytest.raises(DataError, match=r"obs has shape \[1, 1, 3\]"):
         is_batched(BOX, np.zeros((1, 1, 3)))
+
+
+PIXELS = spaces.Box(0, 255, (2,), np.uint8)
+TRUTHS = spaces.Box(0, 1, (2,), np.bool_)
+
+
+@pytest.mark.parametrize(
+    ("space", "obs", "message"),
+    [
+        (PIXELS, np.array([0.5, 1.0]), "has dtype float64, expected uint8 for Box.*fix: return uint8"),
+        (PIXELS, torch.tensor([0.0, 1.0]), "has dtype float32, expected uint8"),
+        (PIXELS, np.array([7, 300]), "holds 300, expected 0 to 255"),
+        (PIXELS, np.array([-1, 7]), "holds -1, expected 0 to 255"),
+        (TRUTHS, np.array([0.4, 1.0]), "has dtype float64, expected bool"),
+        (TRUTHS, np.array([0, 1]), "has dtype int64, expected bool"),
+        (spaces.Box(-9, 9, (2,), np.int16), [40_000, 0], "holds 40000, expected -32768 to 32767"),
+        (spaces.Box(0, 2**64 - 1, (1,), np.uint64), np.array([2**63], np.uint64), "holds 9223372036854775808"),
+        (spaces.Discrete(5), 2.7, "has dtype float64, expected int64"),
+        (spaces.Discrete(5, start=2), 7, "holds 7, expected 2 to 6"),
+        (spaces.MultiDiscrete([2, 3]), [1, 3], "holds 3, expected 0 to 2"),
+        (spaces.MultiBinary(2), [0, 2], "holds 2, expected 0 to 1"),
+    ],
+)
+def test_numbers_that_a_space_cannot_hold_are_refused(space, obs, message):
+    with pytest.raises(DataError, match=f"obs {message}"):
+        obs_to_tensor(space, obs, batched=False)
+    with pytest.raises(DataError, match=f"obs {message}"):
+        obs_to_tensor(space, torch.stack([obs, obs]) if torch.is_tensor(obs) else np.stack([obs, obs]), batched=True)
+
+
+@pytest.mark.parametrize(
+    ("space", "obs"),
+    [
+        (BOX, [1, 0, -1]),
+        (BOX, np.array([0.5, 0.25, 0.0])),
+        (PIXELS, np.array([0, 255])),
+        (PIXELS, np.array([True, False])),
+        (spaces.Discrete(5), np.uint8(4)),
+        (spaces.MultiBinary(2), np.array([True, False])),
+    ],
+)
+def test_numbers_that_a_space_can_hold_may_have_another_dtype(space, obs):
+    np.testing.assert_array_equal(obs_to_tensor(space, obs, batched=False).numpy(), np.asarray(obs))
+
+
+def test_dtypes_of_tensors_are_checked_without_their_numbers():
+    spec = {
+        "image": TensorSpec((2,), torch.uint8),
+        "bits": TensorSpec((2,), torch.int8),
+        "x": TensorSpec((), torch.float32),
+    }
+    fine = {
+        "image": torch.zeros(3, 2, dtype=torch.uint8),
+        "bits": torch.zeros(3, 2, dtype=torch.int64),
+        "x": torch.ones(3).double(),
+    }
+    check_dtypes(spec, fine, "obs")
+    for wrong in (torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)):
+        with pytest.raises(DataError, match=r"obs\.image has dtype torch\.\w+, expected torch\.uint8"):
+            check_dtypes(spec, fine | {"image": wrong}, "obs")
+    with pytest.raises(DataError, match=r"obs\.bits has dtype torch\.float32, expected torch\.int8"):
+        check_dtypes(spec, fine | {"bits": torch.zeros(3, 2)}, "obs")

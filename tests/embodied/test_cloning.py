@@ -369,3 +369,10 @@ def test_a_clone_reaches_its_expert_and_grpo_starts_there(tmp_path):
     assert min(curve) > sampled - 0.1, "and does not fall below it"
     untrained = gw.train("ToyReaching-v0", grpo, total_steps=1024, run_dir=tmp_path / "fresh", **QUIET).metrics()[0]
     assert untrained["rollout/return_mean"] < sampled - 1, "as a new policy does"
+
+
+def test_a_choice_that_there_is_not_is_named(tmp_path):
+    actions = gymnasium.spaces.Discrete(3)
+    folder = write(tmp_path / "x", [(np.zeros((2, 4), np.float32), np.array([0, 3]))], actions)
+    with pytest.raises(gw.errors.DataError, match=r"an action of .*x holds 3, expected 0 to 2"):
+        _ = collector(folder, actions).labels

@@ -111,6 +111,14 @@ def test_a_callable_and_settings(tmp_path):
     [
         ("CartPole-v1", None, {}, gw.errors.ConfigError, "no expert is known for 'CartPole-v1'.*expert="),
         ("ToyReaching-v0", lambda obs: np.zeros(3), {}, gw.errors.DataError, r"shape \[3\], expected \[2\]"),
+        (
+            "CartPole-v1",
+            lambda obs: 0.7,
+            {},
+            gw.errors.DataError,
+            "the expert's action has dtype float64, expected int64",
+        ),
+        ("CartPole-v1", lambda obs: 2, {}, gw.errors.DataError, "the expert's action holds 2, expected 0 to 1"),
         ("ToyReaching-v0", lambda obs: -straight(obs), {"episodes": 2}, gw.errors.DataError, "in [01] of 40 episodes"),
         ("ToyReaching-v0", straight, {"episodes": 0}, gw.errors.ConfigError, "episodes = 0"),
         ("ToyReaching-v0", straight, {"noise": -0.1}, gw.errors.ConfigError, "noise = -0.1"),

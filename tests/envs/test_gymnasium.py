@@ -6,7 +6,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from groupwise.data.rollout import TensorSpec
 from groupwise.envs.gymnasium import GymnasiumVectorEnv
-from groupwise.errors import EnvError, UnsupportedSpaceError
+from groupwise.errors import DataError, EnvError, UnsupportedSpaceError
 
 
 class Countdown(gymnasium.Env):
@@ -142,3 +142,30 @@ def test_vector_environments_that_cannot_be_used_are_refused():
     env = wrap(VectorOnly(autoreset_mode=AutoresetMode.SAME_STEP))
     with pytest.raises(EnvError, match="final_obs"):
         env.step(torch.zeros(2, dtype=torch.int64))
+
+
+class Rounds(Countdown):
+    """Says that it shows a byte, and shows a number between 0 and 1."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {"left": gymnasium.spaces.Discrete(10), "draw": gymnasium.spaces.Box(0, 255, (1,), np.uint8)}
+    )
+
+
+class Overflows(Countdown):
+    observation_space = gymnasium.spaces.Dict(
+        {"left": gymnasium.spaces.Discrete(3), "draw": gymnasium.spaces.Box(0, 1, (1,))}
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (Rounds, r"reset\(\) of Rounds returned what .*'float64'.*'uint8'.*fix: return the space's dtype"),
+        (Overflows, r"obs\.left holds 3, expected 0 to 2"),
+    ],
+)
+def test_numbers_are_not_changed_to_fit_the_space(env, message):
+    made = GymnasiumVectorEnv(SyncVectorEnv([lambda: env(2)]), env_id=env.__name__, max_episode_steps=None)
+    with pytest.raises(DataError, match=message):
+        made.reset(seed=0)

@@ -80,3 +80,35 @@ def test_an_array_serves_as_a_tuple():
 def test_a_step_that_returns_something_else_is_named_and_its_own_errors_stay(outcome, error, message):
     with pytest.raises(error, match=message):
         play(lambda: Told(outcome=outcome))
+
+
+class Pixels(Told):
+    observation_space = gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+
+
+class Place(Told):
+    observation_space = gymnasium.spaces.Discrete(5)
+
+
+class Switches(Told):
+    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.bool_)
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(
+    ("env", "fine", "wrong", "message"),
+    [
+        (Pixels, np.full((8, 8, 3), 255), np.full((8, 8, 3), 0.5), r"dtype float64, expected uint8 for Box\(0, 255"),
+        (Pixels, np.full((8, 8, 3), 0), np.full((8, 8, 3), 300), "holds 300, expected 0 to 255"),
+        (Pixels, np.full((8, 8, 3), 7, np.uint8), np.full((8, 8, 3), -1), "holds -1, expected 0 to 255"),
+        (Place, np.uint8(4), 2.7, "dtype float64, expected int64"),
+        (Place, 4, 5, "holds 5, expected 0 to 4"),
+        (Switches, np.array([True, False]), np.array([0.4, 0.0]), "dtype float64, expected bool"),
+        (Told, np.array([1, 0, 1]), FINE + 1j, "has dtype complex"),
+    ],
+)
+def test_numbers_are_not_changed_to_fit_the_space(env, fine, wrong, message, grouped, where):
+    np.testing.assert_array_equal(play(lambda: env(fine, fine), grouped)[0].numpy(), fine)
+    with pytest.raises(DataError, match=rf"^{where}\(\) of {env.__name__} returned what .*{message}"):
+        play(lambda: env(wrong if where == "reset" else fine, wrong), grouped)

@@ -3,9 +3,11 @@ import pytest
 import torch
 from gymnasium import spaces
 
+import groupwise as gw
+from groupwise.data.spaces import obs_spec
 from groupwise.envs.starts import verify_group_start
 from groupwise.envs.torch_env import TorchGroupEnv
-from groupwise.errors import EnvError, GroupStartError
+from groupwise.errors import DataError, EnvError, GroupStartError
 
 N = 4
 ALL = np.ones(N, np.bool_)
@@ -153,3 +155,19 @@ def test_impure_or_misshapen_environments_are_refused(env, message):
         env.step(still())
     with pytest.raises(EnvError, match=message):
         play(env)
+
+
+class Bytes(Drift):
+    """Says that it shows bytes, and shows floats."""
+
+    def __init__(self, num_envs):
+        super().__init__(num_envs)
+        self.env_id = "Bytes"
+        self.observation_space = spaces.Box(0, 255, (2,), np.uint8)
+        self.obs_spec = obs_spec(self.observation_space)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_observations_are_not_changed_to_fit_the_space(algorithm, tmp_path):
+    with pytest.raises(DataError, match=r"the observation of Bytes has dtype torch\.float32, expected torch\.uint8"):
+        gw.train(Bytes, algorithm, num_envs=N, total_steps=64, run_dir=tmp_path / "run")

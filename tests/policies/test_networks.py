@@ -105,7 +105,7 @@ def test_leaves_by_hand():
 
 
 def test_number_out_of_range_encodes_as_zeros():
-    assert encode(spaces.Discrete(3), 7).tolist() == [0, 0, 0]
+    assert ObsEncoder(spaces.Discrete(3), CFG)(torch.tensor(7)).tolist() == [0, 0, 0]
 
 
 def test_nested_features_follow_the_space():

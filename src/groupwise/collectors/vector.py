@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.data.rollout import Nested, TensorDict, all_finite, find_nonfinite, lengthen
+from groupwise.data.spaces import check_dtypes
 from groupwise.envs.base import EnvStep, Mask, VectorEnv, successes_by_task
 from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
@@ -434,6 +435,7 @@ class VectorCollector(EnvCollector):
         self._return = np.zeros(rows, dtype=np.float64)
         self._resetting.zero_()
         obs = self.env.reset(seed=derive_seed(self.seed, "env", self.rank, self.iteration))
+        check_dtypes(self.env.obs_spec, obs, f"the observation of {self.env.env_id}")
         return self._begun(obs, np.ones(rows, np.bool_)) if self.policy.state_size else obs
 
     def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:

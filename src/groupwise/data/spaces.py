@@ -111,7 +111,8 @@ def obs_to_tensor(
         name: of the observation in errors.
 
     Raises:
-        DataError: a leaf that is missing, no array of numbers, or of another shape; names it.
+        DataError: a leaf that is missing, no array of numbers, of another shape, or with numbers that its space cannot hold;
+            names it.
         UnsupportedSpaceError: as ``obs_spec``.
     """
     children = subspaces(space)
@@ -146,6 +147,8 @@ def _leaf_tensor(space: Any, leaf: np.ndarray | Tensor, device: torch.device | s
     dtype, shape = _leaf_dtype(space), tuple(space.shape)
     if tuple(leaf.shape[batched:]) != shape or leaf.ndim != len(shape) + batched:
         raise DataError(_shape_message(name, tuple(leaf.shape), shape))
+    if dtype != torch.float32:
+        check_fits(space, leaf, name)
     if not isinstance(leaf, Tensor):
         # from_numpy takes neither strides < 0 nor read-only memory
         leaf = torch.from_numpy(np.require(leaf, requirements=["C", "W"]))
@@ -171,11 +174,9 @@ def _leaf_dtype(space: Any) -> torch.dtype:
             f"observation space {space} is not supported; supported: Box, Discrete, MultiDiscrete, MultiBinary, and "
             "Dict or Tuple of them; fix: wrap the environment with gymnasium.wrappers.TransformObservation"
         )
-    if kind != "box":
-        return _DTYPES[kind]
-    if space.dtype.kind == "f":
+    if kind == "box" and space.dtype.kind == "f":
         return torch.float32
-    return {"uint8": torch.uint8, "bool": torch.bool}.get(space.dtype.name, torch.int64)
+    return _DTYPES.get(kind) or {"uint8": torch.uint8, "bool": torch.bool}.get(space.dtype.name, torch.int64)
 
 
 def _child(obs: Any, key: str, name: str) -> Any:
@@ -190,6 +191,90 @@ def _child(obs: Any, key: str, name: str) -> Any:
 def _shape_message(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
     batch = f"[B, {', '.join(map(str, expected))}]" if expected else "[B]"
     return f"{name} has shape {list(shape)}, expected {list(expected)} for one observation or {batch} for a batch"
+
+
+# Numbers that a space can hold: they are never changed to fit
+
+Limits = tuple[Any, Any]
+"""The least and the greatest integer of a space, numbers or arrays of its shape."""
+
+
+def limits_of(space: Any) -> Limits | None:
+    """The integers that a space without children can hold, in its dtype and as options of its choices; None for floats."""
+    kind = space_kind(space)
+    if kind in ("discrete", "multi_discrete"):
+        low, high = space.start, space.start + (space.n if kind == "discrete" else space.nvec) - 1
+        return (int(low), int(high)) if kind == "discrete" else (low, high)
+    if space.dtype.kind == "f":
+        return None
+    if kind == "multi_binary" or space.dtype.kind == "b":
+        return 0, 1
+    whole = np.iinfo(space.dtype)
+    return int(whole.min), min(int(whole.max), 2**63 - 1)
+
+
+def fits(numbers: np.ndarray, space: Any, limits: Limits) -> bool:
+    """Whether a space of integers or truth values can hold these numbers; integers of any dtype, but no floats."""
+    if not _kind_fits(numbers, space):
+        return False
+    low, high = limits
+    if numbers.ndim == 0:  # several times as fast
+        return bool(low <= numbers.item() <= high)
+    return bool((numbers >= low).all() and (numbers <= high).all())
+
+
+def check_fits(space: Any, numbers: np.ndarray | Tensor, name: str) -> None:
+    """Refuse numbers that the space's dtype would change, and options that a choice does not have.
+
+    Integers fit a space of floats, truth values one of integers, and floats are rounded to the space's precision.
+
+    Args:
+        numbers: of a space without children, with any leading dimensions.
+        name: of the numbers in the error.
+
+    Raises:
+        DataError: names both dtypes; or the number and what is allowed.
+    """
+    if isinstance(numbers, Tensor):
+        numbers = (numbers.float() if numbers.is_floating_point() else numbers).cpu().numpy()
+    limits = limits_of(space)
+    if limits is None or fits(numbers, space, limits):
+        return
+    if not _kind_fits(numbers, space):
+        raise DataError(
+            f"{name} has dtype {numbers.dtype}, expected {space.dtype} for {space!s:.80}, and numbers are not changed to fit; "
+            f"fix: return {space.dtype}, or declare a Box of {numbers.dtype}"
+        )
+    low, high = limits
+    outside = (numbers < low) | (numbers > high)
+    least, greatest = (np.broadcast_to(limit, numbers.shape)[outside][0] for limit in limits)
+    raise DataError(
+        f"{name} holds {numbers[outside][0]}, expected {least} to {greatest} for {space!s:.80}; fix: a number in the space, or a "
+        "larger space"
+    )
+
+
+def check_dtypes(spec: Spec, obs: Any, name: str) -> None:
+    """Refuse observations in tensors that a rollout of ``spec`` would change. Their numbers are not read: a GPU would wait.
+
+    Raises:
+        DataError: names both dtypes.
+    """
+    if isinstance(spec, Mapping):
+        for key, child in spec.items():
+            check_dtypes(child, obs[key], f"{name}.{key}")
+        return
+    is_whole = not obs.dtype.is_floating_point and spec.dtype in (torch.int64, torch.int8)
+    if not (spec.dtype.is_floating_point or obs.dtype == spec.dtype or is_whole):
+        raise DataError(
+            f"{name} has dtype {obs.dtype}, expected {spec.dtype} by its space, and numbers are not changed to fit; fix: return "
+            f"{spec.dtype}, or declare a Box of {obs.dtype}"
+        )
+
+
+def _kind_fits(numbers: np.ndarray, space: Any) -> bool:
+    """Whether the numbers are integers, or for a space of truth values such."""
+    return numbers.dtype.kind == "b" or (numbers.dtype.kind in "iu" and space.dtype.kind != "b")
 
 
 # Masks of allowed actions: the entry action_mask of a Dict observation, for Discrete and MultiDiscrete actions

@@ -16,6 +16,7 @@ from groupwise.collectors.vector import EnvCollector
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
 from groupwise.data.rollout import TensorDict, transition_view
+from groupwise.data.spaces import check_fits
 from groupwise.embodied.lerobot import read_demos
 from groupwise.engines import Engine
 from groupwise.envs.base import VectorEnv
@@ -92,6 +93,7 @@ class DemoCollector(EnvCollector):
                 f"{self.folder} has actions {demos.action.dtype} of shape {list(found)}, but those of {self.env.env_id} "
                 f"are in {space}; fix: the environment that they were recorded with"
             )
+        check_fits(space, demos.action, f"an action of {self.folder}")
         now = torch.arange(steps)[:, None] + torch.arange(single[0] if chunked else 1)
         last = torch.searchsorted(episode, episode, right=True)[:, None] - 1
         action = torch.from_numpy(demos.action)[torch.minimum(now, last)]

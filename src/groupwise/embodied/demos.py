@@ -18,7 +18,7 @@ import torch
 
 from groupwise.config.base import GIVEN
 from groupwise.config.run import EnvCfg
-from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
+from groupwise.data.spaces import check_fits, leaf_spaces, obs_to_tensor, space_kind
 from groupwise.embodied.experts import EXPERTS, Expert, ExpertMaker
 from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, write_demos
 from groupwise.envs.base import success_of_row
@@ -129,12 +129,13 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
     seen: list[Any] = []
     actions, rewards = [], []
     for _ in range(MAX_STEPS):
-        action: Any = np.asarray(expert(obs), dtype=space.dtype)
+        action: Any = np.asarray(expert(obs))
         if action.shape != space.shape:
             raise DataError(
                 f"the expert's action has shape {list(action.shape)}, expected {list(space.shape)}; fix: the expert"
             )
-        action = np.clip(action, space.low, space.high) if is_box else action
+        check_fits(space, action, "the expert's action")
+        action = (np.clip(action, space.low, space.high) if is_box else action).astype(space.dtype)
         seen.append(obs_to_tensor(env.observation_space, obs, batched=False).clone())
         actions.append(action)
         if is_box:

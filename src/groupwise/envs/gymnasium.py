@@ -31,7 +31,7 @@ from groupwise.data.spaces import (
 from groupwise.envs import snapshots as states
 from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv, outcomes_of_rows
 from groupwise.envs.snapshots import DrawsOnDemand
-from groupwise.errors import EnvError
+from groupwise.errors import DataError, EnvError
 from groupwise.seeding import row_seeds
 
 # Entries of an observation for the policy
@@ -114,7 +114,15 @@ class GymnasiumVectorEnv(VectorEnv):
         seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
         options = None if mask is None else {"reset_mask": mask}
-        obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
+        try:
+            obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
+        except TypeError as error:
+            if not str(error).startswith("Cannot cast array data"):
+                raise
+            raise DataError(
+                f"reset() of {self.env_id} returned what {self.observation_space!s:.80} does not allow: {error}; fix: return "
+                "the space's dtype, or declare another space"
+            ) from error
         return self._tensor(obs)
 
     def step(self, action: Tensor) -> EnvStep:

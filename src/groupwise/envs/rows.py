@@ -23,7 +23,7 @@ from groupwise import plugins
 from groupwise import system as processes
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, TensorDict
-from groupwise.data.spaces import leaf_spaces, nested_action, obs_spec, obs_to_tensor, subspaces
+from groupwise.data.spaces import fits, leaf_spaces, limits_of, nested_action, obs_spec, obs_to_tensor, subspaces
 from groupwise.envs import snapshots
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, success_of_row, task_of_row
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
@@ -86,7 +86,7 @@ class LocalRows:
         self._starts: dict[int, tuple[Snapshot, Any]] = {}
         """Captured states and first observations by seed, with ``snapshot``."""
         leaves = leaf_spaces(cfg.observation_space).items()
-        self._leaves = [(path, arrays[obs_name(path)], tuple(leaf.shape)) for path, leaf in leaves]
+        self._leaves = [(path, arrays[obs_name(path)], leaf, limits_of(leaf)) for path, leaf in leaves]
         self._has_nested_actions = subspaces(cfg.action_space) is not None
         self._has_failed = False
 
@@ -172,11 +172,14 @@ class LocalRows:
 
     def _write(self, row: int, obs: Any, method: Literal["reset", "step"]) -> None:
         try:
-            for path, array, shape in self._leaves:
+            for path, array, space, limits in self._leaves:
                 leaf = obs
                 for key in path:
                     leaf = leaf[int(key)] if isinstance(leaf, tuple | list | np.ndarray) else leaf[key]
-                if np.shape(leaf) != shape:
+                leaf = np.asarray(leaf)
+                if leaf.shape != space.shape or leaf.dtype.kind not in "biuf":
+                    raise ValueError
+                if limits is not None and not fits(leaf, space, limits):
                     raise ValueError
                 array[row] = leaf
         except (KeyError, IndexError, TypeError, ValueError):

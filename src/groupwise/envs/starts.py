@@ -15,7 +15,7 @@ import torch
 
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import allowed_action, flat_action, leaf_spaces, space_kind
+from groupwise.data.spaces import allowed_action, check_dtypes, flat_action, leaf_spaces, space_kind
 from groupwise.envs.base import GroupEnv, GroupStartReport, Seeds
 from groupwise.envs.rows import EnvMaker, RowCfg, RowsGroupEnv
 from groupwise.envs.snapshots import DrawsOnDemand, adapter_for
@@ -138,6 +138,7 @@ def _scatter(env: GroupEnv, seed: int, num_steps: int) -> None:
 def _started(env: GroupEnv, start_seed: Seeds, noise_seed: Seeds, actions: Sequence[torch.Tensor]) -> _Trace:
     """All outputs of the environment from the start up to the first end of an episode."""
     obs = env.start(np.ones(env.num_envs, dtype=np.bool_), start_seed, noise_seed)
+    check_dtypes(env.obs_spec, obs, f"the observation of {env.env_id}")
     trace = [_arrays(obs, "obs")]
     for action in actions:
         step = env.step(allowed_action(action, obs, env.action_space))

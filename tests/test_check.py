@@ -270,3 +270,14 @@ def test_numbers_that_the_space_cannot_hold():
     assert report.training.reason.startswith("reset() of Rounds returned what its observation_space does not allow")
     assert "dtype float32, expected uint8" in report.training.reason
     assert report.training.fix.startswith("return uint8")
+
+
+@pytest.mark.parametrize("wrapper", [gymnasium.wrappers.NormalizeObservation, gymnasium.wrappers.NormalizeReward])
+def test_whether_episodes_are_independent(wrapper):
+    assert check_env(Sound).forgets == check_env(TorchCartPole).forgets == Finding(True)
+    forgets = check_env(lambda: wrapper(Sound())).forgets
+    assert forgets.value is None
+    assert forgets.reason.startswith(
+        f"an episode depends on those before it (running statistics of {wrapper.__name__})"
+    )
+    assert forgets.fix.startswith("policy.normalize_obs or policy.normalize_reward")

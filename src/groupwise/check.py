@@ -23,6 +23,7 @@ from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import kept_space
 from groupwise.envs.make import make_env, make_one, makes_rows, step_limit
 from groupwise.envs.names import check_id
+from groupwise.envs.starts import KEEPS_STATE
 from groupwise.errors import EnvError, GroupwiseError
 from groupwise.policies.heads import make_head
 
@@ -66,7 +67,8 @@ class EnvReport:
 
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
-    ``noise_varies``: whether members drift apart under equal actions. ``training``: GRPO's defaults; its value is None
+    ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after others
+    as in a new environment. ``training``: GRPO's defaults; its value is None
     where GRPO refuses the environment.
     """
 
@@ -77,6 +79,7 @@ class EnvReport:
     success: Finding[str]
     start_varies: Finding[bool]
     noise_varies: Finding[bool]
+    forgets: Finding[bool]
     training: Finding[Training]
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,6 +95,7 @@ class EnvReport:
             "success": self.success,
             "start depends on the seed": self.start_varies,
             "steps are random": self.noise_varies,
+            "episodes are independent": self.forgets,
             "training uses": self.training,
         }
         first: dict[str, str] = {}
@@ -165,7 +169,17 @@ def check_env(env: object) -> EnvReport:
     no_limit = "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps"
     limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
     success = _tried(partial(_success, opened))
-    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, training)
+    forgets = refused if rows else _tried(lambda: _forgets(plain, make))
+    if rows and checked.value is not None:
+        forgets = Finding(True)  # the check of shared starts compares episodes after others, too
+    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, training)
+
+
+def _forgets(cfg: EnvCfg, make: Maker) -> bool:
+    with closing(make_env(cfg, num_envs=1, env=make)) as env:
+        if env.carries_over:
+            raise EnvError(f"an episode depends on those before it ({env.carries_over}): {KEEPS_STATE}")
+    return True
 
 
 def _success(opened: Callable[[], VectorEnv]) -> str:

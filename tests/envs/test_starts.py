@@ -1,10 +1,13 @@
 import logging
+import re
 from contextlib import closing
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.wrappers import NormalizeObservation, TimeLimit
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeLimit
+from gymnasium.wrappers.vector import NormalizeObservation as VectorNormalize
 from noisy_envs import AlwaysThere, Calm, GlobalNoise, GlobalReward, GlobalStart, Noisy, Remembers
 
 from groupwise.config.policy import PolicyCfg
@@ -155,6 +158,44 @@ def test_starts_that_do_not_vary_are_logged(caplog, num_noops, warns):
 def test_running_statistics_are_found_out_and_the_mend_is_named():
     with pytest.warns(GroupStartWarning, match=r"by fresh.*seed: .* differ at the start.*fix: .*normalize_obs"):
         assert choose(lambda: NormalizeObservation(TimeLimit(Noisy(), 20))).start_mode == "fresh"
+
+
+class Harder(Calm):
+    """Each episode starts further away than the one before."""
+
+    def draw_start(self):
+        return 1.0 + self.episodes
+
+
+class PaysMoreAndMore(Calm):
+    def pay(self):
+        return float(self.episodes)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: NormalizeObservation(Noisy()), "running statistics of NormalizeObservation"),
+        (lambda: TimeLimit(NormalizeReward(Noisy()), 20), "running statistics of NormalizeReward"),
+        (Harder, "at the start, in 'obs'"),
+        (PaysMoreAndMore, "at step 1 .* in 'reward'"),
+        (lambda: SyncVectorEnv([lambda: NormalizeReward(Noisy())]), "running statistics of NormalizeReward"),
+        (lambda: VectorNormalize(SyncVectorEnv([Noisy])), "running statistics of NormalizeObservation"),
+    ],
+)
+def test_what_episodes_carry_over_is_found_out_without_groups(make, where, caplog):
+    made = make()
+    env = made if isinstance(made, gymnasium.vector.VectorEnv) else make
+    make_env(EnvCfg(num_envs=1), env=env, verify=False)
+    assert not caplog.text, "environments for evaluation are not looked at"
+    make_env(EnvCfg(num_envs=1), env=env)
+    assert re.search(f"depends on those before it .*{where}.*fix: policy.normalize_obs", caplog.text)
+
+
+@pytest.mark.parametrize("make", [Noisy, Calm, AlwaysThere, GlobalStart, GlobalNoise, GlobalReward])
+def test_nothing_is_carried_over(make, caplog):
+    assert make_env(EnvCfg(num_envs=1), env=make).carries_over == ""
+    assert not caplog.text
 
 
 def test_environments_for_evaluation_are_not_tried_out():

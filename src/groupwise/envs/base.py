@@ -59,6 +59,8 @@ class VectorEnv(ABC):
     max_episode_steps: int | None
     autoreset: Autoreset
     """Gymnasium's AutoresetMode: who resets a finished row, and when. ``disabled``: the caller does."""
+    carries_over: str = ""
+    """Where episodes depend on earlier ones, so that new environments show a policy something else; empty: not found, or not looked for."""
     notes: tuple[str, ...] = ()
     """Lines that a run prints about it when training starts."""
 

@@ -1,6 +1,7 @@
 """Make environments in tensors, from a config or an object of the user's."""
 
 import inspect
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -12,17 +13,20 @@ import gymnasium
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeLimit
+from gymnasium.wrappers import vector as vector_wrappers
 
 from groupwise.config.run import EnvCfg
 from groupwise.envs.base import GroupEnv, GroupStartReport, VectorEnv
 from groupwise.envs.gymnasium import ActionChunk, GymnasiumVectorEnv, RandomNoops, kept_space, mask_notes, with_masks
 from groupwise.envs.names import check_id, import_package, unknown_environment
 from groupwise.envs.rows import OnError, RowCfg, RowsGroupEnv
-from groupwise.envs.starts import choose_start, verify_group_start, verify_rows
+from groupwise.envs.starts import KEEPS_STATE, carried_over, choose_start, verify_group_start, verify_rows
 from groupwise.envs.torch_env import CartPoleGroupEnv, TorchCartPole
 from groupwise.errors import EnvError, GroupStartError, MissingExtraError, installing
 from groupwise.system import num_cpus
+
+log = logging.getLogger(__name__)
 
 # Rows of single Gymnasium environments: a registered id, or the user's callable
 
@@ -79,6 +83,9 @@ def _from_single(
         rows = rows._replace(start_mode=report.start_mode)
     made = RowsGroupEnv(rows, num_envs, num_workers=num_cpus() if in_workers else 0, device=device)
     made.start_report = report
+    if verify and not grouped:
+        made.carries_over = _statistics(probe) or carried_over(rows)
+        _warn_of_state(made)
     if report is not None and report.start_mode != "none" and in_workers:
         try:
             verify_rows(made)
@@ -255,6 +262,8 @@ def make_env(
             return _from_single(cfg, env, num_envs, grouped=grouped, in_workers=way == "async", **how, device=device)
     if grouped:
         made = made.as_group_env(verify=verify)
+    elif verify:
+        _warn_of_state(made)
     parts = {"credit.reward.names": reward_parts} if reward_parts else {}
     for name, value in (cfg.changed(*_ONLY_SINGLE) | parts).items():
         raise EnvError(
@@ -312,4 +321,29 @@ def _adopt(env: gymnasium.vector.VectorEnv, device: torch.device | str) -> Vecto
     if isinstance(env, CartPoleVectorEnv):
         return CartPoleGroupEnv(env, env_id=env_id, device=device)
     limit = None if env.spec is None else env.spec.max_episode_steps
-    return GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=limit, device=device)
+    adopted = GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=limit, device=device)
+    adopted.carries_over = _statistics(env)
+    return adopted
+
+
+_RUNNING = (
+    NormalizeObservation,
+    NormalizeReward,
+    vector_wrappers.NormalizeObservation,
+    vector_wrappers.NormalizeReward,
+)
+"""Gymnasium's wrappers with running statistics."""
+
+
+def _statistics(env: Any) -> str:
+    """The first wrapper with running statistics around an environment, or around a vector environment and its rows."""
+    while isinstance(env, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
+        if isinstance(env, _RUNNING):
+            return f"running statistics of {type(env).__name__}"
+        env = env.env
+    return _statistics(env.envs[0]) if isinstance(env, gymnasium.vector.SyncVectorEnv) else ""
+
+
+def _warn_of_state(env: VectorEnv) -> None:
+    if env.carries_over:
+        log.warning("an episode of %s depends on those before it (%s): %s", env.env_id, env.carries_over, KEEPS_STATE)

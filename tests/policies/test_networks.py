@@ -92,11 +92,38 @@ def test_image_is_scaled_to_one():
     torch.testing.assert_close(encoder(white), encoder.encoders[0].network(torch.ones(1, 3, 8, 8)))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_images_are_scaled_by_their_own_bounds(first):
+    shape = (2, 8, 8) if first else (8, 8, 2)
+    board = torch.randint(0, 2, (3, *shape), dtype=torch.uint8)
+    encoder = ObsEncoder(spaces.Box(0, 1, shape, np.uint8), CFG)
+    image = board.float() if first else board.float().movedim(-1, -3)
+    torch.testing.assert_close(encoder(board), encoder.encoders[0].network(image))
+    # each element has bounds of its own
+    low = np.zeros(shape, np.uint8)
+    low[1] = 4
+    encoder = ObsEncoder(spaces.Box(low, low + 2, dtype=np.uint8), CFG)
+    expected = encoder.encoders[0].network(image / 2)
+    torch.testing.assert_close(encoder(board + torch.from_numpy(low)), expected)
+    assert not encoder.state_dict().keys() & {"encoders.0.low", "encoders.0.span"}, "weights of before still fit"
+
+
+def test_bytes_and_images_are_divided_by_255_bit_for_bit():
+    for shape in ((5,), (4, 40, 40)):
+        encoder = ObsEncoder(spaces.Box(0, 255, shape, np.uint8), CFG).encoders[0]
+        pixels = torch.randint(0, 256, (3, *shape), dtype=torch.uint8)
+        assert torch.equal(encoder.scaled(pixels.float()), pixels.float() / 255)
+
+
 def test_leaves_by_hand():
     assert encode(spaces.Box(-9, 9, (2, 2)), [[1, 2], [3, 4]]).tolist() == [1, 2, 3, 4]
     assert encode(spaces.Box(-9, 9, ()), 5.0).tolist() == [5]
     assert encode(spaces.Box(-9, 9, (2,), np.int32), [5, -6]).tolist() == [5, -6]
     assert encode(spaces.Box(0, 255, (2,), np.uint8), [0, 255]).tolist() == [0, 1]
+    assert encode(spaces.Box(0, 1, (2,), np.uint8), [0, 1]).tolist() == [0, 1]
+    assert encode(spaces.Box(2, 6, (2, 2), np.uint8), [[2, 3], [4, 6]]).tolist() == [0, 0.25, 0.5, 1]
+    bounds = np.array([[0, 10], [7, 0]], np.uint8), np.array([[1, 14], [7, 255]], np.uint8)
+    assert encode(spaces.Box(*bounds, dtype=np.uint8), [[1, 11], [7, 255]]).tolist() == [1, 0.25, 0, 1]
     assert encode(spaces.Discrete(3), 2).tolist() == [0, 0, 1]
     assert encode(spaces.Discrete(3, start=-1), -1).tolist() == [1, 0, 0]
     assert encode(spaces.MultiDiscrete([2, 3], start=[0, 5]), [1, 5]).tolist() == [0, 1, 1, 0, 0]

@@ -103,7 +103,7 @@ def image_layout(space: Any) -> tuple[int, int, int, bool] | None:
 class ObsEncoder(nn.Module):
     """Features of any observation: those of every leaf of the space, one after another.
 
-    A Box is flattened (uint8 divided by 255), Discrete and MultiDiscrete become one-hot, MultiBinary stays zeros and
+    A Box is flattened (uint8 scaled from the bounds of the space to 0 and 1, also in images), Discrete and MultiDiscrete become one-hot, MultiBinary stays zeros and
     ones, and images go through a CNN. Leaves of a Dict or Tuple follow in the order of the space.
 
     Raises:
@@ -124,7 +124,7 @@ class ObsEncoder(nn.Module):
                     _OneHot(np.array(leaf.n if kind == "discrete" else leaf.nvec), np.array(leaf.start))
                 )
             else:
-                self.encoders.append(_Flat(tuple(leaf.shape)) if layout is None else _Image(layout))
+                self.encoders.append(_Flat(leaf) if layout is None else _Image(leaf, layout))
         self.num_features = sum(encoder.num_features for encoder in self.encoders)  # type: ignore[misc]
 
     def forward(self, obs: Nested) -> Float[Tensor, "*batch feature"]:
@@ -136,17 +136,42 @@ class ObsEncoder(nn.Module):
         return torch.cat([encoder(obs[path]) for path, encoder in leaves], dim=-1)
 
 
-class _Flat(nn.Module):
-    def __init__(self, shape: tuple[int, ...]) -> None:
+class _Bounded(nn.Module):
+    """Scales uint8 from the bounds of its space to 0 and 1."""
+
+    low: Any
+    span: Any
+
+    def __init__(self, space: Any) -> None:
         super().__init__()
-        self.num_dims = len(shape)
-        self.num_features = math.prod(shape)
+        low, span = np.zeros(1, np.float32), np.ones(1, np.float32)
+        if space.dtype == np.uint8 and math.prod(space.shape):
+            low = space.low.astype(np.float32)
+            span = np.maximum(space.high - low, 1)  # nothing is divided by 0 where an element never varies
+        self.is_shifted = bool(low.any())
+        for name, value in (("low", low), ("span", span)):
+            if (value == value.flat[0]).all():
+                setattr(self, name, float(value.flat[0]))  # dividing by a number is faster on a GPU
+            else:
+                self.register_buffer(name, torch.from_numpy(value), persistent=False)
+
+    def scaled(self, numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """The numbers between 0 and 1, where they are in the bounds."""
+        scaled: Tensor = (numbers - self.low if self.is_shifted else numbers) / self.span
+        return scaled
+
+
+class _Flat(_Bounded):
+    def __init__(self, space: Any) -> None:
+        super().__init__(space)
+        self.num_dims = len(space.shape)
+        self.num_features = math.prod(space.shape)
+        for name, value in self.named_buffers():
+            setattr(self, name, value.flatten())
 
     def forward(self, obs: Shaped[Tensor, "*batch"]) -> Float[Tensor, "..."]:
         flat = obs if self.num_dims == 1 else obs.reshape(*_batch(obs, self.num_dims), self.num_features)
-        if flat.is_floating_point():
-            return flat
-        return flat.float() / 255 if flat.dtype == torch.uint8 else flat.float()
+        return flat if flat.is_floating_point() else self.scaled(flat.float())
 
 
 class _OneHot(nn.Module):
@@ -169,14 +194,14 @@ class _OneHot(nn.Module):
         return (flat[..., self.choice] == self.option).float()
 
 
-class _Image(nn.Module):
+class _Image(_Bounded):
     """512 features of an image of 36x36 or more, by the network of DQN; 128 of a smaller one, such as a grid of cells.
 
     Source: Mnih et al. 2015, https://doi.org/10.1038/nature14236.
     """
 
-    def __init__(self, layout: tuple[int, int, int, bool]) -> None:
-        super().__init__()
+    def __init__(self, space: Any, layout: tuple[int, int, int, bool]) -> None:
+        super().__init__(space)
         channels, height, width, self.channels_first = layout
         sizes, is_small = [height, width], min(height, width) < 36
         layers: list[nn.Module] = []
@@ -188,8 +213,9 @@ class _Image(nn.Module):
         self.network: Any = nn.Sequential(*layers)
 
     def forward(self, obs: Shaped[Tensor, "*batch a b c"]) -> Float[Tensor, "*batch feature"]:
-        image = obs if self.channels_first else obs.movedim(-1, -3)
-        features: Tensor = self.network(image.reshape(-1, *image.shape[-3:]).to(self.network[0].weight.dtype) / 255)
+        scaled = self.scaled(obs.to(self.network[0].weight.dtype))
+        image = scaled if self.channels_first else scaled.movedim(-1, -3)
+        features: Tensor = self.network(image.reshape(-1, *image.shape[-3:]))
         return features.reshape(*_batch(obs, 3), self.num_features)
 
 

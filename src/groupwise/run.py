@@ -63,7 +63,14 @@ from groupwise.training.build import (
     threads,
 )
 from groupwise.training.callbacks import Evaluate, MetricsLog
-from groupwise.training.checkpoint import has_checkpoint, load_checkpoint, load_policy, load_state, saved_counts
+from groupwise.training.checkpoint import (
+    has_checkpoint,
+    load_checkpoint,
+    load_policy,
+    load_state,
+    nonfinite_parameter,
+    saved_counts,
+)
 from groupwise.training.trainer import FAILED, INTERRUPTED, PAUSED, Callback, Trainer, check_callbacks
 
 # Settings and Python objects from the arguments of ``train``
@@ -611,12 +618,18 @@ def evaluate(
     Raises:
         ConfigError: ``episodes`` is less than 1, there are no held-out prompts, or ``run`` is not a folder and
             ``checkpoint`` or objects were given.
+        DataError, CheckpointError: a parameter of the policy is not finite.
         EnvError: the environment cannot render a ``video``.
     """
     require_count("episodes", 1 if episodes is None else episodes)
     require_count("completions_per_prompt", completions_per_prompt)
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, given)
+        if (bad := nonfinite_parameter(run.policy)) is not None:
+            raise DataError(
+                f"the parameter {bad!r} of the policy is not finite, so its scores would mean nothing; fix: "
+                f"gw.Run.load({str(run.path)!r}) has the saved one"
+            )
     else:
         run = Run.load(run, checkpoint=checkpoint, **given)
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed

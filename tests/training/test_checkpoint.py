@@ -1,7 +1,9 @@
 """Checkpoints come back as they were; of damaged ones the newest that is whole is used, and why is said."""
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -12,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import logged, same_weights
+from safetensors.torch import load_file, save_file
 
 import groupwise as gw
+from groupwise.cli.main import main
 from groupwise.errors import CheckpointError
 from groupwise.training import checkpoint as module
 from groupwise.training.checkpoint import (
@@ -249,3 +253,29 @@ def test_settings_that_were_changed_by_hand_are_noticed(trained, tmp_path, caplo
     caplog.clear()
     gw.resume(path, total_steps=448)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("command", [["eval"], ["eval", "--json"], ["export", "--to", "safetensors"], ["resume"]])
+def test_a_parameter_that_is_not_finite_is_named(command, value, trained, tmp_path, capsys):
+    path = Path(shutil.copytree(trained.path, tmp_path / "run"))
+    latest = path / "checkpoints" / "latest"
+    weights = load_file(latest / "policy.safetensors")
+    weights["actor.head.weight"][1, 0] = value
+    save_file(weights, latest / "policy.safetensors")
+    manifest = json.loads((latest / "manifest.json").read_text())
+    manifest["sha256"]["policy.safetensors"] = hashlib.sha256((latest / "policy.safetensors").read_bytes()).hexdigest()
+    (latest / "manifest.json").write_text(json.dumps(manifest))
+    assert main([command[0], str(path), *command[1:]]) == 2
+    error = capsys.readouterr().err
+    assert "checkpoints/latest: the parameter 'actor.head.weight' is not finite" in error
+    assert "fix: take another checkpoint" in error
+
+
+def test_a_live_policy_that_is_not_finite_is_not_evaluated(trained):
+    run = gw.Run.load(trained.path)
+    run.policy.actor.head.weight.data[0, 0] = math.nan
+    with pytest.raises(
+        gw.errors.DataError, match=r"'actor\.head\.weight' of the policy is not finite.*fix: gw\.Run\.load"
+    ):
+        gw.evaluate(run, 1)

@@ -25,7 +25,14 @@ from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.errors import DivergedError, SamplerMismatchError
 from groupwise.report.folder import MAX_WIDTH, SCORES, RunFolder, Values, kept_iterations, write_groups
 from groupwise.system import SafeStream, printable
-from groupwise.training.checkpoint import Checkpoint, Identity, has_checkpoint, serialize, write_checkpoint
+from groupwise.training.checkpoint import (
+    Checkpoint,
+    Identity,
+    has_checkpoint,
+    nonfinite_parameter,
+    serialize,
+    write_checkpoint,
+)
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import Callback
 
@@ -237,9 +244,8 @@ def _to_float(name: str, value: Any) -> float:
 
 def check_weights(trainer: "Trainer") -> None:
     """Raise a ``DivergedError`` before parameters that are not finite are saved."""
-    for name, parameter in trainer.algorithm.policy.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise DivergedError.because(f"{name} is not finite after iteration {trainer.iteration}")
+    if (name := nonfinite_parameter(trainer.algorithm.policy)) is not None:
+        raise DivergedError.because(f"{name} is not finite after iteration {trainer.iteration}")
 
 
 # Groups of training that are kept for the report

@@ -255,7 +255,7 @@ def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -
     """Load weights into a policy of the same architecture.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected or of another shape (names it).
+        CheckpointError: a tensor is missing, unexpected, of another shape, or a parameter that is not finite (names it).
     """
     own = policy.state_dict()
     for name in sorted({*own, *weights}):
@@ -266,6 +266,15 @@ def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -
                 "fix: build the policy with the settings that it was trained with"
             )
     policy.load_state_dict(dict(weights))
+    if (bad := nonfinite_parameter(policy)) is not None:
+        raise CheckpointError(
+            f"{where}: the parameter {bad!r} is not finite, so the policy's actions mean nothing; {_FIX}"
+        )
+
+
+def nonfinite_parameter(policy: nn.Module) -> str | None:
+    """The name of the first parameter with an element that is not finite; None without one."""
+    return next((name for name, values in policy.named_parameters() if not bool(values.isfinite().all())), None)
 
 
 def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:

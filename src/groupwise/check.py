@@ -208,7 +208,7 @@ def _tried(probe: Callable[[], T]) -> Finding[T]:
         logging.disable(logging.WARNING)
         try:
             return Finding(probe())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
             text = re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n)+", "", str(error))  # of another process
             reason, _, fix = " ".join(text.split()).partition("; fix: ")

@@ -155,7 +155,7 @@ def run(
         try:
             with finishing_on_signal(trainer):
                 trainer.train()
-        except (KeyboardInterrupt, Exception) as error:
+        except (KeyboardInterrupt, SystemExit, Exception) as error:
             if trainer.stop_reason == INTERRUPTED:
                 besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
                 raise KeyboardInterrupt(f"interrupted{besides}; {_how_to_continue(folder, parts.given)}") from error
@@ -315,7 +315,12 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         lines.append(
             f"a resumed run takes the same steps and meets the same error: first change its cause, or {folder.config}"
         )
-    if collecting and groups and isinstance(parts.cfg, RunCfg) and not (lost_rank or isinstance(error, DataError)):
+    if (
+        collecting
+        and groups
+        and isinstance(parts.cfg, RunCfg)
+        and not (lost_rank or isinstance(error, DataError | SystemExit))
+    ):
         lines.append("if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'")
     return "; ".join(lines)
 

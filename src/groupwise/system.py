@@ -259,13 +259,13 @@ def serve(connection: Connection, handler: AbstractContextManager[Callable[[Any]
     An answer is a result, and an error: None, or its type and message, and its traceback.
     """
 
-    def fail(error: Exception) -> None:
+    def fail(error: Exception | SystemExit) -> None:
         connection.send((None, (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))))
 
     with ExitStack() as stack:
         try:
             handle = stack.enter_context(handler)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             fail(error)
             return
         connection.send((None, None))
@@ -273,7 +273,7 @@ def serve(connection: Connection, handler: AbstractContextManager[Callable[[Any]
             while (message := connection.recv()) is not None:
                 try:
                     connection.send((handle(message), None))
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     fail(error)
 
 

@@ -146,3 +146,64 @@ def test_absent_plugins_are_blamed_and_given_ones_are_not():
     assert "a.py" not in str(caught.value)
     with pytest.raises(EnvError, match=r"^odd$"), plugins.blaming_absence(Path("r"), ["a.py"]):
         raise EnvError("odd")
+
+
+QUITS = """
+import sys
+import gymnasium
+
+class Quits(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, where, code):
+        self.where, self.code, self.count = where, code, 0
+        self.quit("init")
+
+    def quit(self, where):
+        if self.where == where:
+            sys.exit(self.code)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.quit("reset")
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.count += 1
+        self.quit("step" if self.count > 40 else "")
+        return self.observation_space.sample(), 1.0, self.count % 10 == 0, False, {}
+
+gymnasium.register("Quits-v0", Quits)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "said", "exit_code"),
+    [
+        ("init", "no licence", "no licence", 2),
+        ("reset", "no licence", "no licence", 2),
+        ("step", "no licence", "no licence", 2),
+        ("step", None, "the program was ended with code None", 2),
+        ("step", 0, "the program was ended with code 0", 2),
+        ("step", 7, "the program was ended with code 7", 7),
+    ],
+)
+def test_what_an_environment_says_when_it_ends_the_program_is_printed(where, code, said, exit_code, tmp_path, capsys):
+    plugin = tmp_path / "quits.py"
+    plugin.write_text(QUITS)
+    run, kwargs = tmp_path / "run", json.dumps({"where": where, "code": code})
+    words = ["train", "Quits-v0", "--algorithm", "ppo", "--plugin", str(plugin), "--env.kwargs", kwargs]
+    try:
+        assert cli.main([*words, "--total-steps", "999", "--run-dir", str(run)]) == exit_code
+    finally:
+        del gymnasium.registry["Quits-v0"]
+    error = capsys.readouterr().err
+    assert f"groupwise: error: {said} (sys.exit in {plugin}, line " in error
+    if where == "step":
+        summary = json.loads((run / "summary.json").read_text())
+        assert (summary["stopped"], summary["error"]) == (
+            "failed",
+            f"SystemExit: {code}" if code is not None else "SystemExit:",
+        )
+        assert "continue with: groupwise resume" in error

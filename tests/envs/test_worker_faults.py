@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import gymnasium
@@ -15,7 +16,7 @@ from gymnasium import spaces
 from groupwise.envs.rows import RowCfg, RowsGroupEnv
 from groupwise.errors import EnvError
 
-FINE, RAISES, DIES, HANGS, HOLDS = range(5)
+FINE, RAISES, DIES, HANGS, HOLDS, QUITS = range(6)
 TIMEOUT = 2.0
 
 
@@ -23,7 +24,7 @@ class Faulty(gymnasium.Env):
     """Fails as its action, or the seed of its start, says."""
 
     observation_space = spaces.Box(0, 100, (1,), np.float32)
-    action_space = spaces.Discrete(5)
+    action_space = spaces.Discrete(6)
     count = 0  # it steps without a start, too
 
     def reset(self, *, seed=None, options=None):
@@ -42,6 +43,8 @@ def fail(kind):
         raise RuntimeError("the wheel came off")
     if kind == DIES:
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == QUITS:
+        sys.exit("no licence")
     if kind == HANGS:
         time.sleep(1000)
     if kind == HOLDS:
@@ -129,3 +132,13 @@ def test_without_reports_a_lost_process_is_an_error_and_no_process_stays(make, k
     with pytest.raises(EnvError, match=message):
         step(env, FINE, FINE, kind)
     assert subprocess.run(["ps", "-p", ",".join(map(str, pids))], capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("on_error", ["raise", "report"])
+def test_an_environment_that_ends_the_program_is_heard(make, on_error):
+    env = make(on_error)
+    start(env, 10, 10, 10)
+    with pytest.raises(EnvError, match=r"(?s)Faulty failed in groupwise rows 1-2.*SystemExit: no licence"):
+        step(env, FINE, FINE, QUITS)
+    with pytest.raises(EnvError, match="SystemExit: no licence"):
+        start(env, None, None, QUITS)

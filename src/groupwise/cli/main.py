@@ -4,12 +4,13 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from groupwise import plugins
-from groupwise.cli.options import Parser
+from groupwise.cli.options import HelpShownError, Parser
 from groupwise.errors import GroupwiseError, UnknownNameError
 from groupwise.system import prepare, show
 
@@ -95,5 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = " (--debug shows where)" if isinstance(error, OSError) else ""
         show(f"groupwise: error: {error}{hint}", *vars(error).get("__notes__", []), to="stderr")
         return 2
-    except SystemExit as stop:  # argparse exits after --help
-        return stop.code if isinstance(stop.code, int) else 0
+    except HelpShownError:
+        return 0
+    except (
+        SystemExit
+    ) as stop:  # of an environment, a reward or a plugin; not the end that was asked for, whatever its code
+        *_, (frame, line) = traceback.walk_tb(stop.__traceback__)
+        where = f"sys.exit in {frame.f_code.co_filename}, line {line}"
+        said = stop.code if isinstance(stop.code, str) else f"the program was ended with code {stop.code}"
+        show(f"groupwise: error: {said} ({where})", *vars(stop).get("__notes__", []), to="stderr")
+        return stop.code if isinstance(stop.code, int) and stop.code else 2

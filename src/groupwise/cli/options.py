@@ -43,6 +43,10 @@ _CHOICE = "choice"
 """Type of an item that is a name, or a JSON object of a name and parameters."""
 
 
+class HelpShownError(SystemExit):
+    """Ends a command that was asked for help; other ``SystemExit`` come from code of the user's."""
+
+
 class Parser(ArgumentParser):
     """Raises instead of exiting, and takes no abbreviations, which would swallow settings."""
 
@@ -54,6 +58,10 @@ class Parser(ArgumentParser):
         """Add an argument, and remember its name."""
         self.flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **options)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the command after ``--help``."""
+        raise HelpShownError(status)
 
     def read(self, argv: Sequence[str]) -> Namespace:
         """The arguments; a ``ConfigError`` if there are others."""
@@ -287,7 +295,7 @@ def _show_help(options: Sequence[Option], prog: str, description: str, *, in_ful
             print(f"  {option.flag} {option.values}")
             body = f"{option.text} (default: {_shown(option.default)})"
             print(wrap(body, break_on_hyphens=False, initial_indent=" " * 6, subsequent_indent=" " * 6))
-        raise SystemExit(0)
+        raise HelpShownError(0)
     unused = {"algorithm.num_steps"} if "num_prompts" in by_path else set()
     common = [by_path[path] for path in COMMON if path in by_path and path not in unused]
     for option in common:
@@ -296,7 +304,7 @@ def _show_help(options: Sequence[Option], prog: str, description: str, *, in_ful
         default = of_none[1] if option.default is None and of_none else _shown(option.default)
         print(f"{f'  {option.flag} {option.values}':<38}{text} ({default})")
     print(f"\n{len(options) - len(common)} further settings: --help-all")
-    raise SystemExit(0)
+    raise HelpShownError(0)
 
 
 def _type_name(schema: Mapping[str, Any]) -> str:

@@ -149,7 +149,7 @@ def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> dict
         if plugins.loaded() != [*plugin_files]:
             plugins.load([*map(Path, plugin_files)])
         return play(task, cloudpickle.loads(payload))
-    except Exception as error:  # the parent decides about every kind of error
+    except (Exception, SystemExit) as error:  # the parent decides about every kind of error
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
     finally:

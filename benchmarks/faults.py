@@ -62,7 +62,7 @@ def train(kind: str, folder: Path, generation: dict[str, Any]) -> None:
     data = numbers()[:60]
     given = {} if kind == "control" else {"reward": share_copied, "data": data}
     if (folder / "checkpoints").exists():
-        gw.resume(folder, callbacks=callbacks, **given)
+        gw.resume(folder, callbacks=callbacks, allow_programs=True, **given)
         return
     common: dict[str, Any] = {
         "run_dir": folder,

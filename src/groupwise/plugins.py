@@ -83,11 +83,12 @@ def command(*words: object) -> str:
     return f"{program()} {shlex.join(map(str, words))}{options(_loaded)}"
 
 
-def resume_command(path: Path, given: Sequence[str], plugins: Sequence[str]) -> str:
+def resume_command(path: Path, given: Sequence[str], plugins: Sequence[str], *, allow_programs: bool = False) -> str:
     """Command that continues a run, or a call where Python objects were ``given``."""
     if given:
-        return f"gw.resume({str(path)!r}, {', '.join(f'{name}=...' for name in given)})"
-    return f"{program()} resume {shlex.quote(str(path))}{options(plugins)}"
+        words = [f"{name}=..." for name in given] + ["allow_programs=True"] * allow_programs
+        return f"gw.resume({str(path)!r}, {', '.join(words)})"
+    return f"{program()} resume {shlex.quote(str(path))}{' --allow-programs' * allow_programs}{options(plugins)}"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from groupwise import config, plugins
 from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg
-from groupwise.config.base import GIVEN, explain
+from groupwise.config.base import GIVEN, check_programs, explain
 from groupwise.config.load import with_absolute_paths
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, VLACfg
 from groupwise.config.run import (
@@ -158,7 +158,7 @@ def run(
         except (KeyboardInterrupt, SystemExit, Exception) as error:
             if trainer.stop_reason == INTERRUPTED:
                 besides = "" if isinstance(error, KeyboardInterrupt) else f" (the rollout ended with {error!r})"
-                raise KeyboardInterrupt(f"interrupted{besides}; {_how_to_continue(folder, parts.given)}") from error
+                raise KeyboardInterrupt(f"interrupted{besides}; {_how_to_continue(folder, parts)}") from error
             error.add_note(_failure(error, trainer, parts, folder))
             summary["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR]
             raise
@@ -301,7 +301,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
     of_groups = parts.cfg.algorithm.groups
     lines = [
         f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})",
-        _how_to_continue(folder, parts.given),
+        _how_to_continue(folder, parts),
     ]
     groups = of_groups.size > 1 and of_groups.collection.on_env_error == "raise"
     # gloo raises a RuntimeError that begins with the place in its sources
@@ -325,16 +325,16 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
     return "; ".join(lines)
 
 
-def _how_to_continue(folder: RunFolder, given: UserObjects) -> str:
+def _how_to_continue(folder: RunFolder, parts: Components) -> str:
     """Says how far the run is saved, and the command that continues from there."""
     try:
         steps = saved_counts(folder.latest)["steps"]
         saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
     except CheckpointError as error:  # it must not take the place of what ended training
         saved = str(error)
-    return (
-        f"{saved}; continue with: {plugins.resume_command(folder.path, list(given.as_arguments()), plugins.loaded())}"
-    )
+    given, allow = list(parts.given.as_arguments()), len(parts.cfg.named_programs()) > 0
+    again = plugins.resume_command(folder.path, given, plugins.loaded(), allow_programs=allow)
+    return f"{saved}; continue with: {again}"
 
 
 def threads_for(policy: Policy) -> AbstractContextManager[None]:
@@ -357,14 +357,19 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 # Settings and Python objects from a run folder
 
 
-def reopen(path: Path | str, given: Mapping[str, Any], *, to_train: bool) -> tuple[RunFolder, UserObjects, CommonCfg]:
-    """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing.
+def reopen(
+    path: Path | str, given: Mapping[str, Any], *, to_train: bool, allow_programs: bool = False
+) -> tuple[RunFolder, UserObjects, CommonCfg]:
+    """A run's folder, Python objects and settings; a ``ConfigError`` if objects are missing, or programs not allowed.
 
     Args:
         to_train: False: what only training or scoring texts needs may be missing, also the GPU.
+        allow_programs: whether training may start programs that the folder names.
     """
     folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
     cfg = read_cfg(folder)
+    if to_train and not allow_programs:
+        check_programs(cfg, folder.config)
     optional = set() if to_train else {"data", "eval_data", "reward", "tool"}
     if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - objects.as_arguments().keys()):
         raise ConfigError(
@@ -555,6 +560,7 @@ def resume(
     total_iterations: int | None = None,
     total_epochs: int | float | None = None,
     callbacks: Sequence[Callback] = (),
+    allow_programs: bool = False,
     **given: Any,
 ) -> Run:
     """Continue a run from its latest checkpoint, as if it had never stopped. A finished run is left as it is.
@@ -562,15 +568,16 @@ def resume(
     Args:
         total_steps, total_iterations, total_epochs: train until then instead; schedules stretch accordingly.
         callbacks: those that the run was trained with.
+        allow_programs: whether to start programs that the folder names, such as ``generation.python``.
         given: the Python objects that the run was trained with, as in ``Run.load``.
 
     Raises:
-        ConfigError: the new budget is not more than was already trained.
+        ConfigError: the new budget is not more than was already trained, or the folder names a program.
         RunFolderError: ``path`` is not a run folder, or is damaged.
         CheckpointError: the checkpoint is damaged, or of another environment or architecture.
     """
     check_callbacks(callbacks)
-    folder, objects, cfg = reopen(path, given, to_train=True)
+    folder, objects, cfg = reopen(path, given, to_train=True, allow_programs=allow_programs)
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
         budget, fields = Budget.only(**totals), type(cfg).model_fields

@@ -459,7 +459,13 @@ class LocalServer:
         self.words = [*words, "--host", host, "--port", str(self._address[1])]
         with log.open("wb") as file:
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _LEAD, *self.words],
+                [
+                    sys.executable,
+                    "-c",
+                    _LEAD,
+                    os.path.abspath(words[0]),
+                    *self.words[1:],
+                ],  # a bare name would be one of PATH
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,

@@ -81,7 +81,7 @@ def test_help_of_a_text_run_leaves_out_steps_of_environments(capsys, tmp_path):
 def test_help_of_all_shows_every_option(capsys, algorithm):
     assert cli.main(["train", "CartPole-v1", "--algorithm", algorithm, "--help-all"]) == 0
     shown = re.findall(r"^  (--[a-z][\w.-]*)", capsys.readouterr().out, flags=re.MULTILINE)
-    own = {"--preset", "--seeds", "--launcher", "--plugin", "--profile", "--quiet", "--verbose"}
+    own = {"--allow-programs", "--preset", "--seeds", "--launcher", "--plugin", "--profile", "--quiet", "--verbose"}
     known = [option.flag for option in options_of(resolve("CartPole-v1", algorithm))]
     assert [flag for flag in shown if flag not in own] == known
     assert len(known) > 40

@@ -73,7 +73,7 @@ def test_a_killed_server_is_replaced_and_the_run_ends_as_without_ray(cluster, mo
     assert all(torch.equal(weights(run)[name], value) for name, value in weights(here).items())
     assert servers(model) == []
     assert list((tmp_path / "weights").glob("servers-*")) == []
-    again = resume_on_ray(run.path, Workers(1), **task.given)
+    again = resume_on_ray(run.path, Workers(1), allow_programs=True, **task.given)
     assert learned(again) == learned(here)
 
 

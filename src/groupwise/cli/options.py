@@ -149,7 +149,9 @@ _FIRST = (Option("algorithm", str, None, "", choice=True), Option("policy.init_f
 """Options on which the defaults of the others depend."""
 
 
-def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ()) -> RunCfg | TextRunCfg:
+def parse_options(
+    argv: Sequence[str], parser: Parser, only: Sequence[str] = (), *, allow_programs: bool = True
+) -> RunCfg | TextRunCfg:
     """The settings of ``TARGET [--algorithm NAME] [--preset NAME] [--any.field VALUE ...]``; ``--a.no-b`` is ``--a.b false``.
 
     A ``ConfigError`` if an option is not known or its value not accepted; ``SystemExit`` after help.
@@ -158,6 +160,7 @@ def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ())
         argv: the target is an environment id or a file of settings; help without one is that of CartPole.
         parser: of the command, whose own options are not in ``argv``.
         only: paths of the settings that are options; empty for all.
+        allow_programs: whether a file may name programs. Commands that train let the user decide; others start none.
     """
     asked, words = _HELP.intersection(argv), [word for word in argv if word not in _HELP]
     target, *words = words or ["CartPole-v1" if asked else ""]
@@ -183,7 +186,7 @@ def parse_options(argv: Sequence[str], parser: Parser, only: Sequence[str] = ())
     known = [option.path for option in options]
     if unknown := [path for path in given if path not in known]:
         raise unknown_option(unknown[0], [*known, *parser.flags, *(() if only else ("preset",))], "--help-all")
-    return _resolve(target, preset, _tree(options, given))
+    return _resolve(target, preset, _tree(options, given), allow_programs=allow_programs)
 
 
 def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCfg:
@@ -194,9 +197,9 @@ def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCf
     return cfg.env
 
 
-def _resolve(target: str, preset: str | None, changed: Tree) -> RunCfg | TextRunCfg:
+def _resolve(target: str, preset: str | None, changed: Tree, *, allow_programs: bool = True) -> RunCfg | TextRunCfg:
     if target.endswith((".json", *SUFFIXES)):
-        return load_config(target, preset=preset, **changed)
+        return load_config(target, preset=preset, allow_programs=allow_programs, **changed)
     check_id(target)
     if target not in presets.env_ids():  # a typo is found before anything slow is imported
         from gymnasium.envs.registration import registry

@@ -28,6 +28,8 @@ from groupwise.system import num_cpus, show
 
 log = logging.getLogger(__name__)
 
+_ALLOW = "start programs that the settings of a file or run folder name, such as generation.python"
+
 
 def train_command(parser: Parser, argv: Sequence[str]) -> int:
     """Train a policy on a Gymnasium environment, or with the settings of a JSON or YAML file.
@@ -42,6 +44,7 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
       --launcher local                    or torchrun, ray: several processes (--workers 2; for Ray --cpus 1 --gpus 0,
                                           with generation.python also --servers 1 --server-cpus 1 --server-gpus 0)
       --plugin FILE.py                    import your file first
+      --allow-programs                    the file of settings may name programs to run (generation.python)
       --preset NAME                       credit and objective of a paper; see: groupwise list
       -q, --quiet                         print errors and the result only
       -v, --verbose                       print every iteration, and what the library logs
@@ -53,12 +56,13 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
         raise ConfigError("--seeds has processes of its own; fix: leave --launcher out")
     parser.add_argument("--seeds")
     parser.add_argument("--profile", type=count, nargs="?", const=3)
+    parser.add_argument("--allow-programs", action="store_true")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("-q", "--quiet", dest="progress", action="store_const", const="none")
     output.add_argument("-v", "--verbose", dest="progress", action="store_const", const="iterations")
     parser.flags += ["--quiet", "--verbose"]
     options, rest = parser.parse_known_args(words)
-    cfg = parse_options(rest, parser)
+    cfg = parse_options(rest, parser, allow_programs=options.allow_programs)
     if options.progress == "none":
         logging.getLogger("groupwise").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
@@ -109,27 +113,31 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     if argv and (Path(argv[0]) / "population.json").is_file():
         parser.add_argument("population", type=Path, help="folder of the population")
         own = _add_fields(parser, LaunchCfg)
+        parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
         found = vars(parser.read(argv))
         given = {name: value_of(own[name], [found[name]]) for name in own if found[name] is not None}
 
         from groupwise.evolution.population import Population
 
-        return _print_population(Population.resume(found["population"], **given))
+        allow = {"allow_programs": found["allow_programs"]}
+        return _print_population(Population.resume(found["population"], **allow, **given))
 
     launch, words = parse_launch(parser, argv)
     if launch["launcher"] != "local" and any(word.partition("=")[0] == "--fork" for word in words):
         raise ConfigError("--fork is of one process; fix: make a copy without --launcher, then resume that")
     if launch["launcher"] == "torchrun":
         torchrun(["resume", *words], launch)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
     if launch["launcher"] == "ray":
-        if len(words) != 1:
-            got = " ".join(words)
+        options, more = parser.parse_known_args(words)
+        if more:
+            got = " ".join(more)
             raise ConfigError(f"--launcher ray takes the run folder alone, got {got!r}; fix: --launcher torchrun")
         from groupwise.integrations.ray import resume_on_ray
 
-        return print_run(resume_on_ray(words[0], **on_ray(launch)))
+        return print_run(resume_on_ray(options.run, allow_programs=options.allow_programs, **on_ray(launch)))
 
-    parser.add_argument("run", type=Path, help="folder of the run")
     for name, kind in {"steps": count, "iterations": count, "epochs": float}.items():
         parser.add_argument(f"--total-{name}", type=kind, help=f"new total budget in {name} (default: unchanged)")
     fork = "continue in a new run folder; takes train's settings"
@@ -149,14 +157,15 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     from groupwise.run import resume
 
     if options.fork is None:
-        return print_run(resume(options.run, **totals))
+        return print_run(resume(options.run, allow_programs=options.allow_programs, **totals))
     from groupwise.training.checkpoint import fork_run
 
     changed += [f"--{name.replace('_', '-')}={total}" for name, total in totals.items()]
-    read = lambda config: parse_options([str(config), *changed], parser)  # noqa: E731
+    allow = options.allow_programs
+    read = lambda config: parse_options([str(config), *changed], parser, allow_programs=allow)  # noqa: E731
     made = fork_run(options.run, options.fork, options.checkpoint or "latest", read)
     try:
-        return print_run(resume(made))
+        return print_run(resume(made, allow_programs=True))  # they are allowed, or of this command
     except GroupwiseError:
         if not RunFolder(made).summary.exists():  # an error before training, such as a wrong setting
             files.remove(made)
@@ -290,12 +299,14 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
     # -P: without it, a groupwise.py in the working folder would run
     program = [sys.executable, "-P", "-m", "groupwise"]
     given = shlex.split(plugins.options(plugins.loaded()))
+    allow = ["--allow-programs"] if cfg.named_programs() else []
     waiting, signals, passed_on = list(seeds), list[int](), 0
     running: dict[int, subprocess.Popen[bytes]] = {}
     exit_codes: dict[int, int] = {}
 
     def train_words(seed: int) -> list[str]:
-        return ["train", f"{folder / 'settings.json'}", "--seed", f"{seed}", "--run-dir", f"{folder / f'seed_{seed}'}"]
+        own = ["--seed", f"{seed}", "--run-dir", f"{folder / f'seed_{seed}'}"]
+        return ["train", f"{folder / 'settings.json'}", *own, *allow]
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         log.warning("interrupted: running seeds finish and save their iteration first; a second time stops at once")
@@ -327,7 +338,9 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
     unfinished = [seed for seed in seeds if exit_codes.get(seed) != 0]
     if signals and unfinished:
         runs = {seed: RunFolder(folder / f"seed_{seed}") for seed in unfinished}
-        again = [["resume", run.path] if run.config.exists() else train_words(seed) for seed, run in runs.items()]
+        again = [
+            ["resume", run.path, *allow] if run.config.exists() else train_words(seed) for seed, run in runs.items()
+        ]
         raise KeyboardInterrupt("\n  ".join(["interrupted; continue with:", *(plugins.command(*w) for w in again)]))
     row = "{:<6}{:<13}{:<11}{}".format
     show(row("seed", "return_mean", "env_steps", "see"))
@@ -359,12 +372,13 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
     """
     parser.usage = "groupwise evolve ENV|FILE [options]"
     options = _add_fields(parser, EvolutionCfg) | _add_fields(parser, LaunchCfg)
+    parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
     found, rest = parser.parse_known_args(argv)
-    given = {name: word for name, word in vars(found).items() if word is not None}
+    given = {name: word for name, word in vars(found).items() if name in options and word is not None}
     flags = {word.partition("=")[0].replace("-", "_") for word in rest}
     if named := [name for name in BUDGETS if f"__{name}" in flags]:
         raise ConfigError(f"{named[0]}: the budget is --rounds times --round-steps; fix: set these")
-    base = parse_options(rest, parser)
+    base = parse_options(rest, parser, allow_programs=found.allow_programs)
     if "search" not in given:
         raise ConfigError("--search is missing: the settings that change; fix: see groupwise evolve --help")
     word = given.pop("search")

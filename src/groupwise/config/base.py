@@ -60,6 +60,8 @@ class Cfg(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+    programs: ClassVar[tuple[str, ...]] = ()
+    """Fields that name a program, or its arguments. A file may be a stranger's, so ``check_programs`` refuses them there."""
 
     def __init__(self, /, **fields: Any) -> None:
         try:
@@ -75,6 +77,14 @@ class Cfg(BaseModel):
     def changed(self, *names: str) -> dict[str, Any]:
         """The named fields that differ from their defaults, with their values."""
         return {name: vars(self)[name] for name in names if vars(self)[name] != type(self).model_fields[name].default}
+
+    def named_programs(self, prefix: str = "") -> dict[str, Any]:
+        """The programs that these settings name, and their arguments, by path."""
+        found = {f"{prefix}{name}": value for name, value in self.changed(*self.programs).items()}
+        for name, value in self:
+            for part in value if isinstance(value, tuple) else (value,):
+                found |= part.named_programs(f"{prefix}{name}.") if isinstance(part, Cfg) else {}
+        return found
 
     @model_validator(mode="wrap")
     @classmethod
@@ -119,6 +129,18 @@ def refuse_unknown(settings: Iterable[str], known: Collection[str], owner: str) 
             else:
                 near = nearest(name, known) or f"; known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown setting {name!r} of a {owner}{near}")
+
+
+def check_programs(cfg: Cfg, where: object, *, given: Iterable[str] = ()) -> None:
+    """Refuse programs that the settings of a file name, by a ``ConfigError``; those at the paths ``given`` are the user's."""
+    own = [f"{path}." for path in given]
+    named = {path: value for path, value in cfg.named_programs().items() if not f"{path}.".startswith((*own,))}
+    if named:
+        shown = ", ".join(f"{path} = {json.dumps(value, default=str)}" for path, value in named.items())
+        raise ConfigError(
+            f"{where} names a program to run ({shown:.1000}{' ...' * (len(shown) > 1000)}), and may be a stranger's; fix: if you "
+            "trust it, add --allow-programs (in Python allow_programs=True)"
+        )
 
 
 def _of_another_type(given: object, taken: object) -> bool:

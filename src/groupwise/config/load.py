@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from groupwise import system as files
 from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg
-from groupwise.config.base import Cfg, Choice, explain
+from groupwise.config.base import Cfg, Choice, check_programs, explain, flat
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError, require_extra
@@ -211,7 +211,12 @@ def resolve_text(
 
 
 def load_config(
-    path: Path | str, algorithm: str | AlgorithmCfg | Tree | None = None, preset: str | None = None, **fields: Any
+    path: Path | str,
+    algorithm: str | AlgorithmCfg | Tree | None = None,
+    preset: str | None = None,
+    *,
+    allow_programs: bool = False,
+    **fields: Any,
 ) -> RunCfg | TextRunCfg:
     """The full config of a run from a JSON or YAML file; other arguments override it.
 
@@ -219,6 +224,9 @@ def load_config(
 
     The file has some fields of ``RunCfg`` (at least ``env.id``) or ``TextRunCfg`` (at least ``task.data`` and
     ``model.path``), and may have a ``preset``. A run folder's ``config.json`` is such a file.
+
+    Args:
+        allow_programs: whether the file may name programs, such as ``generation.python``, which training starts.
 
     Raises:
         ConfigError: the file is missing or broken, or a setting is wrong.
@@ -239,9 +247,13 @@ def load_config(
                 key: value for key, value in _table(tree, "algorithm").items() if key not in ("credit", "objective")
             }
             tree["algorithm"] = merge(file, {key: value for key, value in own.items() if key in file})
-        return _resolve([tree, _given(algorithm, fields)], preset or named)
+        given = _given(algorithm, fields)
+        cfg = _resolve([tree, given], preset or named)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    if not allow_programs:
+        check_programs(cfg, path, given=flat(given))
+    return cfg
 
 
 def to_json(cfg: CommonCfg) -> str:

@@ -242,12 +242,13 @@ class NativeGenerationCfg(GenerationCfg, name="native"):
 class ServerGenerationCfg(GenerationCfg, name="server"):
     """By vLLM servers, which read the new weights before each iteration."""
 
+    programs = ("python", "args")
     urls: tuple[Annotated[str, Field(pattern=r"^https?://(\[[^\]\s]+\]|[^/:\s]+)(:\d{1,5})?$")], ...] = (
         "http://127.0.0.1:8000",
     )
     """Servers that run already. They take groups in turn; a group stays on one server."""
     python: Path | None = None
-    """In place of ``urls``: the Python of a virtual environment with vLLM, with which the run starts a server of its own on this machine."""
+    """In place of ``urls``: the Python of a virtual environment with vLLM, with which the run starts a server of its own on this machine. In a file it needs ``--allow-programs``."""
     args: tuple[str, ...] = ()
     """Further arguments of the server that the run starts, such as ``["--enforce-eager"]``."""
     weights_dir: Path | None = None

@@ -267,7 +267,9 @@ def go_on(population: Population, given: UserObjects, launch: LaunchCfg, on_muta
                     if not folder.exists():  # cloned whole or not at all
                         parent, unfinished = population.folder(member.parent), folder.with_name(f".{folder.name}")
                         files.remove(unfinished)
-                        own = with_settings(load_config(parent / "config.json"), member.settings, seed=seed)
+                        own = with_settings(
+                            load_config(parent / "config.json", allow_programs=True), member.settings, seed=seed
+                        )
                         fork_run(parent, unfinished, "latest", lambda _: own, finished=True)  # noqa: B023
                         unfinished.rename(folder)
                 settings, until = with_settings(base, member.settings, seed=seed), (number + 1) * cfg.round_steps

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from groupwise import system as files
-from groupwise.config.base import explain
+from groupwise.config.base import check_programs, explain
 from groupwise.config.evolution import Choices, EvolutionCfg, LaunchCfg, RangeCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.data.rollout import TensorDict
@@ -66,18 +66,24 @@ class Population:
         return f"Population({str(self.path)!r}, {len(self.members)} members, {self.round}/{self.cfg.rounds} rounds)"
 
     @classmethod
-    def resume(cls, path: Path | str, *, on_mutation: OnMutation | None = None, **fields: Any) -> "Population":
+    def resume(
+        cls, path: Path | str, *, on_mutation: OnMutation | None = None, allow_programs: bool = False, **fields: Any
+    ) -> "Population":
         """Continue a population, as if it had never stopped; returns it.
 
         Args:
             on_mutation: as of ``gw.evolve``.
+            allow_programs: as of ``gw.resume``, for all members.
             fields: ``workers``, ``launcher``, ``cpus`` and ``gpus``, as of ``gw.evolve``, and the Python objects that the
                 runs were given, as in ``gw.resume``.
         """
         from groupwise.evolution.evolve import go_on  # it makes populations
 
         launch = LaunchCfg(**{name: fields.pop(name) for name in LaunchCfg.model_fields if name in fields})
-        return go_on(cls.load(path), UserObjects.again(fields), launch, on_mutation)
+        population = cls.load(path)
+        if not allow_programs:
+            check_programs(population.base, population.path / FILE)
+        return go_on(population, UserObjects.again(fields), launch, on_mutation)
 
     @classmethod
     def load(cls, path: Path | str) -> "Population":
@@ -326,7 +332,8 @@ def play(task: Round, given: UserObjects) -> dict[str, Any]:
     found: dict[str, Any] = {"round": task.number, "status": "ok"}
     try:
         if RunFolder(task.folder).config.exists():
-            run = resume(task.folder, callbacks=callbacks, **given.as_arguments())
+            allow = len(task.cfg.named_programs()) > 0  # those of the search; a member has no others
+            run = resume(task.folder, callbacks=callbacks, allow_programs=allow, **given.as_arguments())
         else:
             run = train_from_config(task.cfg.model_copy(update={"run_dir": task.folder}), given, callbacks)
         score = evaluate(run, task.episodes, seed=task.seed)

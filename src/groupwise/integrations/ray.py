@@ -115,13 +115,21 @@ def train_from_config_on_ray(
     return _fit(path, cfg.model_copy(update={"run_dir": path}), given or UserObjects(), workers, servers)
 
 
-def resume_on_ray(path: Path | str, workers: Workers = WORKERS, servers: Servers | None = None, **given: Any) -> Run:
+def resume_on_ray(
+    path: Path | str,
+    workers: Workers = WORKERS,
+    servers: Servers | None = None,
+    *,
+    allow_programs: bool = False,
+    **given: Any,
+) -> Run:
     """Continue a run from its latest checkpoint in workers of the Ray cluster.
 
     Args:
+        allow_programs: as of ``gw.resume``.
         given: the Python objects that the run was trained with.
     """
-    folder, objects, cfg = reopen(path, given, to_train=True)
+    folder, objects, cfg = reopen(path, given, to_train=True, allow_programs=allow_programs)
     return _fit(folder.path.absolute(), cfg, objects, workers, servers)
 
 
@@ -204,7 +212,7 @@ def _work(job: dict[str, Any]) -> bytes | None:
         begun = [RunFolder(job["path"]).config.exists()]
         dist.broadcast_object_list(begun)  # rank 0 may have made the folder before others look
         if begun[0]:
-            resume(job["path"], **given.as_arguments())
+            resume(job["path"], allow_programs=True, **given.as_arguments())  # those of the call on Ray
         else:
             train_from_config(cfg, given)
     except GroupwiseError as error:

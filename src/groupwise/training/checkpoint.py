@@ -466,7 +466,7 @@ def fork(path: Path | str, run_dir: Path | str, *, checkpoint: CheckpointName = 
         RunFolderError: ``path`` is no run folder, or ``run_dir`` is taken.
         CheckpointError: the checkpoint is damaged.
     """
-    return fork_run(Path(path), Path(run_dir), checkpoint, partial(load_config, **fields))
+    return fork_run(Path(path), Path(run_dir), checkpoint, partial(load_config, allow_programs=True, **fields))
 
 
 def fork_run(

@@ -469,7 +469,7 @@ class LocalServer:
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | {"PYTHONSAFEPATH": "1"},  # nothing from the working folder is imported
                 start_new_session=True,
             )
 

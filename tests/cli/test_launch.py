@@ -45,7 +45,8 @@ def test_torchrun_gets_all_other_words(command, monkeypatch, tmp_path):
         cli.main(f"{command} --total-steps 5 --launcher torchrun --workers 4 --plugin {plugin}".split())
     [words] = caught.value.args
     ours = words.index("groupwise")
-    assert words[1:ours] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
+    launcher = "-P -m torch.distributed.run --standalone --nproc-per-node 4 --no-python"
+    assert words[1:ours] == [*launcher.split(), words[0], "-P", "-m"]
     assert words[ours + 1 :] == f"{command} --total-steps 5 --plugin {plugin}".split()
 
 

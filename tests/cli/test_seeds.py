@@ -172,17 +172,31 @@ def test_wrong_seeds_say_what_to_write(seeds, capsys):
     assert "; fix: " in capsys.readouterr().err
 
 
+SMALL = "-q --run-dir runs --algorithm ppo --algorithm.num-steps 8 --total-steps 16 --env.num-envs 2 --evaluation.episodes 1"
+SEARCH = '{"algorithm.learning_rate":[1e-3,2e-3]}'
+EVOLVE = f"evolve CartPole-v1 --run-dir runs --algorithm ppo --algorithm.num-steps 8 --env.num-envs 2 --search {SEARCH}"
+PYTHONS = {
+    "async": (0, f"train CartPole-v1 {SMALL} --env.vectorization async"),
+    "seeds": (0, f"train CartPole-v1 {SMALL} --seeds 0"),
+    "torchrun": (0, f"train CartPole-v1 {SMALL} --launcher torchrun"),
+    "evolve": (0, f"{EVOLVE} --population 2 --rounds 1 --round-steps 16 --episodes 1 --workers 1"),
+    "serve": (2, f"serve model --python {sys.executable}"),  # which has no vLLM
+}
+
+
 @pytest.mark.slow
-def test_no_module_of_the_current_folder_is_imported_by_the_command_or_its_processes(tmp_path):
+@pytest.mark.parametrize(("code", "words"), PYTHONS.values(), ids=PYTHONS)
+def test_no_module_of_the_current_folder_is_imported_by_the_command_or_its_processes(code, words, tmp_path):
     command, folder = tmp_path / "bin" / "groupwise", tmp_path / "hostile"
     command.parent.mkdir()
     command.write_text("import sys\nfrom groupwise.cli import main\nif __name__ == '__main__':\n    sys.exit(main())")
     folder.mkdir()
-    for name in ("groupwise", "json", "random", "multiprocessing", "gymnasium", "math_verify"):
+    (folder / "vllm/entrypoints/openai").mkdir(parents=True)
+    modules = "groupwise", "torch", "numpy", "json", "random", "signal", "subprocess", "multiprocessing", "gymnasium"
+    for name in (*modules, "math_verify", "vllm/__init__", "vllm/entrypoints/openai/api_server"):
         (folder / f"{name}.py").write_text("open('ran', 'a').write(__name__)\nraise SystemExit(7)")
-    words = "train CartPole-v1 -q --run-dir runs --algorithm ppo --algorithm.num-steps 8 --total-steps 16"
-    words += " --env.num-envs 2 --env.vectorization async --evaluation.episodes 1"
     program = [sys.executable, command, *words.split()]
     done = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
     assert not (folder / "ran").exists(), (folder / "ran").read_text()
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == code, done.stderr
+    assert code == 0 or "No module named 'vllm'" in done.stderr

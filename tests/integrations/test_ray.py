@@ -1,5 +1,7 @@
 """Runs whose processes are workers of Ray Train, and populations whose members are tasks of Ray. Processes and nodes are killed."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -45,6 +47,29 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_without(cluster, tmp_pa
         train_on_ray("CartPole-v1", GRPO, workers=Workers(3), run_dir=tmp_path / "many", **OPTIONS)
     again = resume_on_ray(whole.path)
     assert logged(again) == logged(whole)
+
+
+SHORT = "--algorithm ppo --algorithm.num-steps 8 --env.num-envs 2 --launcher ray --workers 1 --run-dir run"
+SEARCH = '{"algorithm.learning_rate":[1e-3,2e-3]}'
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"train CartPole-v1 {SHORT} --total-steps 16 --evaluation.episodes 1",
+        f"evolve CartPole-v1 {SHORT} --population 2 --rounds 1 --round-steps 16 --episodes 1 --search {SEARCH}",
+    ],
+)
+def test_no_module_of_the_current_folder_is_imported_by_workers(ray, tmp_path, words):
+    command, folder = tmp_path / "bin" / "groupwise", tmp_path / "hostile"
+    command.parent.mkdir()
+    command.write_text("import sys\nfrom groupwise.cli import main\nif __name__ == '__main__':\n    sys.exit(main())")
+    folder.mkdir()
+    for name in ("torch", "numpy", "gymnasium"):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write(__name__)\nraise SystemExit(7)")
+    done = subprocess.run([sys.executable, command, *words.split()], cwd=folder, capture_output=True, check=False)
+    assert not (tmp_path / "ran").exists()
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_error_of_the_run_is_raised_at_once(cluster, tmp_path):

@@ -238,9 +238,10 @@ def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, Any], l
 def torchrun(words: Sequence[str], launch: dict[str, Any]) -> NoReturn:
     """Run a command in several processes of this machine, in place of this one: signals reach them."""
     number = str(launch.get("workers", 2))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
+    python = [sys.executable, "-P"]  # otherwise they would import modules from the working folder
+    launcher = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number, "--no-python"]
     with_plugins = [*words, *shlex.split(plugins.options(plugins.loaded()))]
-    os.execv(sys.executable, [*launcher, "-m", "groupwise", *with_plugins])  # noqa: S606
+    os.execv(sys.executable, [*launcher, *python, "-m", "groupwise", *with_plugins])  # noqa: S606
 
 
 def on_ray(launch: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,20 @@
 
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    ExitStack,
+    chdir,
+    closing,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +84,9 @@ def connected() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    ray.init(log_to_driver=False)
+    # workers would import modules from the current folder, also where this process does not
+    with nullcontext() if {"", os.getcwd()}.intersection(sys.path) else chdir(os.sep):
+        ray.init(log_to_driver=False)
     try:
         yield
     finally:
@@ -289,6 +301,7 @@ class RayMembers:
     def __init__(self, cfg: LaunchCfg, given: UserObjects, output: Path) -> None:
         self.busy: dict[Any, Round] = {}
         self.size, self._output = cfg.workers or math.inf, str(output.absolute())  # tasks wait for room
+        self._folder = os.getcwd()
         with ExitStack() as stack:
             stack.enter_context(connected())
             rooms = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -303,7 +316,7 @@ class RayMembers:
     def begin(self, task: Round) -> Any:
         """Start a task of Ray."""
         task = replace(task, folder=task.folder.absolute())
-        return self._play.remote(task, self._stored, tuple(plugins.loaded()), self._output)
+        return self._play.remote(task, self._stored, tuple(plugins.loaded()), self._output, self._folder)
 
     def answers(self) -> Iterator[tuple[Any, dict[str, Any] | str]]:
         """Answers of tasks that ended."""
@@ -320,6 +333,8 @@ class RayMembers:
         self._connection.close()
 
 
-def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str) -> dict[str, Any] | str:
+def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str, folder: str) -> dict[str, Any] | str:
+    with suppress(FileNotFoundError):  # another machine may not have it
+        os.chdir(folder)  # for relative paths
     with open(output, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         return answered(task, payload, plugin_files)

@@ -168,14 +168,14 @@ def _check_depth(tree: Any, levels: int) -> None:
             _check_depth(child, levels - 1)
 
 
-def link_out_of(folder: Path, *, without: str = "") -> Path | None:
-    """A link inside of a folder that leads out of it; the content of the folder ``without`` in it is left out."""
+def link_out_of(folder: Path, *, without: str = "", depth: int = 0) -> Path | None:
+    """A link inside of a folder that leads out of it; the content of folders ``without``, down to this depth, is left out."""
     root = Path(os.path.realpath(folder))
     for place, folders, names in os.walk(root):
         for path in (Path(place, name) for name in (*folders, *names)):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                 return path
-        if Path(place) == root and without in folders:
+        if len(Path(place).parts) <= len(root.parts) + depth and without in folders:
             folders.remove(without)
     return None
 

@@ -1,18 +1,21 @@
 """Demonstrations on disk: what is written is read back, and LeRobot's way of reading finds it."""
 
+import io
 import json
+import os
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from gymnasium import spaces
+from PIL import Image, UnidentifiedImageError
 
 from groupwise.data.spaces import obs_to_tensor
-from groupwise.embodied.lerobot import Demonstration, read_demos, write_demos
+from groupwise.embodied.lerobot import Column, Demonstration, from_arrow, read_demos, write_demos
 from groupwise.errors import DataError
 
-pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.contrib
 
 ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
@@ -222,3 +225,31 @@ def test_an_interrupted_recording_is_no_dataset(tmp_path):
         write(tmp_path, demos())
     with pytest.raises(DataError, match="holds no demonstrations"):
         read_demos(tmp_path, EVERYTHING)
+
+
+@pytest.mark.parametrize("name", ["meta/info.json", "meta/tasks.parquet", "data/chunk-000/file-000.parquet", "data"])
+def test_files_of_a_stranger_are_no_links_and_no_pipes(tmp_path, name):
+    folder = write(tmp_path / "demos", DEMOS)
+    (folder / name).rename(tmp_path / "mine")
+    (folder / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(DataError, match=f"{name} is a link that leads out of the demonstrations; fix: "):
+        read_demos(folder, EVERYTHING)
+    if name != "data":
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(DataError, match="it is no regular file"):
+            read_demos(folder, EVERYTHING)
+
+
+def test_a_picture_is_a_png_or_jpeg():
+    """Pillow runs Ghostscript for EPS."""
+    picture = Image.new("RGB", (4, 3))
+    column = Column("image", (3, 4, 3))
+    for kind in ("PNG", "JPEG", "EPS"):
+        picture.save(data := io.BytesIO(), kind)
+        values = pa.array([{"bytes": data.getvalue(), "path": None}])
+        if kind == "EPS":
+            with pytest.raises(UnidentifiedImageError):
+                from_arrow(values, column)
+        else:
+            assert from_arrow(values, column).shape == (1, 3, 4, 3)

@@ -95,6 +95,10 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_overwritten(tmp_path:
     ):
         export(made, tmp_path / "p", to="transformers")
     (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"link' exists; fix: "):
+        export(made, tmp_path / "link", to="safetensors")
+    assert not (tmp_path / "elsewhere").exists()
     with pytest.raises(ConfigError, match=r"mine' exists; fix: "):
         export(made, tmp_path / "mine", to="safetensors")
     assert (tmp_path / "mine").read_text() == "mine"

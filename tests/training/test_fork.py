@@ -1,6 +1,7 @@
 """Runs that begin at a checkpoint of another one, with other settings."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -149,10 +150,26 @@ def test_the_command_line_forks(run, tmp_path, capsys):
 
 
 def test_a_fork_that_cannot_be_written_leaves_no_folder(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.copytree", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("shutil.copytree", lambda *paths, **how: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         gw.fork(run.path, tmp_path / "new", total_steps=600)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_fork_takes_the_files_of_the_checkpoint_alone(run, tmp_path):
+    """Others may be a stranger's, of any kind and size."""
+    path = shutil.copytree(run.path, tmp_path / "run")
+    for name in ("latest", "best"):
+        os.mkfifo(path / "checkpoints" / name / "pipe")
+        (path / "checkpoints" / name / "folder").mkdir()
+    forked = gw.fork(path, tmp_path / "new", total_steps=600)
+    for name in ("latest", "best"):
+        assert sorted(file.name for file in (forked / "checkpoints" / name).iterdir()) == [
+            "algorithm.safetensors",
+            "manifest.json",
+            "policy.safetensors",
+            "state.json",
+        ]
 
 
 def test_a_fork_names_the_plugins_of_its_run(run, tmp_path):

@@ -33,6 +33,9 @@ TASKS = "meta/tasks.parquet"
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
 INSTRUCTION = ("instruction",)
+MAX_FILE = 2**40
+"""Bytes of a file of steps."""
+_FORMATS = ("PNG", "JPEG")
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -171,8 +174,12 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
         DataError: no demonstrations are there, they are damaged, or they are of other observations.
     """
     path = folder / INFO
+    if (link := files.link_out_of(folder)) is not None:
+        raise DataError(
+            f"{link} is a link that leads out of the demonstrations; fix: put what it leads to in its place (cp -rL copies so)"
+        )
     try:
-        info = files.parse_json(files.read(path, files.MAX_SETTINGS, follow=True))
+        info = files.parse_json(files.read(path, files.MAX_SETTINGS))
         features: dict[str, Any] = info["features"]
         version = str(info["codebase_version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -211,7 +218,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     columns = {name: from_arrow(table[name], column) for name, column in wanted.items()}
     action = features["action"]
     reward, episode = (table[name].to_numpy().copy() for name in ("next.reward", "episode_index"))
-    tasks = _read_table(folder, folder / TASKS).to_pydict()
+    tasks = _read_table(folder, [folder / TASKS]).to_pydict()
     named = [name for name in tasks if name != "task_index"]  # pandas writes an index without a name by one of its own
     if "task_index" not in tasks or len(named) != 1:
         raise DataError(
@@ -236,10 +243,13 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     )
 
 
-def _read_table(folder: Path, files: Path | list[Path]) -> Any:
+def _read_table(folder: Path, paths: list[Path]) -> Any:
     """Reads Parquet files of the folder as one table."""
     try:
-        return pq.read_table(files)
+        for path in paths:
+            with files.reading(path, MAX_FILE):  # a FIFO would never end
+                pass
+        return pq.read_table(paths)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} is damaged ({error}); fix: record again") from error
 
@@ -294,6 +304,7 @@ def to_arrow(values: Array, column: Column) -> Any:
 def from_arrow(values: Any, column: Column) -> Array:
     """The inverse of ``to_arrow``; numbers as ``[T, 1]``."""
     if column.dtype == "image":
-        images = [np.asarray(Image.open(io.BytesIO(image["bytes"]))) for image in values.to_pylist()]
+        # pillow runs another program for some of the other formats
+        images = [np.asarray(Image.open(io.BytesIO(image["bytes"]), formats=_FORMATS)) for image in values.to_pylist()]
         return np.stack(images).reshape(-1, *column.shape)
     return np.array(values.to_pylist(), dtype=column.dtype).reshape(-1, *column.shape)

@@ -30,7 +30,7 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg, RangeCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
-from groupwise.errors import ConfigError, DivergedError, MemberError
+from groupwise.errors import ConfigError, DivergedError, MemberError, RunFolderError
 from groupwise.evolution.population import (
     Member,
     OnMutation,
@@ -158,9 +158,9 @@ def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> dict
 
 def _work(requests: Any, payload: bytes, plugin_files: tuple[str, ...], output: str) -> None:
     """The main function of a worker: answer each round."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    with files.appending(Path(output)) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             requests.send(answered(requests.recv(), payload, plugin_files))
@@ -256,6 +256,12 @@ def go_on(population: Population, given: UserObjects, launch: LaunchCfg, on_muta
     if population.hooked != (on_mutation is not None):
         had = "with" if population.hooked else "without"
         raise ConfigError(f"{population.path} was started {had} on_mutation; fix: resume it {had} it")
+    try:
+        files.appending(output).close()
+    except OSError as error:  # a link, or no rights
+        raise RunFolderError(
+            f"{output} cannot be written ({error}); fix: remove it, or give rights to write"
+        ) from error
     with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
         while population.round < cfg.rounds:
             number, active, tasks = population.round, population.active(), []

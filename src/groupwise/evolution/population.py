@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ from groupwise.config.evolution import Choices, EvolutionCfg, LaunchCfg, RangeCf
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, DivergedError, RunFolderError, nearest
-from groupwise.report.folder import LOCK, RunFolder
+from groupwise.report.folder import LOCK, WANDB, RunFolder
 from groupwise.run import evaluate, resume, train_from_config
 from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import is_fixed
@@ -91,9 +92,13 @@ class Population:
         path = Path(path)
         try:
             tree = files.parse_json(files.read(path / FILE, files.MAX_VALUES))
+            if (link := files.link_out_of(path, without=WANDB, depth=2)) is not None:
+                raise ValueError(f"{link} is a link that leads out of it")
             base = (TextRunCfg if "task" in tree["run"] else RunCfg).model_validate(tree["run"])
             found = cls(path, EvolutionCfg.model_validate(tree["search"]), base)
             for member in tree["members"]:
+                if not re.fullmatch(r"r[0-9]{1,9}-[0-9]{1,9}", member["name"]):
+                    raise ValueError(f"a member has the name {member['name']!r:.100}, expected one like 'r2-0'")
                 results = {int(number): result for number, result in member.pop("results").items()}
                 found.members[member["name"]] = Member(**member, results=results)
             found.goes_on, found.round, found.hooked = list(tree["active"]), int(tree["round"]), bool(tree["hooked"])
@@ -172,7 +177,8 @@ class Population:
         """Copy the run of the best member of the last round to ``best/``."""
         copied, unfinished = self.path / "best", self.path / ".best"
         files.remove(unfinished)
-        shutil.copytree(self.folder(self.best().name), unfinished, ignore=shutil.ignore_patterns(LOCK))
+        own = self.folder(self.best().name)
+        shutil.copytree(own, unfinished, ignore=shutil.ignore_patterns(LOCK), symlinks=True)  # none is followed
         files.remove(copied)
         unfinished.rename(copied)
 

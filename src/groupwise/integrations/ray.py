@@ -17,6 +17,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -336,5 +337,5 @@ class RayMembers:
 def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str, folder: str) -> dict[str, Any] | str:
     with suppress(FileNotFoundError):  # another machine may not have it
         os.chdir(folder)  # for relative paths
-    with open(output, "a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+    with TextIOWrapper(files.appending(Path(output)), "utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         return answered(task, payload, plugin_files)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,7 +44,7 @@ def export(policy: Policy, path: Path | str, to: ExportFormat) -> None:
         MissingExtraError: ``onnx`` without the extra ``export``.
     """
     path, save_folder = Path(path), getattr(policy, "save_pretrained", None)
-    if path.exists():
+    if os.path.lexists(path):  # what is written would follow a link
         raise ConfigError(f"{str(path)!r} exists; fix: give another path, or remove it")
     if to not in get_args(ExportFormat) or (save_folder is None) == (to == "transformers"):
         fitting = "onnx or safetensors" if save_folder is None else "transformers"

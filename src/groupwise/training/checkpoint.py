@@ -521,15 +521,20 @@ def fork_run(
     new = RunFolder.create(settings, run_dir, given_in_python=known["given_in_python"], plugins=used)
     try:
         new.checkpoints.mkdir()
-        shutil.copytree(found, new.latest)
+        shutil.copytree(found, new.latest, ignore=_others)
         comparable = not any(name.startswith(_SCORING) and name not in _NOT_SCORING for name in changed)
         if comparable and has_checkpoint(folder.best) and saved_counts(folder.best)["steps"] <= steps:
-            shutil.copytree(folder.best, new.best)
+            shutil.copytree(folder.best, new.best, ignore=_others)
         files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
     except BaseException:
         files.remove(new.path)
         raise
     return new.path
+
+
+def _others(folder: str, names: list[str]) -> set[str]:
+    """What is in a folder besides a checkpoint, and may be of any kind or size."""
+    return {*names} - {POLICY, ALGORITHM, STATE, MANIFEST}
 
 
 def is_fixed(name: str) -> bool:

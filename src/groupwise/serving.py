@@ -1,5 +1,6 @@
 """Inference servers: calls over HTTP, vLLM's API, servers as child processes, and servers placed by a launcher."""
 
+import io
 import json
 import logging
 import os
@@ -13,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import islice
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -27,8 +29,10 @@ log = logging.getLogger(__name__)
 
 HEALTH = "/health"
 """Path that a running server answers at once, even when it is busy."""
-MAX_ANSWER = 2**30
-"""Most bytes of an answer."""
+MAX_ANSWER = 16 * files.MIB
+"""Most bytes of an answer, besides those of the tokens that it is about."""
+MAX_TOKEN = 1024
+"""Most bytes of an answer for each of its tokens; vLLM takes about 100."""
 SECONDS_TO_CONNECT = 10.0
 """A server that is busy accepts connections; one that is cut off or stopped does not, and no error reports it."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.25, 10.0
@@ -55,12 +59,39 @@ class RefusedError(ServerError):
         self.status = status
 
 
+class _Incoming(io.RawIOBase):
+    """What a socket receives until a point in time; a time limit of the socket would hold for each byte.
+
+    Args:
+        until: of ``time.monotonic``.
+    """
+
+    def __init__(self, connection: socket.socket, until: float) -> None:
+        self._connection, self._until = connection, until
+        self._file = connection.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Receive something, or raise a ``TimeoutError``."""
+        if (left := self._until - time.monotonic()) <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        """Close its part of the socket, too."""
+        self._file.close()
+        super().close()
+
+
 class HttpClient:
     """Calls of one server. Each uses a connection of its own, so that threads may share the client.
 
     Args:
         url: scheme, host and port.
-        timeout: seconds of one try of a call, of which a connection gets ``SECONDS_TO_CONNECT``.
+        timeout: seconds of one try of a call, to the end of its answer. A connection gets ``SECONDS_TO_CONNECT`` of them.
         retries: how often a call is repeated that got no answer or an error of the server (5xx).
         last_lines: returns the last output of the server, to explain why it gives no answer.
         locate: where the server was last ready, if something restarts it. Calls wait for that.
@@ -87,12 +118,16 @@ class HttpClient:
         """Tries of calls of this thread that got no answer."""
         return getattr(self._of_thread, "failures", 0)
 
-    def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON of an answer, None if it is empty or plain text. Without a body it is a GET, else a POST."""
-        wait = _FIRST_WAIT
+    def call(self, path: str, body: Mapping[str, Any] | None = None, *, tokens: int = 0) -> Any:
+        """The JSON of an answer, None if it is empty or plain text. Without a body it is a GET, else a POST.
+
+        Args:
+            tokens: those of the answer, at most; others need not fit.
+        """
+        wait, limit = _FIRST_WAIT, MAX_ANSWER + MAX_TOKEN * tokens
         for number in range(self.retries + 1):
             try:
-                return self._try(path, body)
+                return self._try(path, body, limit)
             except NoAnswerError as error:
                 last = error
                 self._of_thread.failures = self.failures + 1
@@ -133,7 +168,7 @@ class HttpClient:
                 raise ServerError(f"{self.url} was lost, and not started again in {seconds:g} s{self._last_lines()}")
             self._closed.wait(_FIRST_WAIT)
 
-    def _try(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _try(self, path: str, body: Mapping[str, Any] | None, limit: int) -> Any:
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=min(self.timeout, SECONDS_TO_CONNECT))
@@ -144,20 +179,19 @@ class HttpClient:
                 connection.connect()
             except TimeoutError:
                 raise NoAnswerError(f"no connection in {connection.timeout:g} s") from None
-            connection.sock.settimeout(self.timeout)
+            connection.sock.settimeout(max(0.001, until - time.monotonic()))
             self._running[connection] = connection.sock
             if self._closed.is_set():  # checked last: ``close`` may not have seen this call
                 raise NoAnswerError("the client was closed")
             connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
             self._wait(connection.sock, until)
+            connection.response_class = lambda sock, **how: _response(sock, until, **how)  # type: ignore[assignment]
             response = connection.getresponse()
             text = bytearray()
             while part := response.read1(2**16):
                 text += part
-                if time.monotonic() > until:
-                    raise TimeoutError("the answer took too long")
-                if len(text) > MAX_ANSWER:
-                    raise ServerError(f"{self.url}{path}: an answer of more than {MAX_ANSWER:,} bytes")
+                if len(text) > limit:
+                    raise ServerError(f"{self.url}{path}: an answer of more than {limit:,} bytes")
             if response.length:  # read1 does not say that the connection was cut
                 raise NoAnswerError(f"the connection was cut, {response.length} bytes before the end of the answer")
         except TimeoutError:
@@ -190,8 +224,16 @@ class HttpClient:
             return None
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:200]!r}") from None
+
+
+def _response(connection: socket.socket, until: float, **how: Any) -> HTTPResponse:
+    """A response that ends by a ``TimeoutError`` where it is not complete in time."""
+    response = HTTPResponse(connection, **how)
+    response.fp.close()
+    response.fp = io.BufferedReader(_Incoming(connection, until))
+    return response
 
 
 def is_healthy(url: str) -> bool:
@@ -286,7 +328,8 @@ class VLLMServer:
         body |= {"return_token_ids": True, "stream": False} | ({"model": ADAPTER} if self._adapters else {})
         with self._reading():
             try:
-                reply = self._client.call("/inference/v1/generate", body)
+                tokens = len(request.prompt) + request.size * request.sampling.max_new_tokens
+                reply = self._client.call("/inference/v1/generate", body, tokens=tokens)
             except RefusedError as error:
                 if error.status == 404 and self._adapters:
                     raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
@@ -309,7 +352,9 @@ class VLLMServer:
     def _answer(self, choice: dict[str, Any], request: GroupRequest) -> Answer:
         tokens, end = choice["token_ids"], choice["finish_reason"]
         scored = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
-        versions = [span["version"] for span in choice["weight_versions"] for _ in range(span["end"] - span["start"])]
+        spans = choice["weight_versions"]
+        of_tokens = (span["version"] for span in spans for _ in range(span["end"] - span["start"]))
+        versions = list(islice(of_tokens, len(tokens) + 1))  # a wrong span may be long
         if [token for token, _ in scored] != tokens:
             raise ServerError(f"{self.url} gave log-probabilities of other tokens than those of the completion")
         if end not in ("stop", "length"):

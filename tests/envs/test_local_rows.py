@@ -1,10 +1,13 @@
 """Errors of rows whose environments break their own word."""
 
+import re
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
 
+from groupwise.check import check_env
 from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError
@@ -73,13 +76,49 @@ def test_an_array_serves_as_a_tuple():
     ("outcome", "error", "message"),
     [
         ((FINE, False, False, {}), DataError, r"step\(\) of Told returned .* a number as reward .*float\(reward\)"),
-        ((1.0, False, {}), DataError, r"step\(\) of Told returned .*not enough values"),
+        (
+            (1.0, False, {}),
+            DataError,
+            r"step\(\) of Told returned .*not enough values .*fix: return obs, float\(reward\), ",
+        ),
+        ((None, False, False, {}), DataError, r"step\(\) of Told returned the reward None, expected a number"),
         (ValueError("of the simulator"), ValueError, "^of the simulator"),
     ],
 )
 def test_a_step_that_returns_something_else_is_named_and_its_own_errors_stay(outcome, error, message):
     with pytest.raises(error, match=message):
         play(lambda: Told(outcome=outcome))
+
+
+class ObservationAlone(Told):
+    def reset(self, *, seed=None, options=None):
+        return FINE
+
+
+class WithoutSeed(Told):
+    def reset(self):
+        return FINE, {}
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            ObservationAlone,
+            r"reset\(\) of ObservationAlone returned array.*, expected \(observation, info\) .*fix: return obs, {}",
+        ),
+        (
+            WithoutSeed,
+            r"reset\(\) of WithoutSeed does not take a seed .*fix: def reset\(self, \*, seed=None, options=None\)",
+        ),
+    ],
+)
+def test_a_reset_as_before_gymnasium_is_named(env, message):
+    with pytest.raises(DataError, match=message):
+        play(env)
+    finding = check_env(env).success
+    assert re.search(message.partition("fix")[0], finding.reason)
+    assert finding.fix in ("return obs, {}", "def reset(self, *, seed=None, options=None)")
 
 
 class Pixels(Told):

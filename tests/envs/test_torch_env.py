@@ -141,9 +141,21 @@ class Blind(Drift):
     observe = TorchGroupEnv.observe
 
 
+class TwoValues(Drift):
+    def transition(self, state, action, random):
+        return super().transition(state, action, random)[:2]
+
+
+class OneRow(Drift):
+    def initial(self, random):
+        return {name: leaf[0] for name, leaf in super().initial(random).items()}
+
+
 @pytest.mark.parametrize(
     ("env", "message"),
     [
+        (TwoValues(), r"returned 2 values, expected \(state, reward, terminated\); fix: return all three"),
+        (OneRow(), r"initial of .* returned states \[2?\], expected \[4, \.\.\.\]: a row for each environment"),
         (Drift(in_place=True), "wrote into the state"),
         (Drift(drop=True), "returned states"),
         (Drift(column=True), r"rewards \[4, 1\]"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, Spec
-from groupwise.errors import EnvError, GroupStartError
+from groupwise.errors import DataError, EnvError, GroupStartError
 
 Mask = npt.NDArray[np.bool_]
 Seeds = npt.NDArray[np.int64]
@@ -159,6 +159,27 @@ class GroupEnv(VectorEnv):
 
 SUCCESS_KEYS = ("is_success", "success")
 """Keys of gymnasium-robotics and Stable-Baselines3, and of Meta-World and ManiSkill."""
+
+
+def first_of(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+    """First observation and info of an episode, as ``env.reset`` returns them.
+
+    Raises:
+        DataError: it does not take or return what Gymnasium expects.
+    """
+    try:
+        found = env.reset(**options)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise DataError(
+            f"reset() of {env_id} does not take a seed ({error}); fix: def reset(self, *, seed=None, options=None)"
+        ) from error
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+        raise DataError(
+            f"reset() of {env_id} returned {found!r:.80}, expected (observation, info) as Gymnasium does; fix: return obs, {{}}"
+        )
+    return found
 
 
 def success_of_row(info: Mapping[str, Any]) -> bool | None:

@@ -29,7 +29,7 @@ from groupwise.data.spaces import (
     subspaces,
 )
 from groupwise.envs import snapshots as states
-from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv, outcomes_of_rows
+from groupwise.envs.base import Autoreset, EnvStep, Mask, VectorEnv, first_of, outcomes_of_rows
 from groupwise.envs.snapshots import DrawsOnDemand
 from groupwise.errors import DataError, EnvError
 from groupwise.seeding import row_seeds
@@ -273,7 +273,7 @@ def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
         return ()
     if has_mask(space, env.action_space):
         return (f"Action masks: from the observation's {KEY!r}.",)
-    if KEY in env.reset(seed=0)[1]:
+    if KEY in first_of(env, type(env.unwrapped).__name__, seed=0)[1]:
         return (
             f"Action masks: info[{KEY!r}] is not used; env.action_masks=True has the policy take only allowed actions.",
         )

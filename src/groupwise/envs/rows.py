@@ -25,7 +25,7 @@ from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import fits, leaf_spaces, limits_of, nested_action, obs_spec, obs_to_tensor, subspaces
 from groupwise.envs import snapshots
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, success_of_row, task_of_row
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, first_of, success_of_row, task_of_row
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.errors import DataError, EnvError, GroupwiseError, nearest
 from groupwise.seeding import row_seeds
@@ -98,7 +98,12 @@ class LocalRows:
             actions = [nested_action(cfg.action_space, action) for action in actions]
         for row, action in zip(rows.tolist(), actions, strict=True):
             try:
-                obs, reward[row], ended, cut, info = self.envs[row].step(action)
+                obs, earned, ended, cut, info = self.envs[row].step(action)
+                if earned is None:  # which NumPy takes as nan
+                    raise DataError(
+                        f"step() of {cfg.env_id} returned the reward None, expected a number; fix: return 0.0"
+                    )
+                reward[row] = earned
                 if cfg.log_info and (ended or cut):
                     arrays["log_info"][row] = logged(info, cfg.log_info)
             except Exception as error:
@@ -131,7 +136,8 @@ class LocalRows:
         for row, start, noise in zip(rows.tolist(), start_seeds.tolist(), noise_seeds.tolist(), strict=True):
             try:
                 if noise < 0:
-                    obs, self._was_reset[row] = self.envs[row].reset(seed=None if start < 0 else start)[0], True
+                    self._was_reset[row] = True
+                    obs, _ = first_of(self.envs[row], self._cfg.env_id, seed=None if start < 0 else start)
                 elif self._adapter is not None:
                     obs = self._restore(row, start, self._adapter)
                 else:
@@ -154,7 +160,7 @@ class LocalRows:
             self.envs[row].close()
             self.envs[row] = self._cfg.make()
         self._was_reset[row] = True
-        return self.envs[row].reset(seed=seed)[0]
+        return first_of(self.envs[row], self._cfg.env_id, seed=seed)[0]
 
     def _restore(self, row: int, seed: int, adapter: SnapshotAdapter) -> Any:
         """The first observation of the state that the seed's first reset was captured in, in any row."""
@@ -225,7 +231,7 @@ def explained_step(error: Exception, env_id: str) -> Exception:
         return error
     explained = DataError(
         f"step() of {env_id} returned something else than (observation, reward, terminated, truncated, info) with a number "
-        f"as reward and truth values as ends ({error}); fix: the environment, as by float(reward)"
+        f"as reward and truth values as ends ({error}); fix: return obs, float(reward), terminated, truncated, info"
     )
     explained.__cause__ = error
     return explained

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +130,13 @@ class TorchGroupEnv(GroupEnv):
         before = self._begun(rows)
         versions = _versions(before)
         random = RowRandom(rows.noise_seed, rows.elapsed + 1)  # step 0 of the stream is for starts
-        state, reward, terminated = self.transition(self._user(before), action.to(self.device), random)
+        found = cast(Any, self.transition(self._user(before), action.to(self.device), random))
+        if not isinstance(found, tuple) or len(found) != 3:
+            values = f"{len(found)} values" if isinstance(found, tuple) else f"a {type(found).__name__}"
+            raise EnvError(
+                f"transition of {self.env_id} returned {values}, expected (state, reward, terminated); fix: return all three"
+            )
+        state, reward, terminated = found
         after = self._named(state)
         if _versions(before) != versions:
             raise EnvError(f"transition of {self.env_id} wrote into the state it was given; fix: return new tensors")
@@ -175,6 +181,11 @@ class TorchGroupEnv(GroupEnv):
     ) -> TorchRows:
         """The rows after starting the chosen ones; see ``start``."""
         fresh = self._named(self.initial(RowRandom(start_seed, torch.zeros_like(start_seed))))
+        if wrong := [list(leaf.shape) for leaf in fresh.values() if leaf.shape[:1] != (self.num_envs,)]:
+            raise EnvError(
+                f"initial of {self.env_id} returned states {wrong[0]}, expected [{self.num_envs}, ...]: a row for each environment; "
+                "fix: random.uniform or random.normal, which give one"
+            )
         state = _select(chosen, fresh, rows.state) if rows.state else fresh
         return self._begin(rows._replace(state=state), chosen, torch.zeros_like(rows.elapsed), noise_seed)
 

@@ -313,7 +313,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         )
     elif (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError):
         lines.append(
-            f"a resumed run takes the same steps and meets the same error: first change its cause, or {folder.config}"
+            f"a resumed run takes the same steps and meets the same error: first change its cause, or {folder.shown / folder.config.name}"
         )
     if (
         collecting
@@ -333,7 +333,7 @@ def _how_to_continue(folder: RunFolder, parts: Components) -> str:
     except CheckpointError as error:  # it must not take the place of what ended training
         saved = str(error)
     given, allow = list(parts.given.as_arguments()), len(parts.cfg.named_programs()) > 0
-    again = plugins.resume_command(folder.path, given, plugins.loaded(), allow_programs=allow)
+    again = plugins.resume_command(folder.shown, given, plugins.loaded(), allow_programs=allow)
     return f"{saved}; continue with: {again}"
 
 
@@ -383,7 +383,7 @@ def reopen(
 
 def read_cfg(folder: RunFolder) -> CommonCfg:
     """Settings of a run in a folder; a ``RunFolderError`` if they are wrong, or of another version."""
-    with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
+    with blaming_absence(folder.shown, folder.read_provenance()["plugins"]):
         folder.check_format()
         tree = folder.read_config()
         try:
@@ -479,12 +479,12 @@ class Run:
             from groupwise.text.build import load_algorithm
 
             algorithm = load_algorithm(cfg, objects.policy, folder, checkpoint)
-            return cls(folder.path, cfg, algorithm, folder.read_summary(), objects)
+            return cls(folder.shown, cfg, algorithm, folder.read_summary(), objects)
         parts = _rebuild(cfg, objects, folder, Engine())
         with closing_after(parts.close):
             where = folder.checkpoints / checkpoint
             load_policy(parts.policy, load_checkpoint(where, parts.identity, parts.policy).policy, where)
-        return cls(folder.path, parts.cfg, parts.algorithm, folder.read_summary(), objects)
+        return cls(folder.shown, parts.cfg, parts.algorithm, folder.read_summary(), objects)
 
 
 def train(
@@ -536,21 +536,21 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         given: Python objects that replace what ``cfg`` names.
     """
     check_callbacks(callbacks)
-    given, engine = given or UserObjects(), _engine(cfg)
+    given, engine, here = given or UserObjects(), _engine(cfg), Path.cwd()  # which an environment may change
     if engine.world_size > 1 and cfg.run_dir is None:
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
     parts = build(with_absolute_paths(cfg.model_copy(update={"run_dir": None})), given, engine)
     with closing_after(parts.close):
-        folder = RunFolder(Path(cfg.run_dir or ""))
+        folder = RunFolder(Path(cfg.run_dir or ""), here)
         if engine.rank == 0:
             name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
             settings, objects = parts.cfg.model_dump(mode="json"), list(parts.given.as_arguments())
-            folder = RunFolder.create(settings, cfg.run_dir, name=name, given_in_python=objects)
+            folder = RunFolder.create(settings, cfg.run_dir, name=name, here=here, given_in_python=objects)
         with folder.locked(engine.rank):
             summary = run(parts, folder, callbacks, engine, resume=False)
-    return Run(folder.path, parts.cfg, parts.algorithm, summary, given)
+    return Run(folder.shown, parts.cfg, parts.algorithm, summary, given)
 
 
 def resume(
@@ -591,7 +591,7 @@ def resume(
         parts = _rebuild(cfg, objects, folder, engine)
         with closing_after(parts.close):
             summary = run(parts, folder, callbacks, engine, resume=True)
-    return Run(folder.path, parts.cfg, parts.algorithm, summary, objects)
+    return Run(folder.shown, parts.cfg, parts.algorithm, summary, objects)
 
 
 def _engine(cfg: CommonCfg) -> Engine:
@@ -662,10 +662,11 @@ def evaluate(
             f"completions_per_prompt = {completions_per_prompt} is of text runs; got a run on {run.cfg.subject}, fix: more episodes"
         )
     cfg = run.cfg.model_copy(update={"evaluation": EvaluationCfg(episodes=episodes or 100, deterministic=greedy)})
+    target = RunFolder(run.path).video
     evaluator = EnvEvaluator(cfg, run.given, run.policy, seed=seed)
     with threads_for(run.policy), closing(evaluator):
         if video:  # first: it may fail
-            record(run.cfg, run.given, run.policy, RunFolder(run.path).video, seed)
+            record(run.cfg, run.given, run.policy, target, seed)
         return evaluator()
 
 
@@ -749,5 +750,5 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool 
 
 def _rebuild(cfg: CommonCfg, given: UserObjects, folder: RunFolder, engine: Engine) -> Components:
     """Parts of the run in a folder, which may need its plugins."""
-    with blaming_absence(folder.path, folder.read_provenance()["plugins"]):
+    with blaming_absence(folder.shown, folder.read_provenance()["plugins"]):
         return build(cfg, given, engine, restored=has_checkpoint(folder.latest))

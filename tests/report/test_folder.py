@@ -25,7 +25,7 @@ def test_runs_of_one_moment_get_folders_of_their_own():
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: RunFolder.create(CONFIG, name="ALE/Pong-v5-ppo-seed0"), range(24)))
     assert len({folder.path for folder in folders}) == 24
-    assert all(folder.path.parent == Path("runs") for folder in folders)
+    assert all(folder.shown.parent == Path("runs") for folder in folders)
     assert all(folder.path.name.startswith("ALE-Pong-v5-ppo-seed0-") for folder in folders)
 
 

@@ -37,13 +37,16 @@ def eval_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="latest", help="whose policy (default: latest)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with each return")
     options = vars(parser.read(argv))
-    as_json, run = options.pop("json"), options.pop("run")
 
     from groupwise.report.folder import RunFolder
+
+    as_json, run = options.pop("json"), options.pop("run")
+    folder = RunFolder(run)
+
     from groupwise.run import evaluate
 
     found = evaluate(run, options.pop("episodes"), **options)
-    report, video = found.report(), str(RunFolder(run).video)
+    report, video = found.report(), str(folder.shown / folder.video.name)
     if as_json:
         print(json.dumps(report | ({"video": video} if options["video"] else {})))
         return
@@ -105,7 +108,8 @@ def export_command(parser: Parser, argv: Sequence[str]) -> None:
     from groupwise.run import Run
 
     out = options.out or options.run / FILES[options.to]
-    export(Run.load(options.run, checkpoint=options.checkpoint).policy, out, options.to)
+    target = out.absolute()  # an environment may change the working folder
+    export(Run.load(options.run, checkpoint=options.checkpoint).policy, target, options.to)
     show(f"written: {out}")
 
 

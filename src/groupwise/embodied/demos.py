@@ -79,6 +79,7 @@ def record_demos(
     # experts give single actions; cloning makes chunks of them
     cfg = cfg.model_copy(update={"action_chunk": 1, "num_action_steps": None})
     make = None if isinstance(env, str | EnvCfg) else env
+    here = Path.cwd()  # which the environment may change
     if expert is None:
         import_package(cfg.id)  # which registers its experts
     known = (maker for prefix, maker in EXPERTS.items() if cfg.id.startswith(prefix))
@@ -91,7 +92,7 @@ def record_demos(
     with closing(make_one(cfg, make)) as made:
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
-        if not is_free(folder):
+        if not is_free(here / folder):
             raise ConfigError(
                 f"the folder of demonstrations {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)"
             )
@@ -112,7 +113,7 @@ def record_demos(
                     count += 1
                     yield demo
 
-        lengths = write_demos(folder, made.observation_space, made.action_space, steps_per_second, kept())
+        lengths = write_demos(here / folder, made.observation_space, made.action_space, steps_per_second, kept())
         return Recording(folder, len(lengths), sum(lengths), attempts)
 
 

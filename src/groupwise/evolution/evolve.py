@@ -233,7 +233,7 @@ def evolve_from_config(
     if isinstance(base, RunCfg) and (size := base.env.num_envs * base.algorithm.num_steps) > cfg.round_steps:
         raise ConfigError(_too_short(cfg.round_steps, size))
     name = f"{base.subject}-{base.algorithm.name}-population-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
-    path = Path(run_dir or Path("runs", name))
+    path = Path(run_dir or Path("runs", name)).absolute()  # an environment may change the working folder
     RunFolder.check_free(path)
     population = Population(path, cfg, base, hooked=on_mutation is not None)
     for place in range(cfg.population):

@@ -95,7 +95,7 @@ class Population:
             if (link := files.link_out_of(path, without=WANDB, depth=2)) is not None:
                 raise ValueError(f"{link} is a link that leads out of it")
             base = (TextRunCfg if "task" in tree["run"] else RunCfg).model_validate(tree["run"])
-            found = cls(path, EvolutionCfg.model_validate(tree["search"]), base)
+            found = cls(path.absolute(), EvolutionCfg.model_validate(tree["search"]), base)
             for member in tree["members"]:
                 if not re.fullmatch(r"r[0-9]{1,9}-[0-9]{1,9}", member["name"]):
                     raise ValueError(f"a member has the name {member['name']!r:.100}, expected one like 'r2-0'")

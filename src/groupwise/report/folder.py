@@ -148,10 +148,15 @@ class _Entry(BaseModel, strict=True, extra="allow"):
 
 
 class RunFolder:
-    """Paths of a run's files, and their content as plain data."""
+    """Paths of a run's files, and their content as plain data.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        here: what a relative path is seen from; None: the working folder. Environments may change that, so the paths are whole.
+    """
+
+    def __init__(self, path: Path, here: Path | None = None) -> None:
+        self._given = path
+        self.path = path = (here or Path.cwd()) / path
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
@@ -168,12 +173,19 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, config: Mapping[str, Any], path: Path | None = None, *, name: str = "run", **known: Sequence[str]
+        cls,
+        config: Mapping[str, Any],
+        path: Path | None = None,
+        *,
+        name: str = "run",
+        here: Path | None = None,
+        **known: Sequence[str],
     ) -> "RunFolder":
         """A new folder with ``config`` in its ``config.json``; a ``RunFolderError`` if something is there.
 
         Args:
             path: None makes ``runs/<name>-<time>``, numbered where it is taken.
+            here: as of the class.
             known: lists for its provenance: ``given_in_python`` names the objects that must come again to resume.
         """
         if path is None:
@@ -181,18 +193,23 @@ class RunFolder:
             for number in count(1):
                 path = Path("runs", stem if number == 1 else f"{stem}-{number}")
                 with suppress(FileExistsError):
-                    path.mkdir(parents=True)
+                    cls(path, here).path.mkdir(parents=True)
                     break
         assert path is not None
-        cls.check_free(path)
-        folder = cls(path)
+        folder = cls(path, here)
+        cls.check_free(folder.shown)
         made = {**config, "provenance": {**provenance(), **{key: list(names) for key, names in known.items()}}}
         with folder.locked():
-            cls.check_free(path)  # again: two runs may have found the same empty folder
+            cls.check_free(folder.path)  # again: two runs may have found the same empty folder
             folder.remove_leftovers()
             with _writing(folder.config):
                 files.write(folder.config, _to_json(made))
         return folder
+
+    @property
+    def shown(self) -> Path:
+        """The path as it was given, for messages; the whole one where the working folder is another now."""
+        return self._given if self._given.absolute() == self.path else self.path
 
     @property
     def is_training(self) -> bool:
@@ -223,7 +240,7 @@ class RunFolder:
                 else:
                     holder = files.read(self.path / LOCK, _MAX_LOCK).decode(errors="replace") or "another process"
                     raise RunFolderError(
-                        f"{self.path} is in use: {printable(holder)} trains in it; fix: wait until it ends, or stop it"
+                        f"{self.shown} is in use: {printable(holder)} trains in it; fix: wait until it ends, or stop it"
                     )
                 if sys.platform != "win32":  # otherwise a child that outlives this process keeps the lock
                     os.register_at_fork(after_in_child=file.close)
@@ -271,7 +288,7 @@ class RunFolder:
         """Refuse a run of another version, whose settings may have other names, by a ``RunFolderError``."""
         if (found := self.read_provenance()["format"]) != FORMAT:
             raise RunFolderError(
-                f"{self.path} was made by {'an earlier' if found < FORMAT else 'a later'} version of groupwise (format "
+                f"{self.shown} was made by {'an earlier' if found < FORMAT else 'a later'} version of groupwise (format "
                 f"{found}, this one reads format {FORMAT}); fix: train again, or use that version"
             )
 

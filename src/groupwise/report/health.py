@@ -221,7 +221,7 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     metrics, config, summary = folder.read_metrics(), folder.read_config(), folder.read_summary()
     others = examine_groups(config, ends, metrics[-1:])
     known = folder.read_provenance()
-    again, end = plugins.resume_command(folder.path, known["given_in_python"], known["plugins"]), "End of the run"
+    again, end = plugins.resume_command(folder.shown, known["given_in_python"], known["plugins"]), "End of the run"
     if summary.get("stopped") == "failed" and not folder.is_training:
         text = f"An error ended it: {summary.get('error', 'its message was not kept')}"
         others.append(Finding(end, (), "bad", text, f"After its cause is gone: {again}"))

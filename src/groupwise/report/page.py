@@ -359,7 +359,7 @@ def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str
         )
     found = {"made by": str(provenance.get("command") or ""), "repeat": again}
     if folder.read_summary().get("stopped") not in BUDGETS:
-        found["continue"] = plugins.resume_command(folder.path, given, provenance["plugins"])
+        found["continue"] = plugins.resume_command(folder.shown, given, provenance["plugins"])
     return _without_none(found)
 
 
@@ -407,7 +407,7 @@ def to_html(folder: RunFolder) -> str:
     row = Markup("<li>{}: <b>{}</b> {} {}</li>")
     sick = [row.format(WORDS[f.verdict], f.title, f.text, f.advice) for f in diagnose(folder) if f.verdict != "good"]
     parts = Markup("<p><b>{}</b>, seed {}, {}</p><p>Did it learn? <b>{}.</b> {}</p>").format(
-        _title(folder), config["seed"], folder.path, learned.word, learned.text
+        _title(folder), config["seed"], folder.shown, learned.word, learned.text
     )
     return parts + Markup('<div style="max-width: 40rem">{}</div><ul>{}</ul>').format(curve, Markup().join(sick))
 

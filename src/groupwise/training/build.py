@@ -202,7 +202,7 @@ def build_callbacks(
         run = TrackedRun(folder.path, folder.read_provenance()["run_id"] or folder.path.name, settings)
         built += [Report(tracker.name, make_tracker(tracker, run)) for tracker in logging.report_to]
     if logging.progress != "none":
-        title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.path}"
+        title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.shown}"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
     return [*built, saves]
 

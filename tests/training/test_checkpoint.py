@@ -255,6 +255,24 @@ def test_settings_that_were_changed_by_hand_are_noticed(trained, tmp_path, caplo
     assert caplog.messages == []
 
 
+def test_a_setting_that_the_checkpoint_depends_on_is_named_where_it_was_changed_by_hand(tmp_path, capsys, caplog):
+    path = tmp_path / "run"
+    gw.train("Pendulum-v1", gw.PPOCfg(num_steps=16), num_envs=2, total_steps=64, run_dir=path)
+    tree = json.loads((path / "config.json").read_text())
+    tree["env"]["kwargs"] = {"g": 3.0}
+    (path / "config.json").write_text(json.dumps(tree))
+    gw.resume(path, total_steps=128)
+    assert "env.kwargs.g from None to 3.0" in caplog.text
+    tree = json.loads((path / "config.json").read_text())
+    tree["env"]["num_envs"] = 4
+    (path / "config.json").write_text(json.dumps(tree))
+    capsys.readouterr()
+    assert main(["resume", str(path), "--total-steps", "256"]) == 2
+    error = capsys.readouterr().err
+    assert "env.num_envs cannot change from 2 to 4: the checkpoint" in error
+    assert "damaged" not in error
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("command", [["eval"], ["eval", "--json"], ["export", "--to", "safetensors"], ["resume"]])
 def test_a_parameter_that_is_not_finite_is_named(command, value, trained, tmp_path, capsys):

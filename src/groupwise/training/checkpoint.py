@@ -278,15 +278,36 @@ def nonfinite_parameter(policy: nn.Module) -> str | None:
 
 
 def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
-    """Restore the state of a run; a ``CheckpointError`` if an entry is missing, or of another type or shape."""
+    """Restore the state of a run; a ``CheckpointError`` if an entry is missing, or of another type or shape.
+
+    A ``ConfigError`` names the setting if that is because ``config.json`` was changed.
+    """
+    fresh = run.state_dict()
     try:
-        _check_like(state, run.state_dict() | {"callbacks": None}, "state")
+        _check_like(state, fresh | {"callbacks": None}, "state")
         _counts_of(state)
         run.load_state_dict(state)
     except GroupwiseError:
         raise
     except DAMAGES as error:
+        for name, values in _settings_changed(state, fresh).items():
+            if is_fixed(name):
+                raise ConfigError(
+                    f"{name} cannot change from {values.get('saved')!r:.80} to {values.get('now')!r:.80}: the checkpoint "
+                    f"{where} was made with it; fix: the former value in config.json, or a new run"
+                ) from error
         raise CheckpointError(f"{where} is damaged: its state does not fit ({_in_short(error)}); {_FIX}") from error
+
+
+def _settings_changed(state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings that are others in the saved state of ``SaveCheckpoints`` than in the present one."""
+    settings: dict[str, dict[str, Any]] = {}
+    for key, part in (("saved", state), ("now", fresh)):
+        callbacks = part.get("callbacks")
+        for entry in callbacks.values() if isinstance(callbacks, dict) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("settings"), dict):
+                settings[key] = flat(entry["settings"])
+    return differences(settings) if len(settings) == 2 else {}
 
 
 def _check_like(saved: Any, fresh: Any, path: str) -> None:

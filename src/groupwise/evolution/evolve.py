@@ -32,12 +32,15 @@ from groupwise.config.evolution import EvolutionCfg, LaunchCfg, RangeCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
 from groupwise.errors import ConfigError, DivergedError, MemberError, RunFolderError
 from groupwise.evolution.population import (
+    FILE,
     Member,
     OnMutation,
     Population,
     Round,
+    check_count,
     check_search,
     fitted,
+    misfit,
     play,
     with_settings,
 )
@@ -230,6 +233,7 @@ def evolve_from_config(
     logging = base.logging.model_dump(mode="json") | {"progress": "none"}
     base = with_settings(base, {}, **budget, run_dir=None, logging=logging)
     check_search(cfg.search, base)
+    check_count(cfg)
     if isinstance(base, RunCfg) and (size := base.env.num_envs * base.algorithm.num_steps) > cfg.round_steps:
         raise ConfigError(_too_short(cfg.round_steps, size))
     name = f"{base.subject}-{base.algorithm.name}-population-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
@@ -245,7 +249,9 @@ def evolve_from_config(
         with_settings(base, values)  # possible together
         population.members[f"r0-{place}"] = Member(f"r0-{place}", None, 0, values)
     population.goes_on = list(population.members)
-    (path / "members").mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
+    for leftover in path.glob(f".{FILE}.*.partial"):  # of a search that was killed here
+        files.remove(leftover)
     population.save()
     return go_on(population, given or UserObjects(), launch or LaunchCfg(), on_mutation)
 
@@ -325,12 +331,8 @@ def _select(population: Population, active: list[Member], number: int, on_mutati
             settings = cfg.mutation.mutate(member.settings, cfg.search, Random(_seed(base, "mutation", name)))
             if on_mutation is not None:
                 settings = dict(on_mutation(name, member.settings, settings) or settings)
-                for path in cfg.search.keys() | settings.keys():
-                    space, value = cfg.search.get(path, ()), settings.get(path)
-                    size = value if isinstance(value, int | float) else math.nan
-                    fits = space.min <= size <= space.max if isinstance(space, RangeCfg) else value in space
-                    if path not in settings or not fits:
-                        raise ConfigError(f"on_mutation gave {path} = {value!r}; expected a value of the search space")
+                if wrong := misfit(cfg.search, settings):
+                    raise ConfigError(f"on_mutation gave {wrong}; expected a value of the search space")
             with_settings(base, settings)  # possible together
             member = Member(name, member.name, number + 1, settings)
         population.members[member.name] = member

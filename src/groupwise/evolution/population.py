@@ -2,15 +2,14 @@
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from groupwise import system as files
 from groupwise.config.base import check_programs, explain
@@ -18,15 +17,58 @@ from groupwise.config.evolution import Choices, EvolutionCfg, LaunchCfg, RangeCf
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, DivergedError, RunFolderError, nearest
-from groupwise.report.folder import LOCK, WANDB, RunFolder
-from groupwise.run import evaluate, resume, train_from_config
+from groupwise.report.folder import LOCK, WANDB, Count, RunFolder
+from groupwise.run import MAX_ERROR, evaluate, resume, train_from_config
 from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import is_fixed
 from groupwise.training.trainer import PAUSED, Callback, Trainer
 
 FILE = "population.json"
+MAX_POPULATION = 64 * files.MIB
+"""Bytes of ``population.json``."""
+_VALUES_OF_ROUND = 20
+"""Most values, besides settings, that a round of a member adds to it."""
 OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[str, Value] | None]
 """Called with a clone's name, its parent's settings and its own; may return others."""
+
+
+class _Result(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
+    """A member's round on disk."""
+
+    round: Count
+    status: Literal["ok", "diverged"]
+    mean: float | None = None
+    ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    env_steps: Count | None = None
+    reason: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> "_Result":
+        if self.status == "ok" and (self.mean is None or self.env_steps is None):
+            raise ValueError("status 'ok' without mean or env_steps")
+        return self
+
+
+class _Member(BaseModel, strict=True, extra="forbid"):
+    """A ``Member`` on disk. Its name is that of a folder."""
+
+    name: Annotated[str, Field(pattern=r"^r[0-9]{1,9}-[0-9]{1,9}$")]
+    parent: str | None
+    born: Count
+    settings: dict[str, Value]
+    results: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], _Result]
+
+
+class _State(BaseModel, strict=True, extra="forbid"):
+    """``population.json``."""
+
+    format: Literal[1]
+    search: dict[str, Any]
+    run: dict[str, Any]
+    hooked: bool
+    round: Count
+    active: Annotated[list[str], Field(min_length=1)]
+    members: list[_Member]
 
 
 @dataclass
@@ -91,21 +133,45 @@ class Population:
         """A population from its folder; a ``RunFolderError`` if there is none, or it is damaged."""
         path = Path(path)
         try:
-            tree = files.parse_json(files.read(path / FILE, files.MAX_VALUES))
+            tree = files.parse_json(files.read(path / FILE, MAX_POPULATION))
+            _State.model_validate(tree)
             if (link := files.link_out_of(path, without=WANDB, depth=2)) is not None:
                 raise ValueError(f"{link} is a link that leads out of it")
             base = (TextRunCfg if "task" in tree["run"] else RunCfg).model_validate(tree["run"])
             found = cls(path.absolute(), EvolutionCfg.model_validate(tree["search"]), base)
             for member in tree["members"]:
-                if not re.fullmatch(r"r[0-9]{1,9}-[0-9]{1,9}", member["name"]):
-                    raise ValueError(f"a member has the name {member['name']!r:.100}, expected one like 'r2-0'")
                 results = {int(number): result for number, result in member.pop("results").items()}
                 found.members[member["name"]] = Member(**member, results=results)
-            found.goes_on, found.round, found.hooked = list(tree["active"]), int(tree["round"]), bool(tree["hooked"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found.goes_on, found.round, found.hooked = tree["active"], tree["round"], tree["hooked"]
+            found._check(len(tree["members"]))
+        except (OSError, ValueError) as error:
+            why = explain(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+            why = why.partition("; fix: ")[0]  # of a file that the user did not write
             fix = "fix: give the folder of a population, or restore it"
-            raise RunFolderError(f"{path} is no population, or {FILE} is damaged: {error}; {fix}") from error
+            raise RunFolderError(f"{path} is no population, or {FILE} is damaged: {why}; {fix}") from error
         return found
+
+    def _check(self, count: int) -> None:
+        """Raise a ``ValueError`` unless a search of these settings can have left it, with so many members on disk."""
+        check_search(self.cfg.search, self.base)
+        if len(self.members) < count or len({*self.goes_on}) < len(self.goes_on):
+            raise ValueError("a member comes twice")
+        if self.round > self.cfg.rounds:
+            raise ValueError(f"round is {self.round} of {self.cfg.rounds}")
+        for name in [*self.goes_on, *(member.parent for member in self.members.values() if member.parent)]:
+            if name not in self.members:
+                raise ValueError(f"there is no member {name!r:.80}")
+        for member in self.members.values():
+            parent = self.members.get(member.parent or "")
+            if parent is None:
+                begins = member.born == 0
+            else:
+                begins = parent.born < member.born <= self.round and member.born - 1 in parent.results
+            goes_on = member.name not in self.goes_on or member.born == self.round or self.round - 1 in member.results
+            if not begins or not goes_on or any(number >= self.round for number in member.results):
+                raise ValueError(f"rounds of {member.name} are missing, or too many")
+            if wrong := misfit(self.cfg.search, member.settings):
+                raise ValueError(f"{member.name} has {wrong}")
 
     def save(self) -> None:
         """Write ``population.json``."""
@@ -118,7 +184,15 @@ class Population:
             "active": self.goes_on,
             "members": [asdict(member) for member in self.members.values()],
         }
-        files.write(self.path / FILE, f"{json.dumps(tree, indent=2)}\n".encode())
+        data = f"{json.dumps(tree, indent=2)}\n".encode()
+        try:
+            files.check_size(len(data), MAX_POPULATION)
+            files.parse_json(data)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path / FILE} could not be read again: {error}; fix: fewer members or rounds"
+            ) from error
+        files.write(self.path / FILE, data)
 
     def folder(self, name: str) -> Path:
         """The run folder of a member."""
@@ -209,6 +283,27 @@ def check_search(search: Mapping[str, RangeCfg | Choices], base: CommonCfg) -> N
             raise ConfigError(f"search: {inside[0]} is a part of {path}; fix: one of the two")
         for value in values:
             with_settings(base, {path: fitted(base, path, value)})
+
+
+def misfit(search: Mapping[str, RangeCfg | Choices], settings: Mapping[str, Any]) -> str:
+    """The first of a member's settings that is not in the search space, or missing, as ``path = value``; empty if all fit."""
+    for path in {**search, **settings}:
+        space, value = search.get(path, ()), settings.get(path)
+        size = value if isinstance(value, int | float) else math.nan
+        fits = space.min <= size <= space.max if isinstance(space, RangeCfg) else value in space
+        if path not in settings or not fits:
+            return f"{path} = {value!r:.80}"
+    return ""
+
+
+def check_count(cfg: EvolutionCfg) -> None:
+    """Refuse a search whose ``population.json`` could not be read again in the end, by a ``ConfigError``."""
+    values = cfg.population * cfg.rounds * (_VALUES_OF_ROUND + len(cfg.search))
+    if values > files.MAX_VALUES:
+        raise ConfigError(
+            f"population={cfg.population:,} and rounds={cfg.rounds:,}: up to {values:,} values in {FILE}, which is read up to "
+            f"{files.MAX_VALUES:,}; fix: fewer members or rounds"
+        )
 
 
 def fitted(base: CommonCfg, path: str, value: Value) -> Value:
@@ -326,10 +421,10 @@ class PauseAt(Callback):
 def play(task: Round, given: UserObjects) -> dict[str, Any]:
     """The result of a round: scores with their interval, or how the member diverged. A finished round is read again."""
     path = task.folder / RESULTS
-    known = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    known = read_results(path)
     for result in known:
         if result["round"] == task.number:
-            return dict(result)
+            return result
     callbacks: list[Callback] = []
     if task.until < (task.cfg.total_steps or 0):  # otherwise the budget ends it
         callbacks.append(PauseAt(task.until))
@@ -350,6 +445,25 @@ def play(task: Round, given: UserObjects) -> dict[str, Any]:
         ci95 = score.success_ci95 if by_success else score.ci95
         found |= {"env_steps": run.summary["env_steps"], "mean": mean, "ci95": ci95 and list(ci95)}
     except DivergedError as error:
-        found |= {"status": "diverged", "reason": str(error)}
-    files.append(path, f"{json.dumps(found)}\n".encode())
+        found |= {"status": "diverged", "reason": str(error)[:MAX_ERROR]}
+    files.write(path, "".join(f"{json.dumps(result)}\n" for result in [*known, found]).encode())
     return found
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """A member's finished rounds; an incomplete last line is left out, another damaged line is a ``RunFolderError``."""
+    if not path.exists():
+        return []
+    results: list[dict[str, Any]] = []
+    try:
+        for line in files.read(path, files.MAX_SETTINGS).splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                result = files.parse_json(line)
+                _Result.model_validate(result)
+                results.append(result)
+    except (OSError, ValueError) as error:
+        why = explain(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+        raise RunFolderError(
+            f"{path}, line {len(results) + 1} is damaged: {why:.200}; fix: delete that line, and its round is evaluated again"
+        ) from error
+    return results

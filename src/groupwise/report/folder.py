@@ -369,9 +369,8 @@ def _writing(path: Path) -> Iterator[None]:
 
 def is_free(path: Path) -> bool:
     """Whether it does not exist, or is a folder that is empty or was left by a kill before its settings were complete."""
-    return not path.exists() or (
-        path.is_dir() and not {*path.iterdir()} - {path / LOCK, *path.glob(".config.json.*.partial")}
-    )
+    left = (path / LOCK, *path.glob(".config.json.*.partial"), *path.glob(".population.json.*.partial"))
+    return not path.exists() or (path.is_dir() and not {*path.iterdir()}.difference(left))
 
 
 def _to_json(data: Mapping[str, Any]) -> bytes:

@@ -8,6 +8,8 @@ from plain_envs import Plain
 import groupwise as gw
 from groupwise.cli.train import print_run
 from groupwise.policies.actor_critic import ActorCritic
+from groupwise.report.folder import RunFolder
+from groupwise.training.checkpoint import saved_counts
 
 
 class Steady(Plain):
@@ -69,7 +71,33 @@ def test_a_policy_that_acts_otherwise_than_it_evaluates_is_warned_of_once(monkey
 
     monkeypatch.setattr(ActorCritic, "evaluate", off)
     with caplog.at_level(logging.WARNING):
-        run = gw.train("CartPole-v1", {"name": "grpo", "num_steps": 32}, run_dir=tmp_path / "run", **QUICK)
+        never = {"sampler_mismatch": {"stop": None}}
+        run = gw.train("CartPole-v1", {"name": "grpo", "num_steps": 32}, run_dir=tmp_path / "run", **QUICK, **never)
     # k3 of a log-ratio of 0.6: exp(0.6) - 0.6 - 1
     assert run.metrics()[0]["rollout/sampler_kl"] == pytest.approx(0.222119, abs=1e-3)
     assert len([line for line in caplog.messages if "act() and evaluate() of the policy" in line]) == 1
+
+
+class Meddles(gw.Callback):
+    """Changes the weights between sampling and update, from the third iteration on."""
+
+    def on_rollout_end(self, trainer, rollout):
+        if trainer.iteration >= 2:
+            head = trainer.algorithm.policy.actor.head
+            head.weight.data.mul_(-300)
+
+
+@pytest.mark.parametrize("algorithm", [gw.PPOCfg(num_steps=32), gw.GRPOCfg(group_size=4, num_steps=32)])
+def test_weights_that_change_between_sampling_and_update_stop_the_run(algorithm, tmp_path, caplog):
+    settings = QUICK | {"num_envs": 4, "callbacks": [Meddles()], "checkpoint_interval": 1}
+    with pytest.raises(
+        gw.errors.SamplerMismatchError, match=r"KL .* in iteration 3, more than 0\.1; fix: act\(\) and .*limits in"
+    ):
+        gw.train("CartPole-v1", algorithm, run_dir=tmp_path / "run", **settings)
+    summary = RunFolder(tmp_path / "run").read_summary()
+    assert (summary["stopped"], summary["iterations"]) == ("failed", 2)
+    assert saved_counts(tmp_path / "run" / "checkpoints" / "latest")["iterations"] == 2
+    higher = {"sampler_mismatch": {"stop": 1e9}}
+    run = gw.train("CartPole-v1", algorithm, run_dir=tmp_path / "free", **settings, **higher)
+    assert run.summary["stopped"] == "total_steps"
+    assert "sampler and trainer differ" in caplog.text

@@ -358,7 +358,7 @@ class LoggingCfg(Cfg):
 
 
 class SamplerMismatchCfg(Cfg):
-    """Limits of the KL between sampler and trainer at the start of an update, in nats per token."""
+    """Limits of the KL between sampler and trainer at the start of an update, in nats per step or token."""
 
     warn: Positive = 0.01
     """Warn once above this."""
@@ -389,6 +389,8 @@ class CommonCfg(Cfg):
     """The latest checkpoints that stay on disk. If the last one is damaged, a run resumes from the one before."""
     stop: StopCfg = StopCfg()
     """Early stopping."""
+    sampler_mismatch: SamplerMismatchCfg = SamplerMismatchCfg()
+    """Limits of the KL between sampler and trainer."""
     logging: LoggingCfg = LoggingCfg()
     """Trackers and progress."""
     run_dir: Path | None = None
@@ -487,8 +489,6 @@ class TextRunCfg(CommonCfg):
     """Leave completions cut at the length limit out of the loss. They stay members of their group."""
     overlong_buffer: Annotated[int, Ge(0)] = 0
     """Number of tokens before the length limit over which the reward falls linearly by up to 1 (DAPO). 0: no penalty."""
-    sampler_mismatch: SamplerMismatchCfg = SamplerMismatchCfg()
-    """Limits of the KL between sampler and trainer."""
     evaluation: TextEvaluationCfg = TextEvaluationCfg()
     """Evaluation during and after training."""
 

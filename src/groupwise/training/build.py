@@ -26,7 +26,6 @@ from groupwise.config.run import (
     EnvCfg,
     EvaluationMetric,
     RunCfg,
-    SamplerMismatchCfg,
     StartMode,
     TextRunCfg,
     TrackedRun,
@@ -425,8 +424,11 @@ class EnvComponents(Components):
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
         """A check of the sampler; videos after evaluations; those that the algorithm brings."""
-        fix = "act() and evaluate() of the policy must give an action the same log-probability"
-        built: list[Callback] = [CheckSamplerMismatch(SamplerMismatchCfg(stop=None), fix)]
+        fix = (
+            "act() and evaluate() of the policy must give an action the same log-probability, and nothing may change its "
+            "weights between sampling and update; or other limits in sampler_mismatch"
+        )
+        built: list[Callback] = [CheckSamplerMismatch(self.cfg.sampler_mismatch, fix)]
         if (interval := self.cfg.evaluation.video_interval) is not None:
             film = partial(self.render, seed=derive_seed(self.cfg.seed, "evaluation"))
             built.append(Videos(film, interval, folder.videos))

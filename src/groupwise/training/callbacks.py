@@ -51,7 +51,7 @@ SAVE_SECONDS = "time/save_seconds"
 
 _NOT_LEARNING = (
     *BUDGETS, "run_dir", "logging", "evaluation", "stop", "checkpoint_interval", "keep_checkpoints", "engine",
-    "ddp_timeout",
+    "ddp_timeout", "sampler_mismatch",
 )  # fmt: skip
 """Settings that do not change what is learned."""
 

@@ -17,7 +17,7 @@ from groupwise.config.load import ADAPTER_CONFIG
 from groupwise.config.policy import LoRACfg, ModelCfg
 from groupwise.config.run import ServerGenerationCfg, TextRunCfg
 from groupwise.errors import ConfigError
-from groupwise.text.load import find_model, with_adapters
+from groupwise.text.load import failures, find_model, with_adapters
 from groupwise.text.policy import decoder_layers
 from groupwise.text.vocabulary import CHUNK_ELEMENTS
 
@@ -231,14 +231,17 @@ def sizes_of(cfg: ModelCfg) -> ModelSizes:
         raise ConfigError(f"{path} has adapters alone; fix: model.path of their base, and model.lora with their rank")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except failures() as error:
         raise ConfigError(f"{path} has no config that transformers reads: {error}; fix: a model's folder") from None
     text = config.get_text_config()
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ConfigError(f"{path} is a mixture of experts; plan knows dense models only; fix: a dense model")
     with torch.device("meta"):
         dtype = torch.bfloat16 if cfg.precision == "bfloat16" else torch.float32
-        network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        try:
+            network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        except failures() as error:
+            raise ConfigError(f"{path} has a config of no language model: {error}; fix: a model's folder") from None
         if cfg.lora is not None:
             adapted: Any = with_adapters(network, cfg.lora)
             network = adapted.get_base_model()

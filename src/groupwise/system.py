@@ -10,6 +10,7 @@ import shutil
 import signal
 import stat
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -202,6 +203,25 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def limiting(seconds: float) -> Iterator[None]:
+    """Raise a ``TimeoutError`` where Python code takes more CPU time. Only the main thread gets signals; others have no limit."""
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 # Processes for the user's code: none outlives this process; a hanging one is killed with its children

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import shutil
+import time
 import warnings
 
 import pytest
@@ -159,7 +160,7 @@ def test_a_folder_needs_a_tokenizer_and_a_causal_model_with_room(folder, tmp_pat
     (pickled / "model.safetensors").unlink()
     torch.save({}, pickled / "pytorch_model.bin")
     for name, message in {
-        "mute": r"mute has no tokenizer that can be read; fix: tokenizer\.save_pretrained",
+        "mute": r"mute has no tokenizer that can be read \(.*\); fix: tokenizer\.save_pretrained",
         "empty": r"empty is no language model that transformers can load \([^\n]*\); fix",
         "bart": r"can load \(it is an encoder-decoder model\); fix: .*causal",
         "pickle": "no language model that transformers can load",
@@ -293,4 +294,67 @@ def test_a_damaged_folder_is_one_clear_error(folder, tmp_path, damage):
         name = "model.safetensors" if damage == "weights" else "config.json"
         (path / name).write_bytes(b"[" * 100_000 if damage == "deep" else b"\xff" * 20)
     with pytest.raises(ConfigError):
+        load(path)
+
+
+HUGE = [
+    ("llama", {"num_hidden_layers": 10**7}),
+    ("llama", {"vocab_size": 10**12}),
+    ("llama", {"vocab_size": 10**7}),
+    ("llama", {"intermediate_size": 10**9}),
+    ("llama", {"hidden_size": 10**6, "head_dim": None}),
+    ("llama", {"num_attention_heads": 10**9, "head_dim": 8}),
+    ("gpt2", {"n_layer": 10**7}),
+    ("gpt2", {"n_positions": 10**9}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), HUGE, ids=str)
+def test_sizes_that_the_weights_do_not_have_are_refused_before_anything_is_built(folder, tmp_path, family, changes):
+    path = hostile(folder(family), tmp_path / "model", **changes)
+    name = next(iter(changes))
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"config.json: {name} = [\d,]+, but there are \d+ tensors .*; fix: "):
+        load(path)
+    assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("changes", [{"num_attention_heads": 0}, {"hidden_size": -1}, {"head_dim": -8}], ids=str)
+def test_settings_that_make_no_sense_are_one_clear_error(folder, tmp_path, changes):
+    with pytest.raises(ConfigError):
+        load(hostile(folder(), tmp_path / "model", **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attn_implementation", "a/kernel"),
+        ("_attn_implementation", "a/kernel@main:forward"),
+        ("_attn_implementation_internal", "a/kernel"),
+        ("experts_implementation", "a/kernel"),
+        ("attn_implementation", {"text_config": "a/kernel"}),
+    ],
+)
+def test_kernels_of_the_hub_are_no_choice_of_a_model(folder, tmp_path, name, value):
+    with pytest.raises(ConfigError, match=rf"{name}.* = 'a/kernel.*' would run a kernel of the hub; fix: remove it"):
+        load(hostile(folder(), tmp_path / "model", **{name: value}))
+    load(hostile(folder(), tmp_path / "plain", attn_implementation="eager"))
+
+
+@pytest.mark.parametrize("name", ["../mine.safetensors", "/etc/passwd", "no.safetensors", "evil/x.safetensors", 3])
+def test_an_index_of_weights_names_files_of_its_folder(folder, tmp_path, name):
+    path = hostile(folder(), tmp_path / "model")
+    shutil.move(path / "model.safetensors", path / "part.safetensors")
+    weights = dict.fromkeys(load_file(path / "part.safetensors"), "part.safetensors")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    load(path)
+    index.write_text(json.dumps({"weight_map": weights | {"lm_head.weight": name}}))
+    with pytest.raises(ConfigError, match=r"index\.json (names|is damaged).*; fix: "):
+        load(path)
+
+
+def test_adapters_name_no_module_to_import(folder, tmp_path):
+    path = hostile(folder(lora=LORA), tmp_path / "adapters", megatron_config={"a": 1}, megatron_core="evil")
+    with pytest.raises(ConfigError, match=r"have megatron_config = .*; fix: adapters without it"):
         load(path)

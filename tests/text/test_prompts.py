@@ -1,5 +1,7 @@
 """Prompts as tokens: with and without a chat template, never cut."""
 
+import time
+
 import pytest
 from tiny_tokenizers import END, START, character_tokenizer, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -71,6 +73,30 @@ def test_the_template_gets_its_settings_and_is_quoted_if_it_refuses():
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(DataError, match=r"the chat template refuses .*Be brief.*: no system role; fix: other roles"):
         encoder(tokenizer).encode(Example((SYSTEM,), {}))
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (LOOPS, "it takes more than 0.2 s of CPU time"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ messages[9]['content']['x'] }}", "has no element 9"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ messages + 1 }}", "concatenate"),
+        ("{% for %}", "Expected"),
+    ],
+)
+def test_a_template_that_loops_or_fails_is_one_clear_error(template, why, monkeypatch):
+    monkeypatch.setattr("groupwise.text.task.SECONDS_OF_TEMPLATE", 0.2)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    begun = time.monotonic()
+    with pytest.raises(DataError, match=f"the chat template refuses .*{why}.*; fix: "):
+        encoder(tokenizer).encode(Example((USER,), {}))
+    assert time.monotonic() - begun < 20
 
 
 def test_conversations_need_a_template():

@@ -20,6 +20,7 @@ from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError, requ
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import Categorical, make_head
+from groupwise.system import limiting
 
 HEAD_WIDTH = 32
 
@@ -101,7 +102,7 @@ class PretrainedModel(nn.Module):
     def __init__(self, path: str, lora: LoRACfg | None, proprio: int) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        from groupwise.text.load import find_model, with_adapters
+        from groupwise.text.load import failures, find_model, in_short, with_adapters
         from groupwise.text.policy import silence_dropout
 
         super().__init__()
@@ -111,10 +112,11 @@ class PretrainedModel(nn.Module):
             model: Any = AutoModelForImageTextToText.from_pretrained(
                 where, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
             )
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).strip().splitlines()[0]
+        except torch.OutOfMemoryError:
+            raise
+        except failures() as error:
             raise ConfigError(
-                f"{where} is no model for images and text that transformers can load ({first}); fix: a folder with "
+                f"{where} is no model for images and text that transformers can load ({in_short(error)}); fix: a folder with "
                 "config.json, weights and the processor of an AutoModelForImageTextToText"
             ) from None
         silence_dropout(model)
@@ -149,8 +151,11 @@ class PretrainedModel(nn.Module):
         if getattr(self.processor, "chat_template", None) is None:
             return self.processor.image_token * views + instruction  # type: ignore[no-any-return]
         content = [*[{"type": "image"}] * views, {"type": "text", "text": instruction}]
+        from groupwise.text.task import SECONDS_OF_TEMPLATE
+
         message = {"role": "user", "content": content}
-        prompt: str = self.processor.apply_chat_template([message], add_generation_prompt=True)
+        with limiting(SECONDS_OF_TEMPLATE):
+            prompt: str = self.processor.apply_chat_template([message], add_generation_prompt=True)
         return prompt
 
 

@@ -1,5 +1,6 @@
 """Loading language models from folders and the hub."""
 
+import math
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -8,15 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from groupwise import system as files
+from groupwise.config.base import flat
 from groupwise.config.load import ADAPTER_CONFIG, read_file
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.policy import CausalLM
 
 _HUB_SECONDS = 10.0
+MAX_INDEX = 64 * files.MIB
+"""Bytes of the index of a model's files of weights."""
+_LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers")
+_WIDTHS = ("_size", "_dim", "heads", "experts", "n_embd", "n_head", "n_inner", "n_positions")
+"""Settings that count layers, and ends of the names of those that are rows or columns of a matrix."""
+_PACKED = 8
+"""Most weights in a number, where they are quantised."""
 
 
 def load_causal_lm(
@@ -41,12 +51,14 @@ def load_causal_lm(
             base = find_model(name if isinstance(name, str) else "")
         except ConfigError as error:
             raise ConfigError(f"{adapters} names its base {name!r}: {error}") from None
-    tokenizer = None
+    tokenizer, why = None, ""
     for place in dict.fromkeys((base, path)):  # adapters may have one of their own
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        try:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        except failures() as error:
+            why = f" ({in_short(error)})"
     if tokenizer is None:
-        raise ConfigError(f"{path} has no tokenizer that can be read; fix: tokenizer.save_pretrained({path!r})")
+        raise ConfigError(f"{path} has no tokenizer that can be read{why}; fix: tokenizer.save_pretrained({path!r})")
     model = _load_base(cfg, base, torch.device(device))
     if adapters.is_file():
         model = _with_saved_adapters(cfg, model, path)
@@ -64,6 +76,19 @@ def load_causal_lm(
     return policy
 
 
+def failures() -> tuple[type[Exception], ...]:
+    """Errors of transformers and torch where files of a model are damaged, or its settings make no sense."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    damages = ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError, RuntimeError
+    return *damages, SafetensorError, StrictDataclassError, TypeError, ValueError
+
+
+def in_short(error: Exception) -> str:
+    """The first line of an error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def find_model(path: str) -> str:
     """The folder of a model, or its id on the hub or in its cache; a ``ConfigError`` if there is none, or a broken ``config.json``."""
     folder = Path(path).expanduser()
@@ -72,7 +97,7 @@ def find_model(path: str) -> str:
             if not child.is_file() and not child.is_dir():
                 raise ConfigError(f"{child} is neither a file nor a folder; fix: remove it")
         if (folder / "config.json").is_file():
-            read_file(folder / "config.json")
+            _check_settings(folder, read_file(folder / "config.json"))
         return str(folder)
     wanted = "fix: a folder with config.json and weights, or a hub id"
     if not path or path[0] in "./~" or path.count("/") > 1:
@@ -87,6 +112,43 @@ def find_model(path: str) -> str:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"no folder {path!r}, nor such a model on the hub ({why[0]}); {wanted}") from None
     return path
+
+
+def _check_settings(folder: Path, tree: dict[str, Any]) -> None:
+    """Refuse what a model's folder must not ask for, by a ``ConfigError``: kernels of the hub, files elsewhere, or sizes that
+    its weights do not have, which transformers would build first.
+    """
+    settings, where = flat(tree), folder / "config.json"
+    for name, value in settings.items():
+        if "implementation" in name and isinstance(value, str) and not value.isidentifier():
+            raise ConfigError(f"{where}: {name} = {value!r:.100} would run a kernel of the hub; fix: remove it")
+    for index in folder.glob("*.index.json"):
+        try:
+            names = {*files.parse_json(files.read(index, MAX_INDEX, follow=True))["weight_map"].values()}
+            wrong = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is damaged ({error!r:.200}); fix: save the model again") from None
+        if wrong:
+            raise ConfigError(f"{index} names {wrong[0]!r:.100}, which is no file in that folder; fix: save it again")
+    tensors, numbers = 0, 0
+    for path in folder.glob("*.safetensors"):
+        with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:  # a damaged one is an error of loading
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  it is no dictionary
+            tensors, numbers = tensors + len(shapes), numbers + sum(map(math.prod, shapes))
+    for name, value in settings.items():
+        outer, dot, last = name.rpartition(".")
+        width = settings.get(f"{outer}{dot}hidden_size", settings.get(f"{outer}{dot}n_embd", 1))
+        is_count, is_width = (
+            last in _LAYERS or last.endswith("_hidden_layers"),
+            last.endswith(_WIDTHS) and "chunk" not in last,
+        )
+        if not tensors or not isinstance(value, int) or not isinstance(width, int) or not (is_count or is_width):
+            continue
+        if value > tensors if is_count else value * width > _PACKED * numbers:
+            raise ConfigError(
+                f"{where}: {name} = {value:,}, but there are {tensors:,} tensors with {numbers:,} numbers; fix: the config.json "
+                "that belongs to these weights"
+            )
 
 
 def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
@@ -128,6 +190,10 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
 
     if not (Path(path) / "adapter_model.safetensors").is_file():  # peft would take a pickle
         raise ConfigError(f"{path} has no adapter_model.safetensors; fix: save the adapters as safetensors")
+    if (
+        named := read_file(Path(path) / ADAPTER_CONFIG).get("megatron_config")
+    ) is not None:  # peft imports what it names
+        raise ConfigError(f"the adapters in {path} have megatron_config = {named!r:.100}; fix: adapters without it")
     saved = PeftConfig.from_pretrained(path)
     if cfg.lora is not None:
         kind = saved.peft_type.value
@@ -169,10 +235,11 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
             raise ValueError("it is an encoder-decoder model")  # transformers would load its decoder alone
         more |= {"trust_remote_code": False, "use_safetensors": True, "ignore_mismatched_sizes": True}
         model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **more)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except torch.OutOfMemoryError:
+        raise
+    except failures() as error:
         raise ConfigError(
-            f"{path} is no language model that transformers can load ({first}); fix: a folder with config.json and "
+            f"{path} is no language model that transformers can load ({in_short(error)}); fix: a folder with config.json and "
             "weights (safetensors, no code of its own) of a model for causal language modelling"
         ) from None
     # transformers would draw these at random; tied ones, and those that follow from others, are not among them

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from groupwise import config
+from groupwise import system as files
 from groupwise.config.algorithm import AlgorithmCfg, OnNonFinite
 from groupwise.config.base import GIVEN, refuse_unknown
 from groupwise.config.policy import ModelCfg
@@ -188,6 +189,8 @@ def read_prompt(where: str, prompt: object) -> Prompt:
 
 # Encoding of prompts, decoding of completions
 
+SECONDS_OF_TEMPLATE = 10.0
+"""CPU time of a chat template for a prompt. It is a program in the model's folder, which can loop."""
 _WRITTEN = "WRITTEN"
 """Placeholder of the model's turn, whose tokens are known."""
 
@@ -223,25 +226,13 @@ class PromptEncoder:
             if not ids and self.tokenizer.bos_token_id is None:
                 raise DataError("an empty prompt has no tokens, and the tokenizer no bos token; fix: a text")
             return ids or [self.tokenizer.bos_token_id]
-        from jinja2 import TemplateError
-
         prompt = example.prompt
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         if self.cfg.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": encodable(self.cfg.system_prompt)})
         continues = messages[-1]["role"] == "assistant"
-        try:
-            tokens: list[int] = self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                return_dict=False,
-                **self.cfg.chat_template_kwargs,
-            )
-        except TemplateError as error:
-            raise DataError(
-                f"the chat template refuses {messages}: {error}; fix: other roles, or their order"
-            ) from error
+        how = {"add_generation_prompt": not continues, "continue_final_message": continues, "return_dict": False}
+        tokens: list[int] = self._apply(messages, **how)
         return tokens
 
     def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
@@ -295,10 +286,8 @@ class PromptEncoder:
     @functools.cached_property
     def _answer_role(self) -> str:
         """``tool``, or ``user`` where the template refuses that or leaves it out."""
-        from jinja2 import TemplateError
-
         for role in ("tool", "user"):
-            with suppress(TemplateError):
+            with suppress(DataError):
                 if "84" in self._render(role, "84").partition(_WRITTEN)[2]:
                     return role
         raise ConfigError(
@@ -313,10 +302,22 @@ class PromptEncoder:
             {"role": "assistant", "content": _WRITTEN},
             {"role": role, "content": answer},
         ]
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.cfg.chat_template_kwargs
-        )
+        text: str = self._apply(messages, tokenize=False, add_generation_prompt=True)
         return text
+
+    def _apply(self, messages: list[Message], **how: Any) -> Any:
+        """What the chat template makes of messages; a ``DataError`` if it refuses them, fails or takes too long."""
+        from jinja2 import TemplateError
+
+        failures = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
+        try:
+            with files.limiting(SECONDS_OF_TEMPLATE):
+                return self.tokenizer.apply_chat_template(messages, **how, **self.cfg.chat_template_kwargs)
+        except (TemplateError, TimeoutError, *failures) as error:
+            raise DataError(
+                f"the chat template refuses {messages}: {error or repr(error)}; fix: other roles, or their order, or another "
+                "template"
+            ) from error
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -96,6 +96,22 @@ def test_a_program_that_the_user_allows_or_names_runs(stranger, words, monkeypat
     assert "started" in (stranger / "ran").read_text()
 
 
+@pytest.mark.parametrize("where", ["member", "search"])
+def test_a_program_among_the_settings_of_a_population_does_not_run(stranger, where):
+    path = stranger / "population/population.json"
+    tree = json.loads(path.read_text())
+    program = tree["run"]["generation"].pop("python")
+    tree["run"]["generation"]["urls"] = ["http://127.0.0.1:1"]
+    for name, table in {"member": tree["members"][0]["settings"], "search": tree["search"]["search"]}.items():
+        if name == where:
+            table["generation.python"] = program if where == "member" else [program, program]
+            table["generation.urls"] = None if where == "member" else [None, "x"]
+    path.write_text(json.dumps(tree))
+    with pytest.raises(gw.errors.RunFolderError, match=r"population\.json is damaged: .*generation\.python"):
+        Population.resume(stranger / "population", workers=1)
+    assert not (stranger / "ran").exists()
+
+
 def test_in_python_an_argument_of_the_call_allows_it(stranger, model):
     file, run = stranger / "text.json", stranger / "run"
     for call in (gw.load_config, gw.resume, gw.evolution.population.Population.resume):

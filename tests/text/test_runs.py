@@ -10,6 +10,7 @@ import pandas
 import pytest
 import torch
 from text_runs import (
+    DIGITS,
     SETTINGS,
     copying,
     logged,
@@ -21,11 +22,14 @@ from text_runs import (
     weights,
     write_settings,
 )
+from tiny_models import tiny_model
+from tiny_tokenizers import character_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise import cli
 from groupwise.config.algorithm import SyncRefModelCfg
+from groupwise.report.folder import kept_iterations, read_groups
 from groupwise.text import build
 from groupwise.text.load import with_adapters
 
@@ -310,3 +314,13 @@ def test_lone_surrogates_are_replaced_with_one_warning(model, tmp_path):
     assert run.summary["stopped"] == "total_steps"
     with pytest.warns(UserWarning, match="lone surrogates"):
         assert len(gw.sample(run, "1\ud800")) == 1
+
+
+def test_a_model_may_have_more_rows_than_its_tokenizer_has_tokens(tmp_path):
+    """As Qwen pads. Rows without a token are empty pieces of kept groups."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    character_tokenizer(DIGITS).save_pretrained(tmp_path / "model")
+    run = train(copying(), tmp_path / "model", tmp_path / "run", sampling={"max_new_tokens": 8})
+    kept = read_groups(next(iter(kept_iterations(run.path / "groups").values())), "token")["token"]
+    assert "" in kept
+    assert set(kept) & set(DIGITS)

@@ -459,7 +459,7 @@ class TextCollector(Collector):
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Each token as text, with the space before a word."""
         tokenizer = self.policy.tokenizer
-        pieces = tokenizer.convert_ids_to_tokens(tokens)
+        pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(tokens)]  # a model may have more rows
         texts = [tokenizer.decode([token]) for token in tokens]
         # SentencePiece marks the space before a word, and decoding a word alone drops it
         return [f" {text}" if piece.startswith("\u2581") else text for piece, text in zip(pieces, texts, strict=True)]

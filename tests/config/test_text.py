@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from groupwise.config import resolve_text
+from groupwise.config import resolve, resolve_text
 from groupwise.config.algorithm import GRPOCfg
+from groupwise.config.load import objective_preset
 from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError
 
@@ -44,12 +45,20 @@ def test_mistakes_are_explained(fields, message):
 def test_a_discount_and_names_of_parts_that_nothing_reads_are_refused():
     discounted = {"returns": "return_to_go", "group_key": "group_step"}
     assert resolve_text({"gamma": 0.9, "credit": discounted}).algorithm.gamma == 0.9
-    assert resolve_text({"gamma": 0.9, "credit": {"baseline": "gigpo"}}).algorithm.gamma == 0.9
     assert resolve_text({"name": "ppo", "gamma": 0.9}).algorithm.gamma == 0.9
     assert TextRunCfg(algorithm=GRPOCfg(group_size=4)).algorithm.group_size == 4
     for setting, value in {"gamma": 0.99, "credit": {"reward": {"name": "parts", "names": ["exact"]}}}.items():
         with pytest.raises(ConfigError, match=f"{setting}.* has no effect"):
             resolve_text({setting: value}, task={"data": "prompts.jsonl"}, model={"path": "model"})
+
+
+@pytest.mark.parametrize("name", ["gigpo", "knn"])
+def test_texts_have_no_states_to_compare(name):
+    """Their observations are single tokens: for ``6 7 8`` and ``9 7 4`` the two 7 would count as one state."""
+    for how in ({"preset": name}, {"algorithm": {"credit": objective_preset(name).settings["credit"]}}):
+        with pytest.raises(ConfigError, match=rf"credit.baseline='{name}' compares states .*; fix: baseline='mean'"):
+            resolve_text(**how)
+    assert resolve("CartPole-v1", preset=name).algorithm.credit.baseline.name == name
 
 
 @pytest.mark.parametrize(("model", "rate"), [({}, 1e-6), ({"lora": {"r": 2}}, 1e-5), ({"path": "saved"}, 1e-5)])

@@ -526,6 +526,11 @@ class TextRunCfg(CommonCfg):
                 raise ValueError(f"algorithm.objective.ratio='turn' {needs}, or ratio='sequence'")
             if credit.rule == "composed" and credit.returns == "turn":
                 raise ValueError(f"algorithm.credit.returns='turn' {needs}, or credit.returns='outcome'")
+        if credit.rule == "composed" and credit.baseline.name in ("gigpo", "knn"):
+            raise ValueError(
+                f"algorithm.credit.baseline={credit.baseline.name!r} compares states of an environment, and a text has none: its "
+                "observations are single tokens; fix: baseline='mean'"
+            )
         names = ("noise", "horizon", "partial_groups", "on_env_error")
         unread = algorithm.changed("num_steps")
         unread |= {f"collection.{name}": value for name, value in collection.changed(*names).items()}

@@ -4,9 +4,16 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_models import EOS, FAMILIES, tiny_model
+from tiny_models import EOS, FAMILIES, moved, tiny_model
 from tiny_tokenizers import character_tokenizer, tiny_tokenizer
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, DataError
@@ -106,6 +113,57 @@ def test_same_seed_same_text_whatever_else_is_written(backend):
     assert all(
         a.tokens != b.tokens for (_, a), (_, b) in zip(rows(PROMPTS, together), rows(PROMPTS, other), strict=True)
     )
+
+
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_LINEAR |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 8, "mamba_n_groups": 1}
+_EXPERTS = {"num_experts": 1, "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": _LINEAR | {"num_experts": 0, "mlp_only_layers": [0, 1]},
+    "qwen3_5_text": _LINEAR,
+    "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
+    "jamba": _EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "nemotron_h": {
+        "layer_types": ["mamba", "attention"],
+        "head_dim": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+    },
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
+}
+"""Settings of models some of whose layers keep a recurrent state, or that of a convolution."""
+
+
+def random_model(kind, **settings):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | settings))
+    return moved(model, 0.1)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_states_of_layers_are_repeated_selected_and_free_of_padding(kind, backend):
+    """Each row is read again alone, at once and without a cache; rows end at different steps."""
+    model, sampling = random_model(kind, **HYBRIDS[kind]), SamplingCfg(temperature=1.3, max_new_tokens=12)
+    policy = CausalLM(model, eos_ids=range(3, 9))
+    written = backend(policy)(PROMPTS, seeds(3, 4), sampling)
+    assert len({len(c.tokens) for _, c in rows(PROMPTS, written)}) > 3
+    for prompt, c in rows(PROMPTS, written):
+        expected = (read(model, prompt, c.tokens) / 1.3).log_softmax(dim=-1)
+        expected = expected.gather(1, torch.tensor(c.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(c.log_probs), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv"])
+def test_models_whose_states_cannot_begin_completions_are_refused(kind):
+    """They take no cache of transformers, or read the padding."""
+    sizes = {"num_heads": 4, "head_dim": 16, "n_groups": 1} if kind == "mamba2" else {}
+    sizes |= {"lru_width": 32, "block_types": ["recurrent", "attention"]} if kind == "recurrent_gemma" else {}
+    with pytest.raises(ConfigError, match=r"keeps a state of the text that cannot begin several completions.*; fix: "):
+        CausalLM(random_model(kind, **sizes))
 
 
 SETTINGS = [

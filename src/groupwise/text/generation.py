@@ -205,7 +205,8 @@ class Step:
     def __init__(self, policy: "CausalLM", prompts: Prompts) -> None:
         self._policy, self._cache = policy, prompts.cache
         self._valid = prompts.valid.repeat_interleave(prompts.group_size, dim=0)
-        self._cache.batch_repeat_interleave(prompts.group_size)
+        rows = torch.arange(len(prompts.valid), device=self._valid.device)
+        self._cache.reorder_cache(rows.repeat_interleave(prompts.group_size))  # also states of recurrent layers
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, after its token."""
@@ -215,7 +216,7 @@ class Step:
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
         """Drop the other rows."""
         self._valid = self._valid[kept]
-        self._cache.batch_select_indices(kept.nonzero()[:, 0])
+        self._cache.reorder_cache(kept.nonzero()[:, 0])
 
 
 class Decoder:

@@ -5,6 +5,8 @@ Scores are those of the sampling distribution, temperature included.
 
 import copy
 import functools
+import inspect
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.config.policy import SamplingCfg
@@ -114,7 +116,8 @@ class CausalLM(Policy):
         gradient_checkpointing: recompute layers in the backward pass.
 
     Raises:
-        ConfigError: the model's logits are not its hidden states times its output embeddings, or the tokenizer does not fit.
+        ConfigError: the model's logits are not its hidden states times its output embeddings, it keeps a state that completions
+            cannot begin with, or the tokenizer does not fit.
     """
 
     scored_by = "row"
@@ -150,6 +153,7 @@ class CausalLM(Policy):
             eos_ids = [int(token) for token in listed if token is not None]
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self._check_head()
+        self._check_states()
         self.value_head: nn.Linear | None = None
         if not actor_only:
             self.value_head = nn.Linear(self.head.shape[1], 1, device=self.device, dtype=torch.float32)
@@ -345,6 +349,36 @@ class CausalLM(Policy):
             raise TypeError("an actor_only CausalLM has no value; fix: CausalLM(model, actor_only=False)")
         value: Tensor = self.value_head(hidden.float())
         return _spread(value[:, 0], mask)
+
+    @torch.no_grad()
+    def _check_states(self) -> None:
+        """Refuse models that keep other states than keys and values, unless rows that generation padded, repeated and continued
+        are scored as whole ones.
+        """
+        name, base = type(self.network).__name__, self.network.base_model
+        cache = DynamicCache(config=self.network.config)
+        off = math.inf
+        if "past_key_values" in inspect.signature(base.forward).parameters:
+            if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+                return
+            one, other, ends = [1, 2, 3], [4], [5, 6, 7]
+            valid = torch.tensor([[True] * 3, [False, False, True]], device=self.device)
+            self.hidden_states(self._tokens([one, [0, 0, *other]]), valid, cache)
+            rows = torch.tensor([1, 0, 0], device=self.device)
+            cache.reorder_cache(rows)
+            valid = torch.cat([valid[rows], valid.new_ones(3, 1)], dim=1)
+            ours = self.hidden_states(self._tokens([[end] for end in ends]), valid, cache)[:, 0].float()
+            whole = [self._tokens([[*row, end]]) for row, end in zip((other, one, one), ends, strict=True)]
+            theirs = torch.cat([self.hidden_states(row, torch.ones_like(row).bool())[:, -1] for row in whole]).float()
+            off = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+        if not off <= self.rounding:
+            raise ConfigError(
+                f"{name} keeps a state of the text that cannot begin several completions, or not after padding; fix: a model "
+                "whose layers attend to all tokens, such as Llama, Qwen or GPT-2, or a hybrid such as Qwen3.5 or Granite 4"
+            )
+
+    def _tokens(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "row step"]:
+        return torch.tensor(rows, device=self.device) % len(self.head)
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -195,7 +195,9 @@ def test_resume(api):
     for words in ("--total-steps 1e3", "", "--total-epochs 1.5"):
         assert cli.main(["resume", "runs/x", *words.split()]) == 0
     assert all(args == (Path("runs/x"),) for _, args, _ in api)
-    assert [totals for *_, totals in api] == [{"total_steps": 1000}, {}, {"total_epochs": 1.5}]
+    assert cli.main(["resume", "runs/x", "--allow-programs"]) == 0
+    assert [given.pop("allow_programs") for *_, given in api] == [False, False, False, True]
+    assert [totals for *_, totals in api] == [{"total_steps": 1000}, {}, {"total_epochs": 1.5}, {}]
 
 
 def test_config_prints_a_file_that_train_takes(api, capsys, tmp_path):

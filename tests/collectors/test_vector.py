@@ -125,7 +125,7 @@ def test_all_final_observations_are_valued_in_one_call():
 
 def test_the_env_gets_its_own_action_and_the_rollout_the_policys():
     inner = ScriptedEnv(0, [(100, "terminated")])
-    env = make_env(EnvCfg(num_envs=1, vectorization="sync"), env=lambda: inner)
+    env = make_env(EnvCfg(num_envs=1, vectorization="sync"), env=lambda: inner, verify=False)
     policy = FakePolicy(shift=5)
     rollout = VectorCollector(env, policy).collect(20, buffer_for(env, policy, 20).start_rollout())
     chosen = rollout["action"][0, :-1].tolist()

@@ -179,7 +179,10 @@ def test_what_cannot_be_is_refused(model):
     recomputed, filtered = {"objective": {"old_log_prob": "recomputed"}}, {"collection": {"dynamic_sampling": 1}}
     for settings, message in [
         ({"generation": {"name": "server", "in_flight_updates": True}}, "in_flight_updates=True and max_staleness=0"),
-        (ahead | {"algorithm": gw.GRPOCfg(**recomputed)}, "importance_sampling_correction='tis', or old_log"),
+        (
+            ahead | {"algorithm": gw.GRPOCfg(**recomputed)},
+            "'importance_sampling_correction': 'tis', 'old_log_prob': 'recomputed'",
+        ),
         (ahead | {"algorithm": gw.GRPOCfg(**filtered)}, "dynamic_sampling=None, or .*max_staleness=0"),
     ]:
         with pytest.raises(ValueError, match=message):

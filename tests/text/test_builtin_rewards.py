@@ -50,6 +50,7 @@ def test_an_exact_answer_is_all_of_it_and_nothing_more(score):
     texts = ["Paris", " Paris\n", "<answer>Paris</answer>", "It is Paris", "paris", "", "Paris Paris"]
     columns = {"answer": ["Paris"] * 7}
     assert score("exact", texts, columns=columns) == [1, 1, 1, 0, 0, 0, 0]
+    assert score("exact", texts, columns=columns, case="ignored") == [1, 1, 1, 0, 1, 0, 0]
     assert score("exact", texts, columns=columns, where="tag") == [0, 0, 1, 0, 0, 0, 0]
     assert score("exact", ["a"], columns={"solution": ["a"]}, column="solution") == [1]
     assert score("exact", ["a", "b"], columns={"answer": [None, "b"]}) == [None, 1]  # no right answer is no score
@@ -96,6 +97,7 @@ def test_a_gym_answer_that_contains_the_right_one_is_wrong_and_another_right_one
         ("regex", {}, "'regex': missing a required argument: 'pattern'"),
         ("regex", {"patern": "a"}, "; did you mean 'pattern'"),
         ("exact", {"where": "end"}, "where = 'end'"),
+        ("exact", {"case": "lower"}, "case = 'lower'"),
         ("numeric", {"tolerance": 1.0}, "tolerance=1.0: expected a part"),
         ("numerik", {}, "unknown reward 'numerik': did you mean 'numeric'"),
         ("math", {}, "'math_verify' is not installed"),

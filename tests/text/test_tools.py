@@ -16,21 +16,25 @@ from groupwise.text.tools import Calculator, ask, calculate, make_tool, register
 
 VALUES = (
     "12*(3+4) = 84; 1 + 2 = 3; 0.1+0.2 = 0.3; 0.1*10-1 = 0; 1/4 = 0.25; 2/3 = 0.666666666667; 1/3*3 = 1; 10/5 = 2; "
-    "7//2 = 3; -7//2 = -4; -7%3 = 2; 7.5%2 = 1.5; +3 = 3; 123456789123456789*10 = 1234567891234567890"
+    "7//2 = 3; -7//2 = -4; -7%3 = 2; 7.5%2 = 1.5; 2**10 = 1024; -2**2 = -4; 2**3**2 = 512; 2**-2 = 0.25; "
+    "2**0.5 = 1.41421356237; +3 = 3; 123456789123456789*10 = 1234567891234567890; 1**99999999999999999999 = 1"
 )
 
 
-@pytest.mark.parametrize("line", VALUES.split("; "))
+@pytest.mark.parametrize("line", [*VALUES.split("; "), f"2**511+(2**511-1) = {2**512 - 1}"])
 def test_values(line):
     expression, value = line.split(" = ")
     assert calculate(f" {expression} ") == value
 
 
 NO_VALUE = {
-    "division by zero": ["1/0", "1%0"],
-    "too large": ["9" * 160, f"{2**512}", f"{2**511}*2", "1e300", f"{9**150}*{9**150}"],
-    "expected numbers, parentheses and + - * / // %": [
-        *["2**3", "9**9**9", "1+", "", " ", "()", "2(3)", "...", "007", "1 2", "1+(2", "*(1)", "1,2"],
+    "division by zero": ["1/0", "1%0", "0**-1"],
+    "too large": [
+        *["9" * 160, f"{2**512}", f"{2**511}*2", "1e300", f"{9**150}*{9**150}"],
+        *["9**9**9", "2**513", "3**500", "9.5**9999.5", "2**512", "2**511*2"],
+    ],
+    "expected numbers, parentheses and + - * / // % **": [
+        *["(0-8)**(1/3)", "(0-8)**0.5", "1+", "", " ", "()", "2(3)", "...", "007", "1 2", "1+(2", "*(1)", "1,2"],
         *["__import__('os').system('true')", "True", "٣+1"],
     ],
 }
@@ -70,6 +74,7 @@ def test_a_quotient_is_right_to_twelve_digits(top, bottom):
 @example("(" * 200)
 @example("-" * 199 + "1")
 @example("(" * 90 + "1" + ")" * 90)
+@example("2**" * 66 + "2")
 def test_nonsense_is_answered(text):
     answer = calculate(text)
     assert answer.startswith("error: ") or Fraction(answer) is not None
@@ -82,14 +87,18 @@ def test_nonsense_is_answered(text):
         ("<calc> 1+1 </calc>\n", "2"),
         ("<calc>1</calc> and <calc>2</calc>", "2"),
         ("<calc>1+<calc>2</calc>", "2"),
-        ("<calc></calc>", "error: expected numbers, parentheses and + - * / // %"),
+        ("<calc></calc>", "error: expected numbers, parentheses and + - * / // % **"),
         ("<calc>1+1", None),
         ("1+1</calc>", None),
         ("12", None),
     ],
 )
-def test_a_call_ends_the_turn(text, answer):
+def test_a_call_ends_the_turn_and_its_tag_may_be_another(text, answer):
     assert (Calculator()(text), Calculator().stop) == (answer, ("</calc>",))
+    other = make_tool(TextTaskCfg(tool="calculator", tool_kwargs={"tag": "c."}))
+    assert other.stop == ("</c.>",)
+    assert other(text.replace("calc>", "c.>")) == answer
+    assert other("<cx>1+1</cx>") is None
 
 
 def test_registered_tools_take_their_settings(monkeypatch):
@@ -117,7 +126,7 @@ def test_registered_tools_take_their_settings(monkeypatch):
     ("settings", "message"),
     [
         ({"tool": "calculater"}, "unknown tool 'calculater': did you mean 'calculator'"),
-        ({"tool": "calculator", "tool_kwargs": {"tags": "x"}}, "argument 'tags'"),
+        ({"tool": "calculator", "tool_kwargs": {"tags": "x"}}, "argument 'tags'; did you mean 'tag'"),
         ({"tool": GIVEN}, r"the tool was given in Python; fix: give it again as tool=\.\.\."),
     ],
 )

@@ -133,8 +133,15 @@ class AnswerReward(RewardObject, ABC):
 class ExactReward(AnswerReward):
     """1 if the answer is the column's text, white space at the ends aside."""
 
+    def __init__(
+        self, column: str = "answer", where: Where = "auto", case: Literal["matters", "ignored"] = "matters"
+    ) -> None:
+        super().__init__(column, where)
+        self._fold: Callable[[str], str] = str.casefold if case == "ignored" else str
+
     def _score(self, gold: object, completion: str) -> Score:
-        return float(final_answer(completion, self._where) == str(gold).strip())
+        answer = final_answer(completion, self._where)
+        return float(answer is not None and self._fold(answer) == self._fold(str(gold).strip()))
 
 
 @register_reward("numeric")

@@ -108,16 +108,22 @@ def ask(tool: AnyTool, text: str) -> str | None:
 
 @register_tool("calculator")
 class Calculator(Tool):
-    """Answers ``<calc>12*(3+4)</calc>`` with ``84``: numbers, parentheses and ``+ - * / // %``.
+    """Answers ``<calc>12*(3+4)</calc>`` with ``84``: numbers, parentheses and ``+ - * / // % **``.
 
     Errors are answers, too: ``error: division by zero``.
+
+    Args:
+        tag: of a call.
     """
 
-    stop = ("</calc>",)
+    def __init__(self, tag: str = "calc") -> None:
+        self.stop = (f"</{tag}>",)
+        name = re.escape(tag)
+        self._call = re.compile(f"<{name}>((?:(?!<{name}>).)*?)</{name}>", re.DOTALL)
 
     def __call__(self, text: str) -> str | None:
         """Value of the turn's last call; None if there is none."""
-        calls = re.findall("<calc>((?:(?!<calc>).)*?)</calc>", text, re.DOTALL)
+        calls = self._call.findall(text)
         return calculate(calls[-1]) if calls else None
 
 
@@ -134,7 +140,7 @@ def calculate(expression: str) -> str:
     except OverflowError:
         return "error: too large"
     except ARITHMETIC_ERRORS:
-        return "error: expected numbers, parentheses and + - * / // %"
+        return "error: expected numbers, parentheses and + - * / // % **"
     return str(value) if isinstance(value, int) else format(value, ".12g")
 
 
@@ -151,11 +157,19 @@ def value_of(expression: str, number: Callable[[Any], Any] = lambda constant: co
                 found = _OPERATORS[type(sign)](value(left), value(right))
             case _:
                 raise ValueError
+        if isinstance(found, complex):
+            raise ValueError
         if abs(found) >= 2**MAX_BITS:
             raise OverflowError
         return found
 
     return value(ast.parse(expression.strip(), mode="eval").body)
+
+
+def _power(base: int | float, exponent: int | float) -> Any:
+    if isinstance(base, int) and (base.bit_length() - 1) * abs(exponent) > MAX_BITS:  # before it is computed
+        raise OverflowError
+    return base**exponent
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -165,6 +179,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: _power,
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }

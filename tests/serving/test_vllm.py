@@ -95,6 +95,7 @@ SAMPLING = {
     "plain": SamplingCfg(max_new_tokens=8),
     "cold": SamplingCfg(max_new_tokens=8, temperature=0.6),
     "hot": SamplingCfg(max_new_tokens=8, temperature=1.5),
+    "penalties": SamplingCfg(max_new_tokens=8, temperature=0.8, repetition_penalty=1.3, presence_penalty=0.4),
     "stop": SamplingCfg(max_new_tokens=8, stop=("3", "42")),
 }
 

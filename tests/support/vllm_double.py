@@ -139,7 +139,9 @@ class VLLMDouble:
             policy = self._adapters
         want, prompt = body["sampling_params"], body["token_ids"]
         assert want["ignore_eos"]
-        how = {"max_new_tokens": want["max_tokens"], "temperature": want["temperature"], "stop": want["stop"]}
+        assert -2 <= want["presence_penalty"] <= 2
+        names = ("temperature", "repetition_penalty", "presence_penalty", "stop")
+        how = {"max_new_tokens": want["max_tokens"], **{name: want[name] for name in names}}
         seeds = want["seed"] + torch.arange(want["n"])[None]
         write = self._write_in_flight if self.in_flight else partial(self._write, policy)
         group = write(prompt, seeds, want["stop_token_ids"], fault, **how)

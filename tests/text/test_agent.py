@@ -145,6 +145,11 @@ def test_tokens_that_are_taken_out_of_a_mask_have_no_loss(model):
     part.learn((completions, [masks[0] & (torch.arange(masks[0].shape[1]) < 3)], rewards))
     whole.learn((completions, masks, rewards))
     assert part.metrics["train/grad_norm"] != whole.metrics["train/grad_norm"]
+    # the presence penalty does not depend on a mask made by hand
+    agent = agent_of(model, sampling={"presence_penalty": 1.0, "max_new_tokens": 8})
+    completions, masks = agent.get_action(["123", "45"])
+    agent.learn((completions, [mask & (mask.cumsum(dim=1) != 3) for mask in masks], torch.eye(4)[:2]))
+    assert agent.metrics["rollout/sampler_kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_schedule_follows_the_loop(model):

@@ -170,7 +170,7 @@ SETTINGS = [
     SamplingCfg(max_new_tokens=2),
     SamplingCfg(max_new_tokens=2, temperature=0.5, top_k=3),
     SamplingCfg(max_new_tokens=2, min_p=0.3, top_k=5),
-    SamplingCfg(max_new_tokens=2, temperature=0.8, top_p=0.9),
+    SamplingCfg(max_new_tokens=2, repetition_penalty=1.5, presence_penalty=1.0, temperature=0.8, top_p=0.9),
 ]
 
 
@@ -196,6 +196,10 @@ def stated(model, prompt, written, sampling):
     """Token -> probability, worked out token by token."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + written])).logits[0, -1].tolist()
+    for token in {*prompt, *written}:
+        logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
+    for token in set(written):
+        logits[token] -= sampling.presence_penalty
     logits = [logit / sampling.temperature for logit in logits]
     ordered = sorted(range(len(logits)), key=logits.__getitem__, reverse=True)[: sampling.top_k]
     weight = torch.tensor([logits[t] for t in ordered]).softmax(dim=0).tolist()

@@ -1,17 +1,20 @@
-"""Filters and draws of tokens, and scores under them."""
+"""Penalties, filters and draws of tokens, and scores under them."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from text_updates import rows_of, updated
 from tiny_models import moved, tiny_model
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
-from groupwise.text.collector import text_rollout
+from groupwise.errors import ConfigError
+from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import BLOCK, draw, kept_tokens, pick
 from groupwise.text.policy import CausalLM
+from groupwise.text.vocabulary import penalized, penalized_scores
 
 
 def test_places_of_a_running_sum_by_hand():
@@ -91,10 +94,21 @@ def test_nucleus_by_hand(settings, kept):
     assert found == {p: pytest.approx(math.log(p / sum(kept)), abs=1e-5) for p in kept}
 
 
-def test_filters_are_those_of_transformers():
+def test_penalties_by_hand():
+    # token 0 is in the prompt, 1 and 2 were written, 3 is new
+    logits = torch.tensor([[2.0, 2.0, -2.0, 2.0]], requires_grad=True)
+    sampling = SamplingCfg(repetition_penalty=4.0, presence_penalty=0.25)
+    found = penalized(logits, sampling, torch.tensor([[0, 1, 2, 2, -1]]), torch.tensor([[1, 2, 2, -1]]))
+    assert found.tolist() == [[0.5, 0.25, -8.25, 2.0]]
+    assert torch.autograd.grad(found.sum(), logits)[0].tolist() == [[0.25, 0.25, 4.0, 1.0]]
+
+
+def test_penalty_and_filters_are_those_of_transformers():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(50, 300, generator=generator)
     text = torch.randint(300, (50, 40), generator=generator)
+    ours = penalized(logits, SamplingCfg(repetition_penalty=1.3), text, text[:, :0])
+    torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(1.3)(text, logits.clone()))
     warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
     for filters in ({"top_k": 100}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.7, "min_p": 0.2}):
         scores = logits.clone()
@@ -111,6 +125,85 @@ def test_what_is_kept_is_bounded_and_never_empty():
     assert kept_tokens(flat, SamplingCfg(min_p=0.5)).shape == (3, MAX_KEPT)
     assert kept_tokens(flat, SamplingCfg(top_p=1e-9)).shape == (3, 1)
     assert not SamplingCfg(top_p=1.0, min_p=0.0).has_filters
+
+
+SAMPLING = SamplingCfg(repetition_penalty=1.8, presence_penalty=0.7, temperature=0.8, top_p=0.9)
+PROMPT, FIRST, TOOL, SECOND = [5, 6, 7], [9, 5, 9, 11], [20, 9], [11, 9, 13]
+
+
+def dialogue(generator):
+    """A row of two turns, with a random support of 3 to 8 tokens at each token of the model."""
+    tokens, turn = FIRST + TOOL + SECOND, [0] * 4 + [-1] * 2 + [1] * 3
+    support = []
+    for token, number in zip(tokens, turn, strict=True):
+        others = torch.randperm(40, generator=generator)[: int(torch.randint(3, 9, (), generator=generator))]
+        support.append(torch.tensor([-1]) if number < 0 else torch.cat([others, torch.tensor([token])]).unique())
+    return TextRow(PROMPT, tokens, [0.0] * 9, 1.0, True, 0, turn, support)
+
+
+def plain_loop(model, row):
+    """Log-probability and entropy of each token of the model: all logits, then the rules, one token after another."""
+    logits = model(torch.tensor([[*row.prompt, *row.completion]])).logits[0, len(row.prompt) - 1 : -1]
+    log_probs, entropies = [], []
+    for i, (token, turn) in enumerate(zip(row.completion, row.turn, strict=True)):
+        if turn < 0:
+            continue
+        text = {*row.prompt, *row.completion[:i]}
+        written = {t for t, other in zip(row.completion[:i], row.turn[:i], strict=True) if other == turn}
+        scores = {}
+        for other in row.support[i].tolist():
+            score = logits[i, other]
+            if other in text:
+                score = score / SAMPLING.repetition_penalty if score > 0 else score * SAMPLING.repetition_penalty
+            scores[other] = (score - SAMPLING.presence_penalty * (other in written)) / SAMPLING.temperature
+        p = torch.distributions.Categorical(logits=torch.stack([*scores.values()]))
+        log_probs.append(p.log_prob(torch.tensor([*scores].index(token))))
+        entropies.append(p.entropy())
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("chunk", [2**22, 90])  # all tokens at once, or two of them
+@pytest.mark.parametrize("head", ["trained", "frozen"])
+def test_scores_and_gradients_are_those_of_a_plain_loop(head, chunk, monkeypatch):
+    monkeypatch.setattr("groupwise.text.policy.penalized_scores", partial(penalized_scores, chunk_elements=chunk))
+    model = moved(tiny_model(), 0.3)
+    model.lm_head.weight.requires_grad_(head == "trained")
+    generator = torch.Generator().manual_seed(0)
+    rows = [dialogue(generator) for _ in range(3)]
+    rollout = text_rollout(rows)
+    policy = CausalLM(model, SAMPLING, eos_ids=(3,))
+    ours = policy.evaluate(dict(rollout.items()))
+    mask = rollout["loss_mask"]
+    expected = [torch.cat(parts) for parts in zip(*(plain_loop(model, row) for row in rows), strict=True)]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weight = torch.randn(len(expected[0]), generator=generator)
+    for found, wanted in zip((ours.log_prob[mask], ours.entropy[mask]), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        both = ((weight * scores).sum() for scores in (found, wanted))
+        gradients = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in both]
+        assert any(gradient.abs().max() > 0.1 for gradient in gradients[1])
+        for mine, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_no_token_in_the_mask_has_no_scores():
+    policy = CausalLM(tiny_model(), SAMPLING, eos_ids=(3,))
+    batch = dict(text_rollout([dialogue(torch.Generator())]).items())
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    assert not policy.evaluate(batch).log_prob.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: .*greater than 0"),
+        ({"presence_penalty": math.nan}, "presence_penalty = nan: .*finite number"),
+        ({"frequency_penalty": 1.0}, "unknown key 'frequency_penalty'"),
+    ],
+)
+def test_penalties_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingCfg(**settings)
 
 
 def test_what_was_kept_stays_kept_when_the_policy_changes():

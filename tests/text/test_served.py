@@ -32,6 +32,7 @@ TASK = {"prompts": [[5, 6, 7], [9, 8], [4]], "seeds": torch.arange(100, 112).vie
 SAMPLING = {
     "plain": SamplingCfg(max_new_tokens=4),
     "hot": SamplingCfg(max_new_tokens=4, temperature=1.7),
+    "penalties": SamplingCfg(max_new_tokens=6, repetition_penalty=1.5, presence_penalty=0.5),
     "stop": SamplingCfg(max_new_tokens=6, stop=("3", "4")),
 }
 
@@ -167,18 +168,21 @@ def groups_seeded_by_their_first(policy, prompts, seeds, *args, **how):
     return complete(policy, prompts, seeds[:, :1] + torch.arange(seeds.shape[1]), *args, **how)
 
 
+TURNS = {"tool": Count(), "max_turns": 3}
+PENALTIES = {"max_new_tokens": 4, "repetition_penalty": 1.5, "presence_penalty": 1.0}
 RUNS = {
-    "turns": ({"tool": Count(), "max_turns": 3}, gw.GRPOCfg(group_size=4, learning_rate=1e-3)),
-    "greedy": ({}, gw.GRPOCfg(group_size=4, learning_rate=1e-3, credit={"baseline": "greedy", "scale": "none"})),
-    "ppo": ({}, gw.PPOCfg(learning_rate=1e-3)),
+    "turns": (TURNS, gw.GRPOCfg(group_size=4, learning_rate=1e-3), {}),
+    "penalties": (TURNS, gw.GRPOCfg(group_size=4, learning_rate=1e-3), {"sampling": PENALTIES}),
+    "greedy": ({}, gw.GRPOCfg(group_size=4, learning_rate=1e-3, credit={"baseline": "greedy", "scale": "none"}), {}),
+    "ppo": ({}, gw.PPOCfg(learning_rate=1e-3), {}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", RUNS)
 def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatch, setup):
-    task, cfg = RUNS[setup]
-    few = {"num_prompts": 4, "evaluation": {"interval": 1000, "prompts": 2}}
+    task, cfg, more = RUNS[setup]
+    few = {"num_prompts": 4, "evaluation": {"interval": 1000, "prompts": 2}} | more
     run = train(copying(**task), model, tmp_path / "served", cfg, generation=settings(double), **few)
     assert all(entry["rollout/sampler_kl"] < 1e-8 for entry in run.metrics())
     monkeypatch.setattr("groupwise.text.build.complete", groups_seeded_by_their_first)
@@ -224,6 +228,8 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
             train(copying(), model, tmp_path / "run", generation=generation)
     with pytest.raises(gw.errors.ConfigError, match="gives no tokens that top_k, top_p and min_p keep"):
         train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"top_k": 5})
+    with pytest.raises(gw.errors.ConfigError, match=r"presence_penalty=-2\.5: vLLM takes -2 to 2; fix: "):
+        train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"presence_penalty": -2.5})
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
     for engine, message in [
         (Engine(), "made in Python is in no folder"),

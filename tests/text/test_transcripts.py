@@ -200,7 +200,11 @@ DIGITS = tuple("0123")
 """Tokens that end a turn."""
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"top_k": 64}], ids=["all", "top-k", "all of top-k"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"top_k": 5}, {"top_k": 64}, {"repetition_penalty": 1.5, "presence_penalty": 1.0}],
+    ids=["all", "top-k", "all of top-k", "penalties"],
+)
 def test_scores_are_those_of_the_transcript(sampling):
     tokenizer, encoder, dialogue = parts(count, max_turns=3, tool_answer="={}+")
     model = tiny_model(vocab_size=len(tokenizer))
@@ -235,6 +239,12 @@ def _expect_transcript(transcript, row, model, cfg, tokenizer):
     assert row["loss_mask"][valid].tolist() == [False] * (prompt - 1) + [t >= 0 for t in turn]
     with torch.no_grad():
         logits = model(torch.tensor([read])).logits[0, prompt - 1 : -1].double()
+    for place, scores in enumerate(logits):
+        for token in {*read[: prompt + place]}:
+            scores[token] *= cfg.repetition_penalty ** (-1 if scores[token] > 0 else 1)
+        same_turn = [t == turn[place] for t in turn[:place]]
+        for token in {t for t, same in zip(read[prompt : prompt + place], same_turn, strict=True) if same}:
+            scores[token] -= cfg.presence_penalty
     logits /= cfg.temperature
     where = torch.tensor(turn) >= 0
     if cfg.top_k:

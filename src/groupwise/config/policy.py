@@ -132,8 +132,12 @@ MAX_KEPT = 1024
 class SamplingCfg(Cfg):
     """How completions are sampled. Training scores under the same distribution; it stores the tokens that filters keep."""
 
+    repetition_penalty: Positive = 1.0
+    """Divides positive and multiplies negative logits of tokens that the prompt or the completion has. 1: none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the completion, or the turn, has. 0: none."""
     temperature: Positive = 1.0
-    """Divides the logits."""
+    """Divides the logits, after the penalties."""
     top_k: Annotated[int, Ge(2), Le(MAX_KEPT)] | None = None
     """Sample among the k most likely tokens only. None: all."""
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
@@ -149,6 +153,11 @@ class SamplingCfg(Cfg):
     def has_filters(self) -> bool:
         """Whether only some tokens can be drawn."""
         return self.top_k is not None or self.top_p not in (None, 1) or bool(self.min_p)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on the text by more than the model."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
 
 
 class ModelCfg(Cfg):

@@ -509,6 +509,10 @@ class TextRunCfg(CommonCfg):
                 f"generation={self.generation.name!r} gives no tokens that top_k, top_p and min_p keep; "
                 "fix: leave these out of sampling, or generation='native'"
             )
+        if self.generation.name != "native" and abs(self.sampling.presence_penalty) > 2:
+            raise ValueError(
+                f"sampling.presence_penalty={self.sampling.presence_penalty:g}: vLLM takes -2 to 2; fix: generation='native'"
+            )
         if self.stop.threshold is not None and self.task.eval_data is None:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > (longest := self.sampling.max_new_tokens):

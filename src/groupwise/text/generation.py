@@ -1,6 +1,7 @@
 """Generation of completions: each group's prompt goes through the model once (prefix sharing)."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.random import hash_pair, mix, unit
+from groupwise.text.vocabulary import penalized
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
@@ -129,6 +131,20 @@ class DecodingState:
                 supports[row].append(ids)
         rows = zip(*(column.tolist() for column in columns), supports, strict=True)
         return [Completion(t[:n], lp[:n], _STOPS[stop], support or None) for t, lp, stop, n, support in rows]
+
+
+class PenalizedState(DecodingState):
+    """The state of decoding with penalties; ``tokens`` are the prompts."""
+
+    def __init__(self, tokens: Tensor, valid: Tensor, seeds: Tensor, *args: Any, **options: Any) -> None:
+        super().__init__(seeds, *args, **options)
+        self._prompt = tokens.masked_fill(~valid, -1).repeat_interleave(len(seeds) // len(tokens), dim=0)
+
+    def write(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The next tokens, drawn from the logits after the penalties."""
+        written = self._tokens[self.running, : self._step]
+        text = torch.cat([self._prompt[self.running], written], dim=1)
+        return super().write(penalized(logits, self._sampling, text, written))
 
 
 def draw(
@@ -254,7 +270,8 @@ def complete(
 
         tokens, valid = left_padded(prompts, policy.device)
         rows = seeds.reshape(-1).to(policy.device)
-        state = DecodingState(rows, sampling, policy.eos_ids, policy.tokenizer, deterministic=deterministic)
+        make = partial(PenalizedState, tokens, valid) if sampling.has_penalties else DecodingState
+        state = make(rows, sampling, policy.eos_ids, policy.tokenizer, deterministic=deterministic)
         cache: Any = DynamicCache(config=policy.network.config)
         hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
         token, unfinished = state.write(head(hidden).repeat_interleave(size, dim=0))

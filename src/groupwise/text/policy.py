@@ -27,7 +27,7 @@ from groupwise.data.rollout import TensorDict, TensorSpec
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.text.generation import Decoder, complete, left_padded
-from groupwise.text.vocabulary import token_scores
+from groupwise.text.vocabulary import penalized_scores, token_scores
 
 # Prefix sharing: the common prefix of a group's rows goes through the model once
 
@@ -140,7 +140,7 @@ class CausalLM(Policy):
         self.sampling = sampling or SamplingCfg()
         self.actor_only, self.tokenizer, self.autocast = actor_only, tokenizer, autocast
         self.action_spec = TensorSpec((), torch.int64)
-        self.batch_keys += ("support",) * self.sampling.has_filters
+        self.batch_keys += ("support",) * self.sampling.has_filters + ("turn_id",) * self.sampling.has_penalties
         peft = sys.modules.get("peft")  # imported by the code that made a model with adapters
         self.has_adapters = peft is not None and isinstance(model, peft.PeftModel)
         """Whether the model has adapters by peft."""
@@ -211,12 +211,12 @@ class CausalLM(Policy):
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
-        mask = batch["loss_mask"]
+        mask, sampling = batch["loss_mask"], self.sampling
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
-        support = batch["support"][mask] if self.sampling.has_filters else None
-        token, temperature = batch["action"][mask], self.sampling.temperature
-        scores = token_scores(hidden, self.head, token, temperature=temperature, support=support)
-        log_prob, entropy = (_spread(score, mask) for score in scores)
+        score = functools.partial(penalized_scores, batch, sampling) if sampling.has_penalties else token_scores
+        support = batch["support"][mask] if sampling.has_filters else None
+        scores = score(hidden, self.head, batch["action"][mask], temperature=sampling.temperature, support=support)
+        log_prob, entropy = (torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, one) for one in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
 
     @torch.no_grad()
@@ -260,7 +260,7 @@ class CausalLM(Policy):
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """The next token of B contexts: token ids ``[B, T]``, or a sequence of ids for each.
 
-        Its log-probability is that of the sampling distribution.
+        Its log-probability is that of the sampling distribution. To penalties the context is a prompt.
         """
         ids = obs.tolist() if isinstance(obs, Tensor) else obs
         seeds = torch.randint(2**31, (len(ids), 1), generator=generator, device=self.device)
@@ -348,7 +348,7 @@ class CausalLM(Policy):
         if self.value_head is None:
             raise TypeError("an actor_only CausalLM has no value; fix: CausalLM(model, actor_only=False)")
         value: Tensor = self.value_head(hidden.float())
-        return _spread(value[:, 0], mask)
+        return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, value[:, 0])
 
     @torch.no_grad()
     def _check_states(self) -> None:
@@ -412,11 +412,6 @@ class CausalLM(Policy):
                 f"the logits of {name} are not its hidden states times its output embeddings: they differ by {off:.1%}; "
                 "fix: a model whose logits are not scaled, capped or biased"
             )
-
-
-def _spread(values: Float[Tensor, " token"], mask: Bool[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """Values where the mask is True, zeros elsewhere."""
-    return torch.zeros_like(mask, dtype=torch.float32).index_put(mask.nonzero(as_tuple=True), values)
 
 
 # Changes to transformers models for training: no dropout, gradient checkpointing, shared prefixes

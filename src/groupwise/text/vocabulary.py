@@ -6,9 +6,14 @@ Axes: token = the scored positions, width = the model's hidden size, vocabulary 
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.config.policy import SamplingCfg
+from groupwise.policies.base import Batch
 
 CHUNK_ELEMENTS = 2**22
 """Logits held at once: 16 MiB, of which two or three copies exist for a moment."""
@@ -132,6 +137,68 @@ def _logits(hidden: Tensor, wide: Tensor, support: Tensor | None) -> Tensor:
         logits = torch.mm(hidden, wide.T, out_dtype=torch.float32)
     if support is None:
         return logits
-    kept = torch.zeros(len(logits), len(wide) + 1, dtype=torch.bool, device=logits.device)
-    kept.scatter_(1, support.long().masked_fill(support < 0, len(wide)), True)
-    return logits.masked_fill_(~kept[:, :-1], _NEVER)
+    return logits.masked_fill_(~_among(support, len(wide)), _NEVER)
+
+
+def _among(ids: Int[Tensor, "row place"], vocabulary: int) -> Bool[Tensor, "row vocabulary"]:
+    """Whether each token is one of the ids; -1 fills up."""
+    found = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
+    return found.scatter_(1, ids.long().masked_fill(ids < 0, vocabulary), True)[:, :-1]
+
+
+# Penalties of tokens that the text has already
+
+
+def penalized(
+    logits: Float[Tensor, "row vocabulary"],
+    sampling: SamplingCfg,
+    text: Int[Tensor, "row place"],
+    written: Int[Tensor, "row written"],
+) -> Float[Tensor, "row vocabulary"]:
+    """Logits after the penalties.
+
+    Args:
+        text: prompt and completion so far, for the repetition penalty; -1 fills up.
+        written: the completion so far, or that of this turn, for the presence penalty.
+
+    Source: Keskar et al., "CTRL", 2019, section 4.1, with the sign of transformers and vLLM; OpenAI's API for the presence
+    penalty.
+    """
+    factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+    factor = factor.masked_fill(~_among(text, logits.shape[1]), 1)
+    return logits * factor - sampling.presence_penalty * _among(written, logits.shape[1])
+
+
+def penalized_scores(
+    batch: Batch,
+    sampling: SamplingCfg,
+    hidden: Float[Tensor, "token width"],
+    weight: Float[Tensor, "vocabulary width"],
+    token: Int[Tensor, " token"],
+    *,
+    temperature: float,
+    support: Int[Tensor, "token kept"] | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> TokenScores:
+    """``token_scores`` of the tokens in the batch's ``loss_mask``, after the penalties that they were sampled with.
+
+    Autograd derives it, and computes each chunk again in the backward pass.
+    """
+    (row, step), tokens = batch["loss_mask"].nonzero(as_tuple=True), batch["obs"].masked_fill(~batch["valid"], -1)
+    place, rows = torch.arange(tokens.shape[1], device=tokens.device), max(1, chunk_elements // len(weight))
+
+    def scores(hidden: Tensor, wide: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        c = slice(start, start + rows)
+        # slot t holds token t, which precedes its action and was the action of slot t - 1
+        text, turn = tokens[row[c]].masked_fill(place > step[c, None], -1), batch["turn_id"][row[c]]
+        other_turn = functional.pad(turn, (1, -1), value=-1) != turn.gather(1, step[c, None])
+        logits = penalized(hidden @ wide.T, sampling, text, text.masked_fill(other_turn, -1))
+        if support is not None:
+            logits = logits.masked_fill(~_among(support[c], len(wide)), _NEVER)
+        log_p = (logits / temperature).log_softmax(dim=-1)
+        return log_p.gather(1, token[c, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        wide, chunks = weight.float(), torch.split(hidden.float(), rows)
+        parts = [checkpoint(scores, h, wide, i * rows, use_reentrant=False) for i, h in enumerate(chunks)]
+    return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))

@@ -36,6 +36,7 @@ SLOW = {
     "docs/test_benchmark_scripts.py",
     "docs/test_fenced_blocks.py",
     "engines/test_distributed.py",
+    "evolution/test_damaged_populations.py",
     "evolution/test_evolve.py",
     "examples/test_examples.py",
     "training/test_steps_profile_videos.py",

@@ -67,9 +67,8 @@ class EnvReport:
 
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
-    ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after others
-    as in a new environment. ``training``: GRPO's defaults; its value is None
-    where GRPO refuses the environment.
+    ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
+    others as in a new environment. ``training``: GRPO's defaults; its value is None where GRPO refuses the environment.
     """
 
     env_id: str

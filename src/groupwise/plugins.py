@@ -70,7 +70,7 @@ def options(plugins: Sequence[str]) -> str:
 
 
 def program() -> str:
-    """``groupwise``, or its script beside this Python where a shell would not find it."""
+    """``groupwise``, or the path of its script where a shell would not find it."""
     script, here = Path(sys.executable).with_name("groupwise"), Path.cwd()
     if shutil.which("groupwise") or not script.is_file():
         return "groupwise"

@@ -60,7 +60,7 @@ class RefusedError(ServerError):
 
 
 class _Incoming(io.RawIOBase):
-    """What a socket receives until a point in time; a time limit of the socket would hold for each byte.
+    """Bytes that a socket receives until a point in time; a time limit of the socket would hold for each byte.
 
     Args:
         until: of ``time.monotonic``.
@@ -504,13 +504,8 @@ class LocalServer:
         self.words = [*words, "--host", host, "--port", str(self._address[1])]
         with log.open("wb") as file:
             self._process = subprocess.Popen(  # noqa: S603
-                [
-                    sys.executable,
-                    "-c",
-                    _LEAD,
-                    os.path.abspath(words[0]),
-                    *self.words[1:],
-                ],  # a bare name would be one of PATH
+                # an absolute path, since a bare name would be one of PATH
+                [sys.executable, "-c", _LEAD, os.path.abspath(words[0]), *self.words[1:]],
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,

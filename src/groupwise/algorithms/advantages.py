@@ -1,9 +1,9 @@
 """Advantages of GRPO: from the rewards of a rollout's groups, as ``CreditCfg`` composes them.
 
 An advantage is ``(return - baseline) / scale``, normalised. Settings choose the reward, what is compared, the return, the
-baseline, the scale, and rules for steps that members do not reach. A baseline is one function of ``Scores``, or of the whole ``CreditInput``, and its signature is its settings:
-``{"name": "knn", "k": 8}`` calls ``knn(credit, k=8)``. ``register_baseline`` adds one of your own, ``register_credit`` a rule
-that takes the place of the composition.
+baseline, the scale, and rules for steps that members do not reach. A baseline is one function of ``Scores``, or of the whole
+``CreditInput``, and its signature is its settings: ``{"name": "knn", "k": 8}`` calls ``knn(credit, k=8)``.
+``register_baseline`` adds one of your own, ``register_credit`` a rule that takes the place of the composition.
 """
 
 from collections.abc import Callable

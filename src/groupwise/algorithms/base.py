@@ -256,7 +256,8 @@ class BaseAlgorithm(ABC):
     def _minibatches(self, data: dict[str, Nested], num_episodes: int) -> Iterator[list[dict[str, Nested]]]:
         """Micro-batches of each optimiser step, epoch after epoch. ``weight`` of a step is by ``objective.aggregation``.
 
-        ``share``, one over the steps that count, is for other metrics. A single minibatch has no order, so it is prepared once and nothing is gathered.
+        ``share``, one over the steps that count, is for other metrics. A single minibatch has no order, so it is prepared
+        once and nothing is gathered.
         """
         elements, size = self.layout.counted(data), self.cfg.micro_batch_size
         count = self._num_minibatches(elements["loss_mask"])
@@ -453,8 +454,8 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
 
     Args:
         budget: all of training, in the unit of a ``warmup`` that is no share.
-        step: share of training that the update takes. The warm-up counts it, so that its first update has a rate, too; with 0 it is that of
-            transformers.
+        step: share of training that the update takes. The warm-up counts it, so that its first update has a rate, too; with
+            0 it is that of transformers.
     """
     if isinstance(cfg, LinearCfg) and cfg.warmup:
         warmup = cfg.warmup if cfg.warmup < 1 else cfg.warmup / budget

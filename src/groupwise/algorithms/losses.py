@@ -751,10 +751,8 @@ def check_objective(cfg: ObjectiveCfg, policy: Policy) -> None:
             f"trust_region={cfg.trust_region.name!r} compares probabilities, and this policy's continuous actions have "
             "densities; fix: 'clip'"
         )
-    log_prob, step = (
-        torch.zeros(1, 2, requires_grad=True),
-        torch.zeros(1, 2, dtype=torch.int64),
-    )  # a function of the user's
+    # the function may be the user's: try it
+    log_prob, step = torch.zeros(1, 2, requires_grad=True), torch.zeros(1, 2, dtype=torch.int64)
     mask, advantage = step == 0, torch.ones(1, 2)
     x = LossInputs(log_prob, log_prob.detach(), log_prob.detach(), log_prob.exp(), advantage, mask, step, 1, mask)
     settings = {key: range_at(value, 0.0) for key, value in cfg.trust_region.parameters().items()}

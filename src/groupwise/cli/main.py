@@ -98,11 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except HelpShownError:
         return 0
-    except (
-        SystemExit
-    ) as stop:  # of an environment, a reward or a plugin; not the end that was asked for, whatever its code
+    except SystemExit as stop:  # an environment, a reward or a plugin ended the process: an error, whatever the code
         *_, (frame, line) = traceback.walk_tb(stop.__traceback__)
         where = f"sys.exit in {frame.f_code.co_filename}, line {line}"
-        said = stop.code if isinstance(stop.code, str) else f"the program was ended with code {stop.code}"
-        show(f"groupwise: error: {said} ({where})", *vars(stop).get("__notes__", []), to="stderr")
+        text = stop.code if isinstance(stop.code, str) else f"the program was ended with code {stop.code}"
+        show(f"groupwise: error: {text} ({where})", *vars(stop).get("__notes__", []), to="stderr")
         return stop.code if isinstance(stop.code, int) and stop.code else 2

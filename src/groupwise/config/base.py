@@ -106,9 +106,8 @@ class Cfg(BaseModel):
         found = (
             [repr(name)] if name in known else [f"{part}.{name}" for part, fields in groups.items() if name in fields]
         )
-        found = found or [
-            repr(field) for field in known if len(field) > 2 and key.startswith(field)
-        ]  # epsilon is Adam's eps
+        # epsilon is Adam's eps
+        found = found or [repr(field) for field in known if len(field) > 2 and key.startswith(field)]
         if found or name != key:
             return f"unknown key {key!r}; {meant(found or [name])}"
         near = nearest(key, known, cutoff=0.6) or f"; known: {', '.join(known)}"

@@ -37,7 +37,8 @@ class TensorSpec(NamedTuple):
 
 
 Spec: TypeAlias = TensorSpec | Mapping[str, Any]
-"""One tensor, or a (nested) dictionary of them: Dict and Tuple observation spaces. ``Any`` is a ``Spec`` again, which run-time type checkers cannot follow."""
+"""One tensor, or a (nested) dictionary of them: Dict and Tuple observation spaces. ``Any`` is a ``Spec`` again, which
+run-time type checkers cannot follow."""
 
 Nested: TypeAlias = Tensor | TensorDict
 """Tensors that a ``Spec`` describes."""

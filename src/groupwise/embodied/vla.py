@@ -148,11 +148,11 @@ class PretrainedModel(nn.Module):
         return hidden[:, -len(queries) :].float()
 
     def _prompt(self, instruction: str, views: int) -> str:
+        from groupwise.text.task import SECONDS_OF_TEMPLATE
+
         if getattr(self.processor, "chat_template", None) is None:
             return self.processor.image_token * views + instruction  # type: ignore[no-any-return]
         content = [*[{"type": "image"}] * views, {"type": "text", "text": instruction}]
-        from groupwise.text.task import SECONDS_OF_TEMPLATE
-
         message = {"role": "user", "content": content}
         with limiting(SECONDS_OF_TEMPLATE):
             prompt: str = self.processor.apply_chat_template([message], add_generation_prompt=True)

@@ -152,7 +152,7 @@ class Population:
         return found
 
     def _check(self, count: int) -> None:
-        """Raise a ``ValueError`` unless a search of these settings can have left it, with so many members on disk."""
+        """Raise a ``ValueError`` if no search of these settings leaves such a state with ``count`` members on disk."""
         check_search(self.cfg.search, self.base)
         if len(self.members) < count or len({*self.goes_on}) < len(self.goes_on):
             raise ValueError("a member comes twice")

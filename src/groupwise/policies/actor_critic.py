@@ -103,8 +103,9 @@ def image_layout(space: Any) -> tuple[int, int, int, bool] | None:
 class ObsEncoder(nn.Module):
     """Features of any observation: those of every leaf of the space, one after another.
 
-    A Box is flattened (uint8 scaled from the bounds of the space to 0 and 1, also in images), Discrete and MultiDiscrete become one-hot, MultiBinary stays zeros and
-    ones, and images go through a CNN. Leaves of a Dict or Tuple follow in the order of the space.
+    A Box is flattened (uint8 scaled from the bounds of the space to 0 and 1, also in images), Discrete and MultiDiscrete
+    become one-hot, MultiBinary stays zeros and ones, and images go through a CNN. Leaves of a Dict or Tuple follow in the
+    order of the space.
 
     Raises:
         UnsupportedSpaceError: a space without a fixed shape.

@@ -452,7 +452,7 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
 
 
 def unexplored(action_space: Any, cfg: PolicyCfg) -> str:
-    """What to change where the Gaussian that a policy begins with hardly explores a bounded Box; empty if it does."""
+    """Advice where the first Gaussian of a policy hardly explores a bounded Box; empty if it does explore."""
     std = math.exp(cfg.log_std_init)
     for leaf in leaf_spaces(action_space).values():
         if space_kind(leaf) != "box" or cfg.squash_output:

@@ -382,7 +382,7 @@ class Frame(str):
     """A page, which a notebook shows in a frame."""
 
     def __repr__(self) -> str:
-        return f"<Frame: {len(self):,} characters>"  # a notebook keeps this beside the page
+        return f"<Frame: {len(self):,} characters>"  # a notebook saves this with the page
 
     def _repr_html_(self) -> str:
         # without the base, links inside the page would lead to the notebook

@@ -306,7 +306,7 @@ class PromptEncoder:
         return text
 
     def _apply(self, messages: list[Message], **how: Any) -> Any:
-        """What the chat template makes of messages; a ``DataError`` if it refuses them, fails or takes too long."""
+        """Render messages by the chat template; a ``DataError`` if it refuses them, fails or takes too long."""
         from jinja2 import TemplateError
 
         failures = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError

@@ -21,15 +21,7 @@ from groupwise.collectors.vector import Collector, VectorCollector, acting_on_fi
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg, with_max_length
 from groupwise.config.base import GIVEN, OTHER_NAMES, Cfg, meant
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, RecurrentCfg
-from groupwise.config.run import (
-    DEFAULT_HORIZON,
-    EnvCfg,
-    EvaluationMetric,
-    RunCfg,
-    StartMode,
-    TextRunCfg,
-    TrackedRun,
-)
+from groupwise.config.run import DEFAULT_HORIZON, EnvCfg, EvaluationMetric, RunCfg, StartMode, TextRunCfg, TrackedRun
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv

@@ -554,7 +554,7 @@ def fork_run(
 
 
 def _others(folder: str, names: list[str]) -> set[str]:
-    """What is in a folder besides a checkpoint, and may be of any kind or size."""
+    """Names in a folder that are no part of a checkpoint; they may be of any kind or size."""
     return {*names} - {POLICY, ALGORITHM, STATE, MANIFEST}
 
 

@@ -107,10 +107,18 @@ def test_models_that_cannot_be_trained_are_refused():
         prompted = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     bart = AutoConfig.for_model("bart", vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
+    gemma = AutoConfig.for_model(
+        "gemma2", vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8
+    )
     many = character_tokenizer("".join(map(chr, range(48, 87))))
     t5 = AutoConfig.for_model("t5", vocab_size=40, d_model=16, d_ff=16, num_layers=1, num_heads=2)
     for model, settings, message in [
         (scaled, {}, "not its hidden states times its output embeddings"),
+        (
+            AutoModelForCausalLM.from_config(gemma),
+            {},
+            "has final_logit_softcapping=30",
+        ),  # of which small logits show nothing
         (biased, {}, r"output embeddings of LlamaForCausalLM are \['weight', 'bias'\]"),
         (adapted, {}, "lora_A"),
         (prompted, {}, "type PROMPT_TUNING are tokens before the prompt"),

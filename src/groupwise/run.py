@@ -200,7 +200,11 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         budget, saved = trainer.budget, folder.read_config()
         if saved.get(budget.name) != budget.total:
             folder.rewrite_config(parts.cfg.model_dump(mode="json"))
-        show(f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}", to="stderr")
+        if parts.cfg.logging.progress != "none":
+            show(
+                f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}",
+                to="stderr",
+            )
 
 
 def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder: RunFolder) -> None:
@@ -561,6 +565,7 @@ def resume(
     total_epochs: int | float | None = None,
     callbacks: Sequence[Callback] = (),
     allow_programs: bool = False,
+    progress: str | None = None,
     **given: Any,
 ) -> Run:
     """Continue a run from its latest checkpoint, as if it had never stopped. A finished run is left as it is.
@@ -569,6 +574,7 @@ def resume(
         total_steps, total_iterations, total_epochs: train until then instead; schedules stretch accordingly.
         callbacks: those that the run was trained with.
         allow_programs: whether to start programs that the folder names, such as ``generation.python``.
+        progress: what is shown meanwhile, as of ``LoggingCfg``. None: as before.
         given: the Python objects that the run was trained with, as in ``Run.load``.
 
     Raises:
@@ -578,6 +584,7 @@ def resume(
     """
     check_callbacks(callbacks)
     folder, objects, cfg = reopen(path, given, to_train=True, allow_programs=allow_programs)
+    cfg = cfg.with_progress(progress)
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
         budget, fields = Budget.only(**totals), type(cfg).model_fields

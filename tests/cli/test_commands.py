@@ -197,7 +197,19 @@ def test_resume(api):
     assert all(args == (Path("runs/x"),) for _, args, _ in api)
     assert cli.main(["resume", "runs/x", "--allow-programs"]) == 0
     assert [given.pop("allow_programs") for *_, given in api] == [False, False, False, True]
+    assert {given.pop("progress") for *_, given in api} == {None}
     assert [totals for *_, totals in api] == [{"total_steps": 1000}, {}, {"total_epochs": 1.5}, {}]
+
+
+@pytest.mark.parametrize(
+    ("word", "progress", "last"), [("-q", "none", "Run folder: runs/x"), ("-v", "iterations", "eval runs/x")]
+)
+def test_resume_says_less_or_more(api, capsys, monkeypatch, word, progress, last):
+    set_to = []
+    monkeypatch.setattr("groupwise.cli.train._set_output", set_to.append)
+    assert cli.main(["resume", "runs/x", word]) == 0
+    assert [given["progress"] for *_, given in api] == set_to == [progress]
+    assert capsys.readouterr().out.rstrip().endswith(last)
 
 
 def test_config_prints_a_file_that_train_takes(api, capsys, tmp_path):

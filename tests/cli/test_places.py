@@ -160,12 +160,15 @@ def test_quiet_prints_one_line_and_errors_and_verbose_every_iteration(tmp_path: 
     (tmp_path / "chatty.py").write_text(CHATTY)
     chatty = "train Chatty-v0 --plugin chatty.py --total-iterations 3 --evaluation.episodes 2 --algorithm.num-steps 8"
     words = chatty.split()
-    twice = f"from groupwise.cli import main\nprint([main([*{words!r}, '-q', '--run-dir', 'a']) for _ in 'ab'])"
-    quiet, verbose = run(tmp_path, code=twice), run(tmp_path, *words, "-v")
-    line, codes = quiet.stdout.splitlines()
-    assert line.startswith(b"Done in ")
-    assert line.endswith(b" Run folder: a")
-    assert codes == b"[0, 2]"
+    calls = [[*words, "-q", "--run-dir", "a"]] * 2
+    more = ["--plugin", "chatty.py", "--total-iterations"]
+    calls += [["resume", "a", "-q", *more, "4"], ["resume", "a", "--fork", "b", "-q", *more, "5"]]
+    code = f"from groupwise.cli import main\nprint([main(words) for words in {calls!r}])"
+    quiet, verbose = run(tmp_path, code=code), run(tmp_path, *words, "-v")
+    *lines, codes = quiet.stdout.splitlines()
+    assert [line.partition(b" in ")[0] for line in lines] == [b"Done"] * 3
+    assert [line.partition(b" Run folder: ")[2][-1:] for line in lines] == [b"a", b"a", b"b"]
+    assert codes == b"[0, 2, 0, 0]"
     [error] = quiet.stderr.splitlines()
     assert b"run folder 'a' is taken" in error
     assert verbose.returncode == 0

@@ -89,6 +89,17 @@ def test_resume_leaves_a_finished_search_as_it_is(whole, capsys):
     assert f"groupwise eval {whole.path}/best" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("progress", "shown"), [("auto", ["round 1/1", "round 2/2"]), ("none", [])])
+def test_a_quiet_search_shows_no_rounds(tmp_path, capsys, progress, shown):
+    found = evolve(tmp_path / "p", logging={"progress": progress}, rounds=1)
+    tree = json.loads(state(found.path))
+    tree["search"]["rounds"] = 2
+    (found.path / "population.json").write_text(json.dumps(tree))
+    with in_this_process():
+        Population.resume(found.path, progress=progress)
+    assert [line.partition("   ")[0] for line in capsys.readouterr().out.splitlines()] == shown
+
+
 def test_a_member_that_diverges_is_replaced_and_named_and_where_all_do_the_search_ends(tmp_path, caplog):
     search = {"algorithm.vf_coef": [0.5, 3e38]}
     found = evolve(tmp_path / "p", search=search, population=4, selection="truncation", seed=1)

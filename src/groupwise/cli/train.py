@@ -31,6 +31,28 @@ log = logging.getLogger(__name__)
 _ALLOW = "start programs that the settings of a file or run folder name, such as generation.python"
 
 
+def _add_output(parser: Parser) -> None:
+    """Add ``-q`` and ``-v``, which set ``progress``."""
+    output = parser.add_mutually_exclusive_group()
+    for word, progress, text in (
+        ("--quiet", "none", "print errors and the result only"),
+        ("--verbose", "iterations", "print every iteration, and what the library logs"),
+    ):
+        output.add_argument(word[1:3], word, dest="progress", action="store_const", const=progress, help=text)
+        parser.flags.append(word)
+
+
+def _set_output(progress: str | None) -> None:
+    """Hide or show what this process logs."""
+    if progress == "none":
+        logging.getLogger("groupwise").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+        os.environ["TQDM_DISABLE"] = "1"  # progress bars of libraries that are not yet imported
+    elif progress == "iterations":
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("groupwise").setLevel(logging.DEBUG)
+
+
 def train_command(parser: Parser, argv: Sequence[str]) -> int:
     """Train a policy on a Gymnasium environment, or with the settings of a JSON or YAML file.
 
@@ -57,21 +79,10 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
     parser.add_argument("--seeds")
     parser.add_argument("--profile", type=count, nargs="?", const=3)
     parser.add_argument("--allow-programs", action="store_true")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("-q", "--quiet", dest="progress", action="store_const", const="none")
-    output.add_argument("-v", "--verbose", dest="progress", action="store_const", const="iterations")
-    parser.flags += ["--quiet", "--verbose"]
+    _add_output(parser)
     options, rest = parser.parse_known_args(words)
-    cfg = parse_options(rest, parser, allow_programs=options.allow_programs)
-    if options.progress == "none":
-        logging.getLogger("groupwise").setLevel(logging.ERROR)
-        warnings.simplefilter("ignore")
-        os.environ["TQDM_DISABLE"] = "1"  # progress bars of libraries that are not yet imported
-    elif options.progress == "iterations":
-        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger("groupwise").setLevel(logging.DEBUG)
-    if options.progress is not None:
-        cfg = cfg.model_copy(update={"logging": cfg.logging.model_copy(update={"progress": options.progress})})
+    cfg = parse_options(rest, parser, allow_programs=options.allow_programs).with_progress(options.progress)
+    _set_output(options.progress)
     if options.seeds is not None:
         if options.profile is not None:
             raise ConfigError("--profile is of a single run, got --seeds too; fix: one of them")
@@ -110,17 +121,20 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise resume runs/<population of evolve>
       groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
     """
+    _add_output(parser)
     if argv and (Path(argv[0]) / "population.json").is_file():
         parser.add_argument("population", type=Path, help="folder of the population")
         own = _add_fields(parser, LaunchCfg)
         parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
         found = vars(parser.read(argv))
+        _set_output(found["progress"])
         given = {name: value_of(own[name], [found[name]]) for name in own if found[name] is not None}
 
         from groupwise.evolution.population import Population
 
-        allow = {"allow_programs": found["allow_programs"]}
-        return _print_population(Population.resume(found["population"], **allow, **given))
+        more = {name: found[name] for name in ("allow_programs", "progress")}
+        population = Population.resume(found["population"], **more, **given)
+        return _print_population(population, quiet=found["progress"] == "none")
 
     launch, words = parse_launch(parser, argv)
     if launch["launcher"] != "local" and any(word.partition("=")[0] == "--fork" for word in words):
@@ -136,7 +150,9 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
             raise ConfigError(f"--launcher ray takes the run folder alone, got {got!r}; fix: --launcher torchrun")
         from groupwise.integrations.ray import resume_on_ray
 
-        return print_run(resume_on_ray(options.run, allow_programs=options.allow_programs, **on_ray(launch)))
+        _set_output(options.progress)
+        how = {"allow_programs": options.allow_programs, "progress": options.progress}
+        return print_run(resume_on_ray(options.run, **how, **on_ray(launch)), quiet=options.progress == "none")
 
     for name, kind in {"steps": count, "iterations": count, "epochs": float}.items():
         parser.add_argument(f"--total-{name}", type=kind, help=f"new total budget in {name} (default: unchanged)")
@@ -153,11 +169,14 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
         if changed and changed[0].startswith("--") and "." in changed[0]:
             raise ConfigError(f"{changed[0]} makes another run of it; fix: --fork NEW_DIR, too")
         parser.read(words)
+    progress, quiet = options.progress, options.progress == "none"
+    _set_output(progress)
 
     from groupwise.run import resume
 
     if options.fork is None:
-        return print_run(resume(options.run, allow_programs=options.allow_programs, **totals))
+        run = resume(options.run, allow_programs=options.allow_programs, progress=progress, **totals)
+        return print_run(run, quiet)
     from groupwise.training.checkpoint import fork_run
 
     changed += [f"--{name.replace('_', '-')}={total}" for name, total in totals.items()]
@@ -165,7 +184,8 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     read = lambda config: parse_options([str(config), *changed], parser, allow_programs=allow)  # noqa: E731
     made = fork_run(options.run, options.fork, options.checkpoint or "latest", read)
     try:
-        return print_run(resume(made, allow_programs=True))  # they are allowed, or of this command
+        # programs are allowed, or of this command
+        return print_run(resume(made, allow_programs=True, progress=progress), quiet)
     except GroupwiseError:
         if not RunFolder(made).summary.exists():  # an error before training, such as a wrong setting
             files.remove(made)
@@ -374,12 +394,14 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
     parser.usage = "groupwise evolve ENV|FILE [options]"
     options = _add_fields(parser, EvolutionCfg) | _add_fields(parser, LaunchCfg)
     parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
+    _add_output(parser)
     found, rest = parser.parse_known_args(argv)
+    _set_output(found.progress)
     given = {name: word for name, word in vars(found).items() if name in options and word is not None}
     flags = {word.partition("=")[0].replace("-", "_") for word in rest}
     if named := [name for name in BUDGETS if f"__{name}" in flags]:
         raise ConfigError(f"{named[0]}: the budget is --rounds times --round-steps; fix: set these")
-    base = parse_options(rest, parser, allow_programs=found.allow_programs)
+    base = parse_options(rest, parser, allow_programs=found.allow_programs).with_progress(found.progress)
     if "search" not in given:
         raise ConfigError("--search is missing: the settings that change; fix: see groupwise evolve --help")
     word = given.pop("search")
@@ -390,7 +412,8 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
 
     from groupwise.evolution.evolve import evolve_from_config
 
-    return _print_population(evolve_from_config(cfg, base, run_dir=base.run_dir, launch=launch))
+    population = evolve_from_config(cfg, base, run_dir=base.run_dir, launch=launch)
+    return _print_population(population, quiet=found.progress == "none")
 
 
 def _add_fields(parser: Parser, cfg: type[Cfg]) -> dict[str, Option]:
@@ -403,11 +426,11 @@ def _add_fields(parser: Parser, cfg: type[Cfg]) -> dict[str, Option]:
     return options
 
 
-def _print_population(found: Any) -> int:
-    """Print the best member and the next command."""
+def _print_population(found: Any, quiet: bool) -> int:
+    """Print the best member and the next command, or the folder in its place."""
     best = found.best()
     score = found.fitness(best, found.round - 1)
     show(f"Done: the best of {len(found.members)} members is {best.name}, {found.cfg.fitness} {score:.6g}.")
     show(*(f"  {path}: {value}" for path, value in best.settings.items()))
-    show(f"Next:  {plugins.command('eval', found.path / 'best')}")
+    show(f"Folder: {found.path}" if quiet else f"Next:  {plugins.command('eval', found.path / 'best')}")
     return 0

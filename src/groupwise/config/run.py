@@ -1,7 +1,7 @@
 """The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
@@ -395,6 +395,12 @@ class CommonCfg(Cfg):
     """Trackers and progress."""
     run_dir: Path | None = None
     """Folder of the run, new or empty. None: a new one under ``runs/``."""
+
+    def with_progress(self, progress: str | None) -> Self:
+        """These settings with another ``logging.progress``, if it is not None."""
+        if progress is None:
+            return self
+        return self.model_copy(update={"logging": LoggingCfg(**dict(self.logging) | {"progress": progress})})
 
     @property
     def budget(self) -> Budget:

@@ -230,6 +230,7 @@ def evolve_from_config(
         raise ConfigError("stop: a population ends after its rounds; fix: leave it out")
     budget = {name: None for name in BUDGETS if name in type(base).model_fields}
     budget |= {"total_steps": cfg.rounds * cfg.round_steps}  # type: ignore[dict-item]
+    quiet = base.logging.progress == "none"
     logging = base.logging.model_dump(mode="json") | {"progress": "none"}
     base = with_settings(base, {}, **budget, run_dir=None, logging=logging)
     check_search(cfg.search, base)
@@ -253,10 +254,12 @@ def evolve_from_config(
     for leftover in path.glob(f".{FILE}.*.partial"):  # of a search that was killed here
         files.remove(leftover)
     population.save()
-    return go_on(population, given or UserObjects(), launch or LaunchCfg(), on_mutation)
+    return go_on(population, given or UserObjects(), launch or LaunchCfg(), on_mutation, quiet)
 
 
-def go_on(population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None) -> Population:
+def go_on(
+    population: Population, given: UserObjects, launch: LaunchCfg, on_mutation: OnMutation | None, quiet: bool
+) -> Population:
     """All remaining rounds; work that a kill interrupted is repeated or continued."""
     cfg, base, output = population.cfg, population.base, population.path / "members.log"
     if population.hooked != (on_mutation is not None):
@@ -290,7 +293,8 @@ def go_on(population: Population, given: UserObjects, launch: LaunchCfg, on_muta
             for task, result in play_all(pool, tasks, output):
                 population.members[task.folder.name].results[number] = result
             population.round += 1
-            show(population.line(number))
+            if not quiet:
+                show(population.line(number))
             _select(population, active, number, on_mutation)
             population.save()
         population.write_best()

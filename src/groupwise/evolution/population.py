@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from groupwise import system as files
-from groupwise.config.base import check_programs, explain
+from groupwise.config.base import OTHER_NAMES, check_programs, explain, flat, meant
 from groupwise.config.evolution import Choices, EvolutionCfg, LaunchCfg, RangeCfg, Value
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.data.rollout import TensorDict
@@ -110,13 +110,20 @@ class Population:
 
     @classmethod
     def resume(
-        cls, path: Path | str, *, on_mutation: OnMutation | None = None, allow_programs: bool = False, **fields: Any
+        cls,
+        path: Path | str,
+        *,
+        on_mutation: OnMutation | None = None,
+        allow_programs: bool = False,
+        progress: str | None = None,
+        **fields: Any,
     ) -> "Population":
         """Continue a population, as if it had never stopped; returns it.
 
         Args:
             on_mutation: as of ``gw.evolve``.
             allow_programs: as of ``gw.resume``, for all members.
+            progress: ``none`` shows no lines of rounds.
             fields: ``workers``, ``launcher``, ``cpus`` and ``gpus``, as of ``gw.evolve``, and the Python objects that the
                 runs were given, as in ``gw.resume``.
         """
@@ -126,7 +133,7 @@ class Population:
         population = cls.load(path)
         if not allow_programs:
             check_programs(population.base, population.path / FILE)
-        return go_on(population, UserObjects.again(fields), launch, on_mutation)
+        return go_on(population, UserObjects.again(fields), launch, on_mutation, progress == "none")
 
     @classmethod
     def load(cls, path: Path | str) -> "Population":
@@ -333,8 +340,11 @@ def setting_at(base: CommonCfg, path: str) -> Any:
     for key in path.split("."):
         names = found if isinstance(found, dict) else {}
         if key not in names:
+            last = OTHER_NAMES.get(path.rpartition(".")[2], path.rpartition(".")[2])
+            alike = [known for known in flat(base.model_dump(mode="json")) if known.rpartition(".")[2] == last]
             known = [f"{path.rpartition('.')[0]}.{name}".lstrip(".") for name in names]
-            raise ConfigError(f"search: there is no setting {path!r}{nearest(path, known)}")
+            hint = f"; {meant(alike[:3])}" if alike else nearest(path, known)
+            raise ConfigError(f"search: there is no setting {path!r}{hint}")
         found = names[key]
     return found
 

@@ -134,16 +134,17 @@ def resume_on_ray(
     servers: Servers | None = None,
     *,
     allow_programs: bool = False,
+    progress: str | None = None,
     **given: Any,
 ) -> Run:
     """Continue a run from its latest checkpoint in workers of the Ray cluster.
 
     Args:
-        allow_programs: as of ``gw.resume``.
+        allow_programs, progress: as of ``gw.resume``.
         given: the Python objects that the run was trained with.
     """
     folder, objects, cfg = reopen(path, given, to_train=True, allow_programs=allow_programs)
-    return _fit(folder.path.absolute(), cfg, objects, workers, servers)
+    return _fit(folder.path.absolute(), cfg.with_progress(progress), objects, workers, servers)
 
 
 def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers, servers: Servers | None) -> Run:

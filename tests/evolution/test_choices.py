@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import groupwise as gw
 from groupwise.config.evolution import GrowShrinkCfg, HalvingCfg, LogNormalCfg, RangeCfg, TournamentCfg, TruncationCfg
+from groupwise.evolution.population import check_search
 
 RANKING = [2, 0, 3, 1]
 SELECTIONS = [
@@ -110,3 +111,35 @@ def test_a_logarithmic_range_draws_each_decade_alike_and_log_normal_factors_have
 def test_a_wrong_space_is_refused(wrong):
     with pytest.raises(gw.errors.ConfigError, match="search"):
         gw.config.EvolutionCfg(search={"algorithm.learning_rate": wrong})
+
+
+@pytest.mark.parametrize(
+    ("search", "message"),
+    [
+        ({}, "search: got {}; expected settings by path"),
+        ({3: [1, 2]}, "search: got {3: "),
+        ({"x": None}, "search.x: got None; expected bounds, as {'min': 1e-5, 'max': 1e-2}, or a list of at least two"),
+        ({"x": [1]}, "search.x: got [1]; expected"),
+        ({"x": {1, 2}}, "search.x: got {1, 2}; expected"),
+        ({"x": [1, [2]]}, "search.x: got [2]; expected"),
+        ({"x": [1, math.inf]}, "search.x: got inf; expected"),
+        ({"x": {"min": 1}}, "search.x: max is missing; fix: give it"),
+        ({"x": {"min": 2, "max": 1}}, "search.x: min=2, max=1: expected min < max"),
+        ({"x": {"min": "a", "max": 1}}, "search.x: min = 'a': input should be a valid number"),
+        ({"x": {"min": 1, "max": 2, "lgo": True}}, "search.x: unknown key 'lgo'; did you mean 'log'?"),
+    ],
+)
+def test_a_wrong_search_is_refused_in_one_line(search, message):
+    with pytest.raises(gw.errors.ConfigError) as raised:
+        gw.config.EvolutionCfg(search=search)
+    assert str(raised.value).startswith(f"EvolutionCfg: {message}")
+    assert "\n" not in str(raised.value)
+    assert "function-" not in str(raised.value)
+
+
+def test_a_search_of_an_unknown_setting_names_those_of_that_name():
+    base = gw.config.resolve("CartPole-v1", "ppo")
+    with pytest.raises(
+        gw.errors.ConfigError, match=r"no setting 'algorithm\.lr'; did you mean algorithm\.learning_rate\?"
+    ):
+        check_search({"algorithm.lr": (1e-3, 1e-4)}, base)

@@ -163,6 +163,8 @@ def explain(item: Mapping[str, Any]) -> str:
             return f"{path} = {item['input']!r:.200}: expected settings by name"
         case "tuple_type":
             return f"{path} = {item['input']!r:.200}: expected a list; fix: [{json.dumps(item['input'], default=repr)}]"
+        case "missing":
+            return f"{path} is missing; fix: give it"
         case "value_error":
             return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
         case _:

@@ -1,13 +1,14 @@
 """Settings of evolution: search ranges, selection, mutation. Imports no torch."""
 
 import math
+from collections.abc import Mapping
 from random import Random
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt
+from groupwise.config.base import Cfg, Choice, Fraction, NonNegative, Positive, PositiveInt, explain
 
 Value: TypeAlias = bool | int | float | str | None
 
@@ -41,6 +42,30 @@ class RangeCfg(Cfg):
 
 Choices: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=2)]
 """Values to choose from, ordered so that neighbours are similar."""
+
+
+def _one_kind(space: object) -> object:
+    """Bounds or a list of values, refused in one line; pydantic would speak of both kinds."""
+    if isinstance(space, RangeCfg):
+        return space
+    if isinstance(space, Mapping):
+        try:
+            return RangeCfg.model_validate(space)
+        except ValidationError as error:
+            raise ValueError("; ".join(map(explain, error.errors()))) from error
+    values = space if isinstance(space, list | tuple) else ()
+    odd = [
+        value for value in values if not isinstance(value, Value) or value in (math.inf, -math.inf) or value != value
+    ]
+    if odd or len(values) < 2:
+        raise ValueError(
+            f"got {odd[0] if odd else space!r:.200}; expected bounds, as {{'min': 1e-5, 'max': 1e-2}}, or a list of at least two "
+            "numbers, texts, true, false or null; fix: one of these"
+        )
+    return space
+
+
+Space: TypeAlias = Annotated[RangeCfg | Choices, BeforeValidator(_one_kind)]
 
 
 class MutationCfg(Choice, family="mutation", default="grow_shrink"):
@@ -166,7 +191,7 @@ class HalvingCfg(SelectionCfg, name="halving", source="https://arxiv.org/abs/150
 class EvolutionCfg(Cfg):
     """A population of runs that tunes its settings while it trains."""
 
-    search: dict[str, RangeCfg | Choices] = Field(min_length=1)
+    search: dict[str, Space]
     """Settings to search, by their paths: bounds, or a list of values."""
     population: Annotated[int, Ge(2)] = 8
     """Members."""
@@ -184,6 +209,16 @@ class EvolutionCfg(Cfg):
     """How the settings of clones change."""
     weight_noise: NonNegative = 0.0
     """Standard deviation of Gaussian noise on a tenth of a clone's weights, in units of each tensor's standard deviation (AgileRL: 0.1). 0: none."""
+
+    @field_validator("search", mode="before")
+    @classmethod
+    def _by_path(cls, search: object) -> object:
+        if not search or not isinstance(search, Mapping) or not all(isinstance(path, str) for path in search):
+            raise ValueError(
+                f"got {search!r:.200}; expected settings by path, with bounds or values; fix: "
+                "{'algorithm.learning_rate': {'min': 1e-5, 'max': 1e-2}}"
+            )
+        return search
 
 
 class LaunchCfg(Cfg):

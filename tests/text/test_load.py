@@ -1,14 +1,18 @@
 import functools
 import io
 import json
+import logging
 import os
 import shutil
+import sys
 import time
 import warnings
+from types import ModuleType
 
+import peft
 import pytest
 import torch
-from peft import IA3Config, get_peft_model
+from peft import IA3Config, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from text_updates import batch_of
 from tiny_models import EOS, FAMILIES, moved, tiny_model
@@ -21,6 +25,7 @@ from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, MissingExtraError
 from groupwise.text.collector import TextRow
 from groupwise.text.load import find_model, load_causal_lm, with_adapters
+from groupwise.text.policy import CausalLM
 
 ROWS = [TextRow([5, 6, 7], [8, 9], [0.0] * 2, 1.0, False, 0), TextRow([5, 6, 7], [4], [0.0], 1.0, False, 0)]
 LORA = LoRACfg(r=2)
@@ -358,3 +363,30 @@ def test_adapters_name_no_module_to_import(folder, tmp_path):
     path = hostile(folder(lora=LORA), tmp_path / "adapters", megatron_config={"a": 1}, megatron_core="evil")
     with pytest.raises(ConfigError, match=r"have megatron_config = .*; fix: adapters without it"):
         load(path)
+
+
+@pytest.mark.parametrize(("algorithm", "cfg"), [(gw.GRPO, gw.GRPOCfg()), (gw.PPO, gw.PPOCfg())])
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
+def test_adapters_that_are_frozen_are_refused(folder, algorithm, cfg):
+    model = PeftModel.from_pretrained(tiny_model(), folder("llama", LORA))  # for inference
+    with pytest.raises(ConfigError, match=r"has requires_grad=True, .*is_trainable=True"):
+        algorithm(
+            gw.GRPOCfg() if algorithm is gw.GRPO else gw.PPOCfg(), CausalLM(model, actor_only=algorithm is gw.GRPO)
+        )
+
+
+def test_adapters_say_nothing_about_kernels_for_quantised_weights(caplog, monkeypatch):
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    class Peft(ModuleType):
+        def __getattr__(self, name):  # bitsandbytes logs when peft is imported
+            log.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "offline")
+            log.warning("another line")
+            return getattr(peft, name)
+
+    fake = Peft("peft")
+    fake.__spec__ = peft.__spec__
+    monkeypatch.setitem(sys.modules, "peft", fake)
+    with_adapters(tiny_model(), LORA)
+    assert set(caplog.messages) == {"another line"}
+    assert log.filters == []

@@ -245,17 +245,21 @@ def test_objects_and_partial_functions_are_functions():
     assert score(rewards).reward == (5, 5)
 
 
-def test_what_functions_log_is_collected_once():
+def test_what_functions_log_is_collected_once(caplog):
     def logs(completions, log_metric, log_extra, **_):
         log_metric("share", len(completions))
         log_metric("share", 4)
-        log_extra("said", [c.upper() for c in completions])  # taken, and not kept
+        log_extra("correct", [True, False])
+        log_extra("said", [c.upper() for c in completions])
         return lengths(completions)
 
     rewards = reward_set(logs)
     score(rewards)
-    assert rewards.take_logged() == {"share": 3.0}
+    assert rewards.take_logged() == {"share": 3.0, "correct": 0.5}
     assert rewards.take_logged() == {}
+    score(rewards)
+    [warning] = caplog.messages
+    assert "log_extra('said', ...) has no numbers, and texts are not kept; fix: " in warning
 
 
 def test_missing_columns_are_named_before_anything_is_scored():

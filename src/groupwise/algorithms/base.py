@@ -113,6 +113,11 @@ class BaseAlgorithm(ABC):
         self.learner = self.engine.learner(policy)
         """The module that ``optimize`` trains: the policy itself, or a copy of which each rank holds a part."""
         self.parameters = [parameter for parameter in self.learner.parameters() if parameter.requires_grad]
+        if not self.parameters:
+            raise ConfigError(
+                "no parameter of the policy has requires_grad=True, so nothing can be trained; fix: policy.requires_grad_(True), "
+                "or for adapters PeftModel.from_pretrained(..., is_trainable=True)"
+            )
         fast = None if optimizer is None else optimizer(cfg, self.parameters)
         self.optimizer: Any = fast or build_optimizer(cfg, self.parameters)
         if fast is not None:

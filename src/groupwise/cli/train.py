@@ -132,8 +132,8 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
 
         from groupwise.evolution.population import Population
 
-        more = {name: found[name] for name in ("allow_programs", "progress")}
-        population = Population.resume(found["population"], **more, **given)
+        how = {name: found[name] for name in ("allow_programs", "progress")}
+        population = Population.resume(found["population"], **how, **given)
         return _print_population(population, quiet=found["progress"] == "none")
 
     launch, words = parse_launch(parser, argv)

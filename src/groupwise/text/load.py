@@ -1,5 +1,6 @@
 """Loading language models from folders and the hub."""
 
+import logging
 import math
 import textwrap
 import warnings
@@ -158,7 +159,8 @@ def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
         ConfigError: a target that is no linear layer, or the output head.
     """
     require_extra("peft", "text")
-    from peft import LoraConfig, get_peft_model
+    with _quiet_peft():
+        from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
     if cfg.targets != "all-linear":
@@ -186,7 +188,8 @@ def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
 
 def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     require_extra("peft", "text")
-    from peft import PeftConfig, PeftModel
+    with _quiet_peft():
+        from peft import PeftConfig, PeftModel
 
     if not (Path(path) / "adapter_model.safetensors").is_file():  # peft would take a pickle
         raise ConfigError(f"{path} has no adapter_model.safetensors; fix: save the adapters as safetensors")
@@ -213,10 +216,22 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
 
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """Hides peft's warning about a name that transformers 6 removes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-        yield
+    """Hides peft's warning about a name that transformers 6 removes, and one about a kernel for quantised weights.
+
+    The latter is of bitsandbytes, which peft imports also where nothing is quantised.
+    """
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "gemm_4bit_forward" not in record.msg
+
+    log.addFilter(other)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            yield
+    finally:
+        log.removeFilter(other)
 
 
 def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:

@@ -156,6 +156,11 @@ class CausalLM(Policy):
         self._check_states()
         self.value_head: nn.Linear | None = None
         if not actor_only:
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                raise ConfigError(
+                    "no parameter of the model has requires_grad=True, so the value head alone would be trained; fix: "
+                    "model.requires_grad_(True), or for adapters PeftModel.from_pretrained(..., is_trainable=True)"
+                )
             self.value_head = nn.Linear(self.head.shape[1], 1, device=self.device, dtype=torch.float32)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)

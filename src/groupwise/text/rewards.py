@@ -36,6 +36,8 @@ Prompt = str | tuple[Message, ...]
 Completion = str | Sequence[Message]
 """A completion as rewards read it: a text; after a prompt of messages, messages."""
 
+log = logging.getLogger(__name__)
+
 # Functions and classes that settings name, for rewards and tools
 
 
@@ -187,6 +189,8 @@ class RewardFunction:
         self.isolated: Isolated | None = None
         """The process that it runs in, if it has one of its own."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._unlogged: set[str] = set()
+        """Columns of texts that it gave to ``log_extra``."""
 
     def close(self) -> None:
         """Free its resources."""
@@ -201,13 +205,21 @@ class RewardFunction:
             return self._call_isolated(self.isolated, keywords, log_metric)
         if self.scores_one:
             return self._one_by_one(keywords)
-        keywords = {
-            **keywords,
-            "log_extra": lambda *_: None,
-            "log_metric": log_metric,
-        }  # TRL prints columns; here they are ignored
+        keywords = {**keywords, "log_extra": partial(self._log_extra, log_metric), "log_metric": log_metric}
         taken = keywords.keys() - self._bound if self._takes_all else keywords.keys() & self._names
         return self.call(**{name: keywords[name] for name in taken})
+
+    def _log_extra(self, log_metric: LogMetric, column: str, values: Iterable[Any]) -> None:
+        """Log the mean of a column's numbers. TRL prints columns beside the completions; texts have no place here."""
+        found = [float(value) for value in values if isinstance(value, int | float)]
+        if found:
+            log_metric(column, sum(found) / len(found))
+        elif column not in self._unlogged:
+            self._unlogged.add(column)
+            log.warning(
+                "reward %r: log_extra(%r, ...) has no numbers, and texts are not kept; fix: numbers, or a file of your own",
+                self.name, column,
+            )  # fmt: skip
 
     def _call_isolated(self, isolated: Isolated, keywords: Mapping[str, Any], log_metric: LogMetric) -> list[Score]:
         try:
@@ -260,8 +272,6 @@ def numbers(name: str, result: Any, count: int) -> list[Score]:
         "one for each completion (None where it does not apply); fix: its return"
     ) from wrong
 
-
-log = logging.getLogger(__name__)
 
 LARGEST = 3.4e38
 """Largest number in float32; larger scores are as good as infinite."""

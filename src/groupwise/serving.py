@@ -439,7 +439,7 @@ def sampling_params(request: GroupRequest) -> dict[str, Any]:
         "top_k": 0,
         "min_p": 0.0,
         "max_tokens": sampling.max_new_tokens,
-        "min_tokens": 0,
+        "min_tokens": sampling.min_new_tokens,
         "stop": list(sampling.stop),
         "stop_token_ids": list(request.eos_ids),
         "ignore_eos": True,  # the ids above are all that end a completion

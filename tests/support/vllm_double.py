@@ -141,7 +141,11 @@ class VLLMDouble:
         assert want["ignore_eos"]
         assert -2 <= want["presence_penalty"] <= 2
         names = ("temperature", "repetition_penalty", "presence_penalty", "stop")
-        how = {"max_new_tokens": want["max_tokens"], **{name: want[name] for name in names}}
+        how = {
+            "max_new_tokens": want["max_tokens"],
+            "min_new_tokens": want["min_tokens"],
+            **{name: want[name] for name in names},
+        }
         seeds = want["seed"] + torch.arange(want["n"])[None]
         write = self._write_in_flight if self.in_flight else partial(self._write, policy)
         group = write(prompt, seeds, want["stop_token_ids"], fault, **how)

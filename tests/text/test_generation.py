@@ -170,6 +170,7 @@ SETTINGS = [
     SamplingCfg(max_new_tokens=2),
     SamplingCfg(max_new_tokens=2, temperature=0.5, top_k=3),
     SamplingCfg(max_new_tokens=2, min_p=0.3, top_k=5),
+    SamplingCfg(max_new_tokens=2, min_new_tokens=1),
     SamplingCfg(max_new_tokens=2, repetition_penalty=1.5, presence_penalty=1.0, temperature=0.8, top_p=0.9),
 ]
 
@@ -200,6 +201,8 @@ def stated(model, prompt, written, sampling):
         logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
     for token in set(written):
         logits[token] -= sampling.presence_penalty
+    if len(written) < sampling.min_new_tokens:
+        logits[EOS] = -torch.inf
     logits = [logit / sampling.temperature for logit in logits]
     ordered = sorted(range(len(logits)), key=logits.__getitem__, reverse=True)[: sampling.top_k]
     weight = torch.tensor([logits[t] for t in ordered]).softmax(dim=0).tolist()
@@ -264,6 +267,15 @@ def test_the_models_own_generation_settings_say_nothing(backend):
     assert model.generation_config.num_beams == 3
 
 
+def test_nothing_ends_before_the_minimum(backend):
+    policy = CausalLM(sharp_model(), eos_ids=range(3, 30))
+    sampling = SamplingCfg(max_new_tokens=9, min_new_tokens=5)
+    completions = [c for _, c in rows(PROMPTS, backend(policy)(PROMPTS, seeds(3, 8), sampling))]
+    assert min(len(c.tokens) for c in completions) == 6  # five tokens that do not end the text, and one that may
+    assert {len(c.tokens) for c in completions} > {6}
+    assert not any(3 <= token < 30 for c in completions for token in c.tokens[:5])
+
+
 def written(texts, sampling, tokenizer):
     """What becomes of the texts when the model's logits leave it no choice but their tokens."""
     scripts = [tokenizer(text)["input_ids"] for text in texts]
@@ -293,9 +305,19 @@ def test_stop_strings_end_a_text_at_the_token_that_completes_them():
     # before the last of the three bytes the text reads as another character
     (c,) = written(["€€€€"], SamplingCfg(max_new_tokens=12, stop=("€€",)), tokenizer)
     assert (c.stop, len(c.tokens)) == ("stop", 6)
+    (c,) = written(["€q€q"], SamplingCfg(max_new_tokens=8, min_new_tokens=4, stop=("€q",)), tokenizer)
+    assert (c.stop, len(c.tokens)) == ("stop", 8)
     # the end of text goes before a stop string that it completes
     (c,) = written(["a<|im_end|>"], SamplingCfg(max_new_tokens=2, stop=("<|im_end|>",)), tokenizer)
     assert (c.stop, c.tokens[-1]) == ("eos", EOS)
+
+
+@pytest.mark.parametrize(("minimum", "length"), [(1, 2), (2, 4), (3, 4), (4, 6)])
+def test_a_stop_string_within_the_minimum_does_not_count_and_the_next_one_does(minimum, length):
+    tokenizer = tiny_tokenizer()
+    sampling = SamplingCfg(max_new_tokens=8, min_new_tokens=minimum, stop=("zq",))
+    (c,) = written(["zqzqzqzq"], sampling, tokenizer)
+    assert tokenizer.decode(c.tokens) == "zqzqzqzq"[:length]
 
 
 def test_a_stop_string_far_into_a_text_is_found_without_reading_all_of_it_again():

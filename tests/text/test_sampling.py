@@ -7,7 +7,13 @@ import pytest
 import torch
 from text_updates import rows_of, updated
 from tiny_models import moved, tiny_model
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.errors import ConfigError
@@ -109,6 +115,12 @@ def test_penalty_and_filters_are_those_of_transformers():
     text = torch.randint(300, (50, 40), generator=generator)
     ours = penalized(logits, SamplingCfg(repetition_penalty=1.3), text, text[:, :0])
     torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(1.3)(text, logits.clone()))
+    eos, sampling = torch.tensor([7, 9]), SamplingCfg(min_new_tokens=4)
+    for length in (3, 4):  # of which 2 tokens are of the prompt
+        least = MinNewTokensLengthLogitsProcessor(2, 4, eos.tolist(), "cpu")(text[:, : 2 + length], logits.clone())
+        ours = penalized(logits, sampling, text, text[:, 2 : 2 + length], eos)
+        assert ours[:, eos].lt(-1e20).all() == least[:, eos].isinf().all() == (length < 4)
+        assert torch.equal(ours.softmax(dim=-1), least.softmax(dim=-1))
     warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
     for filters in ({"top_k": 100}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.7, "min_p": 0.2}):
         scores = logits.clone()
@@ -127,7 +139,8 @@ def test_what_is_kept_is_bounded_and_never_empty():
     assert not SamplingCfg(top_p=1.0, min_p=0.0).has_filters
 
 
-SAMPLING = SamplingCfg(repetition_penalty=1.8, presence_penalty=0.7, temperature=0.8, top_p=0.9)
+EOS = (3, 8)
+SAMPLING = SamplingCfg(repetition_penalty=1.8, presence_penalty=0.7, temperature=0.8, top_p=0.9, min_new_tokens=2)
 PROMPT, FIRST, TOOL, SECOND = [5, 6, 7], [9, 5, 9, 11], [20, 9], [11, 9, 13]
 
 
@@ -149,9 +162,10 @@ def plain_loop(model, row):
         if turn < 0:
             continue
         text = {*row.prompt, *row.completion[:i]}
-        written = {t for t, other in zip(row.completion[:i], row.turn[:i], strict=True) if other == turn}
+        written = [t for t, other in zip(row.completion[:i], row.turn[:i], strict=True) if other == turn]
+        early = len(written) < SAMPLING.min_new_tokens
         scores = {}
-        for other in row.support[i].tolist():
+        for other in (other for other in row.support[i].tolist() if not (early and other in EOS)):
             score = logits[i, other]
             if other in text:
                 score = score / SAMPLING.repetition_penalty if score > 0 else score * SAMPLING.repetition_penalty
@@ -171,7 +185,7 @@ def test_scores_and_gradients_are_those_of_a_plain_loop(head, chunk, monkeypatch
     generator = torch.Generator().manual_seed(0)
     rows = [dialogue(generator) for _ in range(3)]
     rollout = text_rollout(rows)
-    policy = CausalLM(model, SAMPLING, eos_ids=(3,))
+    policy = CausalLM(model, SAMPLING, eos_ids=EOS)
     ours = policy.evaluate(dict(rollout.items()))
     mask = rollout["loss_mask"]
     expected = [torch.cat(parts) for parts in zip(*(plain_loop(model, row) for row in rows), strict=True)]
@@ -199,6 +213,7 @@ def test_no_token_in_the_mask_has_no_scores():
         ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: .*greater than 0"),
         ({"presence_penalty": math.nan}, "presence_penalty = nan: .*finite number"),
         ({"frequency_penalty": 1.0}, "unknown key 'frequency_penalty'"),
+        ({"min_new_tokens": 65}, "min_new_tokens=65 > max_new_tokens=64; fix: "),
     ],
 )
 def test_penalties_that_cannot_be_are_refused(settings, message):

@@ -34,6 +34,7 @@ SAMPLING = {
     "hot": SamplingCfg(max_new_tokens=4, temperature=1.7),
     "penalties": SamplingCfg(max_new_tokens=6, repetition_penalty=1.5, presence_penalty=0.5),
     "stop": SamplingCfg(max_new_tokens=6, stop=("3", "4")),
+    "minimum": SamplingCfg(max_new_tokens=6, min_new_tokens=3, stop=("3", "4")),
 }
 
 

@@ -43,7 +43,9 @@ PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 1.0}
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"top_k": 3}, {"temperature": 0.7}, PENALTIES], ids=lambda s: next(iter(s), "plain")
+    "sampling",
+    [{}, {"top_k": 3}, {"temperature": 0.7}, PENALTIES, {"min_new_tokens": 2}],
+    ids=lambda s: next(iter(s), "plain"),
 )
 def test_sampler_and_trainer_agree_over_turns(sampling, model, tmp_path):
     settings = {"sampling": {"max_new_tokens": 4} | sampling, "total_steps": 60}

@@ -202,8 +202,8 @@ DIGITS = tuple("0123")
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"top_k": 5}, {"top_k": 64}, {"repetition_penalty": 1.5, "presence_penalty": 1.0}],
-    ids=["all", "top-k", "all of top-k", "penalties"],
+    [{}, {"top_k": 5}, {"top_k": 64}, {"repetition_penalty": 1.5, "presence_penalty": 1.0}, {"min_new_tokens": 2}],
+    ids=["all", "top-k", "all of top-k", "penalties", "minimum"],
 )
 def test_scores_are_those_of_the_transcript(sampling):
     tokenizer, encoder, dialogue = parts(count, max_turns=3, tool_answer="={}+")
@@ -217,10 +217,10 @@ def test_scores_are_those_of_the_transcript(sampling):
     assert 3 in turns
     rollout = text_rollout([row_of(transcript) for transcript in transcripts])
     for transcript, row in zip(transcripts, rollout, strict=True):
-        _expect_transcript(transcript, row, model, cfg, tokenizer)
+        _expect_transcript(transcript, row, model, cfg, tokenizer, policy.eos_ids)
 
 
-def _expect_transcript(transcript, row, model, cfg, tokenizer):
+def _expect_transcript(transcript, row, model, cfg, tokenizer, eos_ids):
     """Everything in the row again, from the prompt, the turns as texts and the tool."""
     read, turn = list(transcript.prompt.tokens), []
     for number in range(transcript.turns):
@@ -245,6 +245,8 @@ def _expect_transcript(transcript, row, model, cfg, tokenizer):
         same_turn = [t == turn[place] for t in turn[:place]]
         for token in {t for t, same in zip(read[prompt : prompt + place], same_turn, strict=True) if same}:
             scores[token] -= cfg.presence_penalty
+        if sum(same_turn) < cfg.min_new_tokens:
+            scores[list(eos_ids)] = -torch.inf
     logits /= cfg.temperature
     where = torch.tensor(turn) >= 0
     if cfg.top_k:

@@ -23,6 +23,8 @@ CHOICES = [
     SamplingCfg(temperature=0.8, max_new_tokens=12),
     SamplingCfg(temperature=0.7, top_k=4, max_new_tokens=12),
     SamplingCfg(min_p=0.2, top_p=0.9, max_new_tokens=12),
+    SamplingCfg(temperature=1.4, min_new_tokens=6, max_new_tokens=12),
+    SamplingCfg(temperature=0.7, top_k=4, min_new_tokens=6, max_new_tokens=12),
 ]
 
 
@@ -36,7 +38,7 @@ def test_the_ratio_is_one_under_the_distribution_that_was_sampled(sampling, old)
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight.mul_(30)  # so that what is left out matters
-    policy = CausalLM(model, sampling, eos_ids=(3,))
+    policy = CausalLM(model, sampling, eos_ids=range(3, 20) if sampling.min_new_tokens else (3,))
     rollout = text_rollout(rows_of(policy, PROMPTS))
     mask = rollout["loss_mask"]
     scores = policy.evaluate(dict(rollout.items()))

@@ -146,8 +146,18 @@ class SamplingCfg(Cfg):
     """Sample among tokens at least this times as likely as the most likely one, at most 1,024. None or 0: all."""
     max_new_tokens: PositiveInt = 64
     """Longest completion, or longest turn, in tokens."""
+    min_new_tokens: Annotated[int, Ge(0)] = 0
+    """Tokens of a completion, or turn, before it may end: until then end-of-text tokens cannot be drawn, and stop strings do not count."""
     stop: tuple[Annotated[str, Len(1)], ...] = ()
     """Strings that end a completion; they stay part of it."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "SamplingCfg":
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} > max_new_tokens={self.max_new_tokens}; fix: at most max_new_tokens"
+            )
+        return self
 
     @property
     def has_filters(self) -> bool:
@@ -157,7 +167,7 @@ class SamplingCfg(Cfg):
     @property
     def has_penalties(self) -> bool:
         """Whether the logits depend on the text by more than the model."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.min_new_tokens > 0
 
 
 class ModelCfg(Cfg):

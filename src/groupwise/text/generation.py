@@ -108,7 +108,7 @@ class DecodingState:
             self._supports.append((rows, support.int()))
         self._step = step + 1
         stop = torch.isin(token, self._ends).long()
-        if self._sampling.stop:
+        if self._sampling.stop and self._step > self._sampling.min_new_tokens:
             stop[self._has_stop_string() & (stop == 0)] = _STOPS.index("stop")
         self._stops[rows], self._lengths[rows] = stop, self._step
         unfinished = (stop == 0) & (self._step < self._sampling.max_new_tokens)
@@ -119,8 +119,16 @@ class DecodingState:
         strings = self._sampling.stop
         window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
         last = self._tokens[self.running, max(0, self._step - window) : self._step].tolist()
-        texts = [self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in last]
-        return torch.tensor([any(s in text for s in strings) for text in texts], device=self.running.device)
+        decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        texts, known = map(decode, last), [0] * len(last)
+        if (
+            self._sampling.min_new_tokens
+        ):  # a string within the minimum stays: only what the last token completes counts
+            known = [len(decode(tokens[:-1]).rstrip("\ufffd")) for tokens in last]
+        found = [
+            any(s in text[max(0, n + 1 - len(s)) :] for s in strings) for text, n in zip(texts, known, strict=True)
+        ]
+        return torch.tensor(found, device=self.running.device)
 
     def completions(self) -> list[Completion]:
         """Completions of all rows, in their order; unfinished ones have their tokens so far."""
@@ -134,7 +142,7 @@ class DecodingState:
 
 
 class PenalizedState(DecodingState):
-    """The state of decoding with penalties; ``tokens`` are the prompts."""
+    """The state of decoding with penalties or a least length; ``tokens`` are the prompts."""
 
     def __init__(self, tokens: Tensor, valid: Tensor, seeds: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(seeds, *args, **options)
@@ -144,7 +152,7 @@ class PenalizedState(DecodingState):
         """The next tokens, drawn from the logits after the penalties."""
         written = self._tokens[self.running, : self._step]
         text = torch.cat([self._prompt[self.running], written], dim=1)
-        return super().write(penalized(logits, self._sampling, text, written))
+        return super().write(penalized(logits, self._sampling, text, written, self._ends))
 
 
 def draw(

@@ -218,7 +218,10 @@ class CausalLM(Policy):
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask, sampling = batch["loss_mask"], self.sampling
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
-        score = functools.partial(penalized_scores, batch, sampling) if sampling.has_penalties else token_scores
+        score = token_scores
+        if sampling.has_penalties:
+            eos = torch.tensor(self.eos_ids, dtype=torch.long, device=mask.device)
+            score = functools.partial(penalized_scores, batch, sampling, eos=eos)
         support = batch["support"][mask] if sampling.has_filters else None
         scores = score(hidden, self.head, batch["action"][mask], temperature=sampling.temperature, support=support)
         log_prob, entropy = (torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, one) for one in scores)
@@ -265,11 +268,11 @@ class CausalLM(Policy):
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
         """The next token of B contexts: token ids ``[B, T]``, or a sequence of ids for each.
 
-        Its log-probability is that of the sampling distribution. To penalties the context is a prompt.
+        Its log-probability is that of the sampling distribution. To penalties the context is a prompt; it may end at once.
         """
         ids = obs.tolist() if isinstance(obs, Tensor) else obs
         seeds = torch.randint(2**31, (len(ids), 1), generator=generator, device=self.device)
-        once = self.sampling.model_copy(update={"max_new_tokens": 1, "stop": ()})
+        once = self.sampling.model_copy(update={"max_new_tokens": 1, "min_new_tokens": 0, "stop": ()})
         completions = [one for (one,) in complete(self, ids, seeds, once, deterministic=deterministic)]
         token = torch.tensor([one.tokens[0] for one in completions], device=self.device)
         log_prob = torch.tensor([one.log_probs[0] for one in completions], device=self.device)

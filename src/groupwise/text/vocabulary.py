@@ -154,19 +154,25 @@ def penalized(
     sampling: SamplingCfg,
     text: Int[Tensor, "row place"],
     written: Int[Tensor, "row written"],
+    eos: Int[Tensor, " eos"] | None = None,
 ) -> Float[Tensor, "row vocabulary"]:
-    """Logits after the penalties.
+    """Logits after the penalties, and without the end of a text that is shorter than ``min_new_tokens``.
 
     Args:
         text: prompt and completion so far, for the repetition penalty; -1 fills up.
-        written: the completion so far, or that of this turn, for the presence penalty.
+        written: the completion so far, or that of this turn, for the presence penalty and ``min_new_tokens``.
+        eos: tokens that end a completion.
 
     Source: Keskar et al., "CTRL", 2019, section 4.1, with the sign of transformers and vLLM; OpenAI's API for the presence
     penalty.
     """
     factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
     factor = factor.masked_fill(~_among(text, logits.shape[1]), 1)
-    return logits * factor - sampling.presence_penalty * _among(written, logits.shape[1])
+    logits = logits * factor - sampling.presence_penalty * _among(written, logits.shape[1])
+    if eos is None or not sampling.min_new_tokens:
+        return logits
+    early = (written >= 0).sum(dim=1, keepdim=True) < sampling.min_new_tokens
+    return logits.masked_fill(early & _among(eos[None], logits.shape[1]), _NEVER)
 
 
 def penalized_scores(
@@ -178,6 +184,7 @@ def penalized_scores(
     *,
     temperature: float,
     support: Int[Tensor, "token kept"] | None = None,
+    eos: Int[Tensor, " eos"] | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenScores:
     """``token_scores`` of the tokens in the batch's ``loss_mask``, after the penalties that they were sampled with.
@@ -192,7 +199,7 @@ def penalized_scores(
         # slot t holds token t, which precedes its action and was the action of slot t - 1
         text, turn = tokens[row[c]].masked_fill(place > step[c, None], -1), batch["turn_id"][row[c]]
         other_turn = functional.pad(turn, (1, -1), value=-1) != turn.gather(1, step[c, None])
-        logits = penalized(hidden @ wide.T, sampling, text, text.masked_fill(other_turn, -1))
+        logits = penalized(hidden @ wide.T, sampling, text, text.masked_fill(other_turn, -1), eos)
         if support is not None:
             logits = logits.masked_fill(~_among(support[c], len(wide)), _NEVER)
         log_p = (logits / temperature).log_softmax(dim=-1)

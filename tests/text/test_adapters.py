@@ -1,11 +1,13 @@
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from text_updates import batch_of
 from tiny_models import FAMILIES, moved, tiny_model
 
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
-from groupwise.config.policy import LoRACfg
+from groupwise.config.policy import LoRACfg, ModelCfg
+from groupwise.errors import ConfigError
 from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
@@ -31,6 +33,38 @@ def test_without_its_adapters_the_policy_is_its_own_reference(family):
     assert not scores.log_prob.requires_grad
     assert torch.equal(policy.evaluate(batch_of(ROWS)).log_prob, changed)  # on again
     assert all(p.requires_grad == ("lora" in name) for name, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ({"rslora": True}, 32 / 2**0.5),
+        ({"dora": True}, 16),
+        ({"init": "gaussian"}, 16),
+        ({"init": "orthogonal"}, 16),
+    ],
+    ids=str,
+)
+def test_kinds_of_adapters_begin_as_the_model_and_are_trained(settings, scale):
+    policy = CausalLM(with_adapters(tiny_model(), LoRACfg(r=2, **settings)))
+    start = policy.evaluate(batch_of(ROWS)).log_prob
+    torch.testing.assert_close(start, CausalLM(tiny_model()).evaluate(batch_of(ROWS)).log_prob, rtol=1e-4, atol=1e-4)
+    [scaling] = {part.scaling["default"] for part in policy.modules() if isinstance(part, LoraLayer)}
+    assert scaling == pytest.approx(scale)
+    trained = {name: parameter.dtype for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert any("lora_magnitude_vector" in name for name in trained) == ("dora" in settings)
+    assert {*trained.values()} == {torch.float32}
+    GRPO(GRPOCfg(num_epochs=1, minibatch_size=None, learning_rate=0.05), policy).update(text_rollout(ROWS))
+    assert not torch.allclose(policy.evaluate(batch_of(ROWS)).log_prob, start, atol=1e-3)
+
+
+def test_first_weights_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match=r"init='orthogonal' needs an even rank, got r=3; fix: r=4"):
+        LoRACfg(r=3, init="orthogonal")
+    with pytest.raises(ConfigError, match=r"lora\.init='orthogonal' is not for quantised weights; fix: "):
+        ModelCfg(path="x", quantization="nf4", lora={"init": "orthogonal"})
+    with pytest.raises(ConfigError, match=r"unknown key 'use_dora'; did you mean 'dora'\?"):
+        LoRACfg(use_dora=True)
 
 
 def test_the_reference_shares_all_but_the_adapters():

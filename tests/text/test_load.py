@@ -102,17 +102,18 @@ def test_precision_is_that_of_weights_and_products_and_layers_are_computed_again
     torch.testing.assert_close(scores.log_prob, exact, rtol=0, atol=0.03)
 
 
-def test_saved_adapters_are_trained_on(folder, tmp_path):
-    policy = moved(load(folder(), lora=LORA), 0.1)
+@pytest.mark.parametrize("own", [LORA, LoRACfg(r=2, rslora=True, dora=True, init="gaussian")], ids=["lora", "dora"])
+def test_saved_adapters_are_trained_on(folder, tmp_path, own):
+    policy = moved(load(folder(), lora=own), 0.1)
     expected = policy.evaluate(batch_of(ROWS)).log_prob
     policy.save_pretrained(tmp_path)
-    for lora in (None, LORA):
+    for lora in (None, own):
         again = load(tmp_path, lora=lora)
         assert torch.equal(again.evaluate(batch_of(ROWS)).log_prob, expected)
         assert list(again.state_dict()) == list(policy.state_dict())
         assert torch.equal(again.make_reference().evaluate(batch_of(ROWS)).log_prob, expected)
-    for lora in (LoRACfg(r=4), LoRACfg(r=2, alpha=7.0)):
-        with pytest.raises(ConfigError, match=rf"have r=2, alpha=32\.0; got r={lora.r}, alpha={lora.alpha}"):
+    for lora in (LoRACfg(r=4), LoRACfg(r=2, alpha=7.0), LoRACfg(r=2, rslora=not own.rslora)):
+        with pytest.raises(ConfigError, match=rf"have r=2, alpha=32\.0, .*; got r={lora.r}, alpha={lora.alpha}, rs"):
             load(tmp_path, lora=lora)
     policy.tokenizer = tiny_tokenizer()
     policy.save_pretrained(tmp_path / "tokens")

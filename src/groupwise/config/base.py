@@ -44,6 +44,7 @@ OTHER_NAMES = {
     "save_steps": "checkpoint_interval", "tensorboard_log": "report_to", "use_vllm": "generation", "verbose": "progress",
     "warmup_ratio": "warmup of schedule", "warmup_steps": "warmup of schedule",
     "sde_sample_freq": "nothing, actions are drawn from the policy's distribution", "truncate_at_first_done": "nothing, it is always so",
+    "init_lora_weights": "init", "lora_alpha": "alpha", "target_modules": "targets", "use_dora": "dora", "use_rslora": "rslora",
     "use_sde": "nothing, actions are drawn from the policy's distribution",
     "CnnPolicy": "actor_critic", "MlpLstmPolicy": "recurrent", "MlpPolicy": "actor_critic", "MultiInputPolicy": "actor_critic",
 }  # fmt: skip

@@ -90,8 +90,20 @@ class LoRACfg(Cfg):
     """Rank."""
     alpha: Positive = 32.0
     """The output of an adapter is scaled by alpha / r."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(r) instead (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+    dora: bool = False
+    """Train the norm of each output's weights, too (DoRA, Liu et al. 2024, https://arxiv.org/abs/2402.09353). vLLM servers take no such adapters."""
+    init: Literal["kaiming", "gaussian", "orthogonal"] = "kaiming"
+    """First weights, by peft: A uniform or Gaussian and B zero, or both orthogonal. The model begins as it was."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Modules that get an adapter, by the ends of their names. ``all-linear``: every linear layer except the output head."""
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> "LoRACfg":
+        if self.init == "orthogonal" and self.r % 2:
+            raise ValueError(f"init='orthogonal' needs an even rank, got r={self.r}; fix: r={self.r + 1}")
+        return self
 
 
 class VLACfg(AnyPolicyCfg, name="vla", source="https://arxiv.org/abs/2502.19645"):
@@ -188,4 +200,6 @@ class ModelCfg(Cfg):
     def _check_quantization(self) -> "ModelCfg":
         if self.quantization != "none" and self.lora is None:
             raise ValueError(f"quantization={self.quantization!r} needs adapters; got lora=None, fix: lora={{'r': 16}}")
+        if self.quantization != "none" and self.lora is not None and self.lora.init == "orthogonal":
+            raise ValueError("lora.init='orthogonal' is not for quantised weights; fix: 'kaiming' or 'gaussian'")
         return self

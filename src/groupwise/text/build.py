@@ -55,6 +55,8 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
             "generation.in_flight_updates=True with adapters: servers finish a completion by the adapters that began it; fix: "
             "in_flight_updates=False, or lora=None"
         )
+    if policy.has_adapters and any(one.to_dict().get("use_dora") for one in policy.model.peft_config.values()):
+        raise ConfigError("vLLM takes no DoRA adapters; fix: generation='native', or model.lora.dora=False")
     limits: dict[str, Any] = {"timeout": how.timeout, "retries": how.retries}
     with ExitStack() as stack:
         if (placed := serving.folder_of_run()) is not None:

@@ -176,6 +176,9 @@ def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
     lora = LoraConfig(
         r=cfg.r,
         lora_alpha=cfg.alpha,
+        use_rslora=cfg.rslora,
+        use_dora=cfg.dora,
+        init_lora_weights=True if cfg.init == "kaiming" else cfg.init,
         lora_dropout=0.0,
         target_modules=cfg.targets if cfg.targets == "all-linear" else list(cfg.targets),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed layers
@@ -200,11 +203,12 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     saved = PeftConfig.from_pretrained(path)
     if cfg.lora is not None:
         kind = saved.peft_type.value
-        found = f"r={saved.r}, alpha={saved.lora_alpha}" if kind == "LORA" else f"type {kind}"
-        if found != f"r={cfg.lora.r}, alpha={cfg.lora.alpha}":
-            raise ConfigError(
-                f"the adapters in {path} have {found}; got r={cfg.lora.r}, alpha={cfg.lora.alpha}; fix: lora=None, or the same"
-            )
+        wanted = ", ".join(f"{name}={vars(cfg.lora)[name]}" for name in ("r", "alpha", "rslora", "dora"))
+        found = f"type {kind}"
+        if kind == "LORA":
+            found = f"r={saved.r}, alpha={saved.lora_alpha}, rslora={saved.use_rslora}, dora={saved.use_dora}"
+        if found != wanted:
+            raise ConfigError(f"the adapters in {path} have {found}; got {wanted}; fix: lora=None, or the same")
     with _quiet_peft():
         warnings.filterwarnings("error", "Found missing adapter keys")
         try:

@@ -21,7 +21,7 @@ from groupwise import config, plugins
 from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg
-from groupwise.config.base import GIVEN, check_programs, explain
+from groupwise.config.base import GIVEN, OTHER_NAMES, check_programs, explain, meant
 from groupwise.config.load import with_absolute_paths
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, VLACfg
 from groupwise.config.run import (
@@ -43,6 +43,7 @@ from groupwise.errors import (
     GroupwiseError,
     RunFolderError,
     ServerError,
+    nearest,
     require_count,
 )
 from groupwise.plugins import blaming_absence
@@ -428,6 +429,12 @@ class Run:
         reached = {key: self.summary.get(key) for key in ("env_steps", "return_mean")}
         numbers = ", ".join(f"{key}={value:.6g}" for key, value in reached.items() if value is not None)
         return f"Run({str(self.path)!r}, {self.cfg.subject!r}, {self.cfg.algorithm.name!r}, {numbers or 'untrained'})"
+
+    if not TYPE_CHECKING:  # for type checkers every attribute would exist
+
+        def __getattr__(self, name: str) -> object:
+            hint = f"; {meant([OTHER_NAMES[name]])}" if name in OTHER_NAMES else nearest(name, dir(type(self)))
+            raise AttributeError(f"a Run has no attribute {name!r}{hint}")
 
     @property
     def policy(self) -> Policy:

@@ -23,11 +23,7 @@ from groupwise.config import resolve
         ("--algorithm.qq", "; all options: --help-all"),
         ("--algorithm.lr", "; did you mean --algorithm.learning-rate?"),
         ("--algoritm", "; did you mean --algorithm?"),
-        ("--n-timesteps", "; did you mean --total-steps?"),  # of rl-zoo, SB3 and TRL
-        ("--algo", "; did you mean --algorithm?"),
-        ("--max-steps", "; did you mean --total-iterations?"),
-        ("--tensorboard-log", "; did you mean --logging.report-to?"),
-        ("--use-sde", "; here: nothing, actions are drawn from the policy's distribution."),
+        ("--max-steps", "; did you mean --total-iterations?"),  # of TRL
         ("--clip-range", "; did you mean --algorithm.clip-coef?"),
         ("--algorithm.num-envs", "; did you mean --env.num-envs?"),
         ("--algorithm.optimizer.momentum", "; "),  # of another optimizer

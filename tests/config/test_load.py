@@ -21,7 +21,7 @@ from groupwise.config.algorithm import (
 )
 from groupwise.config.base import OTHER_NAMES
 from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
-from groupwise.config.run import EnvCfg, RunCfg, TextRunCfg
+from groupwise.config.run import EnvCfg, RunCfg
 from groupwise.errors import ConfigError
 
 
@@ -184,12 +184,10 @@ WRONG_IN_RUN = [
     ({"n_eval_episodes": 3}, "unknown key 'n_eval_episodes'; did you mean evaluation.episodes?"),
     ({"callback": []}, "unknown key 'callback'; here: callbacks of gw.train"),
     ({"policy": {"net_arch": [64]}}, "policy: unknown key 'net_arch'; did you mean 'hidden_sizes'?"),
-    ({"policy": "MlpPolicy"}, "unknown policy 'MlpPolicy': did you mean 'actor_critic'"),
     ({"policy": {"hidden_sizes": [64, 0]}}, "policy.hidden_sizes.1 = 0: input should be greater"),
     ({"policy": {"normalize_obs": 1}}, "normalize_obs = 1 has the wrong type; fix: true"),
     ({"total_steps": "many"}, "total_steps = 'many': input should be a valid integer"),
     ({"seed": True}, "seed = True has the wrong type; fix: 1"),
-    ({"device": "gpu"}, "device = 'gpu': string should match pattern"),
     ({"env": 3}, "env = 3: expected an object"),
     ({"env": EnvCfg}, "env = <class "),
     (
@@ -215,28 +213,11 @@ def test_a_config_built_in_python_complains_as_a_file_does(fields):
 
 def test_names_of_other_libraries_are_those_of_the_docs():
     page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
-    table = re.findall(r"^\| (.*) \| (.*) \|$", page.partition("## Names that are answered")[2], re.MULTILINE)
+    table = re.findall(
+        r"^\| (.*) \| (.*) \|$", page.partition("## Names that are answered")[2].partition("\n## ")[0], re.MULTILINE
+    )
     shown = {theirs: ours for cell, ours in table for theirs in re.findall(r"`(\w+)`", cell)}
     assert {theirs: shown[theirs].replace("`", "") for theirs in OTHER_NAMES} == OTHER_NAMES
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("save_steps", "did you mean 'checkpoint_interval'"),
-        ("max_prompt_length", "did you mean task.max_prompt_tokens"),
-        ("gradient_accumulation_steps", "did you mean 'num_prompts'"),
-        ("peft_config", "did you mean model.lora"),
-        ("use_vllm", "did you mean 'generation'"),
-        ("bf16", "did you mean model.precision"),
-        ("warmup_ratio", "here: warmup of schedule."),
-        ("verbose", "did you mean logging.progress"),
-        ("max_output_tokens", "did you mean sampling.max_new_tokens"),
-    ],
-)
-def test_names_of_trl_are_answered(name, answer):
-    with pytest.raises(ConfigError, match=f"unknown key '{name}'; {answer}"):
-        TextRunCfg(**{name: 1})
 
 
 def test_every_mistake_is_reported_at_once():

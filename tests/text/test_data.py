@@ -83,7 +83,7 @@ def test_another_prompt_column_and_columns_that_rows_lack():
         ([{"prompt": "a"}, {"prompt": MESSAGES}], "some prompts of the data are texts and some are messages"),
         ({"train": [], "test": []}, r"the data: expected .*; got {'train': .*, or one part of a mapping"),
         (3, "the data: expected a path or a list of examples; got 3"),
-        ("a.txt", r"data = 'a.txt': expected .jsonl, .json, .csv or .parquet"),
+        ("a.txt", r"data = 'a.txt': expected a file that ends in .jsonl, .json, .csv or .parquet"),
         ("none.jsonl", "'none.jsonl': there is no such file of prompts"),
     ],
 )

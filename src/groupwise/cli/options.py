@@ -271,6 +271,10 @@ def value_of(option: Option, words: Sequence[str]) -> Any:
             for number in (int, float):
                 with suppress(ValueError):
                     return number(word)
+        if types <= {"array", "integer", "number", "null"} and len(parts := re.findall(r"\d[\d.e-]*", word)) > 1:
+            raise ConfigError(
+                f"{option.flag}: {word!r:.200} is no number; expected numbers with spaces between; fix: {option.flag} {' '.join(parts)}"
+            )
         return word
 
     values, single = list(map(convert, words)), [None, *(kind.get("const") for kind in kinds)]

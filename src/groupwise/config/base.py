@@ -46,9 +46,20 @@ OTHER_NAMES = {
     "sde_sample_freq": "nothing, actions are drawn from the policy's distribution", "truncate_at_first_done": "nothing, it is always so",
     "init_lora_weights": "init", "lora_alpha": "alpha", "target_modules": "targets", "use_dora": "dora", "use_rslora": "rslora",
     "use_sde": "nothing, actions are drawn from the policy's distribution",
-    "CnnPolicy": "actor_critic", "MlpLstmPolicy": "recurrent", "MlpPolicy": "actor_critic", "MultiInputPolicy": "actor_critic",
+    **dict.fromkeys(("CnnPolicy", "MlpPolicy", "MultiInputPolicy"), "actor_critic, the default: leave it out"),
+    **dict.fromkeys(("ddpg", "dqn", "sac", "td3", "tqc"), "ppo or grpo, as there is no off-policy algorithm"),
+    "MlpLstmPolicy": "recurrent", "a2c": "ppo", "trpo": "ppo",
+    "learn": "gw.resume(run.path, total_steps=...)", "predict": "run.policy.predict", "save": "nothing, run.path has it all",
 }  # fmt: skip
 """Settings and choices by their names in other libraries, as in docs/coming_from.md."""
+
+DEVICE = r"^(cpu|auto|cuda(:\d+)?)$"
+URL = r"^https?://(\[[^\]\s]+\]|[^/:\s]+)(:\d{1,5})?$"
+FORMS = {
+    DEVICE: "'cpu', 'cuda', 'cuda:1', or 'auto' for a GPU if there is one",
+    URL: "http://HOST:PORT or https://HOST:PORT",
+}
+"""Patterns of settings, in words."""
 
 
 class Cfg(BaseModel):
@@ -156,6 +167,13 @@ def explain(item: Mapping[str, Any]) -> str:
     """One line on one of pydantic's errors: path, value, expectation, the nearest name."""
     path = ".".join(map(str, item["loc"]))
     match item["type"]:
+        case _ if inspect.isroutine(item["input"]):
+            return (
+                f"{path} = {item['input']!r:.200}: expected data, got a function; fix: a value (schedule='linear' lowers the "
+                "learning rate)"
+            )
+        case "string_pattern_mismatch" if item["ctx"]["pattern"] in FORMS:
+            return f"{path} = {item['input']!r:.200}: expected {FORMS[item['ctx']['pattern']]}"
         case "literal_error":
             choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
             hint = nearest(str(item["input"]), choices)
@@ -245,8 +263,8 @@ class Choice(Cfg):
             importlib.import_module(found)
             found = cls.known[name]
         if not isinstance(found, type):
-            ours = OTHER_NAMES.get(name)
-            hint = f"did you mean {ours!r}?" if ours in cls.known else None
+            ours = OTHER_NAMES.get(name, "")
+            hint = meant([ours]) if " " in ours else f"did you mean {ours!r}?" if ours in cls.known else None
             raise UnknownNameError(cls.family, name, cls.known, hint=hint)
         return found
 

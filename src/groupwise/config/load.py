@@ -285,6 +285,9 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         raise ConfigError(
             f"settings of algorithm {own!r} do not fit algorithm {name!r}; fix: keep {own!r}, or a new run without them"
         )
+    if name in objective_presets() and name not in AlgorithmCfg.known:
+        hint = f"it is a preset of grpo; fix: --preset {name} (in Python preset={name!r})"
+        raise UnknownNameError("algorithm", name, (), hint=hint)
     cfg_type, given = AlgorithmCfg.named(name), functools.reduce(_over, layers)
     if kind is RunCfg:
         base = _preset_for(env_preset(str(given["env"]["id"])), cfg_type)

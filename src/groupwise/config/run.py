@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, LinearCfg, PartsCfg, PPOCfg
-from groupwise.config.base import GIVEN, Cfg, Choice, Keys, Positive, PositiveInt
+from groupwise.config.base import DEVICE, GIVEN, URL, Cfg, Choice, Keys, Positive, PositiveInt
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
 
@@ -243,9 +243,7 @@ class ServerGenerationCfg(GenerationCfg, name="server"):
     """By vLLM servers, which read the new weights before each iteration."""
 
     programs = ("python", "args")
-    urls: tuple[Annotated[str, Field(pattern=r"^https?://(\[[^\]\s]+\]|[^/:\s]+)(:\d{1,5})?$")], ...] = (
-        "http://127.0.0.1:8000",
-    )
+    urls: tuple[Annotated[str, Field(pattern=URL)], ...] = ("http://127.0.0.1:8000",)
     """Servers that run already. They take groups in turn; a group stays on one server."""
     python: Path | None = None
     """In place of ``urls``: the Python of a virtual environment with vLLM, with which the run starts a server of its own on this machine. In a file it needs ``--allow-programs``."""
@@ -377,7 +375,7 @@ class CommonCfg(Cfg):
     """The budget in iterations, in place of ``total_steps``."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of all randomness."""
-    device: Annotated[str, Field(pattern=r"^(cpu|auto|cuda(:\d+)?)$")] = "cpu"
+    device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
     """Device of the policy: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` (a GPU if there is one)."""
     ddp_timeout: Annotated[float, Gt(0)] = 1800.0
     """Seconds that processes of ``torchrun`` wait for one another; longer than evaluations and checkpoints, which rank 0 makes alone."""

@@ -4,6 +4,7 @@ Nothing here imports a simulator. ``VectorEnv`` is enough for PPO; ``GroupEnv`` 
 a given seed and are paused once they have finished.
 """
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -169,17 +170,28 @@ def first_of(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, A
     """
     try:
         found = env.reset(**options)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
+    except (TypeError, ValueError) as error:
+        if "unexpected keyword argument" in str(error):
+            raise DataError(
+                f"reset() of {env_id} does not take a seed ({error}); fix: def reset(self, *, seed=None, options=None)"
+            ) from error
+        if not arose_outside(error):
             raise
         raise DataError(
-            f"reset() of {env_id} does not take a seed ({error}); fix: def reset(self, *, seed=None, options=None)"
+            f"reset() of {env_id}: {error}; expected (observation, info) as Gymnasium does; fix: return obs, {{}}"
         ) from error
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
         raise DataError(
             f"reset() of {env_id} returned {found!r:.80}, expected (observation, info) as Gymnasium does; fix: return obs, {{}}"
         )
     return found
+
+
+def arose_outside(error: Exception) -> bool:
+    """Whether the error arose where what an environment returned is taken apart, here or in a wrapper, not in itself."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    modules = ("groupwise.envs.", "gymnasium.core", "gymnasium.wrappers.")
+    return isinstance(error, TypeError | ValueError) and str(frame.f_globals.get("__name__")).startswith(modules)
 
 
 def success_of_row(info: Mapping[str, Any]) -> bool | None:

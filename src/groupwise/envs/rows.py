@@ -5,12 +5,11 @@ import ctypes
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, SupportsFloat, TypeAlias
 
 import cloudpickle
 import gymnasium
@@ -25,7 +24,7 @@ from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import fits, leaf_spaces, limits_of, nested_action, obs_spec, obs_to_tensor, subspaces
 from groupwise.envs import snapshots
-from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, first_of, success_of_row, task_of_row
+from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, arose_outside, first_of, success_of_row, task_of_row
 from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
 from groupwise.errors import DataError, EnvError, GroupwiseError, nearest
 from groupwise.seeding import row_seeds
@@ -45,6 +44,7 @@ _DTYPES = {"reward": "float32", "success": "uint8"}
 _TASK = "U64"
 """The first 64 characters of a task's name."""
 _STARTS_KEPT = 64
+_NUMBERS, _TRUTHS = frozenset({float, int, np.float32, np.float64}), frozenset({bool, np.bool_})
 
 
 class RowCfg(NamedTuple):
@@ -97,17 +97,22 @@ class LocalRows:
         if self._has_nested_actions:
             actions = [nested_action(cfg.action_space, action) for action in actions]
         for row, action in zip(rows.tolist(), actions, strict=True):
+            found: Any = None
             try:
-                obs, earned, ended, cut, info = self.envs[row].step(action)
-                if earned is None:  # which NumPy takes as nan
-                    raise DataError(
-                        f"step() of {cfg.env_id} returned the reward None, expected a number; fix: return 0.0"
-                    )
+                found = self.envs[row].step(action)
+                obs, earned, ended, cut, info = found
+                if (
+                    earned.__class__ not in _NUMBERS
+                    or ended.__class__ not in _TRUTHS
+                    or cut.__class__ not in _TRUTHS
+                    or info.__class__ is not dict
+                ):
+                    check_outcome(earned, ended, cut, info)
                 reward[row] = earned
                 if cfg.log_info and (ended or cut):
                     arrays["log_info"][row] = logged(info, cfg.log_info)
             except Exception as error:
-                self._fail(row, explained_step(error, cfg.env_id))
+                self._fail(row, explained_step(error, cfg.env_id, found))
                 any_ended = True
                 continue
             self._write(row, obs, "step")
@@ -224,14 +229,24 @@ def logged(info: Mapping[str, Any], keys: Sequence[str]) -> list[float]:
     return numbers
 
 
-def explained_step(error: Exception, env_id: str) -> Exception:
-    """An error of a step: the environment's own, or one that says what it must return where that could not be stored."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    if isinstance(error, GroupwiseError) or frame.f_globals.get("__name__") != __name__:
+def check_outcome(reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
+    """Raise a ``TypeError`` for what is no number, although NumPy would make it one."""
+    for name, value in {"reward": reward, "terminated": terminated, "truncated": truncated}.items():
+        if not isinstance(value, SupportsFloat) or np.asarray(value).dtype.kind not in "biufO":
+            raise TypeError(f"{name} is {value!r:.80}")
+    if not isinstance(info, Mapping):
+        raise TypeError(f"info is {info!r:.80}")
+
+
+def explained_step(error: Exception, env_id: str, found: object) -> Exception:
+    """An error of a step: the environment's own, or one that says what it must return where ``found`` could not be stored."""
+    if isinstance(error, GroupwiseError) or not arose_outside(error):
         return error
+    kinds = ", ".join(type(part).__name__ for part in found) if isinstance(found, tuple) else type(found).__name__
     explained = DataError(
-        f"step() of {env_id} returned something else than (observation, reward, terminated, truncated, info) with a number "
-        f"as reward and truth values as ends ({error}); fix: return obs, float(reward), terminated, truncated, info"
+        f"step() of {env_id} returned {'something else' if found is None else f'({kinds})'}: {error}; expected (observation, "
+        "reward, terminated, truncated, info) with a number as reward and truth values as ends; fix: return obs, "
+        "float(reward), terminated, truncated, info"
     )
     explained.__cause__ = error
     return explained

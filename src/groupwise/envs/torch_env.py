@@ -151,7 +151,7 @@ class TorchGroupEnv(GroupEnv):
             raise EnvError(
                 f"transition of {self.env_id} returned rewards {list(reward.shape)} and terminations "
                 f"{list(terminated.shape)} of {terminated.dtype}, expected [{self.num_envs}] and [{self.num_envs}] of "
-                "torch.bool; fix: one number a row"
+                "torch.bool; fix: one number and one truth value a row"
             )
         if success is not None and (success.shape != shape or success.dtype != torch.bool):
             raise EnvError(

@@ -140,7 +140,8 @@ class TextComponents(Components):
         prompts = [prompt.example.prompt for prompt in self.collector.prompts]
         if begun := sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts):
             lines.append(
-                f"{begun:,} prompts end with an assistant's message, which the completion continues (a prefill)."
+                f"{begun:,} prompts end with an assistant's message, which the completion continues (a prefill). "
+                "If it is the answer, leave it out of the prompt."
             )
         return lines
 

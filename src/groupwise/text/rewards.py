@@ -396,10 +396,10 @@ class RewardSet:
         }
         results: dict[RewardFunction, Any] = {}
         for function in sorted(self.functions, key=lambda function: not function.is_async):
-            with _blaming(function.name):
+            with _blaming(function.name, completions):
                 result = function(keywords, lambda name, value: self._metrics[name].append(float(value)))
                 results[function] = self._begin(result) if inspect.iscoroutine(result) else result
-        scores = [self._finish(function.name, results[function], len(prompts)) for function in self.functions]
+        scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         rewards: list[float | None] = []
         for member in zip(*scores, strict=True):
             pairs = zip(self.weights, member, strict=True)
@@ -416,9 +416,10 @@ class RewardSet:
             threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _finish(self, name: str, result: Any, count: int) -> list[Score]:
+    def _finish(self, name: str, result: Any, completions: Sequence[Completion]) -> list[Score]:
         """The scores of a function. Failed ones are logged; those that are not finite are handled as ``on_nonfinite`` says."""
-        with _blaming(name):
+        count = len(completions)
+        with _blaming(name, completions):
             result = result.result() if isinstance(result, Future) else result
         scores = numbers(name, result, count)
         if failures := [score for score in scores if isinstance(score, RewardError)]:
@@ -456,10 +457,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 @contextmanager
-def _blaming(name: str) -> Iterator[None]:
+def _blaming(name: str, completions: Sequence[Completion]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RewardError(
-            f"reward {name!r} raised {type(error).__name__}: {error}; fix: the function (it may return None for what it cannot score)"
-        ) from error
+        fix = "the function (it may return None for what it cannot score)"
+        if isinstance(error, AttributeError | TypeError) and not isinstance(completions[0], str):
+            fix = "read completion[0]['content'], as after prompts of messages a completion is a list of messages"
+        raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}; fix: {fix}") from error

@@ -54,7 +54,11 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
     if isinstance(source, str | Path):
         path = Path(source)
         if path.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet"):
-            raise DataError(f"data = {str(path)!r}: expected .jsonl, .json, .csv or .parquet; fix: convert it")
+            hub = f", of the Hub: datasets.load_dataset({str(path)!r}, split='train').to_json('train.jsonl')"
+            raise DataError(
+                f"data = {str(path)!r}: expected a file that ends in .jsonl, .json, .csv or .parquet; fix: convert it"
+                f"{'' if path.suffix or path.exists() else hub}"
+            )
         if not path.is_file():
             raise DataError(f"{str(path)!r}: there is no such file of prompts; fix: its path, seen from {Path.cwd()}")
         try:

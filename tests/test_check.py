@@ -258,6 +258,31 @@ def test_without_success_the_report_says_how(monkeypatch):
     assert "in 0.01 s, in which no episode ended" in check_env(endless).success.reason
 
 
+class Shown(Sound):
+    """Shows numbers of two boxes: below its bound by a third, and above by what rounding can do."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {"far": gymnasium.spaces.Box(-3, np.inf, (2,)), "near": gymnasium.spaces.Box(0, 1, (1,), np.float64)}
+    )
+
+    def look(self):
+        return {"far": np.array([0, -4 if self.count == 5 else 3], np.float32), "near": np.array([1 + 1e-6])}
+
+
+def test_observations_outside_their_space_are_a_note():
+    report = check_env(Shown)
+    assert report.training.value is not None
+    assert report.bounds == Finding(
+        None,
+        "obs.far[1] was -4, and its space ends at -3; a larger Box would be right, but training works all the same",
+        "declare a larger Box",
+    )
+    assert "observations in bounds    no: obs.far[1] was -4" in str(report)
+    assert (
+        check_env(Sound).bounds == check_env("CartPole-v1").bounds == check_env(TorchCartPole).bounds == Finding(True)
+    )
+
+
 class Rounds(Sound):
     """Says that it shows bytes, and shows numbers between 0 and 1."""
 

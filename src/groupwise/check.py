@@ -1,11 +1,12 @@
 """Try out what an environment supports in training: spaces, start modes, success."""
 
 import logging
+import math
 import multiprocessing.spawn
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from groupwise.config import resolve
 from groupwise.config.base import GIVEN
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import EnvCfg, StartMode
-from groupwise.data.spaces import allowed_action, flat_action, obs_spec, space_kind, subspaces
+from groupwise.data.spaces import allowed_action, flat_action, leaf_spaces, obs_spec, space_kind, subspaces
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import kept_space
 from groupwise.envs.make import make_env, make_one, makes_rows, step_limit
@@ -29,6 +30,9 @@ from groupwise.policies.heads import make_head
 
 NUM_ENVS = 8
 _EPISODE_S = 3.0
+_MIN_STEPS = 200
+_ROUNDING = 1e-4
+"""Share of a bound, or of 1, by which computed observations may leave their space."""
 
 T = TypeVar("T")
 Maker: TypeAlias = Callable[..., Any] | None
@@ -68,7 +72,8 @@ class EnvReport:
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
-    others as in a new environment. ``training``: GRPO's defaults; its value is None where GRPO refuses the environment.
+    others as in a new environment. ``bounds``: whether observations stay in their space. ``training``: GRPO's defaults;
+    its value is None where GRPO refuses the environment.
     """
 
     env_id: str
@@ -79,6 +84,7 @@ class EnvReport:
     start_varies: Finding[bool]
     noise_varies: Finding[bool]
     forgets: Finding[bool]
+    bounds: Finding[bool]
     training: Finding[Training]
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +101,7 @@ class EnvReport:
             "start depends on the seed": self.start_varies,
             "steps are random": self.noise_varies,
             "episodes are independent": self.forgets,
+            "observations in bounds": self.bounds,
             "training uses": self.training,
         }
         first: dict[str, str] = {}
@@ -167,11 +174,14 @@ def check_env(env: object) -> EnvReport:
         training = Finding(None, missing[0].reason, missing[0].fix)
     no_limit = "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps"
     limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
-    success = _tried(partial(_success, opened))
+    played = _tried(partial(_played, opened))
+    success = bounds = Finding[Any](None, played.reason, played.fix)
+    if played.value is not None:
+        success, bounds = played.value
     forgets = refused if rows else _tried(lambda: _forgets(plain, make))
     if rows and checked.value is not None:
         forgets = Finding(True)  # the check of shared starts compares episodes after others, too
-    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, training)
+    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, bounds, training)
 
 
 def _forgets(cfg: EnvCfg, make: Maker) -> bool:
@@ -181,23 +191,46 @@ def _forgets(cfg: EnvCfg, make: Maker) -> bool:
     return True
 
 
-def _success(opened: Callable[[], VectorEnv]) -> str:
-    """Play random actions until an episode ends; whether it reports success."""
+def _played(opened: Callable[[], VectorEnv]) -> tuple[Finding[str], Finding[bool]]:
+    """Play random actions until an episode ended; whether it reports success, and whether observations stay in their space."""
+    success, steps, furthest, bounds = "", 0, (_ROUNDING, ""), Finding(True)
     with closing(opened()) as env:
-        space, obs, over, begun = env.action_space, env.reset(seed=0), False, time.perf_counter()
+        space, obs, over, ended, begun = env.action_space, env.reset(seed=0), False, False, time.perf_counter()
         space.seed(0)
-        while not over and time.perf_counter() - begun < _EPISODE_S:
+        while (not ended or steps < _MIN_STEPS) and time.perf_counter() - begun < _EPISODE_S:
+            furthest = max([furthest, *_distances(env.observation_space, obs)])
+            if over:
+                obs, over = env.reset(seed=steps), False
+                continue
             action = np.stack([flat_action(space, space.sample()) for _ in range(env.num_envs)])
             step = env.step(allowed_action(torch.from_numpy(action), obs, space))
-            obs, over = step.obs, bool((step.terminated | step.truncated).any())
-            if over and "success" in step.info:
+            obs, over, steps = step.obs, bool((step.terminated | step.truncated).any()), steps + 1
+            if over and not ended and "success" in step.info:
                 has_names = bool(np.any(step.info.get("task", "") != ""))
-                return f"reported at the end of episodes{', with the names of tasks' if has_names else ''}"
-    where = "at the end of an episode" if over else f"in {_EPISODE_S:g} s, in which no episode ended"
-    raise EnvError(
+                success = f"reported at the end of episodes{', with the names of tasks' if has_names else ''}"
+            ended |= over
+    if furthest[1]:
+        reason = f"{furthest[1]}; a larger Box would be right, but training works all the same"
+        bounds = Finding(None, reason, "declare a larger Box")
+    if success:
+        return Finding(success), bounds
+    where = "at the end of an episode" if ended else f"in {_EPISODE_S:g} s, in which no episode ended"
+    reason = (
         f"no flag {where}: success metrics will be missing; report info['success'] at the last step of each episode "
-        "(of a TorchGroupEnv: write its method success)"
     )
+    return Finding(None, f"{reason}(of a TorchGroupEnv: write its method success)"), bounds
+
+
+def _distances(space: Any, obs: Any) -> Iterator[tuple[float, str]]:
+    """The number of each Box of floats that is furthest outside: by what share of the bound, or of 1, and both numbers."""
+    for path, leaf in leaf_spaces(space).items():
+        if space_kind(leaf) == "box" and leaf.dtype.kind == "f" and math.prod(leaf.shape):
+            numbers = (obs[path] if path else obs).double().cpu().numpy()
+            bound = np.where(numbers < leaf.low, leaf.low, leaf.high)
+            beyond = np.maximum(leaf.low - numbers, numbers - leaf.high) / np.maximum(1, abs(bound))
+            place = np.unravel_index(np.nan_to_num(beyond).argmax(), beyond.shape)
+            name = f"{'.'.join(('obs', *path))}{[int(number) for number in place[1:]]}"
+            yield float(beyond[place]), f"{name} was {numbers[place]:.6g}, and its space ends at {bound[place]:.6g}"
 
 
 def _tried(probe: Callable[[], T]) -> Finding[T]:

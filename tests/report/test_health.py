@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.report.health import RULES, examine, examine_groups
+from groupwise.report.health import RULES, Goal, Metrics, examine, examine_groups
 
 HEALTHY = {
     "rollout/zero_variance_groups": 0.1, "rollout/reward_std": 0.4, "rollout/return_mean": 20.0,
@@ -110,6 +110,60 @@ ONE_STEP = {"train/optimizer_steps": lambda share: 1.0, "train/approx_kl": lambd
 )
 def test_a_verdict_looks_at_several_metrics(changes, title, verdict):
     assert verdicts(examine(entries(21, **changes)))[title] == verdict
+
+
+def played(*means, std=0.0, length=200.0, **more):
+    """Entries with evaluations of 25 episodes: of a deviation of 10, the interval is 4.13 to each side."""
+    numbers = {"eval/return_std": std, "eval/episodes": 25.0, "eval/length_mean": length} | more
+    return [{"rollout/return_mean": 20.0}, *({"eval/return_mean": mean, **numbers} for mean in means)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "goal", "is_solved"),
+    [
+        (played(479.2, std=10.0), Goal(475.0), True),  # from 475.07
+        (played(479.1, std=10.0), Goal(475.0), False),  # from 474.97
+        (played(500.0, **{"eval/episodes": 1.0}), Goal(475.0), False),  # no interval
+        (played(-90.0), Goal(-110.0), True),
+        (played(200.0), Goal(None, 200), True),
+        (played(200.0), Goal(None, None), False),  # endless: longer episodes would have a higher return
+        (played(200.0, length=199.0), Goal(None, 200), False),
+        (played(200.0, std=1.0), Goal(None, 200), False),
+        (played(200.0), Goal(475.0, 200), False),
+        (played(250.0, 200.0), Goal(None, 200), False),  # it was better before
+        (played(20.0), Goal(None, 200), False),  # it never changed
+        ([{"rollout/return_mean": -210.0}, *played(-200.0)[1:]], Goal(None, 200), False),  # alive, but all steps cost
+        (played(50.0, std=9.0, **{"eval/success_rate": 1.0}), Goal(), True),
+        (played(50.0, std=9.0, **{"eval/pass_at_1": 0.99}), Goal(), False),
+        ([], Goal(475.0), False),
+    ],
+)
+def test_a_task_is_solved_at_its_threshold_or_where_nothing_is_left_to_gain(entries, goal, is_solved):
+    assert Metrics(entries, goal).solved == is_solved
+
+
+def test_nothing_is_wrong_with_what_a_solved_task_leaves_to_compare():
+    same = {"rollout/return_mean": lambda share: 500.0, "rollout/zero_variance_groups": lambda share: 1.0}
+    idle = {"rollout/reward_std": lambda share: 0.0, "train/grad_norm": lambda share: 0.0}
+    top = same | idle | {"eval/return_mean": lambda share: 500.0, "train/explained_variance": lambda share: 0.0}
+    assert verdicts(examine(entries(**top)))["Groups without signal"] == "bad"
+    found = examine(entries(**top), goal=Goal(475.0))
+    assert set(verdicts(found).values()) == {"good"}
+    [groups] = [finding for finding in found if finding.title == "Groups without signal"]
+    assert groups.text == "Members of 100 % of the groups did equally well. The task is solved."
+    broken = examine(entries(**top | {"train/skipped_steps": lambda share: 1.0}), goal=Goal(475.0))
+    assert verdicts(broken)["Gradient norm"] == "bad"
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(92.0, "good"), (91.0, "look")])
+def test_a_policy_got_worse_where_both_intervals_say_so(last, verdict):
+    """Deviations of 10 in 25 episodes: the best one begins at 95.87, the last ends at 96.13 or 95.13."""
+    noise = {"eval/return_std": lambda share: 10.0, "eval/episodes": lambda share: 25.0}
+    fell = {
+        "rollout/return_mean": lambda share: 90.0 + 5 * share,
+        "eval/return_mean": lambda s: last if s == 1 else 100.0,
+    }
+    assert verdicts(examine(entries(**noise, **fell)))["Last against best"] == verdict
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from groupwise.report import folder as groups
 from groupwise.report import page as explorer
 from groupwise.report.curve import small
 from groupwise.report.folder import RunFolder
+from groupwise.report.health import Goal
 from groupwise.report.page import answer, settings_of, write_page
 from groupwise.report.video import film
 from groupwise.training import build as env_evaluator
@@ -273,6 +274,13 @@ def evaluated(*scores, std=10.0, episodes=25.0, training=()):
         (evaluated(20, 100, training=(22.0, 90.0)), "Yes", "rose from 20 to 100"),
         (evaluated(20, 100, episodes=1.0), "Unknown", "20 to 100, of one of the episodes, without an interval"),
         (evaluated(20, 24), "Not visibly", "no more than noise"),
+        (evaluated(20, 28.2), "Not visibly", "no more than noise"),  # 24.13 against 24.07
+        (evaluated(20, 28.3), "Yes", "rose from 20 to 28.3"),
+        (evaluated(28.2, 20), "Not visibly", "no more than noise"),
+        (evaluated(28.3, 20), "No", "fell from 28.3"),
+        (evaluated(20, 100, 92), "Yes", "rose from 20 to 92"),
+        (evaluated(90, 98.3, 90.1), "Not visibly", "was 90 first and 90.1 (95 % interval 85.97"),  # 94.17 against 94.23
+        (evaluated(90, 98.3, 90), "No longer", "rose from 90 to 98.3"),
         (evaluated(500, 500, std=0.0, training=(22.0, 480.0)), "Yes", "from 22 in the first iteration"),
         (evaluated(500, 500, std=0.0, training=(500.0, 480.0)), "Not visibly", ""),
     ],
@@ -281,6 +289,35 @@ def test_the_answer_follows_from_evaluations_and_their_noise(entries, word, text
     found = answer(entries, "return", "episodes")
     assert found.word == word
     assert text in found.text
+
+
+def test_a_task_that_is_solved_or_not_yet_is_named_so(runs, tmp_path):
+    """The interval of 25 episodes with a deviation of 10 is 4.13 to each side."""
+    cartpole, pendulum = Goal.of({"env": {"id": "CartPole-v1"}}), Goal.of({"env": {"id": "Pendulum-v1"}})
+    assert (cartpole, pendulum) == (Goal(475.0, 500), Goal(None, 200))
+    assert Goal.of({"env": {"id": "groupwise_no_module:Any-v0"}}) == Goal()  # not imported
+    assert Goal.of({"env": {"id": "CartPole-v1", "max_episode_steps": 50}}).limit == 50
+    entries = evaluated(20, 480, training=(22.0, 470.0))
+    solved = answer(entries, "return", "episodes", cartpole)
+    assert solved.word == "Solved"
+    assert solved.text.startswith("The return was 22 in the first iteration and is 480 (95 % interval 475.9 to 484.1,")
+    assert "at least 475 (reward_threshold in Gymnasium)" in solved.text
+    early = answer(evaluated(20, 479), "return", "episodes", cartpole)  # 474.87
+    assert early.word == "Yes, but not solved"
+    assert "rose from 20 to 479" in early.text
+    assert early.text.endswith("at least 475 (reward_threshold in Gymnasium).")
+    copied = [
+        entry | {"eval/pass_at_1": share} for entry, share in zip(evaluated(0.1, 0.5, std=0.1), (0, 0.18), strict=True)
+    ]
+    half = answer(copied, "reward", "prompts")
+    assert half.word == "Yes, but not solved"
+    assert half.text.endswith("18 % of the evaluated completions are right.")
+    run = shutil.copytree(runs / "grpo", tmp_path / "run")
+    assert 'class="good">Solved' not in page_of(run)[0]
+    rewrite_metrics(
+        run, lambda entry: entry | {"eval/return_mean": 500.0, "eval/return_std": 0.0, "eval/episodes": 3.0}
+    )
+    assert '<strong class="good">Solved.</strong>' in page_of(run)[0]
 
 
 def test_a_line_has_its_lowest_and_its_highest_value():

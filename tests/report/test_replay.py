@@ -6,13 +6,15 @@ from io import BytesIO
 
 import gymnasium
 import numpy as np
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
 import groupwise as gw
 from groupwise.errors import RunFolderError
 from groupwise.report import video as replay
-from groupwise.report.folder import kept_iterations, read_frames, read_groups
+from groupwise.report.folder import kept_iterations, read_frames, read_groups, schema
+from groupwise.report.page import load_groups
 from groupwise.report.video import film_group
 from groupwise.training import build as env_evaluator
 
@@ -108,6 +110,18 @@ def test_frames_show_where_the_members_were(dots):
         for column, step in enumerate(steps[:-1]):
             tile = picture[row * 17 : row * 17 + 17, column * 134 : column * 134 + 134]
             assert tile.sum(axis=0).argmax() == pytest.approx((200 + 15 * where[int(member), step]) / 3, abs=2)
+
+
+@pytest.mark.parametrize(("last", "expected"), [(0.5, 1), (1.0, 2), (2.0, 2)])
+def test_the_group_that_differs_most_in_all_of_training_is_drawn(dots, tmp_path, last, expected):
+    columns = read_groups(kept_iterations(dots.path / "groups")[1])
+    later = {"iteration": [2] * len(columns["step"]), "reward": [last * reward for reward in columns["reward"]]}
+    for number, values in enumerate((columns, columns | later), start=1):
+        pyarrow.parquet.write_table(pyarrow.table(values, schema=schema()), tmp_path / f"{number:06}.parquet")
+    film_group(dots.policy, gw.EnvCfg(id="given"), Dot, tmp_path, tmp_path / "frames.json")
+    frames = read_frames(tmp_path / "frames.json")
+    assert frames.iteration == load_groups(tmp_path)[0]["iteration"] == expected  # the first one of the page
+    assert frames.picture
 
 
 @pytest.mark.parametrize(

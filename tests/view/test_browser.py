@@ -80,7 +80,7 @@ def test_the_explorer_is_used_by_keyboard_and_by_links(run, open_page):
         page.keyboard.press(key)
     address = page.evaluate("location.hash")
     assert "member=1&step=2" in address
-    assert page.locator(".member").nth(1).get_attribute("class") == "member chosen"
+    assert page.locator(".member").nth(1).get_attribute("class") == "member pictured chosen"
     again = open_page((run / "report.html").as_uri() + address)
     assert again.locator(".member.chosen").inner_text() == page.locator(".member.chosen").inner_text()
     page.keyboard.press("PageDown")
@@ -112,8 +112,12 @@ def test_a_notebook_shows_the_page_in_a_frame(run, open_page, tmp_path):
     assert frame.locator("h1").count() == 1
 
 
-def test_frames_follow_the_step(run, open_page):
+def test_it_opens_on_the_group_with_the_largest_spread_whose_frames_follow_the_step(run, open_page):
     page = open_page((run / "report.html").as_uri())
+    assert page.locator(".list button").first.get_attribute("aria-current") == "true"
+    assert "with frames" in page.locator(".list button").first.inner_text()
+    spreads = [float(text.split("spread ")[1].split(",")[0]) for text in page.locator(".list button").all_inner_texts()]
+    assert spreads[0] == max(spreads) > 0
     frame = page.locator(".frame").first
     before = frame.get_attribute("aria-label"), frame.evaluate("node => node.style.backgroundPosition")
     page.locator("#explorer").focus()

@@ -18,7 +18,7 @@ from groupwise.cli.options import Parser
 from groupwise.errors import EnvError, GroupwiseError, RunFolderError, installing, require_extra
 from groupwise.report.folder import RunFolder
 from groupwise.report.health import WORDS, Finding, diagnose
-from groupwise.report.page import answer, words_of, write_page
+from groupwise.report.page import answer, answer_of, write_page
 from groupwise.report.video import draw_one_frame
 from groupwise.system import num_cpus, show
 
@@ -88,13 +88,11 @@ def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
     trouble, findings = False, check_installation()
     if options.run is not None:
         folder = RunFolder.open(options.run)
-        metrics = folder.read_metrics()
-        _, score, sample = words_of(folder.read_config())
-        learned = answer(metrics, score, sample)
+        learned = answer_of(folder)
         show(f"Did it learn? {learned.word}. {learned.text}")
         sick = [finding for finding in diagnose(folder) if finding.verdict != "good"]
         if not sick:
-            show("Nothing looks wrong." if metrics else "There is nothing to look at yet.")
+            show("Nothing looks wrong." if folder.read_metrics() else "There is nothing to look at yet.")
         findings = iter(sick)
     for finding in findings:  # printed as they come
         show(f"{WORDS[finding.verdict]:<8} {finding.title}: {finding.text}")
@@ -213,7 +211,7 @@ def training(seconds: float) -> Finding:
     learned = answer(metrics, "return", "episodes")
     speed = metrics[-1]["env_steps"] / metrics[-1]["time/total_seconds"]
     text = f"{speed:,.0f} steps per second on CartPole-v1. {learned.text}"
-    if learned.word == "Yes":
+    if learned.word.startswith(("Solved", "Yes")):
         return Finding(title, (), "good", text)
     advice = f"{len(metrics)} iterations may be too few: groupwise train CartPole-v1."
     return Finding(title, (), "look", text, advice)

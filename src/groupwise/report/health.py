@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from groupwise import plugins
-from groupwise.report.folder import RunFolder, kept_iterations, mean_ci95, read_groups
+from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_groups
 
 Verdict = Literal["good", "look", "bad"]
 WORDS: dict[Verdict, str] = {"good": "good", "look": "look", "bad": "trouble"}  # as people read them
-RETURN, KL, STEPS = "rollout/return_mean", "train/approx_kl", "train/optimizer_steps"
+RETURN, SCORE, KL, STEPS = "rollout/return_mean", "eval/return_mean", "train/approx_kl", "train/optimizer_steps"
 FAR = 0.2  # nats of an update that ruins a policy
 WILD = 100.0  # size of observations that is too large for a network without a normaliser
 CLONING = "bc"  # plays no episodes
@@ -30,6 +30,53 @@ class Finding(NamedTuple):
     text: str
     advice: str = ""
     """Steps to take; empty where all is well."""
+
+
+class Goal(NamedTuple):
+    """What is known of a task's end."""
+
+    threshold: float | None = None
+    """``reward_threshold`` of its Gymnasium spec."""
+    limit: int | None = None
+    """Steps of an episode."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Goal":
+        """The goal of a run with these settings. Gymnasium is only asked for what it knows: an id may name a stranger's module."""
+        import gymnasium
+
+        env = config.get("env", {})
+        spec = gymnasium.registry.get(str(env.get("id")))
+        limit = env.get("max_episode_steps") or (spec.max_episode_steps if spec else None)
+        return cls(spec.reward_threshold if spec else None, limit)
+
+    def reached(self, metrics: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
+        """Whether the last evaluation solves the task, and the rule that says so; without a rule, the text is empty."""
+        returns = [entry[key] for key in (RETURN, SCORE) for entry in metrics if key in entry]
+        last: Mapping[str, Any] = next((entry for entry in reversed(metrics) if SCORE in entry), {})
+        interval = interval_of(last) if last else None
+        if interval is None:
+            return False, ""
+        if self.threshold is not None:
+            least = f"{self.threshold:g} (reward_threshold in Gymnasium)"
+            return interval[0] >= self.threshold, f"The task is solved when the whole interval is at least {least}."
+        for key, words in (("eval/success_rate", "episodes succeed"), ("eval/pass_at_1", "completions are right")):
+            if key in last:
+                return last[key] == 1, f"{100 * last[key]:.4g} % of the evaluated {words}."
+        top, margin = max(returns), 1e-6 * abs(last[SCORE])
+        is_perfect = last["eval/return_std"] <= margin and last[SCORE] >= top - margin and min(returns) < top - margin
+        if is_perfect and last[SCORE] > 0 and last.get("eval/length_mean", -1) == self.limit:
+            return True, f"Every episode ran to its limit of {self.limit:,} steps, with the highest return of the run."
+        return False, ""
+
+
+UNKNOWN = Goal()
+
+
+def is_below(evaluation: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the 95 % interval of an evaluation ends below where that of the other one begins."""
+    low, high = interval_of(evaluation), interval_of(other)
+    return low is not None and high is not None and low[1] < high[0]
 
 
 class Series:
@@ -48,7 +95,12 @@ class Metrics:
     An update without an optimiser step has no KL and no entropy: it logs zeros, which are left out.
     """
 
-    def __init__(self, entries: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, entries: Sequence[Mapping[str, Any]], goal: Goal = UNKNOWN) -> None:
+        self.evaluations = [entry for entry in entries if SCORE in entry]
+        self.interval = (interval_of(self.evaluations[-1]) if self.evaluations else None) or (math.nan, math.nan)
+        """95 % interval of the last evaluation."""
+        self.solved = goal.reached(entries)[0]
+        """Whether the last evaluation solves the task."""
         self.entries = [
             {k: v for k, v in entry.items() if entry.get(STEPS) != 0 or k[:6] != "train/" or k == "train/grad_norm"}
             for entry in entries
@@ -123,18 +175,18 @@ def _decided(m: Metrics, v: Series) -> bool:
 
 def _undecided(m: Metrics, v: Series) -> bool:
     """Whether the policy acts as at first, and the greedy one does better by more than training ever gained, if it rose."""
-    hides_skill = m["eval/return_mean"].last - m[RETURN].late > m.span
+    hides_skill = m.interval[0] - m[RETURN].late > m.span
     return len(m.entries) >= 10 and v.late > 0.99 * v.first > 0 and (not m.on_top or hides_skill)
 
 
 def _got_worse(m: Metrics, v: Series) -> bool:
-    """Whether the last evaluation is below the best one by more than noise, in a run that learned."""
-    interval, seen = (
-        mean_ci95(v.last, m["eval/return_std"].last, int(m["eval/episodes"].last)),
-        v.values + m[RETURN].values,
-    )
-    fell = interval is not None and v.max > interval[1] and v.max - v.last > 0.3 * (max(seen) - min(seen))
+    """Whether the last evaluation is below the best one, as the intervals of both say, in a run that learned."""
+    best, seen = max(m.evaluations, key=lambda entry: float(entry[SCORE])), v.values + m[RETURN].values
+    fell = is_below(m.evaluations[-1], best) and v.max - v.last > 0.3 * (max(seen) - min(seen))
     return fell and any(m["train/grad_norm"].values or [1])
+
+
+SOLVED: tuple[Condition, str] = (lambda m, v: m.solved, "The task is solved.")
 
 
 # fmt: off
@@ -142,7 +194,7 @@ RULES = (  # causes go before their consequences
     Rule("Return", (RETURN,), "Between {v.min:.4g} and {v.max:.4g} in training.", bad=True, sick=(
         (lambda m, v: m.is_constant, "It never changes. If a goal was never reached, reward progress towards it, or start nearer "
          "to it. If the return cannot be higher, the task is solved. Else the reward does not depend on the policy."),
-    )),
+    ), excuses=(SOLVED,)),
     Rule("Ends of episodes", ("rollout/episodes",), "{v.sum:,.0f} episodes ended in training.", bad=lambda m, v: v.sum == 0, sick=(
         (lambda m, v: v.sum == 0 or m["eval/cut_episodes"].last > m["eval/episodes"].last / 2,
          "Episodes do not end, or evaluations cut them: set env.max_episode_steps, or end episodes in step()."),
@@ -159,10 +211,10 @@ RULES = (  # causes go before their consequences
          "Some attempts succeed, so groups may be too small for these starts: a larger group_size."),
         (lambda m, v: m.improved, "The return rose. If the task is not solved: harder starts, or a larger group_size."),
         (lambda m, v: True, "A denser reward, a larger group_size, easier or harder starts; collection.dynamic_sampling."),
-    ), excuses=((lambda m, v: v.late <= 0.5, ""), (lambda m, v: m.on_top, "The task may be solved: the return rose."))),
+    ), excuses=(SOLVED, (lambda m, v: v.late <= 0.5, ""), (lambda m, v: m.on_top, "The task may be solved: the return rose."))),
     Rule("Spread of rewards", ("rollout/reward_std",), "Standard deviation within a group: {v.late:.3g}.", bad=True, sick=(
         (lambda m, v: v.late <= 1e-6, "Nothing to compare: another reward, or a higher sampling.temperature."),
-    )),
+    ), excuses=(SOLVED,)),
     Rule("Clipped steps", ("train/clip_fraction_low", "train/clip_fraction_high", "train/clip_fraction"),
          "{v.late:.1%} below the clip range, {m[train/clip_fraction_high].late:.1%} above it.", draws=2, sick=(
         (lambda m, v: m["train/clip_fraction"].late > 0.4, "Lower learning_rate, or fewer num_epochs."),
@@ -170,15 +222,15 @@ RULES = (  # causes go before their consequences
     Rule("Entropy", ("train/entropy",), "From {v.first:.3g} at first to {v.late:.3g} nats per step.", bad=_decided, sick=(
         (_decided, "It decided too early: lower learning_rate, ent_coef such as 0.01, or adaptive_entropy."),
         (_undecided, "The policy acts as randomly as at first. A lower ent_coef; where it is 0, a higher learning_rate."),
-    ), excuses=((lambda m, v: _decided(m, v) and m.improved, "The policy has decided, and the return rose."),)),
+    ), excuses=(SOLVED, (lambda m, v: _decided(m, v) and m.improved, "The policy has decided, and the return rose."),)),
     Rule("Gradient norm", ("train/grad_norm",), "{v.late:.3g} before clipping.", bad=True, sick=(
         (lambda m, v: "train/skipped_steps" in m, "Numbers were not finite: lower learning_rate, or look at the rewards."),
         (lambda m, v: v.values.count(0) > len(v.values) / 2, "Most updates change nothing: see the groups without signal."),
-    )),
+    ), excuses=((lambda m, v: m.solved and "train/skipped_steps" not in m, "The task is solved."),)),
     Rule("Critic", ("train/explained_variance",), "The critic explains {v.late:.0%} of the variance of the returns.", sick=(
         (lambda m, v: v.late < 0.3 and m.kl > FAR, "This follows from: KL of an update."),
         (lambda m, v: v.late < 0.3, "It helps little: policy.normalize_obs, policy.normalize_reward, a higher learning_rate."),
-    ), excuses=((lambda m, v: m.improved, ""),)),
+    ), excuses=(SOLVED, (lambda m, v: m.improved, ""))),
     Rule("Sampler against trainer", ("rollout/sampler_kl",), "KL {v.late:.2g} nats per step.", bad=lambda m, v: v.late > 0.1, sick=(
         (lambda m, v: v.late > 0.01,
          "Another precision, or objective.importance_sampling_correction; in control, a policy's act and evaluate."),
@@ -194,11 +246,11 @@ RULES = (  # causes go before their consequences
     Rule("Success", ("rollout/success_rate",), "{v.late:.0%} of the episodes of training.", bad=True, sick=(
         (lambda m, v: v.late <= 0, "No episode succeeds: easier starts, a denser reward, or demonstrations."),
     )),
-    Rule("Evaluation against training", (RETURN, "eval/return_mean"),
+    Rule("Evaluation against training", (RETURN, SCORE),
          "Sampled in training {v.late:.4g}, last evaluation {m[eval/return_mean].last:.4g}.", draws=2, sick=(
-        (lambda m, v: v.late - m["eval/return_mean"].last > 0.3 * m.span, "It may need chance: evaluation.deterministic=false."),
+        (lambda m, v: v.late - m.interval[1] > 0.3 * m.span, "It may need chance: evaluation.deterministic=false."),
     )),
-    Rule("Last against best", ("eval/return_mean", "eval/return_std", "eval/episodes"), "Last {v.last:.4g}, best {v.max:.4g}.", sick=(
+    Rule("Last against best", (SCORE, "eval/return_std", "eval/episodes"), "Last {v.last:.4g}, best {v.max:.4g}.", sick=(
         (_got_worse, "The policy got worse; the best one is in checkpoints/best. A lower learning_rate, or target_kl."),
     )),
     Rule("Speed", ("time/steps_per_second", "time/collect_seconds", "time/update_seconds"),
@@ -207,9 +259,11 @@ RULES = (  # causes go before their consequences
 # fmt: on
 
 
-def examine(entries: Sequence[Mapping[str, Any]], others: Sequence[Finding] = ()) -> list[Finding]:
+def examine(
+    entries: Sequence[Mapping[str, Any]], others: Sequence[Finding] = (), goal: Goal = UNKNOWN
+) -> list[Finding]:
     """Other findings, and those of all rules whose metrics the run logged, the worst first."""
-    m = Metrics(entries)
+    m = Metrics(entries, goal)
     found = [*others, *(rule.find(m) for rule in RULES if all(key in m for key in rule.needs))]
     return sorted(found, key=lambda finding: ("bad", "look", "good").index(finding.verdict))
 
@@ -231,7 +285,7 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     if config["algorithm"]["name"] == CLONING:
         own = ("rollout/", "time/advantage")
         metrics = [{key: value for key, value in entry.items() if not key.startswith(own)} for entry in metrics]
-    return examine(metrics, others)
+    return examine(metrics, others, Goal.of(config))
 
 
 def examine_groups(

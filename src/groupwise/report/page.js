@@ -71,8 +71,9 @@
     const inside = ({ return: value }) => (state.low === "" || value >= Number(state.low)) && (state.high === "" || value <= Number(state.high));
     shown = all.filter((group) => (state.iteration === "all" || String(group.iteration) === state.iteration)
       && group.members.some(inside) && (state.zero === "all" || (state.zero === "zero") === (group.spread === 0)));
+    const isPictured = (group) => name(group) === pictured?.group;
     const best = (group) => Math.max(...group.members.map((member) => member.return));
-    const orders = { spread: (a, b) => b.spread - a.spread, return: (a, b) => best(b) - best(a), iteration: (a, b) => a.iteration - b.iteration };
+    const orders = { spread: (a, b) => b.spread - a.spread || isPictured(b) - isPictured(a), return: (a, b) => best(b) - best(a), iteration: (a, b) => a.iteration - b.iteration };
     shown.sort(orders[state.order]);
     state.group = Math.max(0, shown.indexOf(current));
     if (shown[state.group] !== current) state.member = state.cell = 0;
@@ -246,6 +247,6 @@
     offerIterations();
     filter(all.find((group) => current && name(group) === name(current)));
   });
-  filter(all.find((group) => name(group) === pictured?.group));
+  filter();
   follow();
 })();

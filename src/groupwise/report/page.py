@@ -8,7 +8,7 @@ from contextlib import suppress
 from html import escape
 from importlib.resources import files as resources
 from itertools import groupby
-from math import hypot, inf
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,7 +23,7 @@ from groupwise.config.run import BUDGETS, TextRunCfg
 from groupwise.errors import ConfigError
 from groupwise.report.curve import curve_svg, small
 from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_frames, read_groups, scores_of
-from groupwise.report.health import CLONING, WORDS, Metrics, diagnose
+from groupwise.report.health import CLONING, UNKNOWN, WORDS, Goal, Metrics, diagnose, is_below
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -39,23 +39,31 @@ Number: TypeAlias = float | int | None
 
 
 def load_groups(folder: Path) -> list[dict[str, Any]]:
-    """The groups that fit, by iteration and then by spread of returns; those of the last and the first iteration go first."""
+    """The groups that fit, by spread of returns. The first one goes first, then those of the last and the first iteration."""
     waiting = []
     for path in kept_iterations(folder).values():
         columns = read_groups(path)
         steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         groups = [_group(list(members)) for _, members in groupby(steps, key=lambda step: step["group"])]
-        waiting.append(sorted(groups, key=lambda group: -group["spread"]))
+        waiting.append(sorted(groups, key=_by_spread))
+    if not any(waiting):
+        return []
     waiting = waiting[-1:] + waiting[:-1]
-    chosen: list[dict[str, Any]] = []
-    size = 0
-    while any(waiting) and (size <= MAX_BYTES or not chosen):
+    widest = min((groups for groups in waiting if groups), key=lambda groups: _by_spread(groups[0]))
+    chosen = [widest.pop(0)]
+    size = len(to_json(chosen))
+    while any(waiting) and size <= MAX_BYTES:
         for groups in waiting:
-            if groups and (size <= MAX_BYTES or not chosen):
+            if groups and size <= MAX_BYTES:
                 size += len(to_json(groups[0]))
-                if size <= MAX_BYTES or not chosen:
+                if size <= MAX_BYTES:
                     chosen.append(groups.pop(0))
-    return sorted(chosen, key=lambda group: (-group["iteration"], -group["spread"], group["group"]))
+    return sorted(chosen, key=_by_spread)
+
+
+def _by_spread(group: Mapping[str, Any]) -> tuple[float, int, int]:
+    """Sorts groups: the largest spread first, and of equal ones the latest."""
+    return -(group["spread"] or 0), -group["iteration"], group["group"]
 
 
 def to_json(data: object) -> Markup:
@@ -159,7 +167,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
     """The page; with ``live`` it follows the run."""
     config, provenance, summary = folder.read_config(), folder.read_provenance(), folder.read_summary()
     metrics, groups = folder.read_metrics(), load_groups(folder.groups)
-    unit, score, sample = words_of(config)
+    unit, score, _ = words_of(config)
     given, others = settings_of(config)
     has_video = folder.video.is_file() and folder.video.stat().st_size <= MAX_VIDEO
     frames, shown = read_frames(folder.frames), {(group["iteration"], group["group"]) for group in groups}
@@ -175,7 +183,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             seed=config["seed"],
             name=folder.path.resolve().name,
             ending=_ending(folder, metrics, unit),
-            answer=answer(metrics, score, sample),
+            answer=answer_of(folder),
             curve=curve_svg(metrics, "", unit, score) if metrics else "",
             video=b64encode(files.read(folder.video, MAX_VIDEO)).decode() if has_video else "",
             completions=_completions(groups),
@@ -225,8 +233,18 @@ def words_of(config: Mapping[str, Any]) -> tuple[str, str, str]:
     return ("tokens", "reward", "prompts") if is_text else ("environment steps", "return", "episodes")
 
 
-def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Answer:
-    """Whether the run learned: the last evaluation against the first one, and against the first iteration of training."""
+def answer_of(folder: RunFolder) -> Answer:
+    """Whether the run in a folder learned."""
+    config = folder.read_config()
+    _, score, sample = words_of(config)
+    return answer(folder.read_metrics(), score, sample, Goal.of(config))
+
+
+def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str, goal: Goal = UNKNOWN) -> Answer:
+    """Whether the run learned: the last evaluation against the first one, and against the first iteration of training.
+
+    An evaluation is better or worse than another one where their 95 % intervals do not overlap.
+    """
     scores = [entry["rollout/return_mean"] for entry in metrics if "rollout/return_mean" in entry]
     evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
     if not evaluations:
@@ -243,24 +261,28 @@ def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str) -> Ans
         return Answer("Unknown", f"The evaluated {score} went {change}, without an interval.")
     interval = f"95 % interval {_shown(at_last[0])} to {_shown(at_last[1])}"
     end = f"{_shown(after)} ({interval}, {last['eval/episodes']:.0f} {sample})"
-    noise, untrained = hypot(at_first[1] - before, at_last[1] - after), scores[0] if scores else -inf
-    best = max(evaluations, key=lambda entry: entry["eval/return_mean"])
+    untrained, (solved, rule) = scores[0] if scores else -inf, goal.reached(metrics)
+    best = max(evaluations, key=lambda entry: float(entry["eval/return_mean"]))
     top = best["eval/return_mean"]
-    if top - max(before, after) > noise and after - before < 0.5 * (top - before):
+    if solved:
+        start, where = (untrained, "in the first iteration") if scores else (before, "at first")
+        return Answer("Solved", f"The {score} was {_shown(start)} {where} and is {end}. {rule}")
+    if is_below(first, best) and is_below(last, best) and after - before < 0.5 * (top - before):
         peak = f"rose from {_shown(before)} to {_shown(top)} at step {best['env_steps']:,}"
         return Answer("No longer", f"The evaluated {score} {peak}, then fell to {end}.")
-    if before - after > noise:
+    if is_below(last, first):
         at = f"{_shown(before)} (95 % interval {_shown(at_first[0])} to {_shown(at_first[1])})"
         return Answer("No", f"The evaluated {score} fell from {at} to {end}.")
-    if after - before > noise:
+    yes = Answer("Yes, but not solved" if rule else "Yes", f" {rule}".rstrip())
+    if is_below(first, last):
         rose = f"The evaluated {score} rose from {_shown(before)} to {end}"
         if after > untrained:
-            return Answer("Yes", f"{rose}.")
+            return yes._replace(text=f"{rose}.{yes.text}")
         return Answer("No", f"{rose}, which is no more than the {_shown(untrained)} of the first iteration.")
     if scores[-1:] > [untrained] and at_last[0] > untrained:
         early = f"from {_shown(untrained)} in the first iteration, most of it before the first evaluation"
-        return Answer("Yes", f"The {score} rose {early}; at the end it is {end}.")
-    change = "no more than noise" if noise else "no change"
+        return yes._replace(text=f"The {score} rose {early}; at the end it is {end}.{yes.text}")
+    change = "no change" if at_first == at_last else "no more than noise"
     return Answer("Not visibly", f"The evaluated {score} was {_shown(before)} first and {end} last: {change}.")
 
 
@@ -401,8 +423,8 @@ def plot(folder: RunFolder) -> Curve:
 def to_html(folder: RunFolder) -> str:
     """A short version of the run's page, in HTML."""
     config, metrics = folder.read_config(), folder.read_metrics()
-    unit, score, sample = words_of(config)
-    learned = answer(metrics, score, sample)
+    unit, score, _ = words_of(config)
+    learned = answer_of(folder)
     curve = curve_svg(metrics, "", unit, score) if metrics else ""
     row = Markup("<li>{}: <b>{}</b> {} {}</li>")
     sick = [row.format(WORDS[f.verdict], f.title, f.text, f.advice) for f in diagnose(folder) if f.verdict != "good"]

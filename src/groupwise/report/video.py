@@ -190,7 +190,7 @@ class NoFramesError(EnvError):
 
 
 def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, out: Path) -> None:
-    """Write the frames of the group of the latest kept iteration whose returns differ most.
+    """Write the frames of the kept group whose returns differ most, of equal ones the latest.
 
     Args:
         cfg: its ``start_mode`` is that of training. ``env`` and errors are as of ``film``.
@@ -198,10 +198,12 @@ def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, ou
     kept = kept_iterations(groups)
     if not kept:
         return
-    iteration, path = list(kept.items())[-1]
-    group, members = _widest_group(
-        read_groups(path, "group", "member", "start", "step", "observation", "action", "reward")
-    )
+    spreads = {
+        number: _widest_group(read_groups(path, "group", "member", "reward"))[0] for number, path in kept.items()
+    }
+    iteration = max(spreads, key=lambda number: (spreads[number], number))
+    columns = read_groups(kept[iteration], "group", "member", "start", "step", "observation", "action", "reward")
+    _, group, members = _widest_group(columns)
     if not members[0]["start"][0]:  # without groups, no start is shared
         return
     found = Frames(iteration=iteration, group=group)
@@ -274,16 +276,21 @@ def _numbers(obs: Nested) -> np.ndarray:
     return torch.cat([leaf[0].float().reshape(-1) for leaf in leaves]).cpu().numpy()
 
 
-def _widest_group(columns: _Columns) -> tuple[int, list[dict[str, list[Any]]]]:
-    """The group whose returns differ most, and the columns of each of its members. Rows are in order."""
+def _widest_group(columns: _Columns) -> tuple[float, int, list[dict[str, list[Any]]]]:
+    """The group whose returns differ most: their spread, its number, and the columns of its members. Rows are in order."""
     groups: dict[int, list[slice]] = {}
     numbers = list(zip(columns["group"], columns["member"], strict=True))
     for (group, _), steps in groupby(range(len(numbers)), numbers.__getitem__):
         rows = list(steps)
         groups.setdefault(group, []).append(slice(rows[0], rows[-1] + 1))
     returns = {group: [sum(columns["reward"][own]) for own in members] for group, members in groups.items()}
-    widest = max(returns, key=lambda group: max(returns[group]) - min(returns[group]))
-    return widest, [{name: list(values[own]) for name, values in columns.items()} for own in groups[widest]]
+    spreads = {group: max(values) - min(values) for group, values in returns.items()}
+    widest = max(spreads, key=lambda group: spreads[group])
+    return (
+        spreads[widest],
+        widest,
+        [{name: list(values[own]) for name, values in columns.items()} for own in groups[widest]],
+    )
 
 
 def sheet(rows: "Sequence[Sequence[Image]]") -> bytes:

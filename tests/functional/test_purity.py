@@ -135,11 +135,11 @@ def test_imports_torch_jaxtyping_and_the_standard_library_only():
 
 
 def test_shapes_of_calls_are_checked():
-    """Of the first calls of each test."""
+    """Of the first calls of each function in each test."""
     with pytest.raises(jaxtyping.TypeCheckError, match="mask"):
         reduce.masked_mean(X, MASK[:2])
     for _ in range(CHECKED_CALLS):
-        reduce.local(X)
+        reduce.masked_mean(X, MASK)
     assert reduce.masked_mean(
         X, torch.ones(6, dtype=torch.bool)
     ).isfinite()  # a shape that its signature does not allow

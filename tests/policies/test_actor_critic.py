@@ -1,8 +1,8 @@
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
+import shapes
 import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
@@ -231,7 +231,7 @@ def test_custom_gaussian_actor_may_give_its_own_deviations():
     ],
 )
 def test_unfit_custom_network(networks, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "left", 0)  # checks of types, which users do not have, come first
+    monkeypatch.setattr(shapes, "CHECKED_CALLS", 0)  # checks of types, which users do not have, come first
     with pytest.raises(ConfigError, match=message):
         ActorCritic(BOX, DISCRETE, **networks)
 

@@ -1,24 +1,28 @@
 """How long jaxtyping's checks of shapes go on."""
 
+import sys
+from collections import Counter
+
 import jaxtyping
 
-CHECKED_CALLS = 1_000
-"""Of each test, that are checked. Whole runs go on with the same calls, and take twice as long with checks."""
+CHECKED_CALLS = 5
+"""Of each function in each test, that are checked. Whole runs go on with the same calls, and take twice as long with checks."""
 
 
 class FirstCalls(type(jaxtyping.config)):  # type: ignore[misc]
-    """Checks are off once this many calls were checked."""
+    """Checks of a function are off once this many of its calls were checked."""
 
-    left = 0
+    calls: Counter[object] = Counter()
 
     @property
     def jaxtyping_disable(self) -> bool:
-        """Asked at each call of a function with annotations."""
-        self.left -= 1
-        return self.left < 0
+        """Asked at each call of a function with annotations, by what wraps it."""
+        function = sys._getframe(1).f_locals["fn"]
+        self.calls[function] += 1
+        return self.calls[function] > CHECKED_CALLS
 
 
 def check_first_calls() -> None:
     """From here on, check the first calls."""
     jaxtyping.config.__class__ = FirstCalls
-    jaxtyping.config.left = CHECKED_CALLS
+    FirstCalls.calls.clear()

@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import gc
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from groupwise.report.video import film, film_group
 torch.set_num_threads(1)
 os.environ["SDL_VIDEODRIVER"] = "dummy"  # of processes, too
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # as after activation
+os.environ["GIT_DIR"] = os.devnull  # runs record the state of their repository, which would be this large one
 
 # nohup and background jobs of some shells ignore these, and what a test starts would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,7 +50,7 @@ SLOW = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark each test by its folder: text, speed, contrib, or core; and slow, if its file is."""
+    """Mark each test by its folder: text, speed, contrib, or core; and slow, if its file is. Files with slow ones are first."""
     for item in items:
         path = item.path.relative_to(HERE)
         kind = path.parts[0] if path.parts[0] in KINDS else "core"
@@ -56,6 +58,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(kind)
         if path.as_posix() in SLOW:
             item.add_marker("slow")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # a process gets a file at a time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported here is never garbage: looking through all of it would be most of each collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,6 +84,14 @@ def few_pictures():
     """``pictures`` is for tests that look at them."""
     with pytest.MonkeyPatch.context() as patch:
         without_pictures(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_power_cut():
+    """Files are not written through to the disk: what outlives a kill is what was written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

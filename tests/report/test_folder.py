@@ -15,6 +15,7 @@ CONFIG = {"seed": 3, "env": {"id": "CartPole-v1"}, "algorithm": {"name": "grpo"}
 @pytest.fixture(autouse=True)
 def _in_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GIT_DIR")  # of conftest.py
 
 
 def line(iteration: int, **numbers: Any) -> str:

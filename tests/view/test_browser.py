@@ -185,6 +185,28 @@ def test_a_narrow_screen_is_enough(addresses, open_page, name, scheme):
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+    if name == "list":  # no column is out of sight
+        table = page.locator(".runs")
+        assert table.evaluate("node => node.scrollWidth <= node.clientWidth")
+
+
+def test_what_is_chosen_in_the_list_is_drawn_at_once(addresses, open_page):
+    page = open_page(addresses["list"])
+    runs, label = page.locator(".runs tbody tr"), page.locator(".overlay").first
+    every = runs.count()
+    page.get_by_label("Metrics").fill("train/entropy")
+    playwright.expect(label).to_contain_text("train/entropy")
+    page.get_by_label("Smoothing").fill("0.6")
+    playwright.expect(page.locator("#curves")).to_contain_text("Smoothed with a weight of 0.6")
+    page.get_by_label("Runs named").press_sequentially("again")
+    playwright.expect(runs).to_have_count(1)
+    assert page.evaluate("document.activeElement.name") == "match"  # the reader goes on to write
+    assert "metric=train%2Fentropy" in page.url
+    page.reload()
+    playwright.expect(runs).to_have_count(1)
+    playwright.expect(label).to_contain_text("train/entropy")
+    page.get_by_label("Runs named").fill("")
+    playwright.expect(runs).to_have_count(every)
 
 
 def test_paper_is_white_and_wide_enough(run, open_page):

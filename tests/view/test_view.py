@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 
 import pytest
@@ -9,8 +10,10 @@ from run_folders import write_run
 from starlette.testclient import TestClient
 
 from groupwise import cli
+from groupwise.report.curve import smoothed
 from groupwise.report.folder import LOCK, RunFolder
-from groupwise.report.view import Viewer, find_runs
+from groupwise.report.page import progress
+from groupwise.report.view import Viewer, find_runs, matching
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -44,7 +47,7 @@ def test_all_runs_are_listed_with_their_curves(root):
     assert "connect-src 'self'" in client(root / "first").get("/secret/runs/first").text  # a folder that is a run
     chosen = client(root).get("/secret/", params={"run": "first"}).text
     assert chosen.count("<svg") == 1
-    assert re.findall(r'value="([^"]+)" aria-label="[^"]+" checked', chosen) == ["first"]
+    assert re.findall(r'value="([^"]+)" form="choose" aria-label="[^"]+" checked', chosen) == ["first"]
 
 
 PATHS = """/ /wrong/ /wrong/runs/first /secret/runs/../../outside /secret/runs/%2e%2e/%2e%2e/outside
@@ -104,6 +107,97 @@ def test_damaged_settings_and_those_of_other_programs_are_listed_with_their_faul
     assert "model/config.json" in page.text
 
 
+def figures(page):
+    """Titles and labels of the axes of all figures of a list."""
+    return [re.findall(r"<text[^>]*>([^<]+)</text>", one) for one in re.findall("<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_every_metric_can_be_chosen_and_smoothed(root):
+    visitor = client(root)
+
+    def listed(**query):
+        return visitor.get("/secret/", params=query).text
+
+    for name in ("rollout/return_mean", "eval/return_std", "time/total_seconds"):
+        assert f"<option>{name}</option>" in listed()
+        drawn = figures(listed(metric=name))
+        assert sorted(words[0] for words in drawn) == ["CartPole-v1", "Pendulum-v1"]
+        assert all({name, "environment steps"} < set(words) for words in drawn)
+    assert all({"return", "environment steps"} < set(words) for words in figures(listed()))
+    assert len(figures(listed(metric="eval/"))) == 6  # three metrics of two tasks
+    assert len(figures(listed(metric="eval/return_mean seconds"))) == 4
+    assert "No metric has such a name." in listed(metric="nothing")
+    plain, smooth = (listed(metric="rollout/", run="first", **more) for more in ({}, {"smooth": "0.5"}))
+    [raw] = re.findall(r'<polyline points="([^"]+)"', plain)
+    faint, line = re.findall(r'<polyline points="([^"]+)"', smooth)
+    assert faint == raw != line
+    assert smooth.count('opacity="0.3"') == 1
+    for wrong in ("nan", "inf", "x", "-1", "1e9"):
+        assert visitor.get("/secret/", params={"smooth": wrong}).status_code == 200
+
+
+def test_smoothing_is_a_moving_average_whose_first_values_are_not_drawn_to_zero():
+    """With weights 1/2 and 1 of two values: (0 / 2 + 3) / 1.5 = 2; then (0 / 4 + 3 / 2 + 6) / 1.75."""
+    assert smoothed([(1, 0.0), (2, 3.0), (3, math.nan), (4, 6.0)], 0.5) == [(1, 0.0), (2, 2.0), (4, 7.5 / 1.75)]
+    assert smoothed([(1, 5.0), (2, 7.0)], 0.0) == [(1, 5.0), (2, 7.0)]
+
+
+def test_runs_are_filtered_by_parts_of_their_names(root):
+    names = ["seed_1", "seed_10", "more/ppo"]
+    assert matching(names, "") == names
+    assert matching(names, "SEED") == ["seed_1", "seed_10"]
+    assert matching(names, "seed_1") == ["seed_1"]  # a whole name is that one alone
+    assert matching(names, "10 ppo") == ["seed_10", "more/ppo"]
+    visitor = client(root)
+    some = visitor.get("/secret/", params={"match": "second", "run": "first"}).text  # chosen before it was filtered
+    assert re.findall(r'value="([^"]+)" form="choose" aria-label="[^"]+" checked', some) == ["more/second run"]
+    assert "runs/first" not in some
+    assert "No run has such a name." in visitor.get("/secret/", params={"match": "<b>"}).text
+
+
+def test_demonstrations_and_environment_steps_have_axes_of_their_own(root):
+    path = write_run(root / "clone") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"algorithm": {"name": "bc"}}))
+    drawn = figures(client(root).get("/secret/").text)
+    units = [[word for word in words if word.endswith(" steps")] for words in drawn if words[0] == "CartPole-v1"]
+    assert sorted(units) == [["demonstrated steps"], ["environment steps"]]
+
+
+@pytest.mark.parametrize(
+    ("config", "last", "expected"),
+    [
+        ({"total_steps": 1_000}, {"env_steps": 250, "time/total_seconds": 30.0}, "25 %, 1:30 left"),
+        ({"total_iterations": 4}, {"iteration": 1, "time/total_seconds": 3_600.0}, "25 %, 3:00:00 left"),
+        ({"total_epochs": 0.5}, {"rollout/epoch": 0.25, "time/total_seconds": 10.0}, "50 %, 0:10 left"),
+        (
+            {"total_steps": 9, "stop": {"time_limit": 40.0}},
+            {"env_steps": 1, "time/total_seconds": 30.0},
+            "11 %, 0:10 left",
+        ),
+        ({"total_steps": 1_000}, {"env_steps": 1_200, "time/total_seconds": 30.0}, "100 %, 0:00 left"),
+        ({"total_steps": 1_000}, {"env_steps": 0}, ""),
+        ({}, {"env_steps": 5}, ""),
+    ],
+)
+def test_the_time_that_is_left_follows_from_the_budget(config, last, expected):
+    assert progress(config, [last]) == expected
+    assert progress(config, []) == ""
+    assert progress(config, [last], runs=False) == expected.partition(",")[0]
+
+
+def test_the_page_of_a_run_leads_to_its_metrics_and_long_lines_are_thinned(root):
+    page = client(root).get("/secret/runs/more/second%20run").text
+    [address] = re.findall(r'href="([^"]+)">All metrics', page)
+    metrics = client(root).get(html.unescape(address)).text
+    assert {words[0] for words in figures(metrics)} == {"Pendulum-v1"}
+    assert len(figures(metrics)) == 5
+    entry = {"rollout/return_mean": 1.0}
+    lines = [json.dumps({"iteration": number, "env_steps": number} | entry) for number in range(1, 4_001)]
+    (root / "first/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    [points] = re.findall(r'<polyline points="([^"]*)"', client(root).get("/secret/", params={"run": "first"}).text)
+    assert 500 <= len(points.split()) <= 501
+
+
 def test_names_of_strangers_stay_texts(root):
     write_run(root / HOSTILE)
     listed = client(root).get("/secret/").text
@@ -132,7 +226,7 @@ def test_pages_follow_the_files(root):
     assert "2,000 environment steps" in seen("/secret/runs/first", shown)[2]
     status, changed, text = seen("/secret/", listed)
     assert status == 200
-    assert "<td>99.5</td>" in text
+    assert '<td data-label="training">99.5</td>' in text
     (path / "summary.json").unlink()
     assert "<td>killed</td>" in seen("/secret/", changed)[2]
     with RunFolder(path).locked():

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -17,7 +18,7 @@ COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fb
 DASHES = ("none", "7 3", "2 3")
 """Dashes of the first, second and third ten lines."""
 WIDTH, HEIGHT = 700, 410
-LEFT, RIGHT, TOP, BOTTOM = 68, 682, 34, 330
+LEFT, RIGHT, TOP, BOTTOM = 88, 674, 34, 330
 """Place of the axes in a panel, in pixels."""
 LARGEST = 1e300
 """Scores beyond it are drawn there."""
@@ -69,14 +70,25 @@ def curve_svg(metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, yla
 
 
 def overlay(
-    curves: Mapping[str, tuple[Points, Points, Points]], title: str, xlabel: str = "", ylabel: str = ""
+    curves: Mapping[str, tuple[Points, Points, Points]],
+    title: str,
+    xlabel: str = "",
+    ylabel: str = "",
+    raw: Mapping[str, Points] = MappingProxyType({}),
 ) -> Markup:
-    """Several curves against steps. Each is a line, dots, and the outline of a band around it."""
-    axes = Axes([point for curve in curves.values() for part in curve for point in part], xlabel, ylabel)
+    """Several curves against steps. Each is a line, dots, and the outline of a band around it.
+
+    Args:
+        raw: for smoothed curves what they were before, as faint lines.
+    """
+    shown = [*(part for curve in curves.values() for part in curve), *raw.values()]
+    axes = Axes([point for part in shown for point in part], xlabel, ylabel)
     legend = []
     for number, (name, (line, dots, band)) in enumerate(curves.items()):
         color, dash = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
         axes.parts.append(f'<polygon points="{axes.places(band)}" fill="{color}" opacity="0.18"/>')
+        if name in raw:
+            axes.line(raw[name], color, 1, opacity=0.3)
         axes.line(line, color, dash=dash)
         axes.dots(dots, color)
         legend.append(Markup('<span style="color: {}">&#9632;</span> {} ').format(color, name))
@@ -99,7 +111,7 @@ class Axes:
         self.parts = [
             f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="currentColor"/>',
             f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 40}">{escape(xlabel)}</text>',
-            f'<text x="16" y="{middle}" transform="rotate(-90 16 {middle})">{escape(ylabel)}</text>',
+            f'<text x="14" y="{middle}" transform="rotate(-90 14 {middle})">{escape(ylabel)}</text>',
         ]
         for step in self.across:
             self.parts.append(f'<path d="M{self.x(step)} {TOP}V{BOTTOM}" stroke="currentColor" opacity="0.15"/>')
@@ -122,11 +134,11 @@ class Axes:
         """Places of those points that are finite."""
         return " ".join(f"{self.x(step)},{self.y(score)}" for step, score in points if isfinite(score))
 
-    def line(self, points: Points, color: str, width: float = 1.6, dash: str = "none") -> None:
+    def line(self, points: Points, color: str, width: float = 1.6, dash: str = "none", opacity: float = 1) -> None:
         """Draw a line; of one point, which would be invisible, a dot."""
         if len(points) == 1:
             self.dots(points, color)
-        look = f'fill="none" stroke="{color}" stroke-width="{width}" stroke-dasharray="{dash}"'
+        look = f'fill="none" stroke="{color}" stroke-width="{width}" stroke-dasharray="{dash}" opacity="{opacity}"'
         self.parts.append(f'<polyline points="{self.places(points)}" {look}/>')
 
     def dots(self, points: Points, color: str) -> None:
@@ -153,15 +165,25 @@ def _ticks(low: float, high: float) -> list[float]:
     return [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = 4) -> str:
     """A number as on axes: 20k, 1.5M."""
     size, suffix = next(((s, n) for s, n in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if s <= abs(value) < 1e12), (1.0, ""))
-    return f"{value / size:.4g}{suffix}"
+    return f"{value / size:.{digits}g}{suffix}"
 
 
 def points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
     """Environment steps and values of a metric."""
     return [(entry.get("env_steps", 0), float(entry[key])) for entry in metrics if key in entry]
+
+
+def smoothed(points: Points, weight: float) -> list[tuple[float, float]]:
+    """Exponential moving average: each value weighs ``weight`` times as much as the next one. Infinite ones are left out."""
+    found, total, mass = [], 0.0, 0.0
+    for step, value in points:
+        if isfinite(value):
+            total, mass = weight * total + value, weight * mass + 1
+            found.append((step, total / mass))
+    return found
 
 
 # Small pictures for rows of a table
@@ -174,7 +196,7 @@ def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str) -
     if not drawn:
         return _svg(220, 50, "", label)
     (low, high), steps, values = _span([value for _, value in drawn]), [s for s, _ in drawn], [v for _, v in drawn]
-    body = f'<text x="50" y="10">{short(max(values))}</text><text x="50" y="49">{short(min(values))}</text>'
+    body = f'<text x="50" y="10">{short(max(values), 3)}</text><text x="50" y="49">{short(min(values), 3)}</text>'
     for one, color in zip(known, (TRAINING, EVALUATION), strict=False):
         places = [
             (56 + 160 * (step - min(steps)) / (max(steps) - min(steps) or 1), 45 - 40 * (value - low) / (high - low))

@@ -101,6 +101,7 @@ LOCK = ".groupwise.lock"
 """File with the process that trains in the folder; its flock is released when that process ends, even if it is killed."""
 _MAX_LOCK = 4096
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Amount: TypeAlias = Annotated[float, Field(gt=0)] | None
 
 
 class _Provenance(BaseModel, strict=True, extra="allow"):
@@ -126,6 +127,10 @@ class _Config(BaseModel, strict=True, extra="allow"):
     task: dict[str, Any] = {}
     policy: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
+    total_steps: _Amount = None
+    total_iterations: _Amount = None
+    total_epochs: _Amount = None
+    stop: dict[str, float | None] = {}
     provenance: _Provenance = _Provenance()
 
 

@@ -3,10 +3,14 @@
   let version = document.currentScript.dataset.version;
   const link = document.getElementById("link");
 
+  let timer, last = 0;
+
   async function refresh() {
-    const start = performance.now();
+    clearTimeout(timer);
+    const start = performance.now(), mine = ++last;
     try {
       const response = await fetch(location.href, { headers: { "If-None-Match": version } });
+      if (mine !== last) return;  // the reader has chosen something else
       if (response.ok) {
         take(new DOMParser().parseFromString(await response.text(), "text/html"));
         version = response.headers.get("ETag");
@@ -16,7 +20,7 @@
       link.textContent = "No connection: groupwise view has ended, or does not answer.";
     }
     // it waits 25 times as long as the page took, so that training nearby stays fast
-    setTimeout(refresh, Math.min(Math.max(2000, 25 * (performance.now() - start)), 60000));
+    timer = setTimeout(refresh, Math.min(Math.max(2000, 25 * (performance.now() - start)), 60000));
   }
 
   function take(fresh) {
@@ -30,5 +34,14 @@
   }
 
   refresh();
-  document.addEventListener("change", (event) => event.target.form?.requestSubmit());
+  document.addEventListener("input", (event) => {  // what the reader chooses in the list of runs
+    const { form } = event.target;
+    if (!form) return;
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      history.replaceState(null, "", `${form.action}?${new URLSearchParams(new FormData(form))}`);
+      version = "";
+      refresh();
+    }, 300);
+  });
 })();

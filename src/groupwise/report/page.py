@@ -138,6 +138,8 @@ class Live(NamedTuple):
     """ETag of what is shown."""
     script: str
     """Asks for later versions."""
+    run: str = ""
+    """Name of the run in the list."""
 
 
 class Answer(NamedTuple):
@@ -229,8 +231,9 @@ def style() -> str:
 
 def words_of(config: Mapping[str, Any]) -> tuple[str, str, str]:
     """Names of a run's steps, scores and evaluated items."""
-    is_text = "task" in config
-    return ("tokens", "reward", "prompts") if is_text else ("environment steps", "return", "episodes")
+    if "task" in config:
+        return "tokens", "reward", "prompts"
+    return "demonstrated steps" if config["algorithm"]["name"] == CLONING else "environment steps", "return", "episodes"
 
 
 def answer_of(folder: RunFolder) -> Answer:
@@ -296,13 +299,27 @@ def _ending(folder: RunFolder, metrics: list[dict[str, Any]], unit: str) -> str:
     reached = scores_of(metrics)
     done = f"{reached['env_steps']:,} {unit} in {reached['iterations']:,} iterations, {reached['seconds']:,.1f} s of training"
     if folder.is_training:
-        return f"Still training: {done} so far."
+        return f"Still training: {done} so far. {progress(folder.read_config(), metrics)}".rstrip()
     stopped = str(folder.read_summary().get("stopped", ""))
     if not stopped:
         return f"Killed after {done}."
     if stopped == "failed":
         return f"The run failed with an error after {done}."
     return f"Ended by {stopped} after {done}."
+
+
+def progress(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, runs: bool = True) -> str:
+    """The share of the budget that is done, and the time that is left if the run goes on as fast: ``40 %, 1:30 left``."""
+    last = metrics[-1] if metrics else {}
+    shares = [last[metric] / config[name] for name, metric in BUDGETS.items() if config.get(name) and last.get(metric)]
+    if not shares:
+        return ""
+    share, spent = min(shares[0], 1.0), last.get("time/total_seconds", 0.0)
+    limit = config.get("stop", {}).get("time_limit") or inf
+    left = int(max(min(spent / share, limit) - spent, 0))
+    hours, minutes = divmod(left // 60, 60)
+    time = f", {hours}:{minutes:02}:{left % 60:02} left" if hours else f", {minutes}:{left % 60:02} left"
+    return f"{share:.0%}{time if runs else ''}".replace("%", " %")
 
 
 def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

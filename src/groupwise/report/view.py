@@ -1,15 +1,19 @@
 """The web application: a list of runs, and the page of each, which follow the files. It only reads."""
 
 import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from importlib.resources import files as resources
+from math import isfinite
 from pathlib import Path
 from secrets import compare_digest
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -18,9 +22,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from groupwise.errors import RunFolderError
-from groupwise.report.curve import overlay, points
+from groupwise.report.curve import overlay, points, smoothed
 from groupwise.report.folder import RunFolder
-from groupwise.report.page import Live, render, style, subject, templates
+from groupwise.report.page import Live, progress, render, style, subject, templates, words_of
 
 MAX_DEPTH = 3
 """Folders between the one that is shown and a run."""
@@ -32,7 +36,11 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-Points = list[tuple[int, float]]
+MAX_FIGURES = 24
+MAX_POINTS = 500
+"""Points of a line."""
+MAX_WEIGHT = 0.99
+TRAINING, EVALUATION = "rollout/return_mean", "eval/return_mean"
 
 
 class Row(NamedTuple):
@@ -43,9 +51,15 @@ class Row(NamedTuple):
     algorithm: str = ""
     seed: str = ""
     state: str = ""
-    env_steps: int = 0
-    training: Points = []
-    evaluations: Points = []
+    progress: str = ""
+    steps: int = 0
+    unit: str = ""
+    """Name of its steps: runs of other units are drawn in other figures."""
+    score: str = ""
+    """Name of its score."""
+    training: float | None = None
+    """The last score of training."""
+    evaluation: float | None = None
     problem: str = ""
     """Reason why the run cannot be read; empty if it can."""
 
@@ -75,24 +89,42 @@ def version_of(*paths: Path) -> str:
     return sha256(repr(stamps).encode()).hexdigest()[:16]
 
 
+@lru_cache(maxsize=2 * MAX_CURVES)
+def read_entries(path: Path, version: str) -> list[dict[str, Any]]:
+    """The metrics of a run, read again when its version has changed."""
+    return RunFolder(path).read_metrics()
+
+
 @lru_cache(maxsize=1000)
 def read_row(name: str, path: Path, version: str) -> Row:
     """The row of a run, read again when its version has changed."""
     try:
         folder = RunFolder.open(path)
-        config, metrics, summary = folder.read_config(), folder.read_metrics(), folder.read_summary()
+        config, metrics, summary = folder.read_config(), read_entries(path, version), folder.read_summary()
     except RunFolderError as error:
         return Row(name, problem=str(error))
+    unit, score, _ = words_of(config)
+    trains = folder.is_training
     return Row(
         name,
         subject=subject(config, summary),
         algorithm=config["algorithm"]["name"],
         seed=str(config["seed"]),
-        state="training" if folder.is_training else str(summary.get("stopped") or "killed"),
-        env_steps=metrics[-1].get("env_steps", 0) if metrics else 0,
-        training=points(metrics, "rollout/return_mean"),
-        evaluations=points(metrics, "eval/return_mean"),
+        state="training" if trains else str(summary.get("stopped") or "killed"),
+        progress=progress(config, metrics, runs=trains),
+        steps=metrics[-1].get("env_steps", 0) if metrics else 0,
+        unit=unit,
+        score=score,
+        training=next((entry[TRAINING] for entry in reversed(metrics) if TRAINING in entry), None),
+        evaluation=next((entry[EVALUATION] for entry in reversed(metrics) if EVALUATION in entry), None),
     )
+
+
+def matching(names: Iterable[str], words: str) -> list[str]:
+    """The names that are one of the words, or contain one that is no name itself; all without words."""
+    known, asked = list(names), words.casefold().split()
+    parts = [word for word in asked if word not in map(str.casefold, known)]
+    return [n for n in known if not asked or n.casefold() in asked or any(part in n.casefold() for part in parts)]
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -141,22 +173,73 @@ class Viewer:
         headers = HEADERS | {"etag": version}
         if request.headers.get("if-none-match") == version:
             return Response(status_code=304, headers=headers)
-        live = Live(self._home, version, self._script)
+        live = Live(self._home, version, self._script, name or "")
         with self._one_at_a_time:
             if name is not None:
                 return HTMLResponse(render(RunFolder.open(runs[name]), live), headers=headers)
-            return HTMLResponse(self._list(runs, set(request.query_params.getlist("run")), live), headers=headers)
+            return HTMLResponse(self._list(runs, request.query_params, live), headers=headers)
 
-    def _list(self, runs: dict[str, Path], chosen: set[str], live: Live) -> str:
-        """All runs, and the curves of some, a figure for each task."""
-        chosen = chosen or set(list(runs)[:MAX_CURVES])
-        rows = [read_row(name, path, version_of(path)) for name, path in runs.items()]
-        drawn = [row for row in rows if row.name in chosen and row.training + row.evaluations]
+    def _list(self, runs: dict[str, Path], query: QueryParams, live: Live) -> str:
+        """All runs, or those whose name is asked for, and curves of the chosen ones: a figure for each metric and task."""
+        runs = {name: runs[name] for name in matching(runs, query.get("match", ""))}
+        chosen = runs.keys() & query.getlist("run") if query.get("match", "") == query.get("matched", "") else ()
+        chosen = set(chosen or list(runs)[:MAX_CURVES])
+        versions = {name: version_of(path) for name, path in runs.items()}
+        rows = [read_row(name, path, versions[name]) for name, path in runs.items()]
+        entries = {
+            row: read_entries(runs[row.name], versions[row.name])
+            for row in rows
+            if row.name in chosen and not row.problem
+        }
+        names = {name for some in entries.values() for entry in some for name in entry} - {"iteration", "env_steps"}
+        metric = query.get("metric", "")
+        wanted = matching(sorted(names), metric) if metric.split() else [""]
+        figures = [
+            (name, task) for name in wanted for task in dict.fromkeys((row.subject, row.unit) for row in entries)
+        ]
+        weight = _weight(query.get("smooth", ""))
         curves = [
-            overlay({row.name: (row.training, row.evaluations, ()) for row in drawn if row.subject == title}, title)
-            for title in dict.fromkeys(row.subject for row in drawn)
+            curve
+            for name, task in figures[:MAX_FIGURES]
+            if (curve := _figure({r: some for r, some in entries.items() if (r.subject, r.unit) == task}, name, weight))
         ]
         page = templates(__package__).get_template("list.html")
-        return page.render(
-            rows=rows, chosen=chosen, curves=curves, live=live, style=style(), home=self._home, root=self.root
-        )
+        shown = {
+            "rows": rows,
+            "chosen": chosen,
+            "curves": curves,
+            "names": sorted(names),
+            "omitted": figures[MAX_FIGURES:],
+        }
+        asked = {"metric": metric, "match": query.get("match", ""), "weight": weight}
+        return page.render(**shown, **asked, live=live, style=style(), home=self._home, root=self.root)
+
+
+def _weight(text: str) -> float:
+    """The weight of smoothing that is asked for."""
+    with suppress(ValueError):
+        return min(max(float(text), 0.0), MAX_WEIGHT) if isfinite(float(text)) else 0.0
+    return 0.0
+
+
+def _figure(runs: Mapping[Row, Sequence[Mapping[str, Any]]], metric: str, weight: float) -> str:
+    """Curves of a metric, or of the scores (""), of runs of one task; empty if none has it."""
+    raw = {row.name: points(entries, metric or TRAINING) for row, entries in runs.items()}
+    dots = {row.name: points(entries, metric or EVALUATION) for row, entries in runs.items()}
+    is_evaluation = not metric or metric.startswith("eval/")
+    curves = {
+        name: (_thin(smoothed(line, weight)), _thin(dots[name]) if is_evaluation else (), ())
+        for name, line in raw.items()
+        if line or (is_evaluation and dots[name])
+    }
+    if not curves:
+        return ""
+    row = next(iter(runs))
+    before = {name: _thin(raw[name]) for name in curves} if weight else {}
+    return overlay(curves, row.subject, row.unit, metric or row.score, before)
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """Every second point, or every third and so on, and the last one: no more than a screen shows."""
+    stride = -(-len(points) // MAX_POINTS) or 1
+    return [*points[::stride], *points[-1:]]

@@ -10,31 +10,41 @@ TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture bench bench-peers docs clean
+.PHONY: help python demo demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
 
+# requires-python of pyproject.toml, checked before anything is made, and of a $(VENV) that is there
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+AGAIN = make clean $(filter-out clean,$(or $(MAKECMDGOALS),demo)) PYTHON=python3.12
+CHECK_PYTHON = @$(1) -c "$(SUPPORTED)" || \
+	{ echo "make: $(1) is $$($(1) --version 2>&1), expected Python 3.11 to 3.14; fix: $(AGAIN)" >&2; exit 1; }
+
 $(BIN)/python:
+	$(call CHECK_PYTHON,$(PYTHON))
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
+python: | $(BIN)/python
+	$(call CHECK_PYTHON,$(BIN)/python)
+
+$(VENV)/.core: pyproject.toml constraints.txt | python
 	@echo "installing groupwise into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e .
 	@touch $@
 
-$(VENV)/.text: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.text: pyproject.toml constraints.txt | python
 	@echo "installing groupwise and what language models need into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e '.[text]'
 	@touch $@ $(VENV)/.core
 
-$(VENV)/.robots: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.robots: pyproject.toml constraints.txt | python
 	@echo "installing groupwise and what robot arms need into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e '.[robots]'
 	$(PIP) --no-deps metaworld==3.1.1  # it pins an old MuJoCo, but runs on newer ones
 	@touch $@ $(VENV)/.core
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt | python
 	@echo "installing groupwise and its development tools into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,mujoco-warp,robots,text,quant,track,sb3,export,ray,view,optuna]'
 	$(PIP) --no-deps metaworld==3.1.1  # it pins an old MuJoCo, but runs on newer ones

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -50,6 +51,7 @@ from groupwise.plugins import blaming_absence
 from groupwise.policies.base import Policy
 from groupwise.report.curve import plot_curve
 from groupwise.report.folder import SCORES, RunFolder, scores_of
+from groupwise.report.video import NoWindowError, Reel, play_episodes
 from groupwise.seeding import derive_seed
 from groupwise.system import show
 from groupwise.text.task import TextTask, text_cfg
@@ -59,8 +61,10 @@ from groupwise.training.build import (
     UserObjects,
     build_callbacks,
     build_components,
+    no_second_env,
     pick_device,
     record,
+    separate_env,
     threads,
 )
 from groupwise.training.callbacks import Evaluate, MetricsLog
@@ -72,6 +76,7 @@ from groupwise.training.checkpoint import (
     nonfinite_parameter,
     saved_counts,
 )
+from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import FAILED, INTERRUPTED, PAUSED, Callback, Trainer, check_callbacks
 
 # Settings and Python objects from the arguments of ``train``
@@ -405,7 +410,6 @@ if TYPE_CHECKING:
 
     from groupwise.report.page import Curve, Frame
     from groupwise.text.collector import TextEvaluation
-    from groupwise.training.evaluation import EvaluationResult
 
     EnvFactory = Callable[..., gymnasium.Env] | Callable[..., VectorEnv] | VectorEnv | gymnasium.vector.VectorEnv
 
@@ -682,6 +686,59 @@ def evaluate(
         if video:  # first: it may fail
             record(run.cfg, run.given, run.policy, target, seed)
         return evaluator()
+
+
+def play(
+    path: Path | str,
+    episodes: int = 3,
+    *,
+    output: Path | str | None = None,
+    deterministic: bool = True,
+    seed: int | None = None,
+    checkpoint: Literal["latest", "best"] = "latest",
+    **given: Any,
+) -> tuple[EvaluationResult, Path | None]:
+    """Play episodes of a run's policy in a window, or into a video; returns their scores, and the path of the video.
+
+    Args:
+        path: the folder of the run. Further arguments are those of ``evaluate``.
+        output: a video: ``.gif``, ``.webp`` or, with ffmpeg, ``.mp4``. None: a window; where there is none, ``play.mp4`` or
+            ``play.gif`` in the folder.
+
+    Raises:
+        ConfigError: no such video can be written there, or the run is on texts.
+        EnvError: the environment has neither a window nor pictures.
+    """
+    require_count("episodes", episodes)
+    folder = RunFolder.open(Path(path))
+    cfg = read_cfg(folder)
+    if not isinstance(cfg, RunCfg):
+        raise ConfigError(f"{path} is a run on {cfg.subject}, which has no pictures; fix: groupwise sample or eval")
+    video, program = None if output is None else Path(output), shutil.which("ffmpeg")
+    if video and (video.suffix not in (".mp4", ".gif", ".webp") or not video.parent.is_dir()):
+        raise ConfigError(
+            f"--output {output}: expected a name ending with .mp4, .gif or .webp, in a folder that exists"
+        )
+    if video and video.suffix == ".mp4" and not program:
+        raise ConfigError(f"--output {output}: ffmpeg is not on the PATH; fix: install it, or a name ending with .gif")
+    reel = None if video is None else Reel(video.absolute(), episodes)  # an environment may change the working folder
+    run = Run.load(path, checkpoint=checkpoint, **given)
+    if (separate := separate_env(cfg.env, run.given.env)) is None:
+        raise no_second_env(run.given.env)
+    seed = derive_seed(cfg.seed, "final evaluation") if seed is None else seed
+    perform = partial(play_episodes, run.policy.eval(), *separate, deterministic, seed, episodes)
+    with threads_for(run.policy):
+        try:
+            played = perform(reel)
+        except NoWindowError as error:
+            show(f"{error}; a video is written", to="stderr")
+            name = "play.mp4" if program else "play.gif"
+            video, reel = folder.shown / name, Reel(folder.path / name, episodes)
+            played = perform(reel)
+    if reel is not None:
+        reel.write()
+    returns, lengths, successes = zip(*played, strict=True)
+    return EvaluationResult(returns, lengths, successes=None if None in successes else successes), video
 
 
 def sample(

@@ -37,6 +37,7 @@ def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
 
 COMMANDS = {
     "eval runs/x": "completions-per-prompt",
+    "play runs/x": "checkpoint",
     "sample runs/x hello": "deterministic",
     "export runs/x --to onnx": "checkpoint",
     "compare runs/x": "finished-only",

@@ -230,7 +230,7 @@ class TakesNoArguments(gymnasium.Env):
 
 
 def test_an_environment_without_pictures_says_so():
-    with pytest.raises(NoPictureError, match=r"does not render to arrays; fix: .*render_mode='rgb_array'"):
+    with pytest.raises(NoPictureError, match=r"does not render to arrays .*; fix: .*render_mode='rgb_array'"):
         rendering_env(EnvCfg(kwargs={"render_mode": None}), Corridor)
     gymnasium.register("TakesNoArguments-v0", entry_point=TakesNoArguments)
     with pytest.raises(NoPictureError, match="does not render to arrays"):

@@ -1,4 +1,4 @@
-"""Commands for a trained policy: ``eval``, ``sample``, ``export`` and ``compare``."""
+"""Commands for a trained policy: ``eval``, ``play``, ``sample``, ``export`` and ``compare``."""
 
 import json
 from collections.abc import Sequence
@@ -59,6 +59,30 @@ def eval_command(parser: Parser, argv: Sequence[str]) -> None:
         show(f"{task:<{width}}  {rate} of {scores['episodes']} episodes")
     if options["video"]:
         show(f"video: {video}")
+
+
+def play_command(parser: Parser, argv: Sequence[str]) -> None:
+    """Show episodes of the policy of a run in a window. Without a display they become a video in the run folder:
+    play.mp4, or play.gif if ffmpeg is not installed.
+
+    Examples:
+      groupwise play runs/<run>
+      groupwise play runs/<run> --checkpoint best --sampled --episodes 10
+      groupwise play runs/<run> --output play.mp4
+    """
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--episodes", type=count, default=3, help="(default: 3)")
+    sampled = "sample actions (default: take the most likely one)"
+    parser.add_argument("--sampled", dest="deterministic", action="store_false", help=sampled)
+    parser.add_argument("--seed", type=int, help="of the episodes (default: that of eval)")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="write a video: .mp4 (needs ffmpeg), .gif or .webp")
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="latest", help="whose policy (default: latest)")
+    options = vars(parser.read(argv))
+
+    from groupwise.run import play
+
+    found, video = play(options.pop("run"), **options)
+    show(found.line(), *([] if video is None else [f"video: {video}"]))
 
 
 def sample_command(parser: Parser, argv: Sequence[str]) -> None:

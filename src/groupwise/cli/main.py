@@ -11,6 +11,7 @@ from pathlib import Path
 
 from groupwise import plugins
 from groupwise.cli.options import HelpShownError, Parser
+from groupwise.config.base import OTHER_NAMES, meant
 from groupwise.errors import GroupwiseError, UnknownNameError
 from groupwise.system import prepare, show
 
@@ -21,6 +22,7 @@ Reinforcement learning with GRPO and PPO.
   train ENV|FILE     train on a Gymnasium environment, or with the settings of a file
   evolve ENV|FILE    train a population whose settings change while it trains
   eval RUN           evaluate a trained policy in episodes or on held-out prompts
+  play RUN           show a trained policy in a window, or as a video
   sample RUN PROMPT  complete prompts with a trained language model
   resume RUN         continue a run
   serve MODEL        start a vLLM server that generates for training
@@ -48,7 +50,7 @@ Start with:
 
 COMMANDS = {
     "train": "train", "evolve": "train", "resume": "train",
-    "eval": "eval", "sample": "eval", "export": "eval", "compare": "eval",
+    "eval": "eval", "play": "eval", "sample": "eval", "export": "eval", "compare": "eval",
     "report": "report", "view": "report", "doctor": "report",
     "config": "other", "check-env": "other", "plan": "other", "demos": "other", "serve": "other", "list": "other",
 }  # fmt: skip
@@ -79,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"groupwise {version('groupwise')}")
             return 0
         if name not in COMMANDS:
-            raise UnknownNameError("command", name, [*COMMANDS, "--help", "--version"])
+            hint = meant([OTHER_NAMES[name]]) if OTHER_NAMES.get(name) in COMMANDS else None
+            raise UnknownNameError("command", name, [*COMMANDS, "--help", "--version"], hint=hint)
         module = importlib.import_module(f"groupwise.cli.{COMMANDS[name]}")
         command, helps = getattr(module, f"{name.replace('-', '_')}_command"), name not in WITH_SETTINGS
         parser = Parser(prog=f"groupwise {name}", description=inspect.getdoc(command), add_help=helps)

@@ -3,16 +3,20 @@
 import json
 import math
 import os
+import shutil
+import socket
+import subprocess
 import sys
 from base64 import b64encode
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,11 +25,12 @@ from torch import Tensor
 from groupwise import system as files
 from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import Nested
-from groupwise.envs.base import GroupEnv
+from groupwise.envs.base import GroupEnv, success_of_row
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import MAX_FRAME_SIZE, MAX_WIDTH, Frames, kept_iterations, read_groups
+from groupwise.seeding import derive_seed
 
 if TYPE_CHECKING:
     from gymnasium import Env
@@ -40,12 +45,18 @@ MAX_FRAMES = 100
 """Longer episodes show fewer of their steps, too."""
 MAX_STEPS = 1000
 """Truncates the episode."""
+MAX_VIDEO_SIZE = 1920
+"""Pixels of mp4."""
 LAST_DELAY = 1000
 """Milliseconds that the last frame stays before the video begins again."""
 
 
 class NoPictureError(EnvError):
     """The environment cannot render to arrays."""
+
+
+class NoWindowError(EnvError):
+    """The environment cannot be shown in a window here."""
 
 
 def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: int) -> None:
@@ -56,24 +67,95 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
     Args:
         env: a callable that returns the environment, used instead of ``cfg.id``; it sets its render mode itself.
     """
+    reel = Reel(path)
     with no_display(), explained(cfg.id):
         made = rendering_env(cfg, env)
         try:
-            colors = 256 if path.suffix == ".gif" else None
-            fps = float(made.metadata.get("render_fps") or MAX_FPS)
-            frames, stride = _play(policy, made, cfg, seed, math.ceil(fps / MAX_FPS), colors)
+            _play(policy, made, cfg, seed, reel, deterministic=True, max_steps=MAX_STEPS)
         finally:
             with suppress(Exception):  # a broken renderer may fail again
                 made.close()
-    delay = 10 * round(100 * stride / fps)  # GIF counts in hundredths of a second
-    delays = [delay] * (len(frames) - 1) + [LAST_DELAY]
-    video, suffix = BytesIO(), path.suffix.removeprefix(".")
-    first, *rest = frames
-    rest.reverse()
-    frames.clear()
-    others = (rest.pop() for _ in range(len(rest)))  # the picture that is written has copies
-    first.save(video, suffix, save_all=True, append_images=others, loop=0, duration=delays)
-    files.write(path, video.getvalue())
+    reel.write()
+
+
+class Reel:
+    """Frames of episodes, and the video of them: GIF or WebP, or mp4 by the ffmpeg of this machine, which has every step.
+
+    Args:
+        path: of the video.
+        episodes: each has ``MAX_FRAMES`` on average; where there are more, fewer steps are shown.
+    """
+
+    def __init__(self, path: Path, episodes: int = 1) -> None:
+        self.path, self.most = path, episodes * MAX_FRAMES
+        self.frames: list[Image] = []
+        self.pngs = TemporaryFile() if path.suffix == ".mp4" else None  # noqa: SIM115  in place of ``frames``
+        self.steps, self.stride, self.fps = 0, 1, float(MAX_FPS)
+
+    def add(self, env: "Env[Any, Any]", *, last: bool = False) -> None:
+        """Draw the environment after a step, if this step is shown; the last one of an episode always is."""
+        if not self.steps:
+            self.fps = float(env.metadata.get("render_fps") or MAX_FPS)
+            self.stride = math.ceil(self.fps / MAX_FPS)
+        if self.pngs is not None:
+            draw(env, MAX_VIDEO_SIZE).save(self.pngs, "png", compress_level=1)
+        elif last or self.steps % self.stride == 0:
+            self.frames.append(draw(env, colors=256 if self.path.suffix == ".gif" else None))
+        self.steps += 1
+        if len(self.frames) > self.most and not last:
+            self.frames, self.stride = self.frames[::2], 2 * self.stride
+
+    def write(self) -> None:
+        """Write the video, at the speed of the environment; an ``EnvError`` if ffmpeg fails."""
+        files.write(self.path, self._animation() if self.pngs is None else self._mp4(self.pngs))
+
+    def _animation(self) -> bytes:
+        delay = 10 * round(100 * self.stride / self.fps)  # GIF counts in hundredths of a second
+        delays = [delay] * (len(self.frames) - 1) + [LAST_DELAY]
+        video, suffix = BytesIO(), self.path.suffix.removeprefix(".")
+        first, *rest = self.frames
+        rest.reverse()
+        self.frames.clear()
+        others = (rest.pop() for _ in range(len(rest)))  # the picture that is written has copies
+        first.save(video, suffix, save_all=True, append_images=others, loop=0, duration=delays)
+        return video.getvalue()
+
+    def _mp4(self, pngs: IO[bytes]) -> bytes:
+        pngs.seek(0)
+        with pngs, TemporaryDirectory() as folder:  # ffmpeg would follow a link
+            video = Path(folder, "video.mp4")
+            source = ["-f", "image2pipe", "-c:v", "png", "-framerate", f"{self.fps:g}", "-i", "-"]
+            even = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p"]  # what every player takes
+            words = [shutil.which("ffmpeg") or "ffmpeg", "-v", "error", *source, *even, str(video)]
+            done = subprocess.run(words, stdin=pngs, capture_output=True, text=True, check=False)  # noqa: S603
+            if done.returncode:
+                raise EnvError(
+                    f"ffmpeg could not write the video: {done.stderr.strip()[:300]}; fix: one ending with .gif"
+                )
+            return video.read_bytes()
+
+
+def play_episodes(
+    policy: Policy, cfg: EnvCfg, env: object | None, deterministic: bool, seed: int, episodes: int, reel: Reel | None
+) -> list[tuple[float, int, bool | None]]:
+    """Return, steps and success (None: untold) of episodes that are added to ``reel``; None: that are shown in a window.
+
+    A ``NoWindowError`` if there is no window; other errors, and ``env``, as of ``film``.
+    """
+    mode, kind = ("human", NoWindowError) if reel is None else ("rgb_array", EnvError)
+    if reel is None and not has_display():
+        raise NoWindowError(f"no window: no display answers (DISPLAY is {os.environ.get('DISPLAY')!r})")
+    with nullcontext() if reel is None else no_display():
+        with explained(cfg.id, kind):
+            made = rendering_env(cfg, env, mode)
+            made.reset(seed=0)
+            if reel is not None:
+                draw(made)
+        most = cfg.max_episode_steps or (made.spec and made.spec.max_episode_steps) or MAX_STEPS
+        with closing(made), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            starts = [derive_seed(seed, "eval", episode) for episode in range(episodes)]
+            return [_play(policy, made, cfg, start, reel, deterministic, most) for start in starts]
 
 
 def draw_one_frame(env_id: str) -> None:
@@ -85,8 +167,8 @@ def draw_one_frame(env_id: str) -> None:
         made.close()
 
 
-def rendering_env(cfg: EnvCfg, env: object | None, *, masks: bool = True) -> "Env[Any, Any]":
-    """One environment that renders to arrays, with its masks if asked; arguments and errors as of ``film``."""
+def rendering_env(cfg: EnvCfg, env: object | None, mode: str = "rgb_array", *, masks: bool = True) -> "Env[Any, Any]":
+    """One environment that renders to arrays, or ``human``: in a window; with its masks if asked. Arguments and errors as of ``film``."""
     import gymnasium
 
     from groupwise.envs.gymnasium import with_masks
@@ -102,36 +184,43 @@ def rendering_env(cfg: EnvCfg, env: object | None, *, masks: bool = True) -> "En
     kwargs = dict(cfg.kwargs)
     if env is None:
         kwargs.pop("render_mode", None)  # not every environment takes one
+        kwargs |= {} if cfg.max_episode_steps is None else {"max_episode_steps": cfg.max_episode_steps}
     made: gymnasium.Env[Any, Any] = make(**kwargs)
-    if env is None and "rgb_array" in made.metadata.get("render_modes", ()):
+    modes = made.metadata.get("render_modes", ())
+    if env is None and ("rgb_array" in modes or mode in modes):  # of arrays, Gymnasium makes a window
         made.close()
-        made = make(**kwargs | {"render_mode": "rgb_array"})
-    if made.render_mode != "rgb_array":
+        made = make(**kwargs | {"render_mode": mode})
+    if made.render_mode != mode:
         made.close()
+        if mode == "human":
+            raise NoWindowError(f"no window: {made} has none (its metadata['render_modes'] are {modes})")
         raise NoPictureError(
-            f"no video: {made} does not render to arrays; fix: leave the video out, or make it with render_mode='rgb_array'"
+            f"no video: {made} does not render to arrays (its metadata['render_modes'] are {modes}); fix: leave the video "
+            "out, or make it with render_mode='rgb_array'"
         )
     return with_masks(made, cfg) if masks else made
 
 
 def _play(
-    policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, stride: int, colors: int | None
-) -> tuple[list["Image"], int]:
-    """Frames of an episode with its end, and the steps between two of them, which double whenever they become too many."""
-    frames, actions, player = [], deque[Any](), policy.player()
+    policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, reel: Reel | None, deterministic: bool, max_steps: int
+) -> tuple[float, int, bool | None]:
+    """Return, steps and success of an episode, which is added to the reel, or shown in the environment's window."""
+    actions, player, earned, steps, over = deque[Any](), policy.player(), 0.0, 0, False
     obs, _ = env.reset(seed=seed)
-    for step in range(MAX_STEPS):
-        if step % stride == 0:
-            frames.append(draw(env, colors=colors))
-        if len(frames) > MAX_FRAMES:
-            frames, stride = frames[::2], 2 * stride
+    while not over:
+        if reel is not None:
+            reel.add(env)
+        elif (pygame := sys.modules.get("pygame")) and pygame.display.get_init() and pygame.event.get(pygame.QUIT):
+            raise KeyboardInterrupt("the window was closed")
         if not actions:
-            action = player.predict(obs, deterministic=True)
+            action = player.predict(obs, deterministic=deterministic)
             actions.extend(action[: cfg.actions_executed] if cfg.action_chunk > 1 else [action])
-        obs, _, terminated, truncated, _ = env.step(actions.popleft())
-        if terminated or truncated:
-            break
-    return [*frames, draw(env, colors=colors)], stride
+        obs, reward, terminated, truncated, info = env.step(actions.popleft())
+        earned, steps = earned + float(reward), steps + 1
+        over = terminated or truncated or steps == max_steps
+    if reel is not None:
+        reel.add(env, last=True)
+    return earned, steps, success_of_row(info)
 
 
 def draw(env: "Env[Any, Any]", size: int = MAX_SIZE, colors: int | None = None) -> "Image":
@@ -144,11 +233,25 @@ def draw(env: "Env[Any, Any]", size: int = MAX_SIZE, colors: int | None = None) 
     return frame if colors is None else frame.quantize(colors, Image.Quantize.FASTOCTREE)
 
 
+def has_display() -> bool:
+    """Whether windows can be seen: on Linux, whether Wayland is there or the X server answers."""
+    if sys.platform != "linux" or "WAYLAND_DISPLAY" in os.environ:
+        return True
+    host, _, number = os.environ.get("DISPLAY", "").rpartition(":")
+    local = host in ("", "unix")
+    with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX if local else socket.AF_INET) as server:
+        place = int(float(number))  # 10.0: screen 0 of display 10
+        server.settimeout(5)
+        server.connect(f"/tmp/.X11-unix/X{place}" if local else (host, 6000 + place))  # noqa: S108  of the X server
+        return True
+    return False
+
+
 @contextmanager
 def no_display() -> Iterator[None]:
     """Let SDL (pygame), and MuJoCo where there is no display, draw into memory, unless the user chose a driver."""
     drivers = {"SDL_VIDEODRIVER": "dummy"}
-    if sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
+    if not has_display():
         drivers["MUJOCO_GL"] = "egl"  # a second failure of GLFW would end the process
     unset = drivers.keys() - os.environ.keys()
     os.environ.update({name: drivers[name] for name in unset})
@@ -160,17 +263,17 @@ def no_display() -> Iterator[None]:
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Turn the errors of renderers into an ``EnvError``: each library has its own exceptions."""
+def explained(name: str, kind: type[EnvError] = EnvError) -> Iterator[None]:
+    """Turn the errors of renderers into an ``EnvError``, or ``NoWindowError``: each library has its own exceptions."""
     try:
         yield
     except EnvError:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EnvError(
-            f"no video: rendering {name} failed ({reason}); fix: install what it draws with, give it a display "
-            "(xvfb-run), or for MuJoCo set MUJOCO_GL=egl or MUJOCO_GL=osmesa"
+        raise kind(
+            f"no {'window' if kind is NoWindowError else 'video'}: rendering {name} failed ({reason}); fix: install what it "
+            "draws with, give it a display (xvfb-run), or for MuJoCo set MUJOCO_GL=egl or MUJOCO_GL=osmesa"
         ) from error
 
 
@@ -236,8 +339,6 @@ class _Player:
         """The environment of the row."""
 
         def make(**kwargs: Any) -> Any:
-            if env is None and cfg.max_episode_steps is not None:
-                kwargs["max_episode_steps"] = cfg.max_episode_steps
             self.drawing = rendering_env(cfg.model_copy(update={"kwargs": kwargs}), env, masks=False)
             return self.drawing
 

@@ -3,8 +3,6 @@
 import gc
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ import gymnasium
 import pytest
 import text_runs
 import torch
+from forked import Script
 from run_folders import same_weights
 from small_populations import PPO, SMALL, TINY, check_same, evolve, in_this_process, state
 
@@ -27,10 +26,9 @@ from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.trainer import Trainer
 
 SCRIPT = """
-import json, sys
-import groupwise as gw
-if __name__ == "__main__":
-    gw.evolve("CartPole-v1", json.loads(sys.argv[2]), run_dir=sys.argv[1], workers=2, **json.loads(sys.argv[3]))
+import sys
+from small_populations import evolve
+evolve(sys.argv[1], workers=2)
 """
 
 
@@ -70,13 +68,12 @@ def test_members_differ_in_the_searched_settings_and_the_seed_only(whole):
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their parent at once")
 def test_a_killed_search_goes_on_as_if_nothing_happened(whole, tmp_path):
     """It is killed when clones are running in processes."""
-    path, script = tmp_path / "killed", tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, script, path, json.dumps(PPO), json.dumps(SMALL)]) as process:
-        while not list(path.glob("members/r1-*/metrics.jsonl")):
-            time.sleep(0.01)
-            assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
+    path = tmp_path / "killed"
+    script = Script(SCRIPT, path)
+    while not list(path.glob("members/r1-*/metrics.jsonl")):
+        time.sleep(0.01)
+        assert script.processes[0].is_alive(), script.errors(0)
+    script.kill()
     assert not (path / "best").exists()
     Population.resume(path, workers=2)
     check_same(path, whole.path)

@@ -293,10 +293,13 @@ def test_the_answer_follows_from_evaluations_and_their_noise(entries, word, text
 
 def test_a_task_that_is_solved_or_not_yet_is_named_so(runs, tmp_path):
     """The interval of 25 episodes with a deviation of 10 is 4.13 to each side."""
-    cartpole, pendulum = Goal.of({"env": {"id": "CartPole-v1"}}), Goal.of({"env": {"id": "Pendulum-v1"}})
+    cartpole, pendulum = Goal.from_config({"env": {"id": "CartPole-v1"}}), Goal.from_config({"env": {"id": "Pendulum-v1"}})
     assert (cartpole, pendulum) == (Goal(475.0, 500), Goal(None, 200))
-    assert Goal.of({"env": {"id": "groupwise_no_module:Any-v0"}}) == Goal()  # not imported
-    assert Goal.of({"env": {"id": "CartPole-v1", "max_episode_steps": 50}}).limit == 50
+    assert Goal.from_config({"env": {"id": "groupwise_no_module:Any-v0"}}) == Goal()  # not imported
+    # the threshold is that of the registered task alone
+    assert Goal.from_config({"env": {"id": "CartPole-v1", "max_episode_steps": 50}}) == Goal(None, 50)
+    assert Goal.from_config({"env": {"id": "CartPole-v1", "max_episode_steps": 500}}) == Goal(475.0, 500)
+    assert Goal.from_config({"env": {"id": "CartPole-v1", "kwargs": {"sutton_barto_reward": True}}}) == Goal(None, 500)
     entries = evaluated(20, 480, training=(22.0, 470.0))
     solved = answer(entries, "return", "episodes", cartpole)
     assert solved.word == "Solved"

@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """What is known of a task's end."""
+    """The end of a task, as far as it is known."""
 
     threshold: float | None = None
     """``reward_threshold`` of its Gymnasium spec."""
@@ -41,14 +41,17 @@ class Goal(NamedTuple):
     """Steps of an episode."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Goal":
+    def from_config(cls, config: Mapping[str, Any]) -> "Goal":
         """The goal of a run with these settings. Gymnasium is only asked for what it knows: an id may name a stranger's module."""
         import gymnasium
 
         env = config.get("env", {})
         spec = gymnasium.registry.get(str(env.get("id")))
-        limit = env.get("max_episode_steps") or (spec.max_episode_steps if spec else None)
-        return cls(spec.reward_threshold if spec else None, limit)
+        if spec is None:
+            return cls(None, env.get("max_episode_steps"))
+        limit = env.get("max_episode_steps") or spec.max_episode_steps
+        is_registered = limit == spec.max_episode_steps and not env.get("kwargs")  # otherwise it is another task
+        return cls(spec.reward_threshold if is_registered else None, limit)
 
     def reached(self, metrics: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
         """Whether the last evaluation solves the task, and the rule that says so; without a rule, the text is empty."""
@@ -285,7 +288,7 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     if config["algorithm"]["name"] == CLONING:
         own = ("rollout/", "time/advantage")
         metrics = [{key: value for key, value in entry.items() if not key.startswith(own)} for entry in metrics]
-    return examine(metrics, others, Goal.of(config))
+    return examine(metrics, others, Goal.from_config(config))
 
 
 def examine_groups(

@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # what processes of tests import is compiled once
 PEERS := .venv-peers
 VLLM := .venv-vllm
 TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu

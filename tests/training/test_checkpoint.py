@@ -205,7 +205,7 @@ def flip(path):
 def test_a_run_resumes_from_the_one_before_and_ends_the_same(trained, tmp_path, caplog, capsys):
     path = Path(shutil.copytree(trained.path, tmp_path / "run"))
     shutil.rmtree(path / "checkpoints" / "latest")
-    run = gw.resume(path)
+    run = gw.resume(path, progress="lines")
     assert len(caplog.messages) == 1
     assert "resuming from step 256 of 320" in capsys.readouterr().err
     assert logged(path) == logged(trained.path)

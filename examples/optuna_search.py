@@ -1,5 +1,7 @@
 """Optuna proposes settings, and prunes runs by their evaluations. It needs the extra ``optuna``.
 
+The study is kept in the run folder: the same command again adds trials to it, also after a kill.
+
 python examples/optuna_search.py
 """
 
@@ -41,7 +43,10 @@ def main() -> None:
             raise optuna.TrialPruned
         return run.summary["return_mean"]
 
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2))
+    args.run_dir.mkdir(parents=True, exist_ok=True)
+    kept = {"storage": f"sqlite:///{args.run_dir}/study.db", "study_name": "ppo", "load_if_exists": True}
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=2)
+    study = optuna.create_study(direction="maximize", pruner=pruner, **kept)
     study.optimize(train, n_trials=args.trials, catch=gw.errors.DivergedError)
     print(
         f"trial {study.best_trial.number} of {len(study.trials)} is the best, {study.best_value:.1f}: {study.best_params}"

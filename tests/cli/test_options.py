@@ -24,6 +24,8 @@ from groupwise.config import resolve
         ("--algorithm.lr", "; did you mean --algorithm.learning-rate?"),
         ("--algoritm", "; did you mean --algorithm?"),
         ("--max-steps", "; did you mean --total-iterations?"),  # of TRL
+        ("--optimize-hyperparameters", "; here: a search with Optuna, see docs/coming_from.md."),
+        ("--n-trials", "; here: a search with Optuna, see docs/coming_from.md."),
         ("--clip-range", "; did you mean --algorithm.clip-coef?"),
         ("--algorithm.num-envs", "; did you mean --env.num-envs?"),
         ("--algorithm.optimizer.momentum", "; "),  # of another optimizer

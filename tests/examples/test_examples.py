@@ -146,3 +146,13 @@ def test_example(name: str, tmp_path: Path):
 def test_a_budget_of_one_iteration_needs_no_second_half(tmp_path: Path):
     run_script(EXAMPLES / "custom_algorithm.py", "--total-steps", "2000", "--run-dir", tmp_path / "run")
     assert len(metrics_of(tmp_path / "run")) == 1
+
+
+def test_a_search_with_optuna_continues(tmp_path: Path):
+    script, words = (
+        EXAMPLES / "optuna_search.py",
+        ("--trials", "1", "--total-steps", "300", "--run-dir", tmp_path / "run"),
+    )
+    outputs = [run_script(script, *words, folder=tmp_path) for _ in range(2)]
+    assert [re.search(r"trial \d of (\d) is the best", out)[1] for out in outputs] == ["1", "2"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"study.db", "trial-0", "trial-1"}

@@ -4,9 +4,9 @@ import re
 import traceback
 
 import gymnasium
-import jaxtyping
 import numpy as np
 import pytest
+import shapes
 import torch
 from plain_envs import Plain
 from text_runs import save_model
@@ -125,8 +125,9 @@ def made(tmp_path_factory):
 
 def unchecked(function, *arguments):
     """The call without the tests' own checks of types."""
-    jaxtyping.config.left = 0
-    return function(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "CHECKED_CALLS", 0)
+        return function(*arguments)
 
 
 def trained(env):

@@ -293,7 +293,10 @@ def test_the_answer_follows_from_evaluations_and_their_noise(entries, word, text
 
 def test_a_task_that_is_solved_or_not_yet_is_named_so(runs, tmp_path):
     """The interval of 25 episodes with a deviation of 10 is 4.13 to each side."""
-    cartpole, pendulum = Goal.from_config({"env": {"id": "CartPole-v1"}}), Goal.from_config({"env": {"id": "Pendulum-v1"}})
+    cartpole, pendulum = (
+        Goal.from_config({"env": {"id": "CartPole-v1"}}),
+        Goal.from_config({"env": {"id": "Pendulum-v1"}}),
+    )
     assert (cartpole, pendulum) == (Goal(475.0, 500), Goal(None, 200))
     assert Goal.from_config({"env": {"id": "groupwise_no_module:Any-v0"}}) == Goal()  # not imported
     # the threshold is that of the registered task alone

@@ -8,26 +8,44 @@ import hashlib
 import json
 import math
 import shutil
+import time
 from contextlib import suppress
+from fractions import Fraction
 from functools import cache
+from pathlib import Path
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_envs import Plain
+from safetensors.torch import load_file
+from small_populations import after_first_round, everything, evolve
 from text_runs import copying, save_model
 from tiny_tokenizers import character_tokenizer
 
 import groupwise as gw
+from groupwise import cli
 from groupwise.cli.options import Parser, parse_options
 from groupwise.config import resolve, to_json
+from groupwise.config.policy import ModelCfg
 from groupwise.config.run import RewardCfg, TextTaskCfg
+from groupwise.data.spaces import leaf_spaces
+from groupwise.embodied import lerobot
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, RunFolderError
+from groupwise.evolution.population import Population
 from groupwise.report.folder import RunFolder
+from groupwise.system import remove
+from groupwise.text.load import load_causal_lm
 from groupwise.text.rewards import RewardSet, make_reward
 from groupwise.text.task import Example, PromptEncoder
 from groupwise.text.tools import Calculator
 from groupwise.training.checkpoint import load_checkpoint
 
+FEW = settings(max_examples=settings().max_examples // 5)
+"""For tests that make or resume something each time."""
 words = st.text(max_size=8)
 plain = st.none() | st.booleans() | st.integers() | st.floats() | words | st.sampled_from(["auto", 0, 1, -1, 1e400])
 json_values = st.recursive(
@@ -38,7 +56,7 @@ json_values = st.recursive(
 
 
 @st.composite
-def changed_trees(draw, tree):
+def changed_trees(draw, tree, values=json_values):
     """The JSON with up to three of its values replaced, dropped or added."""
     tree = copy.deepcopy(tree)
     for _ in range(draw(st.integers(1, 3))):
@@ -47,7 +65,7 @@ def changed_trees(draw, tree):
             break
         inside, key = draw(st.sampled_from(places))
         if draw(st.booleans()):
-            inside[key] = draw(json_values)
+            inside[key] = draw(values)
         elif isinstance(inside, dict) and draw(st.booleans()):
             inside[draw(words)] = inside.pop(key)
         else:
@@ -161,7 +179,7 @@ def saved_run(request, folder):
     return path, {name: value for name, value in task.given.items() if value is not None}
 
 
-@settings(max_examples=settings().max_examples // 5)  # each resumes a run
+@FEW
 @given(data=st.data())
 def test_states(saved_run, data):
     """Changed by a stranger who makes the digests fit: refused when it is resumed, or taken."""
@@ -215,6 +233,212 @@ ENCODER = PromptEncoder(character_tokenizer("0123456789+-"), TextTaskCfg())
 def test_prompts(prompt):
     tokens = only(GroupwiseError, lambda: ENCODER.encode(Example(prompt, {})))
     assert tokens is None or all(isinstance(token, int) for token in tokens)
+
+
+BOX, DISCRETE = gymnasium.spaces.Box, gymnasium.spaces.Discrete
+SPACES = [
+    BOX(0, 255, (2,), np.uint8), BOX(-5, 5, (2,), np.int32), BOX(0, 1, (2,), np.bool_), BOX(-1, 1, (2,), np.float32),
+    BOX(-1, 1, (2,), np.float64), DISCRETE(3, start=-1), gymnasium.spaces.MultiDiscrete([3, 2]), gymnasium.spaces.MultiBinary(2),
+    gymnasium.spaces.Dict(a=BOX(0, 9, (1,), np.int8), b=DISCRETE(4)), gymnasium.spaces.Tuple((DISCRETE(2), BOX(-1, 1, (2,)))),
+]  # fmt: skip
+ODD = [0, 1, 2, -1, 0.5, 300, 2.7, math.nan, math.inf, 1e300, 2**63, 10**400, True, None, "1", {}, 1j, Fraction(1, 2)]
+DTYPES = ["uint8", "int8", "int64", "uint64", "float16", "float32", "float64", "bool", "complex64", "U3", "object"]
+odd = st.sampled_from(ODD)
+
+
+@st.composite
+def odd_arrays(draw):
+    values = draw(st.lists(odd, max_size=3))
+    with suppress(ValueError, TypeError, OverflowError, Warning), np.errstate(all="ignore"):
+        return np.array(values).astype(draw(st.sampled_from(DTYPES)))
+    return values
+
+
+@st.composite
+def odd_envs(draw):
+    """An environment that, mostly, returns something else than its spaces and Gymnasium say, at its reset or in its steps."""
+    space, actions = draw(st.sampled_from(SPACES)), draw(st.sampled_from([*SPACES, DISCRETE(2), DISCRETE(2)]))
+    space.seed(0)
+    shown = st.just(space.sample()) | odd | odd_arrays() | st.dictionaries(st.sampled_from("ab"), odd | odd_arrays())
+    first, later, parts = draw(shown), draw(shown), [1.0, False, False, {}]
+    if draw(st.booleans()):
+        parts[draw(st.integers(0, 3))] = draw(odd | odd_arrays() | st.builds(np.float32, st.floats(width=32)))
+    over, cut = draw(st.integers(-1, 5)), draw(st.integers(0, 9))
+
+    class Odd(Plain):
+        observation_space, action_space = space, actions
+        given = {"obs": [first, later], "reward": parts[0], "ends": parts[1:3]}
+
+        def reset(self, *, seed=None, options=None):
+            self.steps = 0
+            return [(first, {}), first, (first,), (first, None), (first, {}, 1), [first, {}]][max(0, cut - 4)]
+
+        def step(self, action):
+            assert self.action_space.contains(action)
+            self.steps += 1
+            found = (later, parts[0], parts[1] or self.steps == 3, *parts[2:])
+            return [found[:cut], list(found), found[::-1], None, found][over] if over >= 0 else found
+
+    return Odd
+
+
+class Rollouts(gw.Callback):
+    """Checks that what was stored is what the environment returned, in another type at most."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def on_iteration_end(self, trainer, rollout, metrics):
+        valid = rollout["valid"]
+        for path in leaf_spaces(self.env.observation_space):
+            stored = rollout["obs", *path][valid].double().numpy()
+            given = [as_stored(part_of(obs, path)) for obs in self.env.given["obs"]]
+            assert all(any(np.array_equal(row, one) for one in given) for row in stored), (stored, given)
+        assert set(rollout["reward"][valid].tolist()) <= {float(as_stored(self.env.given["reward"]))}
+
+
+def part_of(obs, path):
+    for key in path:
+        obs = obs[int(key)] if isinstance(obs, tuple | list | np.ndarray) else obs[key]
+    return obs
+
+
+def as_stored(given):
+    """Numbers as float32 holds them, if they are floats."""
+    array = np.asarray(given)
+    with np.errstate(all="ignore"):
+        return array.astype(np.float32 if array.dtype.kind in "fO" else np.float64).astype(np.float64)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "check-env"])
+@FEW
+@given(data=st.data())
+def test_environments(algorithm, folder, data):
+    """As before Gymnasium, with other types and numbers than their spaces: one clear error, or trained without a change."""
+    env = data.draw(odd_envs())
+    if algorithm == "check-env":
+        str(only(GroupwiseError, lambda: gw.check_env(env)))
+        return
+    shutil.rmtree(folder / "odd", ignore_errors=True)
+    settings = {"name": algorithm, "num_steps": 4, "num_epochs": 1, "minibatch_size": 8}
+    settings |= {"group_size": 2} if algorithm == "grpo" else {}
+    only(GroupwiseError, lambda: gw.train(
+        env, settings, num_envs=2, total_steps=8, evaluation={"episodes": 1}, speed="off", keep_checkpoints=1,
+        logging={"progress": "none"}, run_dir=folder / "odd", callbacks=[Rollouts(env)],
+    ))  # fmt: skip
+
+
+NAMES = ["../mine", "/mine", "..", ".", "", "a/b", "r0-0/../../mine", "r0-0", "r1-0", "r0-0\n", "best"]
+strangers_values = st.sampled_from(NAMES) | json_values
+
+
+@pytest.fixture(scope="module")
+def populations(folder):
+    done = evolve(folder / "population", population=2, round_steps=64, num_envs=2).path
+    return [done, after_first_round(shutil.copytree(done, folder / "begun"))]
+
+
+@pytest.fixture(scope="module")
+def demos(folder):
+    steps = torch.arange(6.0).reshape(3, 2), np.zeros((3, 2), np.float32), np.zeros(3, np.float32)
+    actions = BOX(-1, 1, (2,), np.float32)
+    lerobot.write_demos(folder / "demos", actions, actions, 20, [lerobot.Demonstration(*steps, True, "go")] * 2)
+    return folder / "demos"
+
+
+def stop_at_once(*_):
+    raise KeyboardInterrupt
+
+
+CALLS = {
+    "population": lambda path: Population.resume(path, workers=1),
+    "fork": lambda path: gw.fork(path, path.with_name("fork"), total_steps=10**6),
+    "export": lambda path: cli.main(["export", str(path), "--to", "safetensors"]),
+    "demos": lambda path: lerobot.read_demos(path, BOX(-1, 1, (2,))),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@FEW
+@given(data=st.data())
+def test_names_and_links(kind, folder, trained, populations, demos, data):
+    """Files of a stranger, changed, and links to what is mine: nothing outside is written, and an error is one of ours."""
+    place = folder / "stranger"
+    shutil.rmtree(place, ignore_errors=True)
+    (place / "mine").mkdir(parents=True)
+    (place / "mine" / "file").write_text("mine")
+    sources = {"population": st.sampled_from(populations), "demos": st.just(demos)}
+    path = shutil.copytree(data.draw(sources.get(kind, st.just(trained))), place / "theirs")
+    for _ in range(data.draw(st.integers(1, 2))):
+        inside = sorted(file for file in path.rglob("*") if not file.is_symlink())
+        chosen = data.draw(st.sampled_from([*inside, path / "x", path / "policy.safetensors"]))
+        if chosen.is_file() and not chosen.is_symlink() and data.draw(st.booleans()):
+            lines = chosen.suffix == ".json" and data.draw(st.booleans())
+            tree = data.draw(changed_trees(json.loads(chosen.read_text()), strangers_values)) if lines else None
+            content = json.dumps(tree).encode() if lines else data.draw(changed_bytes(chosen.read_bytes()))
+            chosen.write_bytes(content)
+        else:
+            target = data.draw(
+                st.sampled_from([place / "mine", place / "mine" / "file", Path("../../mine/file"), path / "x"])
+            )
+            remove(chosen)
+            chosen.symlink_to(target)
+    before = everything(place / "mine")
+    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr("groupwise.evolution.evolve.play_all", stop_at_once)
+        only(GroupwiseError, lambda: CALLS[kind](path))
+    assert everything(place / "mine") == before
+    assert (place / "mine" / "file").read_text() == "mine"
+    assert {file.name for file in place.iterdir()} <= {"mine", "theirs", "fork"}
+
+
+SIZES = st.sampled_from([0, -1, 1, 10**4, 10**7, 10**12, 2**63, 10**30]) | strangers_values
+PIECES = [
+    "{% for i in range(99999) %}", "{% for m in messages %}", "{% endfor %}", "{{ m.content }}", "{{ messages[0].content }}",
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{{ none.x }}", "{{ raise_exception('no') }}", "{% if 1 %}",
+    "{% endif %}", "{{ 1 / 0 }}", "{{ messages.__class__ }}", "{% include '../mine' %}", "{{ 9 ** 9 ** 5 % 7 }}", "text",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    path = save_model(folder / "small", chat=True)
+    shutil.move(path / "model.safetensors", path / "part.safetensors")
+    names = load_file(path / "part.safetensors")
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "part.safetensors")})
+    )
+    return path
+
+
+@FEW
+@given(data=st.data())
+def test_models(model, data):
+    """Sizes that the weights do not have, files elsewhere, templates that do not end."""
+    path = model.with_name("theirs")
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(model, path)
+    name = data.draw(st.sampled_from(["config.json", "model.safetensors.index.json", "tokenizer_config.json"]))
+    tree = json.loads((path / name).read_text())
+    (path / name).write_text(json.dumps(data.draw(changed_trees(tree, SIZES))))
+    begun = time.process_time()
+    policy = only(GroupwiseError, lambda: load_causal_lm(ModelCfg(path=str(path))))
+    assert time.process_time() - begun < 5
+    if policy is not None:
+        assert sum(p.numel() for p in policy.parameters()) < 10**6
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the limit, in hypothesis' own callback
+@FEW
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=5))
+def test_templates(pieces):
+    tokenizer = character_tokenizer("0123456789+-", chat=True)
+    tokenizer.chat_template = "".join(pieces)
+    begun = time.process_time()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("groupwise.text.task.SECONDS_OF_TEMPLATE", 0.2)
+        only(GroupwiseError, lambda: PromptEncoder(tokenizer, TextTaskCfg()).encode(Example("12", {})))
+    assert time.process_time() - begun < 5
 
 
 def only(error, call):

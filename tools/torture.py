@@ -83,7 +83,7 @@ def main() -> int:
     add("memory growth", "1,000 iterations", tests("test_memory.py", "does_not_grow", 1), begin)
     begin = time.monotonic()
     rounds, wrong = fuzz(args.minutes)
-    add("random input", f"{rounds} rounds of 11,600", wrong, begin)
+    add("random input", f"{rounds} rounds of 13,400", wrong, begin)
     RESULT.write_text(json.dumps(rows, indent=1) + "\n")
     return int(any(row["wrong"] for row in rows))
 

@@ -216,7 +216,7 @@ def limiting(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"it takes more than {seconds:g} s of CPU time")
 
     before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)  # again, as Python ignores errors in a __del__
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from small_populations import SEARCH, evolve, in_this_process, state
+from small_populations import SEARCH, after_first_round, everything, evolve, in_this_process, state
 
 import groupwise as gw
 from groupwise import cli
@@ -23,29 +23,13 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """A copy after its first round: its clones begin when it is resumed."""
-    path = shutil.copytree(whole.path, tmp_path / "population")
-    shutil.rmtree(path / "best")
-    tree = json.loads(state(path))
-    tree["round"] = 1
-    for member in tree["members"]:
-        member["results"].pop("1", None)
-        if member["born"] == 1:
-            shutil.rmtree(path / "members" / member["name"])
-    for member in (path / "members").iterdir():
-        (member / "evolution.jsonl").write_text((member / "evolution.jsonl").read_text().splitlines()[0] + "\n")
-    (path / "population.json").write_text(json.dumps(tree))
-    return path
+    return after_first_round(shutil.copytree(whole.path, tmp_path / "population"))
 
 
 def change(folder, change):
     tree = json.loads(state(folder))
     change(tree)
     (folder / "population.json").write_text(json.dumps(tree))
-
-
-def everything(path):
-    return sorted((str(file), file.lstat().st_mtime_ns) for file in path.rglob("*"))
 
 
 def refused(folder, why, capsys):

@@ -1,5 +1,7 @@
 """A small population on CartPole, and whether two of them are the same."""
 
+import json
+import shutil
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -44,6 +46,26 @@ def evolve(path, workers=None, env="CartPole-v1", algorithm=PPO, **options):
     """A small population, in this process or in workers."""
     with in_this_process() if workers is None else nullcontext():
         return gw.evolve(env, algorithm, run_dir=path, workers=workers, **SMALL | options)
+
+
+def after_first_round(path):
+    """The population as it was then: its clones begin when it is resumed."""
+    shutil.rmtree(path / "best")
+    tree = json.loads(state(path))
+    tree["round"] = 1
+    for member in tree["members"]:
+        member["results"].pop("1", None)
+        if member["born"] == 1:
+            shutil.rmtree(path / "members" / member["name"])
+    for member in (path / "members").iterdir():
+        (member / "evolution.jsonl").write_text((member / "evolution.jsonl").read_text().splitlines()[0] + "\n")
+    (path / "population.json").write_text(json.dumps(tree))
+    return path
+
+
+def everything(path):
+    """All that is in a folder, and when it was written."""
+    return sorted((str(file), file.lstat().st_mtime_ns) for file in path.rglob("*"))
 
 
 def state(path):

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from groupwise.system import limiting
+
 PARENT = """
 import os, re, subprocess, sys, time
 from groupwise import system as processes
@@ -55,3 +57,22 @@ def test_neither_a_process_nor_its_child_outlives_the_parent(tmp_path, work, par
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+class Endless:
+    def __del__(self):
+        while True:
+            pass
+
+
+def for_ever():
+    Endless()  # the first error ends up in it
+    while True:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.timeout(30)
+def test_a_limit_of_time_holds_where_the_end_of_an_object_swallows_the_error():
+    with pytest.raises(TimeoutError, match="CPU time"), limiting(0.1):
+        for_ever()

@@ -156,6 +156,15 @@ def test_a_fork_that_cannot_be_written_leaves_no_folder(run, tmp_path, monkeypat
     assert not (tmp_path / "new").exists()
 
 
+def test_a_fork_of_a_checkpoint_with_a_link_to_nowhere_is_one_clear_error(run, tmp_path):
+    path = shutil.copytree(run.path, tmp_path / "old")
+    (path / "checkpoints/best/algorithm.safetensors").unlink()
+    (path / "checkpoints/best/algorithm.safetensors").symlink_to(path / "nowhere")
+    with pytest.raises(gw.errors.CheckpointError, match=r"old cannot be copied: .*; fix: restore it"):
+        gw.fork(path, tmp_path / "new", total_steps=600)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_fork_takes_the_files_of_the_checkpoint_alone(run, tmp_path):
     """Others may be a stranger's, of any kind and size."""
     path = shutil.copytree(run.path, tmp_path / "run")

@@ -170,7 +170,7 @@ def first_of(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, A
     """
     try:
         found = env.reset(**options)
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         if "unexpected keyword argument" in str(error):
             raise DataError(
                 f"reset() of {env_id} does not take a seed ({error}); fix: def reset(self, *, seed=None, options=None)"
@@ -191,7 +191,9 @@ def arose_outside(error: Exception) -> bool:
     """Whether the error arose where what an environment returned is taken apart, here or in a wrapper, not in itself."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     modules = ("groupwise.envs.", "gymnasium.core", "gymnasium.wrappers.")
-    return isinstance(error, TypeError | ValueError) and str(frame.f_globals.get("__name__")).startswith(modules)
+    return isinstance(error, ArithmeticError | TypeError | ValueError) and str(
+        frame.f_globals.get("__name__")
+    ).startswith(modules)
 
 
 def success_of_row(info: Mapping[str, Any]) -> bool | None:

@@ -232,7 +232,8 @@ def logged(info: Mapping[str, Any], keys: Sequence[str]) -> list[float]:
 def check_outcome(reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
     """Raise a ``TypeError`` for what is no number, although NumPy would make it one."""
     for name, value in {"reward": reward, "terminated": terminated, "truncated": truncated}.items():
-        if not isinstance(value, SupportsFloat) or np.asarray(value).dtype.kind not in "biufO":
+        array = np.asarray(value)
+        if not isinstance(value, SupportsFloat) or array.dtype.kind not in "biufO" or array.size != 1:
             raise TypeError(f"{name} is {value!r:.80}")
     if not isinstance(info, Mapping):
         raise TypeError(f"info is {info!r:.80}")

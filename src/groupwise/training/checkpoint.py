@@ -547,8 +547,10 @@ def fork_run(
         if comparable and has_checkpoint(folder.best) and saved_counts(folder.best)["steps"] <= steps:
             shutil.copytree(folder.best, new.best, ignore=_others)
         files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
-    except BaseException:
+    except BaseException as error:
         files.remove(new.path)
+        if isinstance(error, shutil.Error):  # of several files, such as links that lead nowhere
+            raise CheckpointError(f"{path} cannot be copied: {error!s:.300}; fix: restore it") from error
         raise
     return new.path
 

@@ -418,12 +418,11 @@ class RewardSet:
 
     def _finish(self, name: str, result: Any, completions: Sequence[Completion]) -> list[Score]:
         """The scores of a function. Failed ones are logged; those that are not finite are handled as ``on_nonfinite`` says."""
-        count = len(completions)
         with _blaming(name, completions):
             result = result.result() if isinstance(result, Future) else result
-        scores = numbers(name, result, count)
+        scores = numbers(name, result, len(completions))
         if failures := [score for score in scores if isinstance(score, RewardError)]:
-            log.warning("reward %r failed for %d of %d completions: %s", name, len(failures), count, failures[0])
+            log.warning("reward %r failed for %d of %d completions: %s", name, len(failures), len(scores), failures[0])
         bad = [place for place, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST]
         if bad:
             what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
@@ -461,7 +460,12 @@ def _blaming(name: str, completions: Sequence[Completion]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        fix = "the function (it may return None for what it cannot score)"
-        if isinstance(error, AttributeError | TypeError) and not isinstance(completions[0], str):
-            fix = "read completion[0]['content'], as after prompts of messages a completion is a list of messages"
-        raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}; fix: {fix}") from error
+        raise RewardError(
+            f"reward {name!r} raised {type(error).__name__}: {error}; fix: {_fix(error, completions)}"
+        ) from error
+
+
+def _fix(error: Exception, completions: Sequence[Completion]) -> str:
+    if isinstance(error, AttributeError | TypeError) and not isinstance(completions[0], str):
+        return "read completion[0]['content'], as after prompts of messages a completion is a list of messages"
+    return "the function (it may return None for what it cannot score)"

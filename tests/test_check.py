@@ -54,6 +54,12 @@ class BreaksInReset(Sound):
         raise RuntimeError("no room")
 
 
+class PaysNaN(Sound):
+    def step(self, action):
+        obs, _, *ends = super().step(action)
+        return obs, float("nan"), *ends
+
+
 class CannotBeMade(Sound):
     def __init__(self):
         raise OSError("licence file not found")
@@ -151,8 +157,8 @@ def test_a_cheat_is_refused_with_the_reason_and_the_fix():
     )
     assert report.training.reason == reason
     text = str(report)
-    assert f"start depends on the seed no: {reason}" in text
-    assert "training uses             no, see 'start depends on the seed'" in text
+    assert f"problem                   {reason}" in text
+    assert "training uses             no, see 'problem'" in text
     assert "fix                       let the environment draw all its randomness from self.np_random" in text
 
 
@@ -163,6 +169,12 @@ def test_what_breaks_is_a_finding(env, reason):
     report = check_env(env)
     findings = [report.noise_varies, report.training]
     assert [(found.value, found.reason) for found in findings] == [(None, reason)] * 2
+
+
+def test_a_reward_that_is_not_finite_is_a_finding():
+    report = check_env(PaysNaN)
+    assert report.training.reason == report.success.reason == "the reward of step 1 is nan"
+    assert "problem                   the reward of step 1 is nan" in str(report)
 
 
 def rows_that_break(num_envs):

@@ -168,7 +168,7 @@ MISTAKES = {
     "15": (trained(Plain()), "env is a Plain", "expected a Gymnasium id", "fix: pass the class or a lambda"),
     "16": (
         lambda run, train: unchecked(gw.PPO, "MlpPolicy", "CartPole-v1"),
-        "got 'MlpPolicy'", "takes its settings and a Policy", r"fix: gw\.train\('CartPole-v1'\)",
+        "got 'MlpPolicy'", "takes its settings and a Policy", r"fix: gw\.train\('CartPole-v1', 'ppo'\)",
     ),
     "17": (
         lambda run, train: gw.PPOCfg(learning_rate=lambda left: left),

@@ -18,7 +18,7 @@ import torch
 from groupwise.config import resolve
 from groupwise.config.base import GIVEN
 from groupwise.config.policy import PolicyCfg
-from groupwise.config.run import EnvCfg, StartMode
+from groupwise.config.run import DEFAULT_HORIZON, EnvCfg, StartMode
 from groupwise.data.spaces import allowed_action, flat_action, leaf_spaces, obs_spec, space_kind, subspaces
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import kept_space
@@ -104,13 +104,13 @@ class EnvReport:
             "observations in bounds": self.bounds,
             "training uses": self.training,
         }
-        first: dict[str, str] = {}
-        lines = [self.env_id]
+        reasons = [finding.reason for finding in rows.values() if finding.value is None]
+        shared = dict.fromkeys(reason for reason in reasons if reasons.count(reason) > 1)
+        lines = [self.env_id, *(f"{'problem':<26}{reason}" for reason in shared)]
         for question, finding in rows.items():
             answer = {"True": "yes", "False": "no"}.get(str(finding.value), str(finding.value))
             if finding.value is None:
-                seen = first.setdefault(finding.reason, question)
-                answer = f"no: {finding.reason}" if seen == question else f"no, see {seen!r}"
+                answer = "no, see 'problem'" if finding.reason in shared else f"no: {finding.reason}"
             lines.append(f"{question:<26}{answer}")
         if self.training.fix:
             lines.append(f"{'fix':<26}{self.training.fix}")
@@ -172,13 +172,15 @@ def check_env(env: object) -> EnvReport:
     action = _tried(lambda: (make_head(actions, PolicyCfg()), _brief(actions))[1])
     if missing := [needed for needed in (observation, action) if needed.value is None]:
         training = Finding(None, missing[0].reason, missing[0].fix)
-    no_limit = "none is known, so GRPO and evaluations cut episodes after at most 10,000 steps"
+    no_limit = f"none is known, so GRPO and evaluations cut episodes after at most {DEFAULT_HORIZON:,} steps"
     limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
     played = _tried(partial(_played, opened))
-    success = bounds = Finding[Any](None, played.reason, played.fix)
+    success = bounds = forgets = broken = Finding[Any](None, played.reason, played.fix)
     if played.value is not None:
         success, bounds = played.value
-    forgets = refused if rows else _tried(lambda: _forgets(plain, make))
+        forgets = refused if rows else _tried(lambda: _forgets(plain, make))
+    elif training.value is not None:
+        training = broken
     if rows and checked.value is not None:
         forgets = Finding(True)  # the check of shared starts compares episodes after others, too
     return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, bounds, training)
@@ -205,6 +207,9 @@ def _played(opened: Callable[[], VectorEnv]) -> tuple[Finding[str], Finding[bool
             action = np.stack([flat_action(space, space.sample()) for _ in range(env.num_envs)])
             step = env.step(allowed_action(torch.from_numpy(action), obs, space))
             obs, over, steps = step.obs, bool((step.terminated | step.truncated).any()), steps + 1
+            if not step.reward.isfinite().all():
+                number = step.reward[~step.reward.isfinite()][0]
+                raise EnvError(f"the reward of step {steps} is {number}; fix: return finite rewards")
             if over and not ended and "success" in step.info:
                 has_names = bool(np.any(step.info.get("task", "") != ""))
                 success = f"reported at the end of episodes{', with the names of tasks' if has_names else ''}"

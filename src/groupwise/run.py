@@ -205,7 +205,8 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         folder.truncate_metrics(trainer.iteration)
         budget, saved = trainer.budget, folder.read_config()
         if saved.get(budget.name) != budget.total:
-            folder.rewrite_config(parts.cfg.model_dump(mode="json"))
+            # what this call shows is not a setting of the run
+            folder.rewrite_config(parts.cfg.model_dump(mode="json") | {"logging": saved["logging"]})
         if parts.cfg.logging.progress != "none":
             show(
                 f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}",

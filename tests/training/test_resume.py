@@ -191,3 +191,11 @@ def test_processes_of_environments(tmp_path, monkeypatch):
         runs.append(gw.train(env, "grpo", total_steps=400, run_dir=tmp_path / str(workers), **quiet))
     assert logged(runs[0]) == logged(runs[1])
     assert same_weights(*runs)
+
+
+def test_what_a_resumed_run_shows_is_not_stored(tmp_path):
+    ppo = {"name": "ppo", "num_steps": 16, "minibatch_size": 16}
+    run = gw.train("CartPole-v1", ppo, total_steps=16, num_envs=1, evaluation={"episodes": 1}, run_dir=tmp_path / "run")
+    gw.resume(run.path, total_steps=32, progress="none")
+    stored = json.loads((run.path / "config.json").read_text())
+    assert (stored["total_steps"], stored["logging"]["progress"]) == (32, "auto")

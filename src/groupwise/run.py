@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -715,7 +714,7 @@ def play(
     cfg = read_cfg(folder)
     if not isinstance(cfg, RunCfg):
         raise ConfigError(f"{path} is a run on {cfg.subject}, which has no pictures; fix: groupwise sample or eval")
-    video, program = None if output is None else Path(output), shutil.which("ffmpeg")
+    video, program = None if output is None else Path(output), files.find_program("ffmpeg")
     if video and (video.suffix not in (".mp4", ".gif", ".webp") or not video.parent.is_dir()):
         raise ConfigError(
             f"--output {output}: expected a name ending with .mp4, .gif or .webp, in a folder that exists"

@@ -353,6 +353,12 @@ def printable(text: object) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
+def find_program(name: str) -> str | None:
+    """The path of a program on the PATH; None if it is not there, or in the working folder, which may be a stranger's."""
+    found = shutil.which(name)
+    return found if found and os.path.isabs(found) else None
+
+
 def show(*lines: object, to: Literal["stdout", "stderr"] = "stdout") -> None:
     """Print lines in their printable form. A message to ``stderr`` that cannot be written is lost, and no error."""
     stream = SafeStream(sys.stderr) if to == "stderr" else sys.stdout

@@ -143,3 +143,19 @@ def test_a_search_of_an_unknown_setting_names_those_of_that_name():
         gw.errors.ConfigError, match=r"no setting 'algorithm\.lr'; did you mean algorithm\.learning_rate\?"
     ):
         check_search({"algorithm.lr": (1e-3, 1e-4)}, base)
+
+
+def test_a_search_names_no_programs():
+    """A population may come from a stranger."""
+    server = {"name": "server", "python": "/usr/bin/python3"}
+    base = gw.config.resolve_text("grpo", task={"data": "a.jsonl", "rewards": [{"name": "exact"}]}, model={"path": "m"})
+    served = base.model_copy(
+        update={"generation": type(base).model_validate(base.model_dump() | {"generation": server}).generation}
+    )
+    for path, values, of in (
+        ("generation.python", ("/bin/a", "/bin/b"), served),
+        ("generation.args", (("--a",), ("--b",)), served),
+        ("generation", (server, "model"), base),
+    ):
+        with pytest.raises(gw.errors.ConfigError, match=f"search: {path}"):
+            check_search({path: values}, of)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -131,7 +132,20 @@ def test_no_program_of_the_run_folder_is_run(run: gw.Run, tmp_path: Path, monkey
     (folder / "ffmpeg").write_text(FFMPEG)
     (folder / "ffmpeg").chmod(0o755)
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", "")  # the working folder
     assert play(folder, 1)[1] == folder / "play.gif"
+
+
+def test_a_strangers_limit_of_steps_does_not_hold(run: gw.Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(video, "MAX_PLAYED", 5)
+    assert play(run.path, 1)[0].lengths == (5,)
+
+
+def test_a_signal_ends_drawing(tmp_path: Path):
+    draw = "from groupwise.report.video import no_display\nimport os, signal\nwith no_display():\n    "
+    code = draw + "import pygame; pygame.display.init()\n    os.kill(os.getpid(), signal.SIGTERM)\n    print('alive')"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "alive" in done.stdout) == (-15, False)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,11 @@ def check_search(search: Mapping[str, RangeCfg | Choices], base: CommonCfg) -> N
         if inside := [other for other in search if other.startswith(f"{path}.")]:
             raise ConfigError(f"search: {inside[0]} is a part of {path}; fix: one of the two")
         for value in values:
-            with_settings(base, {path: fitted(base, path, value)})
+            found = with_settings(base, {path: fitted(base, path, value)})
+            if found.named_programs() != base.named_programs():  # it may come from a stranger's population
+                raise ConfigError(
+                    f"search: {path} = {value!r:.80} names a program; fix: set it for all members instead"
+                )
 
 
 def misfit(search: Mapping[str, RangeCfg | Choices], settings: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -63,7 +62,7 @@ def _git_state() -> dict[str, Any] | None:
     The repository may be a stranger's, whose configuration can name programs to run (``core.fsmonitor``, filters). So files
     are compared by way of another, temporary git folder, which has the objects and the index, but no configuration.
     """
-    program = shutil.which("git")
+    program = files.find_program("git")
     if program is None:
         return None
 

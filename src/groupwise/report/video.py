@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -44,7 +43,9 @@ MAX_FPS = 10
 MAX_FRAMES = 100
 """Longer episodes show fewer of their steps, too."""
 MAX_STEPS = 1000
-"""Truncates the episode."""
+"""Truncates the episode of a run's video."""
+MAX_PLAYED = 10_000
+"""Truncates the episodes of ``play_episodes``. The limit of a stranger's run may be any number."""
 MAX_VIDEO_SIZE = 1920
 """Pixels of mp4."""
 LAST_DELAY = 1000
@@ -126,7 +127,7 @@ class Reel:
             video = Path(folder, "video.mp4")
             source = ["-f", "image2pipe", "-c:v", "png", "-framerate", f"{self.fps:g}", "-i", "-"]
             even = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p"]  # what every player takes
-            words = [shutil.which("ffmpeg") or "ffmpeg", "-v", "error", *source, *even, str(video)]
+            words = [files.find_program("ffmpeg") or "ffmpeg", "-v", "error", *source, *even, str(video)]
             done = subprocess.run(words, stdin=pngs, capture_output=True, text=True, check=False)  # noqa: S603
             if done.returncode:
                 raise EnvError(
@@ -151,7 +152,7 @@ def play_episodes(
             made.reset(seed=0)
             if reel is not None:
                 draw(made)
-        most = cfg.max_episode_steps or (made.spec and made.spec.max_episode_steps) or MAX_STEPS
+        most = min(MAX_PLAYED, cfg.max_episode_steps or (made.spec and made.spec.max_episode_steps) or MAX_STEPS)
         with closing(made), torch.random.fork_rng():
             torch.manual_seed(seed)
             starts = [derive_seed(seed, "eval", episode) for episode in range(episodes)]
@@ -250,7 +251,7 @@ def has_display() -> bool:
 @contextmanager
 def no_display() -> Iterator[None]:
     """Let SDL (pygame), and MuJoCo where there is no display, draw into memory, unless the user chose a driver."""
-    drivers = {"SDL_VIDEODRIVER": "dummy"}
+    drivers = {"SDL_VIDEODRIVER": "dummy", "SDL_NO_SIGNAL_HANDLERS": "1"}  # a signal ends the process, as without SDL
     if not has_display():
         drivers["MUJOCO_GL"] = "egl"  # a second failure of GLFW would end the process
     unset = drivers.keys() - os.environ.keys()

@@ -359,6 +359,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.timeout(1200)  # copies a whole population each time
 @FEW
 @given(data=st.data())
 def test_names_and_links(kind, folder, trained, populations, demos, data):

@@ -1,6 +1,8 @@
 """The page of a run: whole, self-contained, safe, and right about what it says."""
 
 import json
+import math
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -193,6 +195,40 @@ def test_metrics_that_lack_something_have_a_page(tmp_path, lacking):
     assert "in 4 iterations" in text
     assert ("The evaluated return went from 1 to 4, without an interval" in text) == lacking.startswith("eval/")
     assert "Learning curve" in text
+
+
+ODD = [
+    ("time/total_seconds", math.inf),
+    ("eval/episodes", math.nan),
+    ("eval/episodes", 1e308),
+    ("eval/success_rate", 5),
+]
+
+
+@pytest.mark.parametrize("odd", [*ODD, ("reward", None), ("iteration", None)])
+def test_values_that_no_run_writes_are_one_error_with_the_folder(runs, tmp_path, capsys, odd):
+    name, value = odd
+    path = shutil.copytree(runs / "grpo", tmp_path / "run")
+    rewrite_metrics(path, lambda entry: entry | ({name: value} if "/" in name else {}))
+    for file in (path / "groups").glob("*.parquet") if "/" not in name else ():
+        steps = [step | {name: value} for step in pyarrow.parquet.read_table(file).to_pylist()]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(steps, schema=groups.schema()), file)
+    for command in ("report", "doctor") if name in ("time/total_seconds", "eval/episodes") else ("report",):
+        assert cli.main([command, str(path)]) == 2
+        error = capsys.readouterr().err
+        assert str(path) in error
+        assert "fix: " in error
+
+
+def test_names_that_are_no_utf8_and_files_that_are_no_groups_have_a_page(runs, tmp_path):
+    path = shutil.copytree(runs / "grpo", tmp_path / os.fsdecode(b"\xffrun"))
+    (path / "groups/1².parquet").write_bytes(b"")
+    settings = json.loads((path / "config.json").read_text())
+    settings["env"]["id"] = "\ud800x"
+    (path / "config.json").write_text(json.dumps(settings))
+    text = write_page(path).read_text()
+    assert r"\ud800x" in text
+    assert r"\udcffrun" in text
 
 
 def test_a_page_says_how_it_ended_and_how_often_it_succeeded(tmp_path):

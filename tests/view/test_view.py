@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import os
 import re
 
 import pytest
@@ -105,6 +106,22 @@ def test_damaged_settings_and_those_of_other_programs_are_listed_with_their_faul
     page = visitor.get("/secret/runs/model")
     assert page.status_code == 500
     assert "model/config.json" in page.text
+
+
+@pytest.mark.parametrize("damage", ["infinite", "large", "name", "id"])
+def test_a_run_with_odd_values_leaves_the_others_listed(root, damage):
+    run = write_run(root / (os.fsdecode(b"\xffrun") if damage == "name" else "odd"), env="Pendulum-v1")
+    entry, settings = {"iteration": 1, "env_steps": 9}, json.loads((run / "config.json").read_text())
+    entry["time/total_seconds"] = {"infinite": math.inf, "large": 1e308}.get(damage, 1.0)
+    settings |= {"id": {"env": {"id": "\ud800x"}}}.get(damage, {})
+    (run / "config.json").write_text(json.dumps(settings))
+    (run / "metrics.jsonl").write_text(f"{json.dumps(entry)}\n")
+    listed = client(root).get("/secret/")
+    assert listed.status_code == 200
+    assert "/secret/runs/first" in listed.text
+    [address] = re.findall(r'href="(/secret/runs/(?:odd|[^"]*udcffrun))"', listed.text)
+    assert ("fix: " in listed.text) == (damage in ("infinite", "large"))
+    assert client(root).get(html.unescape(address)).status_code == (500 if damage == "infinite" else 200)
 
 
 def figures(page):

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from groupwise.cli.options import Parser
 from groupwise.errors import EnvError, GroupwiseError, RunFolderError, installing, require_extra
-from groupwise.report.folder import RunFolder
+from groupwise.report.folder import RunFolder, explained
 from groupwise.report.health import WORDS, Finding, diagnose
 from groupwise.report.page import answer, answer_of, write_page
 from groupwise.report.video import draw_one_frame
@@ -87,12 +87,13 @@ def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
     options = parser.read(argv)
     trouble, findings = False, check_installation()
     if options.run is not None:
-        folder = RunFolder.open(options.run)
-        learned = answer_of(folder)
+        with explained(options.run):
+            folder = RunFolder.open(options.run)
+            learned, metrics = answer_of(folder), folder.read_metrics()
+            sick = [finding for finding in diagnose(folder) if finding.verdict != "good"]
         show(f"Did it learn? {learned.word}. {learned.text}")
-        sick = [finding for finding in diagnose(folder) if finding.verdict != "good"]
         if not sick:
-            show("Nothing looks wrong." if folder.read_metrics() else "There is nothing to look at yet.")
+            show("Nothing looks wrong." if metrics else "There is nothing to look at yet.")
         findings = iter(sick)
     for finding in findings:  # printed as they come
         show(f"{WORDS[finding.verdict]:<8} {finding.title}: {finding.text}")

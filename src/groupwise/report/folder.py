@@ -28,7 +28,7 @@ from groupwise import plugins
 from groupwise import system as files
 from groupwise.config.base import explain
 from groupwise.config.run import EvaluationMetric
-from groupwise.errors import RunFolderError
+from groupwise.errors import GroupwiseError, RunFolderError
 from groupwise.system import printable
 
 # Provenance: facts needed to repeat a run, in addition to its settings
@@ -143,8 +143,8 @@ _Summary = create_model("_Summary", __config__=ConfigDict(strict=True, extra="al
 """Entries of ``summary.json`` that are read again."""
 
 
-class _Entry(BaseModel, strict=True, extra="allow"):
-    """A line of ``metrics.jsonl``."""
+class _Entry(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
+    """A line of ``metrics.jsonl``. Numbers that are not finite are never written."""
 
     __pydantic_extra__: dict[str, float]
     iteration: Count
@@ -371,6 +371,20 @@ def _writing(path: Path) -> Iterator[None]:
         raise RunFolderError(f"{path} cannot be written ({error}); fix: make room, or give rights to write") from error
 
 
+@contextmanager
+def explained(run: Path) -> Iterator[None]:
+    """Raise a ``RunFolderError`` where a run cannot be shown because its files hold what no run writes."""
+    try:
+        yield
+    except GroupwiseError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise RunFolderError(
+            f"{run} cannot be shown: its files hold values of a wrong kind or range ({type(error).__name__}: "
+            f"{error!s:.200}); fix: restore config.json, metrics.jsonl and groups, or train again"
+        ) from error
+
+
 def is_free(path: Path) -> bool:
     """Whether it does not exist, or is a folder that is empty or was left by a kill before its settings were complete."""
     left = (path / LOCK, *path.glob(".config.json.*.partial"), *path.glob(".population.json.*.partial"))
@@ -507,7 +521,7 @@ def write_groups(folder: Path, iteration: int, columns: Mapping[str, Values]) ->
 
 def kept_iterations(folder: Path) -> dict[int, Path]:
     """The files by iteration, in order."""
-    found = {int(path.stem): path for path in folder.glob(_PATTERN) if path.stem.isdigit()}
+    found = {int(path.stem): path for path in folder.glob(_PATTERN) if re.fullmatch("[0-9]+", path.stem)}
     return dict(sorted(found.items()))
 
 

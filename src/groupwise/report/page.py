@@ -22,7 +22,15 @@ from groupwise.config.base import flat
 from groupwise.config.run import BUDGETS, TextRunCfg
 from groupwise.errors import ConfigError
 from groupwise.report.curve import curve_svg, small
-from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_frames, read_groups, scores_of
+from groupwise.report.folder import (
+    RunFolder,
+    explained,
+    interval_of,
+    kept_iterations,
+    read_frames,
+    read_groups,
+    scores_of,
+)
 from groupwise.report.health import CLONING, UNKNOWN, WORDS, Goal, Metrics, diagnose, is_below
 
 if TYPE_CHECKING:
@@ -158,10 +166,12 @@ def write_page(run: Path, out: Path | None = None) -> Path:
     Raises:
         RunFolderError: it is no run folder, or is damaged.
     """
-    folder = RunFolder.open(run)
+    with explained(run):
+        folder = RunFolder.open(run)
+        data = render(folder).encode(errors="backslashreplace")
     out = out or folder.report
     out.parent.mkdir(parents=True, exist_ok=True)
-    files.write(out, render(folder).encode())
+    files.write(out, data)
     return out
 
 

@@ -23,8 +23,9 @@ from starlette.routing import Route
 
 from groupwise.errors import RunFolderError
 from groupwise.report.curve import overlay, points, smoothed
-from groupwise.report.folder import RunFolder
+from groupwise.report.folder import RunFolder, explained
 from groupwise.report.page import Live, progress, render, style, subject, templates, words_of
+from groupwise.system import printable
 
 MAX_DEPTH = 3
 """Folders between the one that is shown and a run."""
@@ -67,7 +68,7 @@ class Row(NamedTuple):
 def find_runs(root: Path) -> dict[str, Path]:
     """The run folders in a folder by their names in it, the newest first; it may be a run itself. Links are not followed."""
     if (root / "config.json").is_file():
-        return {root.resolve().name: root}
+        return {printable(root.resolve().name): root}
     found = []
     for place, folders, files in os.walk(root):
         path = Path(place)
@@ -76,7 +77,7 @@ def find_runs(root: Path) -> dict[str, Path]:
         if "config.json" in files or len(path.relative_to(root).parts) >= MAX_DEPTH:
             folders.clear()
     found.sort(key=lambda path: -_stamp(path / "config.json")[0])
-    return {path.relative_to(root).as_posix(): path for path in found}
+    return {printable(path.relative_to(root).as_posix()): path for path in found}
 
 
 def version_of(*paths: Path) -> str:
@@ -99,12 +100,15 @@ def read_entries(path: Path, version: str) -> list[dict[str, Any]]:
 def read_row(name: str, path: Path, version: str) -> Row:
     """The row of a run, read again when its version has changed."""
     try:
-        folder = RunFolder.open(path)
-        config, metrics, summary = folder.read_config(), read_entries(path, version), folder.read_summary()
+        with explained(path):
+            return _row(name, RunFolder.open(path), read_entries(path, version))
     except RunFolderError as error:
         return Row(name, problem=str(error))
+
+
+def _row(name: str, folder: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> Row:
+    config, summary, trains = folder.read_config(), folder.read_summary(), folder.is_training
     unit, score, _ = words_of(config)
-    trains = folder.is_training
     return Row(
         name,
         subject=subject(config, summary),
@@ -155,7 +159,7 @@ class Viewer:
             # a page of a stranger could reach this server by a name of his own that leads to 127.0.0.1
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
             exception_handlers={
-                RunFolderError: lambda _, error: PlainTextResponse(str(error), status_code=500, headers=HEADERS)
+                RunFolderError: lambda _, error: PlainTextResponse(printable(error), status_code=500, headers=HEADERS)
             },
         )
 
@@ -175,9 +179,12 @@ class Viewer:
             return Response(status_code=304, headers=headers)
         live = Live(self._home, version, self._script, name or "")
         with self._one_at_a_time:
-            if name is not None:
-                return HTMLResponse(render(RunFolder.open(runs[name]), live), headers=headers)
-            return HTMLResponse(self._list(runs, request.query_params, live), headers=headers)
+            if name is None:
+                page = self._list(runs, request.query_params, live)
+            else:
+                with explained(runs[name]):
+                    page = render(RunFolder.open(runs[name]), live)
+        return HTMLResponse(page.encode(errors="backslashreplace"), headers=headers)
 
     def _list(self, runs: dict[str, Path], query: QueryParams, live: Live) -> str:
         """All runs, or those whose name is asked for, and curves of the chosen ones: a figure for each metric and task."""

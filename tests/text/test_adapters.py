@@ -63,6 +63,9 @@ def test_first_weights_that_cannot_be_are_refused():
         LoRACfg(r=3, init="orthogonal")
     with pytest.raises(ConfigError, match=r"lora\.init='orthogonal' is not for quantised weights; fix: "):
         ModelCfg(path="x", quantization="nf4", lora={"init": "orthogonal"})
+    with pytest.raises(ConfigError, match=r"lora\.dora=True is not for quantization='int8'; fix: "):
+        ModelCfg(path="x", quantization="int8", lora={"dora": True})
+    ModelCfg(path="x", quantization="nf4", lora={"dora": True})
     with pytest.raises(ConfigError, match=r"unknown key 'use_dora'; did you mean 'dora'\?"):
         LoRACfg(use_dora=True)
 

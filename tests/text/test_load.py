@@ -18,7 +18,7 @@ from text_updates import batch_of
 from tiny_models import EOS, FAMILIES, moved, tiny_model
 from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
-from transformers import BartConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BartConfig, LlamaConfig, LlamaForCausalLM
 
 import groupwise as gw
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
@@ -360,9 +360,38 @@ def test_an_index_of_weights_names_files_of_its_folder(folder, tmp_path, name):
         load(path)
 
 
-def test_adapters_name_no_module_to_import(folder, tmp_path):
-    path = hostile(folder(lora=LORA), tmp_path / "adapters", megatron_config={"a": 1}, megatron_core="evil")
-    with pytest.raises(ConfigError, match=r"have megatron_config = .*; fix: adapters without it"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "have megatron_config = .*; fix: adapters without it"),
+        (
+            {"peft_type": "XLORA", "adapters": {"0": "/other"}},
+            "have peft_type = 'XLORA', .* no other folder; fix: LORA",
+        ),
+        (
+            {"peft_type": "PROMPT_TUNING"},
+            "have peft_type = 'PROMPT_TUNING', expected one that changes layers .*; fix: ",
+        ),
+        ({"peft_type": ["LORA"]}, r"have peft_type = \['LORA'\], .*; fix: LORA"),
+        ({"r": "many"}, "cannot be loaded .* expected adapter_config.json .*; fix: save them again"),
+    ],
+    ids=str,
+)
+def test_adapters_are_weights_of_their_folder_alone(folder, tmp_path, monkeypatch, changes, message):
+    path = hostile(folder(lora=LORA), tmp_path / "adapters", base_model_name_or_path=str(folder()), **changes)
+    if "r" not in changes:  # refused before peft reads anything
+        monkeypatch.setattr(peft.PeftConfig, "from_pretrained", None)
+    with pytest.raises(ConfigError, match=message):
+        load(path)
+
+
+def test_other_adapters_that_change_layers_are_trained_and_damaged_ones_are_refused(folder, tmp_path):
+    path = tmp_path / "adapters"
+    model = AutoModelForCausalLM.from_pretrained(folder())
+    get_peft_model(model, peft.LoHaConfig(r=2, target_modules=["q_proj"])).save_pretrained(path)
+    assert any("hada" in name for name, part in load(path).named_parameters() if part.requires_grad)
+    (path / "adapter_model.safetensors").write_bytes(b"junk" * 20)
+    with pytest.raises(ConfigError, match=rf"adapters in {path} cannot be loaded .*; fix: save them again"):
         load(path)
 
 

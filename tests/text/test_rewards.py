@@ -262,6 +262,25 @@ def test_what_functions_log_is_collected_once(caplog):
     assert "log_extra('said', ...) has no numbers, and texts are not kept; fix: " in warning
 
 
+@pytest.mark.parametrize(("count", "length"), [(100, 100), (101, 9), (1, 101)])
+def test_the_number_of_logged_metrics_and_the_length_of_names_are_limited(count, length):
+    def logs(completions, log_metric, log_extra, **_):
+        for number in range(2 * count):
+            (log_extra if number % 2 else log_metric)(f"{number // 2:0{length}}", [1.0] if number % 2 else 1.0)
+        return lengths(completions)
+
+    rewards = reward_set(logs)
+    if (count, length) == (100, 100):
+        score(rewards)
+        score(rewards)
+        assert len(rewards.take_logged()) == 100
+    else:
+        with pytest.raises(
+            RewardError, match=r"'logs' .* at most 100 names, of at most 100 characters; got '0.* others; "
+        ):
+            score(rewards)
+
+
 def test_missing_columns_are_named_before_anything_is_scored():
     def needs(completions, gold, level=1, **_):
         return lengths(completions)

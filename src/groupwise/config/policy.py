@@ -202,4 +202,8 @@ class ModelCfg(Cfg):
             raise ValueError(f"quantization={self.quantization!r} needs adapters; got lora=None, fix: lora={{'r': 16}}")
         if self.quantization != "none" and self.lora is not None and self.lora.init == "orthogonal":
             raise ValueError("lora.init='orthogonal' is not for quantised weights; fix: 'kaiming' or 'gaussian'")
+        if self.quantization == "int8" and self.lora is not None and self.lora.dora:
+            raise ValueError(
+                "lora.dora=True is not for quantization='int8'; fix: quantization='nf4', or lora.dora=False"
+            )
         return self

@@ -26,6 +26,12 @@ MAX_INDEX = 64 * files.MIB
 _LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers")
 _WIDTHS = ("_size", "_dim", "heads", "experts", "n_embd", "n_head", "n_inner", "n_positions")
 """Settings that count layers, and ends of the names of those that are rows or columns of a matrix."""
+_ADAPTERS = (
+    "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LILY",
+    "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD", "SHIRA",
+    "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA", "WAVEFT",
+)  # fmt: skip
+"""Types of peft's that change layers, and are in one folder; XLORA, for one, reads the folders that its settings name."""
 _PACKED = 8
 """Most weights in a number, where they are quantised."""
 
@@ -196,13 +202,19 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
 
     if not (Path(path) / "adapter_model.safetensors").is_file():  # peft would take a pickle
         raise ConfigError(f"{path} has no adapter_model.safetensors; fix: save the adapters as safetensors")
-    if (
-        named := read_file(Path(path) / ADAPTER_CONFIG).get("megatron_config")
-    ) is not None:  # peft imports what it names
+    settings = read_file(Path(path) / ADAPTER_CONFIG)
+    if (named := settings.get("megatron_config")) is not None:  # peft imports what it names
         raise ConfigError(f"the adapters in {path} have megatron_config = {named!r:.100}; fix: adapters without it")
-    saved = PeftConfig.from_pretrained(path)
+    if (kind := settings.get("peft_type")) not in _ADAPTERS:
+        raise ConfigError(
+            f"the adapters in {path} have peft_type = {kind!r:.100}, expected one that changes layers and reads no other folder; "
+            "fix: LORA"
+        )
+    try:
+        saved = PeftConfig.from_pretrained(path)
+    except failures() as error:
+        raise _damaged(path, error) from None
     if cfg.lora is not None:
-        kind = saved.peft_type.value
         wanted = ", ".join(f"{name}={vars(cfg.lora)[name]}" for name in ("r", "alpha", "rslora", "dora"))
         found = f"type {kind}"
         if kind == "LORA":
@@ -215,7 +227,18 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
             adapted: nn.Module = PeftModel.from_pretrained(model, path, is_trainable=True)
         except UserWarning as error:
             raise ConfigError(f"the adapters in {path} are not complete: {error}; fix: save them again") from None
+        except torch.OutOfMemoryError:
+            raise
+        except failures() as error:
+            raise _damaged(path, error) from None
     return adapted
+
+
+def _damaged(path: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the adapters in {path} cannot be loaded ({in_short(error):.200}); expected {ADAPTER_CONFIG} and "
+        "adapter_model.safetensors that belong to the base; fix: save them again"
+    )
 
 
 @contextmanager

@@ -275,6 +275,8 @@ def numbers(name: str, result: Any, count: int) -> list[Score]:
 
 LARGEST = 3.4e38
 """Largest number in float32; larger scores are as good as infinite."""
+MAX_LOGGED = 100
+"""Most metrics that reward functions log in an iteration, and most characters of a name."""
 REWARDS: dict[str, Reward] = {}
 """Registered ones; a class is instantiated with the settings."""
 NEVER_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -397,7 +399,7 @@ class RewardSet:
         results: dict[RewardFunction, Any] = {}
         for function in sorted(self.functions, key=lambda function: not function.is_async):
             with _blaming(function.name, completions):
-                result = function(keywords, lambda name, value: self._metrics[name].append(float(value)))
+                result = function(keywords, self._log)
                 results[function] = self._begin(result) if inspect.iscoroutine(result) else result
         scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         rewards: list[float | None] = []
@@ -408,6 +410,14 @@ class RewardSet:
             rewards.append(sum(weighted) if weighted and not failed else None)
         parts = tuple(tuple(score if isinstance(score, float) else None for score in part) for part in scores)
         return Scores(tuple(rewards), parts)
+
+    def _log(self, name: str, value: Any) -> None:
+        if (name not in self._metrics and len(self._metrics) == MAX_LOGGED) or len(name) > MAX_LOGGED:
+            raise ValueError(
+                f"log_metric and log_extra take at most {MAX_LOGGED} names, of at most {MAX_LOGGED} characters; got {name!r:.100}, "
+                f"of {len(name):,} characters, after {len(self._metrics)} others; write more to a file of your own"
+            )
+        self._metrics[name].append(float(value))
 
     def _begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run it while other functions are called, in one loop for all calls, as async clients are bound to it."""

@@ -146,7 +146,7 @@ EARLY = json.dumps({"env_steps": 750, "stopped": "score: return 475 reached the 
         ("summary.json", "{", "summary.json is damaged"),
         ("metrics.jsonl", f'{METRICS}{{"iteration": 5, "env_steps": 1100}}\n', "resumed, and now at step 1,100"),
         ("metrics.jsonl", f'{{"iter\n{METRICS}', "metrics.jsonl, line 1 is damaged"),
-        ("metrics.jsonl", METRICS.replace("1.0", "NaN"), "damaged: eval/return_mean is nan at step 250"),
+        ("metrics.jsonl", METRICS.replace("1.0", "NaN"), "line 1 is damaged: eval/return_mean = nan"),
         ("config.json", '{"model_type": "llama"}', "config.json is damaged: algorithm"),
     ],
     ids=["killed", "failed", "interrupted", "early", "summary", "resumed", "metrics", "nan", "settings"],

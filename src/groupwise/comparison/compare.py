@@ -2,7 +2,6 @@
 
 import glob
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,9 +218,6 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
     for measure, prefix in _PREFIXES.items():
         key = f"{prefix}/{SCORES[metric]}"
         points[measure] = [(entry["env_steps"], entry[key]) for entry in metrics if key in entry]
-        for steps, value in points[measure]:
-            if not math.isfinite(value):
-                raise RunFolderError(f"damaged: {key} is {value} at step {steps:,}")
     return _Run(path, name, config, method, points, summary, given)
 
 

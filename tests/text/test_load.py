@@ -385,6 +385,7 @@ def test_adapters_are_weights_of_their_folder_alone(folder, tmp_path, monkeypatc
         load(path)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
 def test_other_adapters_that_change_layers_are_trained_and_damaged_ones_are_refused(folder, tmp_path):
     path = tmp_path / "adapters"
     model = AutoModelForCausalLM.from_pretrained(folder())

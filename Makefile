@@ -66,7 +66,7 @@ $(PEERS)-%/.done: benchmarks/peers/requirements_%.txt
 demo: $(VENV)/.core  ## Train CartPole with GRPO, show what it reached
 	$(BIN)/groupwise train CartPole-v1
 
-demo-text: $(VENV)/.text  ## Train a tiny language model with GRPO, a minute or two
+demo-text: $(VENV)/.text  ## A tiny language model learns to copy numbers with GRPO, about a minute
 	$(BIN)/python examples/text_copy.py
 
 demo-robot: $(VENV)/.robots  ## A robot arm learns from ten demonstrations and success, a few minutes

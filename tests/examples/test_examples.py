@@ -8,7 +8,7 @@ import pytest
 from forked import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ELSEWHERE = {"flow_policy", "grpo_from_scratch", "mujoco_warp_push", "ray_tune_search"}
+ELSEWHERE = {"flow_policy", "grpo_from_scratch", "mujoco_warp_push", "ray_tune_search", "text_copy"}
 """Tested in files of their own."""
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 
@@ -88,15 +88,6 @@ def check_optuna_search(out: str, run_dir: Path) -> None:
     assert finals[int(best)] == pytest.approx(float(score), abs=0.06)
 
 
-def check_text_copy(out: str, run_dir: Path) -> None:
-    assert re.search(
-        rf"return_mean={NUMBER} ci95=\[{NUMBER}, {NUMBER}\] pass@1={NUMBER} .* prompts=145 completions_per_prompt=1",
-        out,
-    )
-    assert re.search(r"^123 -> \d*$", out, re.MULTILINE)
-    assert metrics_of(run_dir)[-1]["rollout/sampler_kl"] < 1e-8
-
-
 def check_robot_arm(out: str, run_dir: Path) -> None:
     rows = re.findall(rf"^(clone|after GRPO) +{NUMBER}% +{NUMBER}% to +{NUMBER}%   none", out, re.MULTILINE)
     assert [name for name, *_ in rows] == ["clone", "after GRPO"]
@@ -122,7 +113,6 @@ CASES = {
     ),
     "optuna_search": (["--trials", "4", "--total-steps", "3000"], check_optuna_search),
     "distributed": (["--total-steps", "200"], check_distributed),
-    "text_copy": (["--total-steps", "1000"], check_text_copy),
     "sb3_grpo": (["--total-steps", "1000"], check_sb3_grpo),
 }
 
@@ -137,9 +127,7 @@ def test_example(name: str, tmp_path: Path):
     run_dir = tmp_path / "run"
     script, ranks = EXAMPLES / f"{name}.py", 2 if name == "distributed" else 1
     out = run_script(script, *arguments, "--run-dir", run_dir, folder=tmp_path, ranks=ranks)
-    # the model that it begins with stays, for groupwise sample
-    made = ["run", "runs"] if name == "text_copy" else ["run"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == made
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     check(out, run_dir)
 
 

@@ -206,7 +206,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         if saved.get(budget.name) != budget.total:
             # what this call shows is not a setting of the run
             folder.rewrite_config(parts.cfg.model_dump(mode="json") | {"logging": saved["logging"]})
-        if parts.cfg.logging.progress != "none":
+        if log.isEnabledFor(logging.WARNING):  # not with --quiet
             show(
                 f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}",
                 to="stderr",

@@ -11,9 +11,7 @@ from groupwise.cli.main import main
 
 SCRIPT = ROOT / "examples" / "text_copy.py"
 NUMBER = r"(-?\d+(?:\.\d+)?)"
-RESULT = (
-    rf"^return_mean={NUMBER} ci95=\[{NUMBER}, {NUMBER}\] pass@1={NUMBER} .* prompts=145 completions_per_prompt=1$"
-)
+RESULT = rf"^return_mean={NUMBER} ci95=\[{NUMBER}, {NUMBER}\] pass@1={NUMBER} .* prompts=145 completions_per_prompt=1$"
 
 
 def test_what_it_leaves_and_says(tmp_path, monkeypatch, capsys):

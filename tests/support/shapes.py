@@ -18,6 +18,7 @@ class FirstCalls(type(jaxtyping.config)):  # type: ignore[misc]
     def jaxtyping_disable(self) -> bool:
         """Asked at each call of a function with annotations, by what wraps it."""
         function = sys._getframe(1).f_locals["fn"]
+        function = getattr(function, "__code__", function)  # which keeps nothing in memory that the function refers to
         self.calls[function] += 1
         return self.calls[function] > CHECKED_CALLS
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, Spec
-from groupwise.errors import DataError, EnvError, GroupStartError
+from groupwise.errors import DataError, EnvError, GroupStartError, GroupwiseError
 
 Mask = npt.NDArray[np.bool_]
 Seeds = npt.NDArray[np.int64]
@@ -191,9 +191,8 @@ def arose_outside(error: Exception) -> bool:
     """Whether the error arose where what an environment returned is taken apart, here or in a wrapper, not in itself."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     modules = ("groupwise.envs.", "gymnasium.core", "gymnasium.wrappers.")
-    return isinstance(error, ArithmeticError | TypeError | ValueError) and str(
-        frame.f_globals.get("__name__")
-    ).startswith(modules)
+    is_raw = isinstance(error, ArithmeticError | TypeError | ValueError) and not isinstance(error, GroupwiseError)
+    return is_raw and str(frame.f_globals.get("__name__")).startswith(modules)
 
 
 def success_of_row(info: Mapping[str, Any]) -> bool | None:

@@ -263,7 +263,7 @@ def odd_envs(draw):
     first, later, parts = draw(shown), draw(shown), [1.0, False, False, {}]
     if draw(st.booleans()):
         parts[draw(st.integers(0, 3))] = draw(odd | odd_arrays() | st.builds(np.float32, st.floats(width=32)))
-    over, cut = draw(st.integers(-1, 5)), draw(st.integers(0, 9))
+    over, cut = draw(st.integers(-1, 4)), draw(st.integers(0, 9))
 
     class Odd(Plain):
         observation_space, action_space = space, actions
@@ -276,7 +276,7 @@ def odd_envs(draw):
         def step(self, action):
             assert self.action_space.contains(action)
             self.steps += 1
-            found = (later, parts[0], parts[1] or self.steps == 3, *parts[2:])
+            found = (later, parts[0], self.steps == 3 if parts[1] is False else parts[1], *parts[2:])
             return [found[:cut], list(found), found[::-1], None, found][over] if over >= 0 else found
 
     return Odd

@@ -172,6 +172,14 @@ def test_a_torn_line_is_replaced_by_that_of_the_next_round(folder):
         assert [result["status"] for result in results] == ["ok"] * (2 - found.members[name].born)
 
 
+def test_a_finished_population_without_its_best_member_is_one_clear_error(whole, tmp_path):
+    path = shutil.copytree(whole.path, tmp_path / "population")
+    shutil.rmtree(path / "members" / whole.best().name)
+    with pytest.raises(gw.errors.RunFolderError, match=r"cannot be copied: .*; fix: restore it"):
+        Population.resume(path, workers=1)
+    assert (path / "best" / "config.json").is_file()
+
+
 @pytest.mark.parametrize("place", ["mkdir", "write"])
 def test_a_search_that_was_killed_before_it_was_saved_begins_again(tmp_path, whole, place, monkeypatch):
     path = tmp_path / "population"

@@ -259,7 +259,12 @@ class Population:
         copied, unfinished = self.path / "best", self.path / ".best"
         files.remove(unfinished)
         own = self.folder(self.best().name)
-        shutil.copytree(own, unfinished, ignore=shutil.ignore_patterns(LOCK), symlinks=True)  # none is followed
+        try:
+            shutil.copytree(own, unfinished, ignore=shutil.ignore_patterns(LOCK), symlinks=True)  # none is followed
+        except OSError as error:
+            raise RunFolderError(
+                f"{own} cannot be copied: {error!s:.300}; fix: restore it, or make room on the disk"
+            ) from error
         files.remove(copied)
         unfinished.rename(copied)
 

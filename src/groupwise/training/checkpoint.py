@@ -550,7 +550,7 @@ def fork_run(
     except BaseException as error:
         files.remove(new.path)
         if isinstance(error, shutil.Error):  # of several files, such as links that lead nowhere
-            raise CheckpointError(f"{path} cannot be copied: {error!s:.300}; fix: restore it") from error
+            raise CheckpointError(f"{path} cannot be copied: {error!s:.300}; fix: restore it, or make room") from error
         raise
     return new.path
 

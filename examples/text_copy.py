@@ -34,7 +34,7 @@ def make_model(folder: Path, seed: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # the default deviation of weights, 0.02, is for wide layers: in narrow ones, attention hardly tells tokens apart
+    # the default of 0.02 is for wide layers: narrow ones learn slowly with it
     sizes |= {"initializer_range": 0.15, "max_position_embeddings": 32}
     ends = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
     LlamaForCausalLM(LlamaConfig(vocab_size=len(DIGITS) + 4, **sizes, **ends)).save_pretrained(folder)
@@ -64,7 +64,7 @@ def learn(model: Path, seed: int, total_steps: int, run_dir: Path | None) -> gw.
             schedule="linear",
             num_epochs=2,
             minibatch_size=600,
-            ent_coef=0.2,  # without it, some digits are soon written no more, and can then no longer be learned
+            ent_coef=0.2,  # with less, a digit may die out in some place: it is never tried again, and earns nothing
             optimizer={"name": "adam", "eps": 1e-5},
         ),
         model=str(model),

@@ -300,7 +300,7 @@ def test_what_is_no_run_is_refused(cartpole):
     Path("broken").mkdir()
     known = {"algorithm": {"name": "grpo"}, "seed": 0, "provenance": {"format": 2}}
     Path("broken", "config.json").write_text(json.dumps(known | {"total_steps": "many"}))
-    with pytest.raises(gw.errors.RunFolderError, match="total_steps = 'many': input should be"):
+    with pytest.raises(gw.errors.RunFolderError, match="is damaged: total_steps = 'many': input should be"):
         gw.resume("broken")
 
 

@@ -175,14 +175,14 @@ def check_env(env: object) -> EnvReport:
     no_limit = f"none is known, so GRPO and evaluations cut episodes after at most {DEFAULT_HORIZON:,} steps"
     limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
     played = _tried(partial(_played, opened))
-    success = bounds = forgets = broken = Finding[Any](None, played.reason, played.fix)
-    if played.value is not None:
+    if played.value is None:
+        success = bounds = forgets = Finding[Any](None, played.reason, played.fix)
+        training = training if training.value is None else success
+    else:
         success, bounds = played.value
-        forgets = refused if rows else _tried(lambda: _forgets(plain, make))
-    elif training.value is not None:
-        training = broken
-    if rows and checked.value is not None:
-        forgets = Finding(True)  # the check of shared starts compares episodes after others, too
+        forgets = _tried(lambda: _forgets(plain, make))
+        if rows:  # the check of shared starts compares episodes after others, too
+            forgets = Finding(True) if checked.value is not None else refused
     return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, bounds, training)
 
 

@@ -205,7 +205,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         budget, saved = trainer.budget, folder.read_config()
         if saved.get(budget.name) != budget.total:
             # what this call shows is not a setting of the run
-            folder.rewrite_config(parts.cfg.model_dump(mode="json") | {"logging": saved["logging"]})
+            folder.rewrite_config(parts.cfg.model_dump(mode="json") | {"logging": saved.get("logging", {})})
         if log.isEnabledFor(logging.WARNING):  # not with --quiet
             show(
                 f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}",

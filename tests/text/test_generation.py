@@ -157,15 +157,18 @@ def test_states_of_layers_are_repeated_selected_and_free_of_padding(kind, backen
         torch.testing.assert_close(torch.tensor(c.log_probs), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv"])
-def test_models_whose_states_cannot_begin_completions_are_refused(kind):
-    """They take no cache of transformers, or read the padding."""
+NO_BEGIN = "keeps a state of the text that cannot begin several completions"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [*((kind, NO_BEGIN) for kind in ["mamba", "mamba2", "falcon_mamba", "rwkv"]), ("recurrent_gemma", "logits_soft_cap=30")],
+)
+def test_models_whose_states_cannot_begin_completions_are_refused(kind, reason):
+    """They take no cache of transformers, or read the padding; RecurrentGemma caps its logits besides."""
     sizes = {"num_heads": 4, "head_dim": 16, "n_groups": 1} if kind == "mamba2" else {}
     sizes |= {"lru_width": 32, "block_types": ["recurrent", "attention"]} if kind == "recurrent_gemma" else {}
-    with pytest.raises(
-        ConfigError,
-        match=r"(keeps a state of the text that cannot begin several completions|has logits_soft_cap).*; fix: ",
-    ):
+    with pytest.raises(ConfigError, match=f"{reason}.*; fix: "):
         CausalLM(random_model(kind, **sizes))
 
 

@@ -250,12 +250,13 @@ def test_what_functions_log_is_collected_once(caplog):
         log_metric("share", len(completions))
         log_metric("share", 4)
         log_extra("correct", [True, False])
+        log_extra("length", [np.float32(1.5), torch.tensor(2), None])
         log_extra("said", [c.upper() for c in completions])
         return lengths(completions)
 
     rewards = reward_set(logs)
     score(rewards)
-    assert rewards.take_logged() == {"share": 3.0, "correct": 0.5}
+    assert rewards.take_logged() == {"share": 3.0, "correct": 0.5, "length": 1.75}
     assert rewards.take_logged() == {}
     score(rewards)
     [warning] = caplog.messages

@@ -91,7 +91,7 @@ class BaseAlgorithm(ABC):
         if not isinstance(cfg, AlgorithmCfg) or not isinstance(policy, Policy):
             raise ConfigError(
                 f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; fix: "
-                f"gw.train('CartPole-v1', {type(self).__name__.lower()!r})"
+                "gw.train('CartPole-v1', 'ppo')"
             )
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None

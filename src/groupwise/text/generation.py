@@ -121,9 +121,8 @@ class DecodingState:
         last = self._tokens[self.running, max(0, self._step - window) : self._step].tolist()
         decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
         texts, known = map(decode, last), [0] * len(last)
-        if (
-            self._sampling.min_new_tokens
-        ):  # a string within the minimum stays: only what the last token completes counts
+        # A string within the minimum stays: only what the last token completes counts.
+        if self._sampling.min_new_tokens:
             known = [len(decode(tokens[:-1]).rstrip("\ufffd")) for tokens in last]
         found = [
             any(s in text[max(0, n + 1 - len(s)) :] for s in strings) for text, n in zip(texts, known, strict=True)

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeAlias, cast, get_type_hints
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias, cast, get_type_hints
 
 import cloudpickle
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -210,8 +210,8 @@ class RewardFunction:
         return self.call(**{name: keywords[name] for name in taken})
 
     def _log_extra(self, log_metric: LogMetric, column: str, values: Iterable[Any]) -> None:
-        """Log the mean of a column's numbers. TRL prints columns beside the completions; texts have no place here."""
-        found = [float(value) for value in values if isinstance(value, int | float)]
+        """Log the mean of a column's numbers. TRL prints its texts in a table with the completions; texts are not kept here."""
+        found = [float(value) for value in values if isinstance(value, SupportsFloat)]
         if found:
             log_metric(column, sum(found) / len(found))
         elif column not in self._unlogged:

@@ -1,5 +1,7 @@
 """Rollouts that servers write while the learner updates: which weights write them, what is bounded, and what errors do."""
 
+import ast
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -179,14 +181,15 @@ def test_what_cannot_be_is_refused(model):
     recomputed, filtered = {"objective": {"old_log_prob": "recomputed"}}, {"collection": {"dynamic_sampling": 1}}
     for settings, message in [
         ({"generation": {"name": "server", "in_flight_updates": True}}, "in_flight_updates=True and max_staleness=0"),
-        (
-            ahead | {"algorithm": gw.GRPOCfg(**recomputed)},
-            "'importance_sampling_correction': 'tis', 'old_log_prob': 'recomputed'",
-        ),
         (ahead | {"algorithm": gw.GRPOCfg(**filtered)}, "dynamic_sampling=None, or .*max_staleness=0"),
     ]:
         with pytest.raises(ValueError, match=message):
             TextRunCfg(**settings)
+    with pytest.raises(ValueError, match="max_staleness=1 needs the probabilities of earlier weights") as refused:
+        TextRunCfg(algorithm=gw.GRPOCfg(**recomputed), **ahead)
+    for advice in (advices := re.findall(r"\{'.+?'\}", str(refused.value))):
+        TextRunCfg(algorithm=gw.GRPOCfg(objective=ast.literal_eval(advice)), **ahead)
+    assert len(advices) == 2
     adapted = load_causal_lm(gw.ModelCfg(path=str(model), lora={"r": 2}), SamplingCfg(max_new_tokens=1))
     for generation, policy, engine, message in [
         ({"in_flight_updates": True}, adapted, Engine(), "in_flight_updates=True with adapters"),

@@ -162,7 +162,10 @@ NO_BEGIN = "keeps a state of the text that cannot begin several completions"
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [*((kind, NO_BEGIN) for kind in ["mamba", "mamba2", "falcon_mamba", "rwkv"]), ("recurrent_gemma", "logits_soft_cap=30")],
+    [
+        *((kind, NO_BEGIN) for kind in ["mamba", "mamba2", "falcon_mamba", "rwkv"]),
+        ("recurrent_gemma", "logits_soft_cap=30"),
+    ],
 )
 def test_models_whose_states_cannot_begin_completions_are_refused(kind, reason):
     """They take no cache of transformers, or read the padding; RecurrentGemma caps its logits besides."""

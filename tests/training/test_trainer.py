@@ -239,6 +239,23 @@ def test_a_stop_or_an_interrupt_on_another_rank_ends_training(reason, last, part
     assert recorder.journal[-2:] == last
 
 
+@pytest.mark.parametrize(("iteration", "reason"), [(1, INTERRUPTED), (2, "total_steps")])
+def test_an_interrupt_while_ranks_exchange_their_reasons_is_heard_at_the_next_exchange(iteration, reason, parts):
+    """Waiting for a slow rank may take most of the time."""
+
+    class Meets(Engine):
+        def gather_objects(self, thing):
+            if isinstance(thing, str | None) and trainer.iteration == iteration:
+                trainer.interrupt()
+            return [thing]
+
+    trainer = parts.trainer(total_steps=30 if reason == INTERRUPTED else 20)
+    trainer.engine = Meets()
+    with pytest.raises(KeyboardInterrupt) if reason == INTERRUPTED else contextlib.nullcontext():
+        trainer.train()
+    assert (trainer.iteration, trainer.stop_reason) == (2, reason)
+
+
 @pytest.mark.parametrize(("rank", "count"), [(0, 2), (1, 0)])
 def test_recent_episodes_of_a_checkpoint_are_those_of_rank_0(rank, count, parts):
     first = parts.trainer(total_steps=20)

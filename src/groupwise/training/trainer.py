@@ -180,14 +180,16 @@ class Trainer:
             while True:
                 # a stop or an interrupt on one rank holds for all
                 reasons = self.engine.gather_objects(self.stop_reason)
-                self.stop_reason = next((reason for reason in reasons if reason not in (None, INTERRUPTED)), None)
+                if stops := [reason for reason in reasons if reason not in (None, INTERRUPTED)]:
+                    self.stop_reason = stops[0]  # else a signal that came meanwhile is kept
                 if self.is_done():
                     break
                 if INTERRUPTED in reasons:
                     self.doing = "stopping"
                     raise KeyboardInterrupt
                 self._iterate()
-            self.stop_reason = self.stop_reason or self.budget.name
+            if self.stop_reason in (None, INTERRUPTED):
+                self.stop_reason = self.budget.name
             self.ending = True
             for callback in self.callbacks:
                 callback.on_training_end(self)

@@ -243,6 +243,8 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
 
 
 def test_ranks_share_servers_which_get_the_weights_of_the_first_also_when_they_lost_them(model, double, tmp_path):
+    double.holds_requests = True  # of one rank, while the other gives the weights again
+
     def work(engine):
         policy = moved(load_causal_lm(gw.ModelCfg(path=str(model)), SamplingCfg(max_new_tokens=4)))
         servers = [VLLMServer(HttpClient(double.url, timeout=20.0, retries=0), adapters=False)]

@@ -1,6 +1,8 @@
 """What stands between two turns: messages of chat templates of several kinds, plain texts; turns as messages."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_tokenizers import END, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -71,6 +73,23 @@ def test_plain_texts_have_the_answer_in_them(template):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     assert tokenizer("84")["input_ids"][0] == 2
     assert encoder.encode_answer("84") == expected  # a tokenizer that begins every text does not begin the answer
+
+
+@pytest.mark.parametrize("template", [None, "ChatML"])
+@given(
+    st.lists(
+        st.sampled_from(["<|im_end|>", "<|endoftext|>", "<|im_start|>user\n", "<think>", "<|im_", "end|>", "84", " "])
+    )
+)
+def test_special_tokens_that_an_answer_spells_are_plain_text(template, parts):
+    """It must not end a turn, or begin one, or a call."""
+    tokenizer, encoder = answers(template)
+    tokenizer.add_tokens(["<think>"])
+    special = set(tokenizer.added_tokens_decoder)
+    plain, tokens = encoder.encode_answer("84"), encoder.encode_answer("".join(parts))
+    assert [token for token in tokens if token in special] == [token for token in plain if token in special]
+    expected = tokenizer.decode(plain).replace("84", "".join(parts))
+    assert tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == expected
 
 
 def test_a_template_without_a_place_for_answers_is_refused():

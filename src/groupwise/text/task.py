@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -195,8 +196,8 @@ def read_prompt(where: str, prompt: object) -> Prompt:
 
 SECONDS_OF_TEMPLATE = 10.0
 """CPU time of a chat template for a prompt. It is a program in the model's folder, which can loop."""
-_WRITTEN = "WRITTEN"
-"""Placeholder of the model's turn, whose tokens are known."""
+_WRITTEN, _ANSWER = "WRITTEN", "ANSWER"
+"""Placeholders of the model's turn, whose tokens are known, and of an answer whose pieces are encoded by themselves."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -269,14 +270,27 @@ class PromptEncoder:
     def encode_answer(self, answer: str, end: int | None = None) -> list[int]:
         """All tokens between two turns of the model: a message if prompts are messages, otherwise plain text.
 
-        An end-of-text token that the model wrote itself, ``end``, is not repeated. A ``ConfigError`` if the chat template has no
-        place for an answer after the assistant's message.
+        An end-of-text token that the model wrote itself, ``end``, is not repeated. Special tokens that the answer spells are
+        plain text, so it cannot end a turn or begin a call. A ``ConfigError`` if the chat template has no place for an answer
+        after the assistant's message.
         """
+        pieces, last = [], 0
+        while found := self._special_token.search(answer, last):
+            pieces.append(answer[last : found.start() + 1])
+            last = found.start() + 1
+        shown = _ANSWER if pieces else answer
+        rendered = self.cfg.tool_answer.replace("{}", shown)
+        if self.conversational:
+            rendered = self._render(self._answer_role, shown)
+        whole = self._ids(rendered)
+        if pieces:
+            start, _, rest = rendered.rpartition(_ANSWER)
+            texts = start + pieces[0], *pieces[1:], answer[last:] + rest
+            whole = [*itertools.chain(*map(self._ids, texts))]
         if not self.conversational:
-            return self._ids(self.cfg.tool_answer.replace("{}", answer))
-        rendered = self._render(self._answer_role, answer)
+            return whole
         place = rendered.index(_WRITTEN) + len(_WRITTEN)
-        before, whole = self._ids(rendered[:place]), self._ids(rendered)
+        before = self._ids(rendered[:place])
         if whole[: len(before)] != before:
             raise ConfigError(
                 "a token of the chat template overlaps the assistant's text, so that no tool's answer can follow it; "
@@ -286,6 +300,12 @@ class PromptEncoder:
         place = tokens.index(end) if end in tokens else 0
         ends_turn = end in tokens and not self.tokenizer.decode(tokens[:place]).strip()
         return tokens[place + 1 :] if ends_turn else tokens
+
+    @functools.cached_property
+    def _special_token(self) -> re.Pattern[str]:
+        """Tokens that are looked for in a text before it is divided into others; runs of spaces, which some add, are harmless."""
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+        return re.compile("|".join(re.escape(token) for token in added if len(token.strip()) > 1) or "(?!)")
 
     @functools.cached_property
     def _answer_role(self) -> str:

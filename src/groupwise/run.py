@@ -205,7 +205,11 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         budget, saved = trainer.budget, folder.read_config()
         if saved.get(budget.name) != budget.total:
             # what this call shows is not a setting of the run
-            folder.rewrite_config(parts.cfg.model_dump(mode="json") | {"logging": saved.get("logging", {})})
+            settings = parts.cfg.model_dump(mode="json") | {"logging": saved.get("logging", {})}
+            old = read_cfg(folder).budget
+            totals = {when: f"{of.name}={of.total}" for when, of in (("before", old), ("after", budget))}
+            noted = {"env_steps": trainer.env_steps, "finished": trainer.counts[old.unit] >= old.total} | totals
+            folder.rewrite_config(settings, *([noted] if trainer.iteration else []))
         if log.isEnabledFor(logging.WARNING):  # not with --quiet
             show(
                 f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}",

@@ -103,11 +103,22 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Amount: TypeAlias = Annotated[float, Field(gt=0)] | None
 
 
+class _Resumed(BaseModel, strict=True):
+    """A resume with another budget; budgets as in ``total_steps=4000``."""
+
+    env_steps: Count
+    finished: bool
+    before: str
+    after: str
+
+
 class _Provenance(BaseModel, strict=True, extra="allow"):
     format: int = 1
     run_id: str = ""
     plugins: list[str] = []
     given_in_python: list[str] = []
+    forked_from: list[str] = []
+    resumed: list[_Resumed] = []
     versions: dict[str, Any] = {}
     git: dict[str, Any] | None = None
     machine: dict[str, Any] = {}
@@ -190,7 +201,8 @@ class RunFolder:
         Args:
             path: None makes ``runs/<name>-<time>``, numbered where it is taken.
             here: as of the class.
-            known: lists for its provenance: ``given_in_python`` names the objects that must come again to resume.
+            known: lists for its provenance: ``given_in_python`` names the objects that must come again to resume,
+                ``forked_from`` a folder and a step.
         """
         if path is None:
             stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -300,11 +312,12 @@ class RunFolder:
         """Provenance from the run's begin, and objects "given_in_python"; a ``RunFolderError`` if the file is damaged."""
         return _Config.model_validate(_read_object(self.config, _Config)).provenance.model_dump()
 
-    def rewrite_config(self, config: Mapping[str, Any]) -> None:
-        """Replace the settings, as a resume with more steps does; provenance stays."""
+    def rewrite_config(self, config: Mapping[str, Any], *resumed: Mapping[str, Any]) -> None:
+        """Replace the settings, as a resume with more steps does, which is noted; other provenance stays."""
         kept = _read_object(self.config, _Config).get("provenance", {})
+        noted = {"resumed": [*kept.get("resumed", ()), *resumed]} if resumed else {}
         with _writing(self.config):
-            files.write(self.config, _to_json({**config, "provenance": kept}))
+            files.write(self.config, _to_json({**config, "provenance": kept | noted}))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace ``summary.json``."""

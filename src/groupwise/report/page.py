@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -194,7 +195,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             algorithm=config["algorithm"]["name"],
             seed=config["seed"],
             name=folder.path.resolve().name,
-            ending=_ending(folder, metrics, unit),
+            ending=" ".join([_ending(folder, metrics, unit), *_origins(provenance, unit)]),
             answer=answer_of(folder),
             curve=curve_svg(metrics, "", unit, score) if metrics else "",
             video=b64encode(files.read(folder.video, MAX_VIDEO)).decode() if has_video else "",
@@ -318,6 +319,15 @@ def _ending(folder: RunFolder, metrics: list[dict[str, Any]], unit: str) -> str:
     return f"Ended by {stopped} after {done}."
 
 
+def _origins(provenance: Mapping[str, Any], unit: str) -> Iterator[str]:
+    """Sentences on the run that it was copied from, and on resumes with other budgets."""
+    if provenance["forked_from"]:
+        yield "It is a fork of {}, from step {}.".format(*provenance["forked_from"])
+    for resumed in provenance["resumed"]:
+        early = "" if resumed["finished"] else ", before its end,"
+        yield f"It was resumed after {resumed['env_steps']:,} {unit}{early} with {resumed['after']} in place of {resumed['before']}."
+
+
 def progress(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, runs: bool = True) -> str:
     """The share of the budget that is done, and the time that is left if the run goes on as fast: ``40 %, 1:30 left``."""
     last = metrics[-1] if metrics else {}
@@ -400,16 +410,28 @@ def _without_none(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str]:
     """How the run was made, and how to make it again."""
-    again = plugins.command("train", folder.config)
-    given = provenance["given_in_python"]
+    given, resumes, own = provenance["given_in_python"], provenance["resumed"], plugins.options(provenance["plugins"])
+    first, *totals = [resume["before"] for resume in resumes[:1]] + [resume["after"] for resume in resumes] or [""]
     if given:
-        again = (
-            f"in Python, where {' and '.join(given)} came from: gw.train(..., seed={folder.read_config().get('seed')})"
-        )
-    found = {"made by": str(provenance.get("command") or ""), "repeat": again}
+        calls = [f"gw.train(..., seed={folder.read_config().get('seed')}{first and f', {first}'})"]
+        calls += [f"gw.resume(run.path, {'=..., '.join([*given, total])})" for total in totals]
+        again = f"in Python, where {' and '.join(given)} came from: {', then '.join(calls)}"
+    else:
+        copy = f"{folder.shown}-again"
+        words = [["train", folder.config, *([_flag(first), "--run-dir", copy] if first else [])]]
+        words += [["resume", copy, _flag(total)] for total in totals]
+        again = " && ".join(f"{plugins.program()} {shlex.join(map(str, some))}{own}" for some in words)
+    cut = [f", interrupted at step {resume['env_steps']:,}" for resume in resumes if not resume["finished"]]
+    found = {"made by": str(provenance.get("command") or "")}
+    if not provenance["forked_from"]:
+        found[f"repeat{''.join(cut)}"] = again
     if folder.read_summary().get("stopped") not in BUDGETS:
         found["continue"] = plugins.resume_command(folder.shown, given, provenance["plugins"])
     return _without_none(found)
+
+
+def _flag(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"
 
 
 def _shown(value: float | int) -> str:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -72,7 +72,7 @@ class EnvReport:
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
-    others as in a new environment. ``bounds``: whether observations stay in their space. ``training``: GRPO's defaults;
+    others as in a new environment. ``bounds``: whether observations stay in their space, and have its dtype. ``training``: GRPO's defaults;
     its value is None where GRPO refuses the environment.
     """
 
@@ -101,7 +101,7 @@ class EnvReport:
             "start depends on the seed": self.start_varies,
             "steps are random": self.noise_varies,
             "episodes are independent": self.forgets,
-            "observations in bounds": self.bounds,
+            "observations as declared": self.bounds,
             "training uses": self.training,
         }
         reasons = [finding.reason for finding in rows.values() if finding.value is None]
@@ -147,6 +147,7 @@ def check_env(env: object) -> EnvReport:
     own_rows = make is not None and makes_rows(make)
     rows = own_rows or cfg.vectorization == "torch"
     simple = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()} | ({} if rows else {"vectorization": "sync"})
+    cast: Finding[str] = Finding(None)
     plain, count = cfg.model_copy(update=simple), NUM_ENVS if rows else 1
     opened = partial(make_env, plain, grouped=True, num_envs=count, env=make, verify=False)
     if rows:
@@ -158,6 +159,7 @@ def check_env(env: object) -> EnvReport:
             name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
             space, _ = kept_space(one.observation_space, cfg.kept_keys)
             actions, max_steps = one.action_space, step_limit(one)
+            cast = _tried(lambda: _of_another_dtype(one))
 
     checked = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     refused = Finding[Any](None, checked.reason, checked.fix)
@@ -180,10 +182,23 @@ def check_env(env: object) -> EnvReport:
         training = training if training.value is None else success
     else:
         success, bounds = played.value
+        if bounds.value and cast.value:
+            bounds = Finding(None, cast.value, "return the space's dtype")
         forgets = _tried(lambda: _forgets(plain, make))
         if rows:  # the check of shared starts compares episodes after others, too
             forgets = Finding(True) if checked.value is not None else refused
     return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, bounds, training)
+
+
+def _of_another_dtype(env: Any) -> str:
+    """The first array of a reset and a step whose dtype Gymnasium does not count as one of its Box; empty if there is none."""
+    for obs in env.reset(seed=0)[0], env.step(env.action_space.sample())[0]:
+        for path, leaf in leaf_spaces(env.observation_space).items():
+            array = reduce(lambda part, key: part[int(key) if isinstance(part, tuple) else key], path, obs)
+            if isinstance(array, np.ndarray) and space_kind(leaf) == "box" and not np.can_cast(array.dtype, leaf.dtype):
+                name = ".".join(("obs", *path))
+                return f"{name} has dtype {array.dtype}, its space {leaf.dtype}, which Gymnasium's own check refuses; training converts it"
+    return ""
 
 
 def _forgets(cfg: EnvCfg, make: Maker) -> bool:

@@ -10,6 +10,7 @@ import torch
 from at_events import on
 from run_folders import same_weights
 
+import groupwise as gw
 from groupwise.collectors.vector import Episode
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError
@@ -283,8 +284,38 @@ def test_ten_useless_updates_in_a_row_end_training(parts):
 
 @pytest.mark.parametrize(
     ("callbacks", "message"),
-    [(Callback(), r"expected a list; fix: callbacks=\["), ([Callback], "is no Callback; fix:")],
+    [
+        (Callback(), r"expected a list; fix: callbacks=\["),
+        ([Callback], "is no Callback; fix:"),
+        ([print], r"on_iteration_end\(self, trainer, rollout, metrics\); Stable-Baselines3's _on_step is on_step"),
+    ],
 )
 def test_callbacks_come_as_a_list_of_instances(callbacks, message):
     with pytest.raises(ConfigError, match=message):
         check_callbacks(callbacks)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        (
+            "on_iteration_end",
+            lambda self: None,
+            r"Mine\.on_iteration_end\(\): .*; fix: def on_iteration_end\(self, trainer, rollout",
+        ),
+        ("on_training_end", lambda self, a, b: None, r"missing .*'b'; fix: def on_training_end\(self, trainer\)$"),
+        (
+            "_on_step",
+            lambda self: True,
+            r"no event, and is never called; did you mean 'on_step'\?.*trainer\.stop\('reason'\)",
+        ),
+        ("on_iteration_ends", lambda self, *a: None, r"did you mean 'on_iteration_end'\?; events: on_training_start, "),
+        ("on_epoch", lambda self, *a: None, "Mine.on_epoch is no event"),
+    ],
+)
+def test_methods_that_would_not_be_called_are_refused_before_training(name, method, message):
+    mine = type("Mine", (type("Base", (Callback,), {name: method}),), {})
+    with pytest.raises(ConfigError, match=message):
+        gw.train("CartPole-v1", total_steps=1, callbacks=[mine()])
+    besides = type("Mine", (Callback,), {"on_step": lambda *all_of_them: None, "own_on_step": None, "_log": print})
+    assert len(check_callbacks([besides()])) == 1

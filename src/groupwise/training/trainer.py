@@ -1,5 +1,6 @@
 """The training loop. Evaluation, logging, saving and display are callbacks."""
 
+import inspect
 import logging
 import math
 import random
@@ -19,7 +20,7 @@ from groupwise.collectors.vector import Collector, pool_metrics
 from groupwise.config.run import Budget
 from groupwise.data.rollout import RolloutBuffer, TensorDict
 from groupwise.engines import Engine
-from groupwise.errors import ConfigError, DataError, DivergedError
+from groupwise.errors import ConfigError, DataError, DivergedError, nearest
 from groupwise.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -31,13 +32,39 @@ if TYPE_CHECKING:
 
 
 def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
-    """The user's callbacks; a ``ConfigError`` if they are no list, or one is no ``Callback``."""
+    """The user's callbacks; a ``ConfigError`` if they are no list, one is no ``Callback``, or a method would not be called."""
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks = {callbacks!r:.80}: expected a list; fix: callbacks=[...]")
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigError(f"{callback!r:.80} is no Callback; fix: give instances of subclasses of gw.Callback")
+            raise ConfigError(
+                f"{callback!r:.80} is no Callback; fix: give instances of subclasses of gw.Callback, with methods such as "
+                f"on_iteration_end(self, trainer, rollout, metrics); {_OF_SB3}"
+            )
+        own = [kind for kind in type(callback).__mro__ if kind is not Callback and issubclass(kind, Callback)]
+        for name in [name for kind in own for name in vars(kind) if name.lstrip("_").startswith("on_")]:
+            _check_event(callback, name)
     return tuple(callbacks)
+
+
+_OF_SB3 = (
+    "Stable-Baselines3's _on_step is on_step(self, trainer, action, step), and trainer.stop('reason') its return False"
+)
+
+
+def _check_event(callback: "Callback", name: str) -> None:
+    """Refuse a method that is no event, or cannot take an event's arguments."""
+    what = f"{type(callback).__name__}.{name}"
+    if name not in vars(Callback):
+        events = [event for event in vars(Callback) if event.startswith("on_")]
+        near = nearest(name.lstrip("_"), events)
+        raise ConfigError(f"{what} is no event, and is never called{near}; events: {', '.join(events)}; {_OF_SB3}")
+    taken = list(inspect.signature(getattr(Callback, name)).parameters)
+    method = inspect.signature(getattr(callback, name))
+    try:
+        method.bind(*taken[1:])
+    except TypeError as error:
+        raise ConfigError(f"{what}{method}: {error}; fix: def {name}({', '.join(taken)})") from error
 
 
 class Callback:

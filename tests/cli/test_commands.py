@@ -96,7 +96,7 @@ def test_train_from_a_file_with_options_over_it(api, tmp_path):
         ("trian CartPole-v1", "'trian': did you mean 'train'"),
         ("train CartPole-v9", "'CartPole-v9': did you mean 'CartPole-v1'"),
         ("train Qqqqqqqq", "'Qqqqqqqq': no registered id is similar"),
-        ("train", "as in: groupwise train CartPole-v1"),
+        ("train", "first, then options; fix: groupwise train CartPole-v1"),
         ("train CartPole-v1 Acrobot-v1", "'Acrobot-v1'"),
         ("train absent.json", "absent.json"),
         ("train CartPole-v1 -q --verbose", "not allowed with argument"),

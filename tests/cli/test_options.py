@@ -28,6 +28,8 @@ from groupwise.config import resolve
         ("--n-trials", "; here: a search with Optuna, see docs/coming_from.md."),
         ("--clip-range", "; did you mean --algorithm.clip-coef?"),
         ("--algorithm.num-envs", "; did you mean --env.num-envs?"),
+        ("--steps", "; did you mean --total-steps or --algorithm.num-steps or --env.max-episode-steps?"),
+        ("--epochs", "; did you mean --algorithm.num-epochs?"),
         ("--algorithm.optimizer.momentum", "; "),  # of another optimizer
     ],
 )
@@ -35,6 +37,30 @@ def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
     assert cli.main(["config", "LunarLander-v3", "--seed", "3", option, "1"]) == 2
     spelt = option.partition("=")[0].replace("_", "-")
     assert f"unknown option {spelt}{hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        ("--env CartPole-v1", "CartPole-v1"),
+        ("grpo --env=CartPole-v1 --seed 3", "CartPole-v1 --algorithm grpo --seed 3"),
+        ("ppo Acrobot-v1", "Acrobot-v1 --algorithm ppo"),
+        ("CartPole-v1 ppo --seed 3", "CartPole-v1 --algorithm ppo --seed 3"),
+        ("dapo", "CartPole-v1 --preset dapo"),
+        ("--seed 3 CartPole-v1", "CartPole-v1 --seed 3"),
+        ("--seed 3 --env CartPole-v1 --device cpu", "CartPole-v1 --seed 3 --device cpu"),
+    ],
+)
+def test_words_in_another_order_are_answered_by_the_command_to_write(capsys, typed, right):
+    assert cli.main(["config", *typed.split()]) == 2
+    assert capsys.readouterr().err.endswith(f"first, then options; fix: groupwise config {right}\n")
+    assert cli.main(["config", *right.split()]) == 0
+
+
+def test_a_value_that_looks_like_a_target_moves_nothing(capsys):
+    assert cli.main(["config", "CartPole-v1", "--policy.init-from", "runs/Ant-v5", "--preset", "dapo"]) == 0
+    assert cli.main(["config", "CartPole-v1", "--env", "Ant-v5"]) == 2
+    assert "unknown option --env; all options" in capsys.readouterr().err
 
 
 COMMANDS = {

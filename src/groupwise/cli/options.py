@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import textwrap
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
@@ -20,6 +21,7 @@ from pydantic import TypeAdapter
 from groupwise import system as files
 from groupwise.config import load as presets
 from groupwise.config import load_config, resolve
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import OTHER_NAMES, Cfg, Choice, meant
 from groupwise.config.load import SUFFIXES, Tree
 from groupwise.config.run import EnvCfg, RunCfg, TextRunCfg, TextTaskCfg
@@ -93,7 +95,8 @@ def unknown_option(flag: str, known: Iterable[str], more: str) -> ConfigError:
     paths = [path for path in map(_path, known) if not typed.startswith(f"{path}.")]
     near = [path for path in paths if own in (path, path.rpartition(".")[2])]
     if not near and own == last:
-        near = get_close_matches(typed, paths, n=1, cutoff=0.75)
+        ends = [path for path in paths if path.endswith(f"_{last}")]  # --steps
+        near = sorted(ends, key=lambda path: path.count(".")) or get_close_matches(typed, paths, n=1, cutoff=0.75)
     hint = f"{meant([*map(_flag, near[:3])] or [own])} " if near or own != last else ""
     return ConfigError(f"unknown option {_flag(typed)}; {hint}all options: {more}")
 
@@ -163,9 +166,11 @@ def parse_options(
         allow_programs: whether a file may name programs. Commands that train let the user decide; others start none.
     """
     asked, words = _HELP.intersection(argv), [word for word in argv if word not in _HELP]
-    target, *words = words or ["CartPole-v1" if asked else ""]
-    if target.startswith("-") or not target:
-        raise ConfigError(f"expected an environment id or a file of settings first, as in: {parser.prog} CartPole-v1")
+    words = words or ["CartPole-v1"] * len(asked)
+    if (right := _in_order(words)) != words:
+        fix = f"{parser.prog} {shlex.join(right)}"
+        raise ConfigError(f"expected an environment id or a file of settings first, then options; fix: {fix}")
+    target, *words = words
     given: dict[str, list[str]] = {}  # words after each option, by its path
     for word in words:
         if word.startswith("--"):
@@ -187,6 +192,21 @@ def parse_options(
     if unknown := [path for path in given if path not in known]:
         raise unknown_option(unknown[0], [*known, *parser.flags, *(() if only else ("preset",))], "--help-all")
     return _resolve(target, preset, _tree(options, given), allow_programs=allow_programs)
+
+
+def _in_order(words: Sequence[str]) -> list[str]:
+    """The words with the target first, and ``--algorithm`` or ``--preset`` before a bare name of one."""
+    found = [part for word in words for part in (word.split("=", 1) if word.startswith("--env=") else [word])]
+    flags = dict.fromkeys(presets.objective_presets(), "--preset") | dict.fromkeys(AlgorithmCfg.known, "--algorithm")
+    if found and not found[0].startswith("-") and found[0] not in flags:
+        target = found.pop(0)
+    elif "--env" in found[:-1]:
+        del found[place := found.index("--env")]
+        target = found.pop(place)
+    else:
+        target = next((word for word in found if re.search(r"-v\d+$", word)), "CartPole-v1")
+        found = [word for word in found if word != target]
+    return [target, *(flags[word] for word in found[:1] if word in flags), *found]
 
 
 def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCfg:

@@ -81,10 +81,23 @@ from groupwise.training.trainer import FAILED, INTERRUPTED, PAUSED, Callback, Tr
 # Settings and Python objects from the arguments of ``train``
 
 
+_OF_TASK = (
+    "reward", "rewards", "reward_fn", "reward_funcs", "reward_function", "tool", "tools", "train_dataset", "eval_dataset",
+)  # fmt: skip
+"""Arguments that belong to a ``TextTask``, also by TRL's names."""
+
+
 def read_settings(
     env: Any, algorithm: Any, policy: Any, preset: str | None, env_settings: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[CommonCfg, UserObjects]:
     """All settings, and the Python objects, of what ``train`` takes."""
+    of_texts = _OF_TASK if isinstance(env, TextTask) else (*_OF_TASK, "model", "lora")
+    if (named := [name for name in settings if name in of_texts]) and not isinstance(env, CommonCfg):
+        tool = ", tool=my_tool" if {"tool", "tools"}.intersection(named) else ""
+        raise ConfigError(
+            f"{', '.join(named)}: of language models, whose data, rewards and tool are a task; fix: gw.train(gw.TextTask("
+            f"data, reward=my_reward{tool}), model='path-or-hub-id'); the networks for an environment are policy=..."
+        )
     given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
     policy_fields = None if isinstance(policy, Policy) else policy
     settings = settings | {"policy": policy_fields}

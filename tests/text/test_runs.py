@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from peft import LoraConfig
 from text_runs import (
     DIGITS,
     SETTINGS,
@@ -253,7 +254,7 @@ def test_what_would_be_ignored_is_refused(copied, call, message):
         ({"sampling": {"max_new_tokens": 62}}, "prompts have more than 2 tokens .*a smaller max_new"),
         ({"algorithm": gw.GRPOCfg(kl_estimator="exact")}, "kl_estimator='exact' .*CausalLM.*fix: 'k3'"),
         ({"policy": gw.PolicyCfg(hidden_sizes=(3,))}, "policy = PolicyCfg.*: expected a gw.CausalLM; fix: model="),
-        ({"reward": share_copied}, r"the reward is the task's; fix: gw\.TextTask\(data, reward=\.\.\.\)"),
+        ({"reward": share_copied}, r"^reward: of language models, .* are a task; fix: gw\.train\("),
         ({"lora": True}, "lora = True: expected settings by name"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 has no effect on text; fix: leave it out"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
@@ -267,6 +268,37 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(change, message,
     with pytest.raises((gw.errors.ConfigError, gw.errors.DataError), match=message):
         train(**{"task": copying(), "model": model, "run_dir": tmp_path / "run"} | change)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"env": "CartPole-v1", "model": "path", "reward_funcs": print, "train_dataset": []}, "data, reward=my_reward"),
+        ({"env": copying(), "rewards": print, "tools": [print]}, "data, reward=my_reward, tool=my_tool"),
+        ({"env": copying(), "reward_fn": 1, "eval_dataset": []}, "data, reward=my_reward"),
+        ({"env": "CartPole-v1", "lora": {"r": 4}}, "data, reward=my_reward"),
+        ({"env": [], "tools": []}, "data, reward=my_reward, tool=my_tool"),
+    ],
+)
+def test_arguments_of_trl_are_answered_by_the_call_to_write(given, words, model, tmp_path):
+    with pytest.raises(gw.errors.ConfigError) as caught:
+        gw.train(**given)
+    line = str(caught.value).partition("fix: ")[2].partition(";")[0]
+    assert line == f"gw.train(gw.TextTask({words}), model='path-or-hub-id')"
+    names = {"gw": gw, "data": numbers()[:8], "my_reward": share_copied}
+    names |= {"my_tool": lambda text: None, "SETTINGS": SETTINGS | {"run_dir": tmp_path / "run"}}
+    call = line.replace("'path-or-hub-id')", f"{str(model)!r}, **SETTINGS)")
+    assert eval(call, names).summary["env_steps"] > 0
+
+
+@pytest.mark.parametrize("name", ["lora", "peft_config"])
+def test_a_config_of_peft_is_answered_by_the_settings_to_write(name, model, tmp_path):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"], use_dora=True)
+    with pytest.raises(gw.errors.ConfigError, match=r"lora is a LoraConfig of peft, .*; fix: ") as caught:
+        train(copying(), model, tmp_path / "run", **{name: config})
+    found = eval(str(caught.value).partition("lora=")[2])
+    assert found == {"r": 4, "targets": ["q_proj", "v_proj"], "alpha": 8, "dora": True}
+    assert train(copying(), model, tmp_path / "run", lora=found).cfg.model.lora.alpha == 8
 
 
 def test_a_reward_that_knows_nothing_or_fails_stops_the_run(model, tmp_path):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from groupwise import config
 from groupwise import system as files
 from groupwise.config.algorithm import AlgorithmCfg, OnNonFinite
-from groupwise.config.base import GIVEN, refuse_unknown
+from groupwise.config.base import GIVEN, OTHER_NAMES, refuse_unknown
 from groupwise.config.policy import ModelCfg
 from groupwise.config.run import GYM, RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, require_extra
@@ -479,6 +479,9 @@ def _several(reward: object) -> list[Any]:
 
 # Settings of a run from data and rewards given in Python
 
+_PEFT = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+"""Settings of peft's that have a counterpart."""
+
 
 def text_cfg(
     task: TextTaskCfg,
@@ -498,9 +501,11 @@ def text_cfg(
 
     if policy is not None and not isinstance(policy, CausalLM):
         raise ConfigError(f"policy = {policy!r:.80}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
-    if "reward" in settings:
-        raise ConfigError("the reward is the task's; fix: gw.TextTask(data, reward=...)")
-    model, lora = settings.pop("model", None), settings.pop("lora", None)
+    model, lora = settings.pop("model", None), settings.pop("lora", settings.get("peft_config"))
+    if dataclasses.is_dataclass(lora):
+        ours = {OTHER_NAMES.get(name, name): value for name, value in vars(lora).items() if value and name in _PEFT}
+        shown = {name: sorted(value) if isinstance(value, set) else value for name, value in ours.items()}
+        raise ConfigError(f"lora is a {type(lora).__name__} of peft, expected settings by name; fix: lora={shown}")
     if policy is not None:
         others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
         if named := [key for key, value in others.items() if value is not None]:

@@ -22,7 +22,7 @@ from groupwise.config.run import DEFAULT_HORIZON, EnvCfg, StartMode
 from groupwise.data.spaces import allowed_action, flat_action, leaf_spaces, obs_spec, space_kind, subspaces
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import kept_space
-from groupwise.envs.make import make_env, make_one, makes_rows, step_limit
+from groupwise.envs.make import make_env, make_one, makes_rows, of_sb3, step_limit
 from groupwise.envs.names import check_id
 from groupwise.envs.starts import KEEPS_STATE
 from groupwise.errors import EnvError, GroupwiseError
@@ -142,7 +142,7 @@ def check_env(env: object) -> EnvReport:
     else:
         raise EnvError(
             f"env is a {type(env).__name__}, expected a Gymnasium id, an EnvCfg or a callable that makes an environment, "
-            f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...))"
+            f"since several are tried; fix: check_env(lambda: {type(env).__name__}(...)){of_sb3(env)}"
         )
     own_rows = make is not None and makes_rows(make)
     rows = own_rows or cfg.vectorization == "torch"

@@ -130,13 +130,21 @@ def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium
         return _make(cfg.id if env is None else env, cfg)
 
 
+def of_sb3(env: object) -> str:
+    """How to write one of Stable-Baselines3's vectors of environments here; empty for others."""
+    if not type(env).__module__.startswith("stable_baselines3."):
+        return ""
+    normalized = "policy={'normalize_obs': True, 'normalize_reward': True}"
+    return f"; of Stable-Baselines3's, give the id or function in it, with num_envs=...; VecNormalize is {normalized}"
+
+
 def _make(
     env: Callable[..., gymnasium.Env] | EnvSpec | str, cfg: EnvCfg, reward_parts: tuple[str, ...] = ()
 ) -> gymnasium.Env:
     if callable(env):
         made = env(**cfg.kwargs)
         if not isinstance(made, gymnasium.Env):
-            raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env")
+            raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env{of_sb3(made)}")
         if cfg.max_episode_steps is not None:
             made = TimeLimit(made, cfg.max_episode_steps)
     else:
@@ -227,7 +235,7 @@ def make_env(
         raise EnvError(
             f"env is a {type(env).__name__}, expected a Gymnasium id, a callable that returns a gymnasium.Env, a "
             "GroupEnv or a gymnasium.vector.VectorEnv; fix: pass the class or a lambda instead of one environment; for "
-            "prompts gw.TextTask(prompts, reward=...)"
+            f"prompts gw.TextTask(prompts, reward=...){of_sb3(env)}"
         )
     else:
         num_envs = num_envs or cfg.num_envs

@@ -11,6 +11,7 @@ from stable_baselines3.common.envs import BitFlippingEnv, FakeImageEnv, Identity
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
+import groupwise as gw
 from groupwise.contrib.sb3_starts import SharedStart, Start, insert_shared_start, verify_shared_start
 from groupwise.errors import EnvError, GroupStartError
 
@@ -224,3 +225,18 @@ def test_a_start_that_depends_on_the_noise_seed_is_refused():
     env = DummyVecEnv([lambda: NoisySensor(Walk())])
     with pytest.raises(GroupStartError, match="at the start, in environment 0"):
         verify_shared_start(env, seed=0)
+
+
+def test_vectors_of_stable_baselines3_are_answered_by_our_settings():
+    vector = VecNormalize(DummyVecEnv([lambda: gymnasium.make("CartPole-v1")]))
+    for call in (
+        lambda: gw.train(vector, "ppo", total_steps=8),
+        lambda: gw.train(lambda: vector, "ppo", total_steps=8),
+        lambda: gw.check_env(vector),
+    ):
+        with pytest.raises(
+            EnvError, match=r"VecNormalize, expected .*with num_envs=.*VecNormalize is policy="
+        ) as caught:
+            call()
+    normalized = eval(str(caught.value).partition("policy=")[2])
+    assert gw.RunCfg(policy=normalized).policy.normalize_obs

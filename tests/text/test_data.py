@@ -42,6 +42,15 @@ def test_every_kind_of_object_has_the_same_examples(wrap):
     assert load_examples(["a"], prompt_column="question") == [Example("a", {})]
 
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+
+
+def test_messages_before_the_answer_of_a_tool_and_empty_calls_are_read():
+    answered = [MESSAGES[0], CALL, {"role": "tool", "content": "2"}]
+    begun = [MESSAGES[0], {"role": "assistant", "content": "Well", "tool_calls": []}]
+    assert [len(prompt) for prompt, _ in load_examples([{"prompt": answered}, {"prompt": begun}])] == [3, 2]
+
+
 def test_messages_survive_parquet_with_its_empty_fields(tmp_path):
     named = [{"role": "user", "content": "hi", "name": None}]
     write_parquet([{"prompt": MESSAGES, "level": 1}, {"prompt": named, "level": None}], tmp_path / "a.parquet")
@@ -80,6 +89,7 @@ def test_another_prompt_column_and_columns_that_rows_lack():
         ([{"prompt": ["a"]}], "example 0: message = 'a': expected the texts role and content"),
         ([{"prompt": [{"role": "user"}]}], "message = {'role': 'user'}"),
         ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "expected the texts role and content"),
+        ([{"prompt": [MESSAGES[0], CALL]}], "example 0: the last message has tool_calls, .*fix: add the tool's answer"),
         ([{"prompt": "a"}, {"prompt": MESSAGES}], "some prompts of the data are texts and some are messages"),
         ({"train": [], "test": []}, r"the data: expected .*; got {'train': .*, or one part of a mapping"),
         (3, "the data: expected a path or a list of examples; got 3"),

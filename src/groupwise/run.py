@@ -184,7 +184,7 @@ def run(
             if engine.rank == 0:
                 _report(summary, trainer, parts, folder)
         if engine.rank == 0 and trainer.stop_reason != PAUSED:
-            if resume and trainer.iteration == begun:
+            if resume and trainer.iteration == begun and log.isEnabledFor(logging.WARNING):  # not with --quiet
                 show(f"nothing was left to train ({summary['stopped']}); fix: a larger {cfg.budget.name}", to="stderr")
             with files.warning_if_unwritable(folder.video):
                 parts.render(folder.video, derive_seed(cfg.seed, "evaluation"))

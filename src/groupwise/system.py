@@ -386,16 +386,21 @@ class SafeStream:
             self._stream.flush()
 
 
-_format = warnings.formatwarning
-
-
 def prepare() -> None:
     """Makes all output, warnings and log messages of this process printable, also in ASCII and from libraries."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     logging.setLogRecordFactory(_PrintableRecord)
-    warnings.formatwarning = lambda *args, **options: printable(_format(*args, **options))
+    warnings.formatwarning = _warning_line
+
+
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning without a line of source code, and without the place of one of ours."""
+    where = "groupwise" if Path(filename).is_relative_to(Path(__file__).parent) else f"{filename}:{lineno}"
+    return printable(f"{where}: {category.__name__}: {message}\n")
 
 
 class _PrintableRecord(logging.LogRecord):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from groupwise import cli, plugins
+from groupwise.errors import SlowPathWarning
 from groupwise.system import prepare
 from groupwise.training.checkpoint import saved_counts
 
@@ -126,11 +127,35 @@ def test_warnings_and_log_lines_show_control_characters(
         log.warning("the model %s", "\x1b[2J of [/x]")
         log.removeHandler(handler)
         assert "\\x1b[2J of [/x]\n" in capsys.readouterr().err
-        assert warnings.formatwarning("title \x1b]0;owned\x07", UserWarning, "a.py", 3).startswith(
-            "a.py:3: UserWarning: title \\x1b]0;owned\\x07\n"
-        )
+        shown = warnings.formatwarning("title \x1b]0;owned\x07", UserWarning, "a.py", 3)
+        assert shown == "a.py:3: UserWarning: title \\x1b]0;owned\\x07\n"
+        shown = warnings.formatwarning("slow", SlowPathWarning, cli.__file__, 3, "warnings.warn(")
+        assert shown == "groupwise: SlowPathWarning: slow\n"  # without a line of source code
     finally:
         logging.setLogRecordFactory(factory)
+
+
+def test_resume_with_nothing_left_prints_nothing_if_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    log, path = logging.getLogger("groupwise"), str(tmp_path / "run")
+    level = log.level
+    assert cli.main(["train", "CartPole-v1", *SHORT.split(), "--run-dir", path]) == 0
+    capsys.readouterr()
+    try:
+        with warnings.catch_warnings():
+            assert cli.main(["resume", path, "-q"]) == 0
+            assert capsys.readouterr() == ("", "")
+            assert cli.main(["resume", path, "-q", "--total-steps", "128"]) == 0
+    finally:
+        log.setLevel(level)
+    out, err = capsys.readouterr()
+    assert (out[:8], err) == ("Done in ", "")
+    assert cli.main(["resume", path]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Done in ")
+    assert "nothing was left to train (total_steps); fix: a larger total_steps" in err
 
 
 CHATTY = """

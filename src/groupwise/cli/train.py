@@ -173,11 +173,12 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     _set_output(progress)
 
     from groupwise.run import resume
+    from groupwise.training.checkpoint import fork_run, saved_counts
 
     if options.fork is None:
+        saved = saved_counts(RunFolder(options.run).latest)["iterations"]
         run = resume(options.run, allow_programs=options.allow_programs, progress=progress, **totals)
-        return print_run(run, quiet)
-    from groupwise.training.checkpoint import fork_run
+        return 0 if quiet and run.summary.get("iterations") == saved else print_run(run, quiet)
 
     changed += [f"--{name.replace('_', '-')}={total}" for name, total in totals.items()]
     allow = options.allow_programs

@@ -51,6 +51,19 @@ def test_all_runs_are_listed_with_their_curves(root):
     assert re.findall(r'value="([^"]+)" form="choose" aria-label="[^"]+" checked', chosen) == ["first"]
 
 
+def test_a_run_of_one_iteration_is_a_dot_and_names_what_stopped_others(tmp_path):
+    write_run(tmp_path / "one", (7.0,), steps=(250,), evaluated=False)
+    write_run(tmp_path / "cut", summary={"stopped": "threshold"})
+    for metric in ("", "rollout/return_mean", "time/total_seconds"):
+        text = client(tmp_path).get("/secret/", params={"run": "one", "metric": metric}).text
+        assert text.count("<circle") == 1, metric
+    assert ("<td>finished</td>" in text, "<td>threshold</td>" in text, "<td>total_steps</td>" in text) == (
+        True,
+        True,
+        False,
+    )
+
+
 PATHS = """/ /wrong/ /wrong/runs/first /secret/runs/../../outside /secret/runs/%2e%2e/%2e%2e/outside
     /secret/runs/..%2f..%2foutside /secret/runs/ /secret/runs/more /secret/runs/linked /secret/runs/first/config.json
     /secret/runs/first/../../secret.txt /secret/runs//etc/passwd /secret/runs/%2fetc%2fpasswd /secret/runs/first%00
@@ -237,7 +250,7 @@ def test_pages_follow_the_files(root):
         return answer.status_code, answer.headers["etag"], answer.text
 
     _, listed, text = seen("/secret/")
-    assert "<td>total_steps</td>" in text
+    assert "<td>finished</td>" in text
     _, shown, text = seen("/secret/runs/first")
     assert html.escape(shown, quote=True).replace("&quot;", "&#34;") in text  # the page begins with it
     assert seen("/secret/", listed) == (304, listed, "")

@@ -80,9 +80,13 @@ def play_command(parser: Parser, argv: Sequence[str]) -> None:
     options = vars(parser.read(argv))
 
     from groupwise.run import play
+    from groupwise.training.evaluation import shown
 
     found, video = play(options.pop("run"), **options)
-    show(found.line(), *([] if video is None else [f"video: {video}"]))
+    # of few episodes the interval of the mean reaches beyond possible returns
+    ends = shown((min(found.returns), max(found.returns)))
+    line = found.line().replace(f"ci95={shown(found.ci95)}", f"returns={ends}", 1)
+    show(line, *([] if video is None else [f"video: {video}"]))
 
 
 def sample_command(parser: Parser, argv: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from groupwise.config.run import BUDGETS
 from groupwise.errors import RunFolderError
 from groupwise.report.curve import overlay, points, smoothed
 from groupwise.report.folder import RunFolder, explained
@@ -108,13 +109,13 @@ def read_row(name: str, path: Path, version: str) -> Row:
 
 def _row(name: str, folder: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> Row:
     config, summary, trains = folder.read_config(), folder.read_summary(), folder.is_training
-    unit, score, _ = words_of(config)
+    (unit, score, _), stopped = words_of(config), str(summary.get("stopped") or "killed")
     return Row(
         name,
         subject=subject(config, summary),
         algorithm=config["algorithm"]["name"],
         seed=str(config["seed"]),
-        state="training" if trains else str(summary.get("stopped") or "killed"),
+        state="training" if trains else "finished" if stopped in BUDGETS else stopped,
         progress=progress(config, metrics, runs=trains),
         steps=metrics[-1].get("env_steps", 0) if metrics else 0,
         unit=unit,
@@ -249,4 +250,4 @@ def _figure(runs: Mapping[Row, Sequence[Mapping[str, Any]]], metric: str, weight
 def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
     """Every second point, or every third and so on, and the last one: no more than a screen shows."""
     stride = -(-len(points) // MAX_POINTS) or 1
-    return [*points[::stride], *points[-1:]]
+    return [*points[:-1:stride], *points[-1:]]

@@ -327,8 +327,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
     where = f"in iteration {trainer.iteration + 1}" if collecting else f"after iteration {trainer.iteration}"
     of_groups = parts.cfg.algorithm.groups
     lines = [
-        f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})",
-        _how_to_continue(folder, parts),
+        f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})"
     ]
     groups = of_groups.size > 1 and of_groups.collection.on_env_error == "raise"
     # gloo raises a RuntimeError that begins with the place in its sources
@@ -338,10 +337,8 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
             f"another process has ended, or gave no answer in ddp_timeout={parts.cfg.ddp_timeout:g} s: its own error says why; "
             "without one, look at the network between the machines"
         )
-    elif (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError):
-        lines.append(
-            f"a resumed run takes the same steps and meets the same error: first change its cause, or {folder.shown / folder.config.name}"
-        )
+    again = (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError)
+    lines.insert(1, _how_to_continue(folder, parts, comes_again=again and not lost_rank))
     if (
         collecting
         and groups
@@ -352,16 +349,18 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
     return "; ".join(lines)
 
 
-def _how_to_continue(folder: RunFolder, parts: Components) -> str:
-    """Says how far the run is saved, and the command that continues from there."""
+def _how_to_continue(folder: RunFolder, parts: Components, *, comes_again: bool = False) -> str:
+    """Says how far the run is saved, and the command that goes on from there, after the cause of an error that comes again."""
+    go_on = "continue"
     try:
         steps = saved_counts(folder.latest)["steps"]
-        saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
+        saved, go_on = (f"saved after step {steps:,}", go_on) if steps else ("nothing was saved yet", "begin again")
     except CheckpointError as error:  # it must not take the place of what ended training
         saved = str(error)
+    first = f"the same steps meet the same error: change its cause, or {folder.shown / folder.config.name}, then "
     given, allow = list(parts.given.as_arguments()), len(parts.cfg.named_programs()) > 0
     again = plugins.resume_command(folder.shown, given, plugins.loaded(), allow_programs=allow)
-    return f"{saved}; continue with: {again}"
+    return f"{saved}; {first * comes_again}{go_on} with: {again}"
 
 
 def threads_for(policy: Policy) -> AbstractContextManager[None]:

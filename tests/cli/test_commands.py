@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import groupwise
 from groupwise import cli, config
+from groupwise.cli.train import print_run
 from groupwise.config.algorithm import SGDCfg, StepCfg
 from groupwise.errors import RunFolderError
 from groupwise.training.evaluation import EvaluationResult
@@ -55,6 +56,14 @@ def test_train_takes_the_environment_s_preset(api, capsys):
         "Look:  groupwise report runs/x\n"
         "Next:  groupwise eval runs/x\n"
     )
+
+
+def test_a_clone_goes_on_with_training_in_its_own_environment(capsys):
+    cfg = config.resolve("CartPole-v1", {"name": "bc", "data": "demos"}, env={"kwargs": {"sutton": True}})
+    run = SimpleNamespace(path=Path("runs/x"), summary={"seconds": 1.0, "stopped": "total_steps"}, cfg=cfg)
+    assert print_run(run) == 0
+    expected = """Next:  groupwise train CartPole-v1 --policy.init-from runs/x --env.kwargs '{"sutton": true}'\n"""
+    assert capsys.readouterr().out.endswith(expected)
 
 
 NESTED = {"max_grad_norm": None, "optimizer": {"betas": [0.8, 0.9]}}

@@ -206,4 +206,4 @@ def test_what_an_environment_says_when_it_ends_the_program_is_printed(where, cod
             "failed",
             f"SystemExit: {code}" if code is not None else "SystemExit:",
         )
-        assert "continue with: groupwise resume" in error
+        assert "then begin again with: groupwise resume" in error

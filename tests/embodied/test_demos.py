@@ -1,5 +1,7 @@
 """Recording experts: what is kept, what is executed, and what is stored."""
 
+import shlex
+
 import gymnasium
 import numpy as np
 import pytest
@@ -156,7 +158,17 @@ def test_the_command_records_a_registered_expert(tmp_path, monkeypatch, capsys):
     )
     assert again in out
     assert len(set(read_demos(tmp_path / "demos/ToyReaching-v0", REACHING).episode)) == 3
+    clone = [*shlex.split(again)[1:], "--run-dir", "clone", "--total-steps", "200", "--env.kwargs", "{}"]
+    assert cli.main([*clone, "--evaluation.episodes", "1"]) == 0
+    following = capsys.readouterr().out.splitlines()[-1]
+    assert following == "Next:  groupwise train ToyReaching-v0 --policy.init-from clone"
+    goes_on = ["--run-dir", "next", "--total-iterations", "1", "--evaluation.episodes", "1"]
+    assert cli.main([*shlex.split(following)[2:], *goes_on]) == 0
     assert cli.main(["demos", "ToyReaching-v0", "--help"]) == 0
     assert "--keep-failures" in capsys.readouterr().out
     assert cli.main(["demos", "CartPole-v1"]) == 2
-    assert "no expert is known for 'CartPole-v1'" in capsys.readouterr().err
+    assert (
+        "no expert is known for 'CartPole-v1'; fix: --plugin FILE.py with @register_expert(" in capsys.readouterr().err
+    )
+    assert cli.main(["demos"]) == 2
+    assert capsys.readouterr().err.endswith("an expert; fix: groupwise demos FetchPush-v4 (see --help)\n")

@@ -77,7 +77,7 @@ def test_a_signal_lets_the_iteration_finish_and_saves_it(number, capsys):
 
 
 def test_a_second_signal_stops_at_once(capsys):
-    with pytest.raises(KeyboardInterrupt, match="nothing was saved yet; continue with"):
+    with pytest.raises(KeyboardInterrupt, match=r"nothing was saved yet; begin again with: groupwise resume mine$"):
         gw.train("CartPole-v1", PPO, run_dir="mine", callbacks=[signals(signal.SIGINT, signal.SIGINT)], **TINY)
     assert [entry["iteration"] for entry in RunFolder(Path("mine")).read_metrics()] == [1]
     gw.resume("mine")
@@ -152,8 +152,8 @@ def train_until_it_breaks(algorithm, event="iteration_end"):
 def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on(tmp_path, monkeypatch):
     assert train_until_it_breaks(PPO)[-1] == (
         "groupwise: ZeroDivisionError ended training on Breaks in iteration 2 (step 64); "
-        "saved after step 64; continue with: gw.resume('mine', env=...); a resumed run takes the same steps and meets the same "
-        "error: first change its cause, or mine/config.json"
+        "saved after step 64; the same steps meet the same error: change its cause, or mine/config.json, then continue with: "
+        "gw.resume('mine', env=...)"
     )
     Breaks.broken = False
     run = gw.resume("mine", env=Breaks)
@@ -161,7 +161,8 @@ def test_an_error_of_the_environment_says_what_is_kept_and_how_to_go_on(tmp_path
     (tmp_path / "early").mkdir()
     monkeypatch.chdir(tmp_path / "early")
     assert (
-        "in iteration 1 (step 0); nothing was saved yet; continue" in train_until_it_breaks(PPO, "training_start")[-1]
+        "in iteration 1 (step 0); nothing was saved yet; the same steps meet the same error: change its cause, or "
+        "mine/config.json, then begin again with: gw.resume" in train_until_it_breaks(PPO, "training_start")[-1]
     )
 
 
@@ -175,7 +176,7 @@ def test_groups_could_do_without_the_episode_but_not_without_a_callback():
         gw.train("CartPole-v1", algorithm, run_dir="other", callbacks=[fails], **TINY)
     [note] = caught.value.__notes__
     assert "after iteration 0 (step 0)" in note
-    assert note.endswith("continue with: groupwise resume other")
+    assert note.endswith("nothing was saved yet; begin again with: groupwise resume other")
 
 
 def test_an_error_of_the_evaluations_environment_saves_the_iteration_and_its_numbers():

@@ -60,6 +60,7 @@ def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
 
 def demos_command(parser: Parser, argv: Sequence[str]) -> None:
     """Record successful episodes of a scripted expert, for --algorithm bc. Layout: LeRobot's dataset format.
+    Experts: of FetchReach, FetchPush, FetchPickAndPlace, MetaWorld/<task>-v3, and those that --plugin FILE.py registers.
 
     Examples:
       groupwise demos FetchPush-v4
@@ -76,6 +77,8 @@ def demos_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of starts and noise (default: 0)")
     parser.add_argument("--keep-failures", action="store_true", help="keep episodes without success, too")
     options, rest = parser.parse_known_args(argv)
+    if not rest:
+        raise ConfigError("expected an environment that has an expert; fix: groupwise demos FetchPush-v4 (see --help)")
     env = parse_env(rest, parser, only=("env.kwargs", "env.max_episode_steps"))
 
     from groupwise.embodied.demos import record_demos

@@ -1,5 +1,6 @@
 """Commands that train: ``train``, ``resume`` and ``evolve``."""
 
+import json
 import logging
 import math
 import os
@@ -18,7 +19,7 @@ from groupwise import plugins
 from groupwise import system as files
 from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of
 from groupwise.config import to_json
-from groupwise.config.base import Cfg
+from groupwise.config.base import GIVEN, Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
 from groupwise.config.run import BUDGETS, CommonCfg
@@ -227,7 +228,11 @@ def print_run(run: Any, quiet: bool = False) -> int:
         show(f"NOT SAVED: metrics of {iterations:,} iterations; fix: make room", to="stderr")
         return 1
     if not quiet:
-        show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command('eval', run.path)}")
+        words = ["eval", run.path]
+        if run.cfg.algorithm.name == "bc" and run.cfg.env.id != GIVEN:  # a clone is where training begins
+            words = ["train", run.cfg.env.id, "--policy.init-from", run.path]
+            words += ["--env.kwargs", json.dumps(run.cfg.env.kwargs)] if run.cfg.env.kwargs else []
+        show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command(*words)}")
     return 0
 
 

@@ -86,8 +86,8 @@ def record_demos(
     make_expert = next(known, None) if expert is None else lambda env, info: expert
     if make_expert is None:
         raise ConfigError(
-            f"no expert is known for {cfg.id!r}; fix: from Python, record_demos({cfg.id!r}, expert=...), a function from "
-            "an observation to an action"
+            f"no expert is known for {cfg.id!r}; fix: --plugin FILE.py with @register_expert({cfg.id!r}) of "
+            "groupwise.embodied.experts; or from Python record_demos(..., expert=...), a function from an observation to an action"
         )
     with closing(make_one(cfg, make)) as made:
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id

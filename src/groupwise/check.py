@@ -72,8 +72,8 @@ class EnvReport:
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
-    others as in a new environment. ``bounds``: whether observations stay in their space, and have its dtype. ``training``: GRPO's defaults;
-    its value is None where GRPO refuses the environment.
+    others as in a new environment. ``bounds``: whether observations stay in their space, and have its dtype. ``training``:
+    GRPO's defaults; its value is None where GRPO refuses the environment.
     """
 
     env_id: str
@@ -195,9 +195,10 @@ def _of_another_dtype(env: Any) -> str:
     for obs in env.reset(seed=0)[0], env.step(env.action_space.sample())[0]:
         for path, leaf in leaf_spaces(env.observation_space).items():
             array = reduce(lambda part, key: part[int(key) if isinstance(part, tuple) else key], path, obs)
-            if isinstance(array, np.ndarray) and space_kind(leaf) == "box" and not np.can_cast(array.dtype, leaf.dtype):
-                name = ".".join(("obs", *path))
-                return f"{name} has dtype {array.dtype}, its space {leaf.dtype}, which Gymnasium's own check refuses; training converts it"
+            wrong = isinstance(array, np.ndarray) and not np.can_cast(array.dtype, leaf.dtype)
+            if wrong and space_kind(leaf) == "box":
+                what = f"{'.'.join(('obs', *path))} has dtype {array.dtype}, its space {leaf.dtype}"
+                return f"{what}, which Gymnasium's own check refuses; training converts it"
     return ""
 
 

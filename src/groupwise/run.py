@@ -81,17 +81,12 @@ from groupwise.training.trainer import FAILED, INTERRUPTED, PAUSED, Callback, Tr
 # Settings and Python objects from the arguments of ``train``
 
 
-_OF_TASK = (
-    "reward", "rewards", "reward_fn", "reward_funcs", "reward_function", "tool", "tools", "train_dataset", "eval_dataset",
-)  # fmt: skip
-"""Arguments that belong to a ``TextTask``, also by TRL's names."""
-
-
 def read_settings(
     env: Any, algorithm: Any, policy: Any, preset: str | None, env_settings: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[CommonCfg, UserObjects]:
     """All settings, and the Python objects, of what ``train`` takes."""
-    of_texts = _OF_TASK if isinstance(env, TextTask) else (*_OF_TASK, "model", "lora")
+    of_texts = ["reward", "rewards", "reward_fn", "reward_funcs", "reward_function", "tool", "tools", "train_dataset"]
+    of_texts += ["eval_dataset"] if isinstance(env, TextTask) else ["eval_dataset", "model", "lora"]
     if (named := [name for name in settings if name in of_texts]) and not isinstance(env, CommonCfg):
         tool = ", tool=my_tool" if {"tool", "tools"}.intersection(named) else ""
         raise ConfigError(
@@ -220,8 +215,11 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
             # what this call shows is not a setting of the run
             settings = parts.cfg.model_dump(mode="json") | {"logging": saved.get("logging", {})}
             old = read_cfg(folder).budget
-            totals = {when: f"{of.name}={of.total}" for when, of in (("before", old), ("after", budget))}
-            noted = {"env_steps": trainer.env_steps, "finished": trainer.counts[old.unit] >= old.total} | totals
+            noted = {
+                "step": f"{trainer.env_steps:,}",
+                "cut": ", before its end," * (trainer.counts[old.unit] < old.total),
+            }
+            noted |= {when: f"{of.name}={of.total}" for when, of in (("before", old), ("after", budget))}
             folder.rewrite_config(settings, *([noted] if trainer.iteration else []))
         if log.isEnabledFor(logging.WARNING):  # not with --quiet
             show(
@@ -351,16 +349,15 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
 
 def _how_to_continue(folder: RunFolder, parts: Components, *, comes_again: bool = False) -> str:
     """Says how far the run is saved, and the command that goes on from there, after the cause of an error that comes again."""
-    go_on = "continue"
     try:
         steps = saved_counts(folder.latest)["steps"]
-        saved, go_on = (f"saved after step {steps:,}", go_on) if steps else ("nothing was saved yet", "begin again")
+        saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"
     except CheckpointError as error:  # it must not take the place of what ended training
         saved = str(error)
     first = f"the same steps meet the same error: change its cause, or {folder.shown / folder.config.name}, then "
     given, allow = list(parts.given.as_arguments()), len(parts.cfg.named_programs()) > 0
     again = plugins.resume_command(folder.shown, given, plugins.loaded(), allow_programs=allow)
-    return f"{saved}; {first * comes_again}{go_on} with: {again}"
+    return f"{saved}; {first * comes_again}{'begin again' if saved.startswith('nothing') else 'continue'} with: {again}"
 
 
 def threads_for(policy: Policy) -> AbstractContextManager[None]:

@@ -395,9 +395,7 @@ def prepare() -> None:
     warnings.formatwarning = _warning_line
 
 
-def _warning_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _warning_line(message: object, category: type[Warning], filename: str, lineno: int, line: object = None) -> str:
     """A warning without a line of source code, and without the place of one of ours."""
     where = "groupwise" if Path(filename).is_relative_to(Path(__file__).parent) else f"{filename}:{lineno}"
     return printable(f"{where}: {category.__name__}: {message}\n")

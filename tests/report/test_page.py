@@ -299,9 +299,10 @@ def test_the_commands_of_a_run_that_was_resumed_with_more_steps_repeat_it(tmp_pa
 
 
 def test_a_run_that_was_stopped_before_it_was_extended_and_a_fork_say_so(tmp_path):
-    resumed = {"env_steps": 20, "finished": False, "before": "total_steps=50", "after": "total_steps=1000; ls"}
+    resumed = {"step": "20", "cut": ", before its end,", "before": "total_steps=50", "after": "total_steps=1000; ls"}
     known = {"resumed": [resumed], "plugins": ["mine.py"]}
     words = page_of(write_run(tmp_path / "cut", provenance=known))[1].texts
+    assert any("after 20 environment steps, before its end, with total_steps=1000; ls in" in word for word in words)
     again = words[words.index("repeat, interrupted at step 20") + 1]
     assert "--total-steps=50 --run-dir" in again
     assert again.endswith("cut-again '--total-steps=1000; ls' --plugin mine.py")  # a stranger's text stays one word

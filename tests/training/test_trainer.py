@@ -287,7 +287,7 @@ def test_ten_useless_updates_in_a_row_end_training(parts):
     [
         (Callback(), r"expected a list; fix: callbacks=\["),
         ([Callback], "is no Callback; fix:"),
-        ([print], r"on_iteration_end\(self, trainer, rollout, metrics\); Stable-Baselines3's _on_step is on_step"),
+        ([print], r"on_iteration_end\(self, trainer, rollout, metrics\); _on_step of Stable-Baselines3 is on_step"),
     ],
 )
 def test_callbacks_come_as_a_list_of_instances(callbacks, message):
@@ -317,5 +317,7 @@ def test_methods_that_would_not_be_called_are_refused_before_training(name, meth
     mine = type("Mine", (type("Base", (Callback,), {name: method}),), {})
     with pytest.raises(ConfigError, match=message):
         gw.train("CartPole-v1", total_steps=1, callbacks=[mine()])
-    besides = type("Mine", (Callback,), {"on_step": lambda *all_of_them: None, "own_on_step": None, "_log": print})
+    besides = type(
+        "Mine", (Callback,), {"on_step": lambda *all_of_them: None, "on_x": 3, "_on_done": print, "_log": print}
+    )
     assert len(check_callbacks([besides()])) == 1

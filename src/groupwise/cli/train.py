@@ -19,7 +19,7 @@ from groupwise import plugins
 from groupwise import system as files
 from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of
 from groupwise.config import to_json
-from groupwise.config.base import GIVEN, Cfg
+from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
 from groupwise.config.run import BUDGETS, CommonCfg
@@ -229,9 +229,9 @@ def print_run(run: Any, quiet: bool = False) -> int:
         return 1
     if not quiet:
         words = ["eval", run.path]
-        if run.cfg.algorithm.name == "bc" and run.cfg.env.id != GIVEN:  # a clone is where training begins
-            words = ["train", run.cfg.env.id, "--policy.init-from", run.path]
-            words += ["--env.kwargs", json.dumps(run.cfg.env.kwargs)] if run.cfg.env.kwargs else []
+        if run.cfg.algorithm.name == "bc":  # a clone is where training begins
+            kwargs = ["--env.kwargs", json.dumps(run.cfg.env.kwargs)] if run.cfg.env.kwargs else []
+            words = ["train", run.cfg.env.id, "--policy.init-from", run.path, *kwargs]
         show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command(*words)}")
     return 0
 

@@ -132,10 +132,8 @@ def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium
 
 def of_sb3(env: object) -> str:
     """How to write one of Stable-Baselines3's vectors of environments here; empty for others."""
-    if not type(env).__module__.startswith("stable_baselines3."):
-        return ""
-    normalized = "policy={'normalize_obs': True, 'normalize_reward': True}"
-    return f"; of Stable-Baselines3's, give the id or function in it, with num_envs=...; VecNormalize is {normalized}"
+    fix = "the id or function in it, with num_envs=...; VecNormalize is policy={'normalize_obs': True, 'normalize_reward': True}"
+    return f"; of Stable-Baselines3's: {fix}" if type(env).__module__.startswith("stable_baselines3.") else ""
 
 
 def _make(

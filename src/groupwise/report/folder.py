@@ -103,22 +103,13 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Amount: TypeAlias = Annotated[float, Field(gt=0)] | None
 
 
-class _Resumed(BaseModel, strict=True):
-    """A resume with another budget; budgets as in ``total_steps=4000``."""
-
-    env_steps: Count
-    finished: bool
-    before: str
-    after: str
-
-
 class _Provenance(BaseModel, strict=True, extra="allow"):
     format: int = 1
     run_id: str = ""
     plugins: list[str] = []
     given_in_python: list[str] = []
     forked_from: list[str] = []
-    resumed: list[_Resumed] = []
+    resumed: list[dict[str, str]] = []
     versions: dict[str, Any] = {}
     git: dict[str, Any] | None = None
     machine: dict[str, Any] = {}
@@ -201,8 +192,7 @@ class RunFolder:
         Args:
             path: None makes ``runs/<name>-<time>``, numbered where it is taken.
             here: as of the class.
-            known: lists for its provenance: ``given_in_python`` names the objects that must come again to resume,
-                ``forked_from`` a folder and a step.
+            known: lists for its provenance: ``given_in_python`` names the objects that must come again to resume.
         """
         if path is None:
             stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"

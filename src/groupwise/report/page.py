@@ -323,9 +323,8 @@ def _origins(provenance: Mapping[str, Any], unit: str) -> Iterator[str]:
     """Sentences on the run that it was copied from, and on resumes with other budgets."""
     if provenance["forked_from"]:
         yield "It is a fork of {}, from step {}.".format(*provenance["forked_from"])
-    for resumed in provenance["resumed"]:
-        early = "" if resumed["finished"] else ", before its end,"
-        yield f"It was resumed after {resumed['env_steps']:,} {unit}{early} with {resumed['after']} in place of {resumed['before']}."
+    for one in provenance["resumed"]:
+        yield f"It was resumed after {one['step']} {unit}{one['cut']} with {one['after']} in place of {one['before']}."
 
 
 def progress(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *, runs: bool = True) -> str:
@@ -410,28 +409,24 @@ def _without_none(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str]:
     """How the run was made, and how to make it again."""
-    given, resumes, own = provenance["given_in_python"], provenance["resumed"], plugins.options(provenance["plugins"])
-    first, *totals = [resume["before"] for resume in resumes[:1]] + [resume["after"] for resume in resumes] or [""]
+    given, resumed, own = provenance["given_in_python"], provenance["resumed"], plugins.options(provenance["plugins"])
+    budgets = [one["before"] for one in resumed[:1]] + [one["after"] for one in resumed]
     if given:
-        calls = [f"gw.train(..., seed={folder.read_config().get('seed')}{first and f', {first}'})"]
-        calls += [f"gw.resume(run.path, {'=..., '.join([*given, total])})" for total in totals]
+        calls = [", ".join([f"gw.train(..., seed={folder.read_config()['seed']}", *budgets[:1]]) + ")"]
+        calls += [f"gw.resume(run.path, {'=..., '.join([*given, total])})" for total in budgets[1:]]
         again = f"in Python, where {' and '.join(given)} came from: {', then '.join(calls)}"
     else:
-        copy = f"{folder.shown}-again"
-        words = [["train", folder.config, *([_flag(first), "--run-dir", copy] if first else [])]]
-        words += [["resume", copy, _flag(total)] for total in totals]
+        copy, flags = f"{folder.shown}-again", [f"--{total.replace('_', '-')}" for total in budgets]
+        words = [["train", folder.config, *flags[:1], *["--run-dir", copy][: 2 * len(flags)]]]
+        words += [["resume", copy, flag] for flag in flags[1:]]
         again = " && ".join(f"{plugins.program()} {shlex.join(map(str, some))}{own}" for some in words)
-    cut = [f", interrupted at step {resume['env_steps']:,}" for resume in resumes if not resume["finished"]]
+    cut = [f", interrupted at step {one['step']}" for one in resumed if one["cut"]]
     found = {"made by": str(provenance.get("command") or "")}
     if not provenance["forked_from"]:
         found[f"repeat{''.join(cut)}"] = again
     if folder.read_summary().get("stopped") not in BUDGETS:
         found["continue"] = plugins.resume_command(folder.shown, given, provenance["plugins"])
     return _without_none(found)
-
-
-def _flag(setting: str) -> str:
-    return f"--{setting.replace('_', '-')}"
 
 
 def _shown(value: float | int) -> str:

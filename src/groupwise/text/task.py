@@ -484,9 +484,6 @@ def _several(reward: object) -> list[Any]:
 
 # Settings of a run from data and rewards given in Python
 
-_PEFT = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
-"""Settings of peft's that have a counterpart."""
-
 
 def text_cfg(
     task: TextTaskCfg,
@@ -508,8 +505,8 @@ def text_cfg(
         raise ConfigError(f"policy = {policy!r:.80}: expected a gw.CausalLM; fix: model='path-or-hub-id', lora=...")
     model, lora = settings.pop("model", None), settings.pop("lora", settings.get("peft_config"))
     if dataclasses.is_dataclass(lora):
-        ours = {OTHER_NAMES.get(name, name): value for name, value in vars(lora).items() if value and name in _PEFT}
-        shown = {name: sorted(value) if isinstance(value, set) else value for name, value in ours.items()}
+        given = {OTHER_NAMES.get(name, name): sorted(v) if isinstance(v, set) else v for name, v in vars(lora).items()}
+        shown = {name: given[name] for name in ("r", "alpha", "targets", "rslora", "dora") if given.get(name)}
         raise ConfigError(f"lora is a {type(lora).__name__} of peft, expected settings by name; fix: lora={shown}")
     if policy is not None:
         others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}

@@ -539,10 +539,8 @@ def fork_run(
         cfg.budget.check_exceeds(saved_counts(found)[cfg.budget.unit], found)
     kept = [entry for entry in folder.read_metrics() if entry["iteration"] <= iteration]
     used = list(dict.fromkeys([*known["plugins"], *plugins.loaded()]))
-    source = [str(folder.path), f"{steps:,}"]
-    new = RunFolder.create(
-        settings, run_dir, given_in_python=known["given_in_python"], plugins=used, forked_from=source
-    )
+    given, source = known["given_in_python"], [str(folder.path), f"{steps:,}"]
+    new = RunFolder.create(settings, run_dir, given_in_python=given, plugins=used, forked_from=source)
     try:
         new.checkpoints.mkdir()
         shutil.copytree(found, new.latest, ignore=_others)

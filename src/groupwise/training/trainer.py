@@ -42,25 +42,22 @@ def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
                 f"on_iteration_end(self, trainer, rollout, metrics); {_OF_SB3}"
             )
         own = [kind for kind in type(callback).__mro__ if kind is not Callback and issubclass(kind, Callback)]
-        for name in [name for kind in own for name in vars(kind) if name.lstrip("_").startswith("on_")]:
-            _check_event(callback, name)
+        for name in [name for kind in own for name, value in vars(kind).items() if callable(value)]:
+            if name.startswith("on_") or (name.startswith("_on_") and name[1:] in vars(Callback)):
+                _check_event(callback, name)
     return tuple(callbacks)
 
 
-_OF_SB3 = (
-    "Stable-Baselines3's _on_step is on_step(self, trainer, action, step), and trainer.stop('reason') its return False"
-)
+_OF_SB3 = "_on_step of Stable-Baselines3 is on_step(self, trainer, action, step), return False trainer.stop('reason')"
 
 
 def _check_event(callback: "Callback", name: str) -> None:
     """Refuse a method that is no event, or cannot take an event's arguments."""
-    what = f"{type(callback).__name__}.{name}"
-    if name not in vars(Callback):
-        events = [event for event in vars(Callback) if event.startswith("on_")]
+    what, events = f"{type(callback).__name__}.{name}", [event for event in vars(Callback) if event.startswith("on_")]
+    if name not in events:
         near = nearest(name.lstrip("_"), events)
         raise ConfigError(f"{what} is no event, and is never called{near}; events: {', '.join(events)}; {_OF_SB3}")
-    taken = list(inspect.signature(getattr(Callback, name)).parameters)
-    method = inspect.signature(getattr(callback, name))
+    taken, method = [*inspect.signature(getattr(Callback, name)).parameters], inspect.signature(getattr(callback, name))
     try:
         method.bind(*taken[1:])
     except TypeError as error:

@@ -72,7 +72,7 @@ class EnvReport:
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
-    others as in a new environment. ``bounds``: whether observations stay in their space, and have its dtype. ``training``:
+    others as in a new environment. ``bounds``: whether observations are in their space, by dtype too. ``training``:
     GRPO's defaults; its value is None where GRPO refuses the environment.
     """
 
@@ -191,7 +191,7 @@ def check_env(env: object) -> EnvReport:
 
 
 def _of_another_dtype(env: Any) -> str:
-    """The first array of a reset and a step whose dtype Gymnasium does not count as one of its Box; empty if there is none."""
+    """The first array of a reset and a step whose dtype Gymnasium refuses for its Box; empty if there is none."""
     for obs in env.reset(seed=0)[0], env.step(env.action_space.sample())[0]:
         for path, leaf in leaf_spaces(env.observation_space).items():
             array = reduce(lambda part, key: part[int(key) if isinstance(part, tuple) else key], path, obs)

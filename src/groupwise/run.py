@@ -90,8 +90,8 @@ def read_settings(
     if (named := [name for name in settings if name in of_texts]) and not isinstance(env, CommonCfg):
         tool = ", tool=my_tool" if {"tool", "tools"}.intersection(named) else ""
         raise ConfigError(
-            f"{', '.join(named)}: of language models, whose data, rewards and tool are a task; fix: gw.train(gw.TextTask("
-            f"data, reward=my_reward{tool}), model='path-or-hub-id'); the networks for an environment are policy=..."
+            f"{', '.join(named)}: of language models, whose data, rewards and tool are a task; fix: "
+            f"gw.train(gw.TextTask(data, reward=my_reward{tool}), model='path-or-hub-id'); for an environment: policy=..."
         )
     given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
     policy_fields = None if isinstance(policy, Policy) else policy
@@ -215,11 +215,9 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
             # what this call shows is not a setting of the run
             settings = parts.cfg.model_dump(mode="json") | {"logging": saved.get("logging", {})}
             old = read_cfg(folder).budget
-            noted = {
-                "step": f"{trainer.env_steps:,}",
-                "cut": ", before its end," * (trainer.counts[old.unit] < old.total),
-            }
-            noted |= {when: f"{of.name}={of.total}" for when, of in (("before", old), ("after", budget))}
+            early = ", before its end," if trainer.counts[old.unit] < old.total else ""
+            noted = {"step": f"{trainer.env_steps:,}", "cut": early, "before": f"{old.name}={old.total}"}
+            noted["after"] = f"{budget.name}={budget.total}"
             folder.rewrite_config(settings, *([noted] if trainer.iteration else []))
         if log.isEnabledFor(logging.WARNING):  # not with --quiet
             show(
@@ -348,7 +346,7 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
 
 
 def _how_to_continue(folder: RunFolder, parts: Components, *, comes_again: bool = False) -> str:
-    """Says how far the run is saved, and the command that goes on from there, after the cause of an error that comes again."""
+    """Says how far the run is saved, and the command that goes on, after the cause of an error that comes again."""
     try:
         steps = saved_counts(folder.latest)["steps"]
         saved = f"saved after step {steps:,}" if steps else "nothing was saved yet"

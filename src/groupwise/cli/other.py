@@ -60,7 +60,7 @@ def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
 
 def demos_command(parser: Parser, argv: Sequence[str]) -> None:
     """Record successful episodes of a scripted expert, for --algorithm bc. Layout: LeRobot's dataset format.
-    Experts: of FetchReach, FetchPush, FetchPickAndPlace, MetaWorld/<task>-v3, and those that --plugin FILE.py registers.
+    Experts: of FetchReach, FetchPush, FetchPickAndPlace, MetaWorld/<task>-v3, and those of --plugin FILE.py.
 
     Examples:
       groupwise demos FetchPush-v4

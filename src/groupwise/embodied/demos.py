@@ -87,7 +87,7 @@ def record_demos(
     if make_expert is None:
         raise ConfigError(
             f"no expert is known for {cfg.id!r}; fix: --plugin FILE.py with @register_expert({cfg.id!r}) of "
-            "groupwise.embodied.experts; or from Python record_demos(..., expert=...), a function from an observation to an action"
+            "groupwise.embodied.experts; or from Python record_demos(..., expert=...), from observation to action"
         )
     with closing(make_one(cfg, make)) as made:
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id

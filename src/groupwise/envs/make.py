@@ -132,7 +132,7 @@ def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium
 
 def of_sb3(env: object) -> str:
     """How to write one of Stable-Baselines3's vectors of environments here; empty for others."""
-    fix = "the id or function in it, with num_envs=...; VecNormalize is policy={'normalize_obs': True, 'normalize_reward': True}"
+    fix = "its id or function, with num_envs=...; VecNormalize is policy={'normalize_obs': True, 'normalize_reward': True}"
     return f"; of Stable-Baselines3's: {fix}" if type(env).__module__.startswith("stable_baselines3.") else ""
 
 

@@ -191,7 +191,7 @@ def read_prompt(where: str, prompt: object) -> Prompt:
         messages.append(found | {"role": encodable(found["role"]), "content": encodable(content)})
     if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
         raise DataError(
-            f"{where}: the last message has tool_calls, after which the assistant cannot go on, and they would be dropped; fix: "
+            f"{where}: the last message has tool_calls, which a completion cannot continue: they would be dropped; fix: "
             "add the tool's answer, {'role': 'tool', 'content': '...'}, or leave the message out"
         )
     return tuple(messages)

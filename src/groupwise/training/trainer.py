@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
-    """The user's callbacks; a ``ConfigError`` if they are no list, one is no ``Callback``, or a method would not be called."""
+    """The user's callbacks; a ``ConfigError`` if they are no list, no ``Callback``, or a method would not be called."""
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks = {callbacks!r:.80}: expected a list; fix: callbacks=[...]")
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(
-                f"{callback!r:.80} is no Callback; fix: give instances of subclasses of gw.Callback, with methods such as "
+                f"{callback!r:.80} is no Callback; fix: give instances of subclasses of gw.Callback, with methods like "
                 f"on_iteration_end(self, trainer, rollout, metrics); {_OF_SB3}"
             )
         own = [kind for kind in type(callback).__mro__ if kind is not Callback and issubclass(kind, Callback)]

@@ -2,7 +2,6 @@
 
 import itertools
 import multiprocessing
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from at_events import on
+from at_events import copies, on
 from forked import run_script
 from small_updates import OBS, build, make_rollout
 
@@ -69,12 +68,6 @@ def updates(folder):
 GROUPS = {"num_steps": 16, "group_size": 2, "minibatch_size": 40, "micro_batch_size": 7, "kl_coef": 0.1}
 GROUPS |= {"schedule": {"name": "linear"}, "collection": {"partial_groups": "truncate"}}
 ENDS = on("iteration_end", lambda trainer, *_: trainer.stop("five iterations") if trainer.iteration == 5 else None)
-
-
-def copies(run_dir, to):
-    """Copies a run folder at its second checkpoint, as if training had been killed then: a file that is written can vanish."""
-    count = itertools.count(1)
-    return on("checkpoint", lambda *_: shutil.copytree(run_dir, to) if next(count) == 2 else None)
 
 
 def compiles(trainer, *_):

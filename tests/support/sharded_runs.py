@@ -2,7 +2,8 @@
 
 sharded_runs.py updates FILE [CASE ...]   updates on the rows of all ranks; writes FILE.<rank>: parameters, metrics, state,
     with parts on the host, too
-sharded_runs.py train|train_adapters|fail|resume FOLDER ITERATIONS   a whole run; resume writes what it begins with
+sharded_runs.py train|train_adapters|fail|resume FOLDER ITERATIONS   a whole run; resume writes what it begins with,
+    and train_adapters keeps a copy of its second checkpoint
 """
 
 import itertools
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from at_events import on
+from at_events import copies, on
 from text_runs import SETTINGS, numbers, share_copied
 from text_updates import rows_of
 from tiny_models import moved, tiny_model
@@ -48,9 +49,14 @@ CASES = {
 }
 
 
-def rows_of_all(policy, unscorable=()):
-    rows = rows_of(policy, PROMPTS, score=lambda _, tokens: float(sum(tokens) % 5))
-    return [row._replace(reward=None) if row.group in unscorable else row for row in rows]
+WRITTEN = {}
+
+
+def rows_of_all(policy, unscorable, *kind):
+    """Policies of a kind write the same."""
+    if kind not in WRITTEN:
+        WRITTEN[kind] = rows_of(policy, PROMPTS, score=lambda _, tokens: float(sum(tokens) % 5))
+    return [row._replace(reward=None) if row.group in unscorable else row for row in WRITTEN[kind]]
 
 
 def own_rows(rows, engine):
@@ -76,7 +82,7 @@ def updated(engine, family="llama", lora=False, dtype=torch.float32, algorithm=(
     policy = CausalLM(
         model, actor_only=cls.actor_only, autocast=autocast, gradient_checkpointing=gradient_checkpointing
     )
-    rows = rows_of_all(policy, unscorable)
+    rows = rows_of_all(policy, unscorable, family, lora, dtype, autocast)
     rollout = text_rollout(own_rows(rows, engine))
     extra = {"group_size": 4} if cls is GRPO else {}
     if cls is PPO:
@@ -126,14 +132,16 @@ def whole_run(folder, mode, number):
         task = gw.TextTask(given["data"], reward=reward)
         model = {"path": str(folder.with_name("model")), "lora": {"r": 2} if mode == "train_adapters" else None}
         settings |= {"engine": "fsdp", "total_iterations": number}
-        gw.train(task, cfg, model=model, run_dir=folder, **settings)
+        callbacks = [copies(folder, folder.with_name("copy"))] if mode == "train_adapters" else []
+        gw.train(task, cfg, model=model, run_dir=folder, callbacks=callbacks, **settings)
 
 
 def all_updates(file, cases):
     engine = from_environment("cpu", ShardedEngine)
-    found = {case: updated(engine, **CASES[case]) for case in cases or CASES}
+    given = cases or CASES
+    found = {case: updated(engine, **CASES[case]) for case in given}
     host = from_environment("cpu", partial(ShardedEngine, cpu_offload=True))
-    found |= {f"{case} on the host": updated(host, **CASES[case]) for case in ON_THE_HOST}
+    found |= {f"{case} on the host": updated(host, **CASES[case]) for case in ON_THE_HOST if case in given}
     torch.save(found, f"{file}.{engine.rank}")
     engine.close()
 

@@ -155,13 +155,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(trained, tmp_path, ranks):
 @pytest.mark.slow
 def test_a_resumed_run_of_adapters_ends_where_an_uninterrupted_one_does(trained, tmp_path):
     shutil.copytree(trained.with_name("model"), tmp_path / "model")
-    whole, parted = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parted")
+    whole, copy = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "copy")
     finish("train_adapters", whole.path, 4, ranks=2)
-    finish("train_adapters", parted.path, 2, ranks=2)
-    saved = load_checkpoint(parted.latest).policy
-    finish("resume", parted.path, 4, ranks=2)
-    loaded = torch.load(tmp_path / "parted.loaded", weights_only=True)["policy"]
-    after, expected = load_checkpoint(parted.latest), load_checkpoint(whole.latest)
+    checkpoint = load_checkpoint(copy.latest)
+    saved = checkpoint.policy
+    assert checkpoint.state["iteration"] == 2
+    finish("resume", copy.path, 4, ranks=2)
+    loaded = torch.load(tmp_path / "copy.loaded", weights_only=True)["policy"]
+    after, expected = load_checkpoint(copy.latest), load_checkpoint(whole.latest)
     assert all(torch.equal(loaded[name], value) for name, value in saved.items())
     assert all("lora_" in name for name in saved)
     assert not any(torch.equal(saved[name], value) for name, value in expected.policy.items())

@@ -1,5 +1,6 @@
 """Every fenced block of the README and the docs, and tables of calls: Python runs, commands parse."""
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ import groupwise as gw
 from groupwise import cli, config
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
+from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.envs.names import import_package
 from groupwise.text import builtin_rewards, rewards
 from groupwise.training import build as env_evaluator
@@ -69,8 +71,12 @@ def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     # most of the time of so short a run
     monkeypatch.setattr(env_evaluator, "film", lambda *args, **options: None)
     play = env_evaluator.evaluate_policy
-    few = lambda *args, episodes, **options: play(*args, episodes=min(episodes, 2), **options)  # noqa: E731
+    few = lambda *args, episodes, **options: play(  # noqa: E731
+        *args, episodes=min(episodes, 2), **options | {"max_steps": 50}
+    )
     monkeypatch.setattr(env_evaluator, "evaluate_policy", few)
+    every = BaseAlgorithm._minibatches
+    monkeypatch.setattr(BaseAlgorithm, "_minibatches", lambda *args: itertools.islice(every(*args), 8))
     assert builtin_rewards  # registered before the copy, else later tests would miss them
     monkeypatch.setattr(rewards, "REWARDS", dict(rewards.REWARDS))
     (tmp_path / "my_model").symlink_to(model)

@@ -95,7 +95,7 @@ def updated(objective, rollout=None, policy=None, engine=None, **cfg):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_decisions_of_one_unit_are_transitions_bit_for_bit(name):
-    cfg = {"minibatch_size": 25, "num_epochs": 2, "micro_batch_size": 4}
+    cfg = {"minibatch_size": 25, "num_epochs": 2, "micro_batch_size": 9}
     policy, rollout = of_one_unit()
     equal(objective_updates.updated(EVERY[name], rollout, policy, **cfg), objective_updates.updated(EVERY[name], **cfg))
 
@@ -123,7 +123,7 @@ def test_ppo_on_decisions_of_one_unit_is_ppo_bit_for_bit(normalize_advantage):
 )
 def test_micro_batches_never_change_the_update(name):
     whole = updated(UNITS[name], minibatch_size=25, num_epochs=2)
-    same(updated(UNITS[name], minibatch_size=25, num_epochs=2, micro_batch_size=4), whole)
+    same(updated(UNITS[name], minibatch_size=25, num_epochs=2, micro_batch_size=9), whole)
 
 
 @pytest.mark.slow

@@ -28,9 +28,9 @@ RUNS = {
         "env": {"num_envs": 4},
     },
     "recurrent": {
-        "algorithm": gw.PPOCfg(num_steps=32, num_epochs=2, minibatch_size=64),
+        "algorithm": gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=64),
         "policy": {"name": "recurrent", "hidden_size": 8, "hidden_sizes": (8,), "normalize_obs": True},
-        "env": {"num_envs": 4},
+        "env": {"num_envs": 8},
     },
     "grpo": {
         "algorithm": gw.GRPOCfg(

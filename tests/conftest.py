@@ -70,6 +70,7 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(700, 10, 100)  # what is imported later is looked through less often
         gc.enable()
 
 

@@ -168,7 +168,8 @@ def compiled_for(function: Any, example: Sequence[Any]) -> Callable[..., Any]:
     compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
     try:
         found = compiled.aot_compile((tuple(example), {}))
-    except Exception:  # torch asks for a second try where a number differs from that of an earlier compilation
+    # torch asks for a second try where a number differs from that of an earlier compilation, and for scalars in float64
+    except Exception:
         found = compiled.aot_compile((tuple(example), {}))
     found.disable_guard_check()  # what may change is checked here, in a tenth of the time
     return found  # type: ignore[no-any-return]

@@ -31,6 +31,7 @@ from groupwise.embodied.vla import VLAPolicy as VLAPolicy
 from groupwise.envs.make import make_env as make_env
 from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv
 from groupwise.evolution.evolve import evolve as evolve
+from groupwise.plugins import register_text_env as register_text_env
 from groupwise.policies.actor_critic import ActorCritic as ActorCritic
 from groupwise.run import Run as Run
 from groupwise.run import evaluate as evaluate
@@ -39,6 +40,7 @@ from groupwise.run import sample as sample
 from groupwise.run import train as train
 from groupwise.text.agent import LanguageAgent as LanguageAgent
 from groupwise.text.agent import PromptEnv as PromptEnv
+from groupwise.text.envs import TextEnv as TextEnv
 from groupwise.text.policy import CausalLM as CausalLM
 from groupwise.text.rewards import register_reward as register_reward
 from groupwise.text.task import TextTask as TextTask

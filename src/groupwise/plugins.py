@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -33,6 +33,15 @@ def register(kind: str, registry: dict[str, Made], name: str) -> Callable[[Made]
         return made
 
     return add
+
+
+TEXT_ENVS: dict[str, Callable[..., Any]] = {}
+"""Registered text environments: classes or functions, called with ``task.env_kwargs``."""
+
+
+def register_text_env(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: make a ``TextEnv`` available as ``TextTask(env=name)``, in files and on the command line."""
+    return register("text env", TEXT_ENVS, name)
 
 
 def load(plugins: Sequence[Path]) -> None:

@@ -392,6 +392,8 @@ def reopen(
     if to_train and not allow_programs:
         check_programs(cfg, folder.config)
     optional = set() if to_train else {"data", "eval_data", "reward", "tool"}
+    if not to_train and isinstance(cfg, TextRunCfg):
+        optional.add("env")
     if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - objects.as_arguments().keys()):
         raise ConfigError(
             f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "

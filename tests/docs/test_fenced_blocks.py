@@ -11,7 +11,7 @@ import pytest
 from text_runs import save_model
 
 import groupwise as gw
-from groupwise import cli, config
+from groupwise import cli, config, plugins
 from groupwise import run as commands
 from groupwise.algorithms import advantages as credit
 from groupwise.algorithms.base import BaseAlgorithm
@@ -80,7 +80,7 @@ def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert builtin_rewards  # registered before the copy, else later tests would miss them
     monkeypatch.setattr(rewards, "REWARDS", dict(rewards.REWARDS))
     (tmp_path / "my_model").symlink_to(model)
-    registries = [gymnasium.registry, credit.CREDIT_RULES]
+    registries = [gymnasium.registry, credit.CREDIT_RULES, plugins.TEXT_ENVS]
     before = [dict(known) for known in registries]
     yield
     for known, names in zip(registries, before, strict=True):

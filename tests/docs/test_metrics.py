@@ -7,6 +7,7 @@ import gymnasium
 import pytest
 import torch
 from success_envs import Touch
+from text_games import Guess
 from text_runs import save_model, share_copied, train
 from vllm_double import VLLMDouble
 
@@ -86,6 +87,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         gw.train(two_choices, clones(folder, two_choices, [0, 1]), run_dir=folder / "bc_two", **short),
         train(task, model, folder / "text", gw.GRPOCfg(group_size=2), **sampled),
         train(task, model, folder / "text_ppo", gw.PPOCfg(), **sampled),
+        train(gw.TextTask(env=Guess, max_turns=2), model, folder / "text_env", gw.GRPOCfg(group_size=2), **sampled),
     ]
     with VLLMDouble(model) as server:
         generation = {"name": "server", "urls": [server.url], "max_staleness": 1}

@@ -48,7 +48,7 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"
 def test_messages_before_the_answer_of_a_tool_and_empty_calls_are_read():
     answered = [MESSAGES[0], CALL, {"role": "tool", "content": "2"}]
     begun = [MESSAGES[0], {"role": "assistant", "content": "Well", "tool_calls": []}]
-    assert [len(prompt) for prompt, _ in load_examples([{"prompt": answered}, {"prompt": begun}])] == [3, 2]
+    assert [len(example.prompt) for example in load_examples([{"prompt": answered}, {"prompt": begun}])] == [3, 2]
 
 
 def test_messages_survive_parquet_with_its_empty_fields(tmp_path):
@@ -66,7 +66,7 @@ def test_messages_of_apis_are_read():
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "add them"},
         {"role": "tool", "content": "2", "tool_call_id": "x"},
     ]
-    ((prompt, _),) = load_examples([{"prompt": given}])
+    [(prompt, *_)] = load_examples([{"prompt": given}])
     assert prompt[0] == {"role": "user", "content": "1+1=", "name": "ann"}
     assert prompt[1] == {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "add them"}
     assert prompt[2] == given[2]

@@ -98,7 +98,9 @@ def test_turns_are_open_to_ratios_and_credit_which_need_a_tool(preset, model, tm
         assert run.cfg.algorithm.objective.aggregation.max_length == 12
     if preset.startswith("agilerl"):
         setting = {"agilerl_turn": "credit.returns", "agilerl_turn_ratio": "objective.ratio"}[preset]
-        with pytest.raises(gw.errors.ConfigError, match=f"{setting}='turn' needs turns, and without a tool"):
+        with pytest.raises(
+            gw.errors.ConfigError, match=f"{setting}='turn' needs turns, and a completion is one without a tool"
+        ):
             train(gw.TextTask(numbers(), reward=share_copied), model, tmp_path / "none", "grpo", preset=preset)
         assert not (tmp_path / "none").exists()
 

@@ -143,7 +143,7 @@ def test_tools_that_cannot_be_made(settings, message):
         ({"tool_answer": "[{}]"}, "tool_answer=.* has no effect without a tool"),
         ({"tool": "calculator", "tool_answer": "[]"}, r"tool_answer='\[\]': expected \{\} once"),
         ({"tool": "calculator", "tool_answer": "{}{}"}, "expected {} once"),
-        ({"tool": Calculator(), "tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* are for registered tools"),
+        ({"tool": Calculator(), "tool_kwargs": {"tag": "x"}}, "tool_kwargs=.* are for a registered tool;"),
         ({"tool": "calculator", "max_turns": 0}, "max_turns = 0"),
     ],
 )

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from pydantic import TypeAdapter
 
+from groupwise import plugins
 from groupwise import system as files
 from groupwise.config import load as presets
 from groupwise.config import load_config, resolve
@@ -31,7 +32,7 @@ from groupwise.errors import ConfigError
 SHARED = ("--plugin", "--debug", "--help")
 """Options of every command."""
 COMMON = (
-    "algorithm", "algorithm.data", "policy.init_from", "task.data", "model.path", "seed", "total_steps", "total_iterations", "total_epochs", "run_dir", "device", "env.num_envs", "num_prompts",
+    "algorithm", "algorithm.data", "policy.init_from", "task.data", "task.max_turns", "model.path", "seed", "total_steps", "total_iterations", "total_epochs", "run_dir", "device", "env.num_envs", "num_prompts",
     "sampling.max_new_tokens", "algorithm.group_size", "algorithm.learning_rate", "algorithm.num_steps",
     "algorithm.num_epochs", "algorithm.minibatch_size", "algorithm.gamma", "algorithm.ent_coef", "algorithm.kl_coef",
     "policy.hidden_sizes", "evaluation.interval", "stop.threshold",
@@ -182,6 +183,8 @@ def parse_options(
             raise ConfigError(f"{word!r} belongs to no option; fix: leave it out, or name its option (see --help)")
         else:
             values.append(word)
+    if "model" in given:
+        given["model.path"] = given.pop("model")  # as in Python, model="..."
     preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
     default = _resolve(target, preset, _tree(_FIRST, given))
     options = [option for option in options_of(default, given=given) if not only or option.path in only]
@@ -220,6 +223,8 @@ def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCf
 def _resolve(target: str, preset: str | None, changed: Tree, *, allow_programs: bool = True) -> RunCfg | TextRunCfg:
     if target.endswith((".json", *SUFFIXES)):
         return load_config(target, preset=preset, allow_programs=allow_programs, **changed)
+    if target in plugins.TEXT_ENVS:
+        return presets.resolve_text(preset=preset, **changed | {"task": changed.get("task", {}) | {"env": target}})
     check_id(target)
     if target not in presets.env_ids():  # a typo is found before anything slow is imported
         from gymnasium.envs.registration import registry

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from groupwise.cli.options import Parser, count, parse_env, parse_options
 from groupwise.config import json_schema, to_json
 from groupwise.config import load as presets
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.config.run import EnvCfg, TextRunCfg
-from groupwise.errors import ConfigError, UnknownNameError
+from groupwise.config.run import EnvCfg, TextRunCfg, TextTaskCfg
+from groupwise.errors import ConfigError, EnvError, UnknownNameError
 from groupwise.system import show
 
 
@@ -42,6 +43,7 @@ def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise check-env Ant-v5
       groupwise check-env Ant-v5 --env.kwargs '{"healthy_reward": 0.5}' --json
       groupwise check-env Mine-v0 --plugin my_env.py
+      groupwise check-env guess/Number-v0 --plugin my_game.py --task.env-kwargs '{"most": 7}'
       groupwise check-env ALE/Pong-v5 --env.num-random-noops 30
 
     Options: --json, and settings of the environment:
@@ -49,6 +51,10 @@ def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     options, rest = parser.parse_known_args(argv)
     settings = [f"env.{name}" for name in EnvCfg.model_fields if name not in ("id", "num_envs")]
+    if rest and rest[0] in plugins.TEXT_ENVS:
+        cfg = parse_options(rest, parser, only=["task.env_kwargs", "task.start_mode", "task.max_turns"])
+        assert isinstance(cfg, TextRunCfg)
+        return _check_text_env(cfg.task, as_json=options.json)
     env = parse_env(rest, parser, only=settings)
 
     from groupwise.check import check_env
@@ -56,6 +62,20 @@ def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
     report = check_env(env)
     show(json.dumps(report.to_dict()) if options.json else report)
     return int(report.training.value is None)
+
+
+def _check_text_env(task: TextTaskCfg, *, as_json: bool) -> int:
+    from groupwise.text.envs import check_text_env, make_text_env
+
+    make = make_text_env(task)
+    assert make is not None
+    try:
+        report = check_text_env(make, task.start_mode, task.max_turns)
+    except EnvError as error:
+        show(error, to="stderr")
+        return 1
+    show(json.dumps(asdict(report)) if as_json else f"{task.env}\nGroup starts: {report}")
+    return 0
 
 
 def demos_command(parser: Parser, argv: Sequence[str]) -> None:

@@ -164,19 +164,29 @@ class RewardCfg(Cfg):
     """Arguments of the reward."""
 
 
+TextStartMode = Literal["seed", "fresh", "snapshot", "none"]
+"""How members of a group share the start of a text environment: a seeded reset; a seeded reset of a new instance; deep copies of one that was reset. ``none``: they do not."""
+
+
 class TextTaskCfg(Cfg):
     """Prompts and their rewards."""
 
     data: str = ""
-    """Training prompts: a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) or ``reasoning-gym:<task>``. ``<given in Python>`` stands for an object passed in Python."""
+    """Training prompts: a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) or ``reasoning-gym:<task>``. ``<given in Python>`` stands for an object passed in Python. With ``env`` its rows are options of episodes; empty: episodes differ by their seeds."""
+    env: str | None = None
+    """A registered text environment, which answers each turn of the model and rewards it. ``<given in Python>`` stands for a class or function passed in Python. None: completions of prompts."""
+    env_kwargs: dict[str, Any] = {}
+    """Arguments of a registered environment."""
+    start_mode: TextStartMode | Literal["auto"] = "auto"
+    """How members of a group share the start of an episode. ``auto``: the best that passes the check before training."""
     eval_data: str | None = None
     """Held-out prompts for evaluation, given in the same way. None: no evaluation."""
     data_kwargs: dict[str, Any] = {}
     """Arguments of a reasoning-gym task."""
     data_size: PositiveInt = 1000
-    """Number of training prompts of a reasoning-gym task."""
+    """Number of training prompts of a reasoning-gym task, or of episodes of an environment without data."""
     eval_size: PositiveInt = 100
-    """Number of evaluation prompts of a reasoning-gym task."""
+    """Number of evaluation prompts of a reasoning-gym task, or of episodes of an environment without data."""
     eval_overlap: Literal["drop", "keep"] = "drop"
     """Training prompts that are also in the evaluation data: drop them with a warning, or keep them."""
     prompt_column: str = "prompt"
@@ -208,17 +218,40 @@ class TextTaskCfg(Cfg):
     max_turns: PositiveInt = 2
     """Most turns of the model in one episode."""
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether a completion may have several turns."""
+        return self.tool is not None or self.env is not None
+
+    @property
+    def by_seeds(self) -> bool:
+        """Whether episodes of an environment differ by their seeds alone."""
+        return self.env is not None and not self.data
+
     @model_validator(mode="after")
     def _check(self) -> "TextTaskCfg":
-        unread = {} if self.tool else self.changed("tool_kwargs", "tool_timeout", "tool_answer", "max_turns")
+        unread = {} if self.tool else self.changed("tool_kwargs", "tool_timeout", "tool_answer")
+        unread |= {} if self.has_turns else self.changed("max_turns")
         for name, value in unread.items():
             raise ValueError(f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out")
+        for name, value in ({} if self.env else self.changed("env_kwargs", "start_mode")).items():
+            raise ValueError(
+                f"{name}={value!r} has no effect without an environment; fix: env='my-id', or leave it out"
+            )
+        if self.env and self.tool:
+            raise ValueError(f"env={self.env!r} and tool={self.tool!r} both answer the model; fix: one of the two")
         gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)
-        unread = ({} if gym else self.changed("data_size")) | ({} if gym_eval else self.changed("eval_size"))
+        if self.env and (gym or gym_eval):
+            raise ValueError(
+                f"env={self.env!r} takes no prompts of reasoning-gym; fix: leave data out, or rows of a file"
+            )
+        unread = {} if gym or self.by_seeds else self.changed("data_size")
+        unread |= {} if gym_eval or self.by_seeds else self.changed("eval_size")
         for name, value in (unread | ({} if gym or gym_eval else self.changed("data_kwargs"))).items():
             raise ValueError(f"{name}={value!r} is of reasoning-gym tasks; fix: leave it out, or name such a task")
-        if self.tool == GIVEN and self.tool_kwargs:
-            raise ValueError(f"tool_kwargs={self.tool_kwargs!r} are for registered tools; fix: leave them out")
+        for name in ("tool", "env"):
+            if vars(self)[name] == GIVEN and (kwargs := vars(self)[f"{name}_kwargs"]):
+                raise ValueError(f"{name}_kwargs={kwargs!r} are for a registered {name}; fix: leave them out")
         if self.tool_answer.count("{}") != 1:
             raise ValueError(f"tool_answer={self.tool_answer!r}: expected {{}} once; fix: '<result>{{}}</result>'")
         if self.system_prompt is not None and self.chat == "never":
@@ -498,8 +531,8 @@ class TextRunCfg(CommonCfg):
 
     @property
     def subject(self) -> str:
-        """Name of the file or task that the prompts come from."""
-        name = self.task.data.rpartition(":")[2]
+        """Name of the environment, or of the file or task that the prompts come from."""
+        name = (self.task.env or self.task.data).rpartition(":")[2]
         return "text" if name.startswith("<") or not name else Path(name).stem
 
     @model_validator(mode="after")
@@ -517,7 +550,7 @@ class TextRunCfg(CommonCfg):
             raise ValueError(
                 f"sampling.presence_penalty={self.sampling.presence_penalty:g}: vLLM takes -2 to 2; fix: generation='native'"
             )
-        if self.stop.threshold is not None and self.task.eval_data is None:
+        if self.stop.threshold is not None and self.task.eval_data is None and not self.task.by_seeds:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > (longest := self.sampling.max_new_tokens):
             raise ValueError(
@@ -528,8 +561,8 @@ class TextRunCfg(CommonCfg):
             raise ValueError("algorithm='bc' clones demonstrations in environments; fix: algorithm='grpo'")
         grpo = algorithm if isinstance(algorithm, GRPOCfg) else GRPOCfg()
         credit, collection = grpo.credit, grpo.collection
-        if self.task.tool is None and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
-            needs = "needs turns, and without a tool a completion is one turn; fix: task.tool"
+        if not self.task.has_turns and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
+            needs = "needs turns, and a completion is one without a tool or an environment; fix: task.tool or task.env"
             if objective.ratio == "turn":
                 raise ValueError(f"algorithm.objective.ratio='turn' {needs}, or ratio='sequence'")
             if credit.rule == "composed" and credit.returns == "turn":

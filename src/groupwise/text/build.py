@@ -26,7 +26,8 @@ from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.decoding import FastDecoder
-from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, TextEvaluator
+from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, TextEvaluator, verified_envs
+from groupwise.text.envs import TextEnvs
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
@@ -120,23 +121,29 @@ class TextComponents(Components):
     task: TextTask
     held_out: list[Example]
     """Examples to evaluate on."""
+    envs: TextEnvs | None = None
+    """The text environment, whose starts were verified."""
 
     def evaluator(self) -> TextEvaluator | None:
         """The evaluator on held-out prompts; None if there are none."""
-        if self.cfg.task.eval_data is None:
+        if not self.held_out:
             log.warning("No evaluation during training: pass eval_data=... to hold out prompts.")
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
-        return TextEvaluator(self.task, self.held_out, self.cfg, self.policy, seed=seed)
+        envs = self.envs and TextEnvs(self.envs.make, self.envs.mode, self.envs.kept)  # instances of its own
+        return TextEvaluator(self.task, self.held_out, self.cfg, self.policy, envs, seed=seed)
 
     def notes(self) -> list[str]:
         """Number of prompts and of trained parameters, and whether completions continue messages of the data."""
         parameters = list(self.policy.parameters())
         trained, whole = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+        what = "prompts" if self.envs is None else f"episodes of at most {self.cfg.task.max_turns} turns"
         lines = [
-            f"{len(self.collector.prompts):,} prompts, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
+            f"{len(self.collector.prompts):,} {what}, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
             f"parameters are trained; a step is a generated token"
         ]
+        if self.envs is not None:
+            lines.append(f"Group starts: {self.envs.report}.")
         prompts = [prompt.example.prompt for prompt in self.collector.prompts]
         if begun := sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts):
             lines.append(
@@ -181,7 +188,8 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     rewards.check_columns(prompts[0].example.columns)
     if held_out:
         rewards.check_columns(held_out[0].columns, "eval_data")
-    dialogue = Dialogue(encoder, tool, policy.context_length)
+    envs = verified_envs(cfg, task, encoder, policy, train)
+    dialogue = Dialogue(encoder, tool, policy.context_length, envs)
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(
         policy.action_spec, value=not policy.actor_only, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device
@@ -190,7 +198,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     if cfg.generation.name == "native":
         make = partial(TextCollector, policy, partial(complete, policy))
     collector = make(prompts, dialogue, rewards, cfg, rank=engine.rank, world_size=engine.world_size)
-    return TextComponents(cfg, given, algorithm, collector, buffer, identity_of(cfg, policy), task, held_out)
+    return TextComponents(cfg, given, algorithm, collector, buffer, identity_of(cfg, policy), task, held_out, envs)
 
 
 def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> BaseAlgorithm:
@@ -244,6 +252,6 @@ def filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
     not read, and weights of rewards compared one by one.
     """
     algorithm = cfg.algorithm
-    num_turns = 1 if cfg.task.tool is None else cfg.task.max_turns
+    num_turns = cfg.task.max_turns if cfg.task.has_turns else 1
     algorithm = with_max_length(algorithm, num_turns * cfg.sampling.max_new_tokens)
     return cfg.model_copy(update={"algorithm": with_rewards(algorithm, weights)})

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
 from threading import Lock
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -24,14 +24,24 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
 from groupwise.data.rollout import RolloutBuffer, TensorDict, TensorSpec
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import wilson_95
 from groupwise.seeding import derive_seed
+from groupwise.text.envs import (
+    ApartError,
+    Ending,
+    TextEnv,
+    TextEnvs,
+    TextEpisode,
+    check_text_starts,
+    make_text_env,
+    play_samples,
+)
 from groupwise.text.generation import Completion, Generate, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
-from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, read_prompt
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, Start, TextTask, read_prompt
 from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask, make_tool
 from groupwise.training.evaluation import EvaluationResult, shown
 
@@ -178,6 +188,8 @@ def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Te
 # Transcripts: the model's turns, the tool's answers, and their rewards
 
 _PROMPTS_AT_ONCE = 32
+_STARTS_TRIED = 3
+"""By the check that members share a start."""
 
 
 @dataclass
@@ -205,6 +217,8 @@ class Transcript:
     """None if it cannot be scored."""
     parts: Sequence[float | None] = ()
     """Score of each reward function."""
+    episode: TextEpisode | None = None
+    """What answers the model's turns, and rewards them, in a text environment."""
 
     @property
     def written(self) -> int:
@@ -225,10 +239,20 @@ class Transcript:
 
 
 class Dialogue:
-    """Continues after a turn of the model: adds the tool's answer, if there is a tool."""
+    """Continues after a turn of the model: adds what the environment answers, or the tool, if there is one of them.
 
-    def __init__(self, encoder: PromptEncoder, tool: AnyTool | None = None, context: int | None = None) -> None:
-        self.encoder = encoder
+    Args:
+        context: tokens of the longest text that the model reads.
+    """
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        tool: AnyTool | None = None,
+        context: int | None = None,
+        envs: TextEnvs | None = None,
+    ) -> None:
+        self.encoder, self.envs = encoder, envs
         self.tool, self._asking = tool, Lock()
         self._context = context
         if tool is not None:
@@ -239,21 +263,55 @@ class Dialogue:
         ends = self.tool.stop if isinstance(self.tool, Tool) else ()
         return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *ends)))})
 
-    def answer(self, transcript: Transcript, max_new_tokens: int) -> bool:
-        """Add the tool's answer to the last turn; False if the completion is over.
+    def begin(self, members: Sequence[Transcript], max_new_tokens: int) -> None:
+        """Begin the episodes of groups, whose first observations are their prompts."""
+        assert self.envs is not None
+        longest = min(self.encoder.cfg.max_prompt_tokens or math.inf, (self._context or math.inf) - max_new_tokens)
+        groups: dict[int, list[Transcript]] = defaultdict(list)
+        for member in members:
+            groups[member.group].append(member)
+        for group in groups.values():
+            example, encoded = group[0].prompt.example, dict[str, EncodedPrompt]()
+            assert example.start is not None
+            try:
+                with self._asking:
+                    episodes, prompts = self.envs.open(example.start, len(group))
+            except ApartError as error:
+                alike = "although they were alike before training; fix: draw all from the seed of reset()"
+                raise EnvError(f"{error}, {alike}") from error
+            for member, member.episode, prompt in zip(group, episodes, prompts, strict=True):
+                if (key := repr(prompt)) not in encoded:
+                    begun = example._replace(prompt=prompt)
+                    encoded[key] = EncodedPrompt(begun, tuple(self.encoder.encode(begun)))
+                member.prompt = encoded[key]
+                if (length := len(member.prompt.tokens)) > longest:
+                    raise DataError(
+                        f"the first observation of an episode has {length} tokens, and {longest} have room: {str(prompt)[:80]!r}; "
+                        "fix: shorter ones, a larger max_prompt_tokens or a smaller max_new_tokens"
+                    )
 
-        A completion that has no room for an answer and another turn counts as cut.
+    def answer(self, transcript: Transcript, max_new_tokens: int) -> bool:
+        """Add the answer of the environment, or of the tool, to the last turn; False if the completion is over.
+
+        A completion that has no room for an answer and another turn counts as cut. A turn that was cut has no answer; the last one
+        that is allowed is played, although the model does not read what it leads to.
         """
-        if self.tool is None or transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
-            return False
         with self._asking:  # several rollouts may be written at the same time
-            answer = ask(self.tool, transcript.messages[-1]["content"])
+            answer = self._answer(transcript)
+        episode = transcript.episode
+        tokens: list[int] = []
+        if answer is not None:
+            end = transcript.tokens[-1] if transcript.stop == "eos" else None
+            tokens = self.encoder.encode_answer(answer, end, observed=episode is not None)
+            length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(tokens) + max_new_tokens
+            if self._context is not None and length > self._context:
+                transcript.stop, answer = "length", None
         if answer is None:
-            return False
-        tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
-        length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(tokens) + max_new_tokens
-        if self._context is not None and length > self._context:
-            transcript.stop = "length"
+            if episode is not None:
+                episode.ending = episode.ending or "max_tokens"
+                if self.envs is not None:
+                    with self._asking:
+                        self.envs.release(episode)
             return False
         transcript.tokens += tokens
         transcript.log_probs += [0.0] * len(tokens)
@@ -262,35 +320,49 @@ class Dialogue:
             transcript.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
         if transcript.policy_version:
             transcript.policy_version += [-1] * len(tokens)
-        transcript.text += self.encoder.cfg.tool_answer.replace("{}", answer)
-        transcript.messages.append({"role": "tool", "content": answer})
+        transcript.text += answer if episode is not None else self.encoder.cfg.tool_answer.replace("{}", answer)
+        transcript.messages.append({"role": "tool" if episode is None else "user", "content": answer})
         return True
 
+    def _answer(self, transcript: Transcript) -> str | None:
+        """What the model reads next; None if the completion is over."""
+        episode, is_last = transcript.episode, transcript.turns >= self.encoder.cfg.max_turns
+        text = transcript.messages[-1]["content"]
+        if transcript.stop == "length":
+            return None
+        if episode is None:
+            return None if is_last or self.tool is None else ask(self.tool, text)
+        answer = episode.step(text)
+        if is_last:
+            episode.ending = episode.ending or "max_turns"
+        return answer if episode.ending is None else None
+
     def close(self) -> None:
-        """End the tool's process, if it has one."""
+        """End the tool's process and the environments, if there are any."""
         if isinstance(self.tool, IsolatedTool):
             self.tool.close()
+        if self.envs is not None:
+            self.envs.close()
 
 
 def open_group(
     prompt: EncodedPrompt, number: int, algorithm: AlgorithmCfg, seed: int, *stream: int | str
 ) -> list[Transcript]:
     """The members of a group, not written yet; the seed of each follows from ``seed``, ``stream``, group and member."""
-    sampled = algorithm.groups.size
-    size = sampled + algorithm.groups.greedy_members
+    sampled, size = algorithm.groups.size, algorithm.groups.size + algorithm.groups.greedy_members
     return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
 
 
 def write(transcripts: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue) -> None:
     """Generate every transcript to its end; members of a group share the encoding of their prompt."""
     sampling, running = dialogue.stopping(sampling), list(transcripts)
-    decode = dialogue.encoder.tokenizer.decode
+    if dialogue.envs is not None:
+        dialogue.begin(transcripts, sampling.max_new_tokens)
     while running:
         # members with the same text so far are encoded once; such sets of one size are generated in one call
-        alike: dict[Any, list[Transcript]] = defaultdict(list)
+        alike, calls = defaultdict[Any, list[Transcript]](list), defaultdict[Any, list[list[Transcript]]](list)
         for member in running:
-            alike[member.greedy, member.group, tuple(member.tokens)].append(member)
-        calls: dict[tuple[bool, int], list[list[Transcript]]] = defaultdict(list)
+            alike[member.greedy, member.group, (*member.prompt.tokens, *member.tokens)].append(member)
         for members in alike.values():
             calls[members[0].greedy, len(members)].append(members)
         for (greedy, _), groups in calls.items():
@@ -298,10 +370,36 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
             seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
             written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy)
             for member, completion in zip(chain(*groups), chain(*written), strict=True):
-                member.add_turn(completion, decode(completion.tokens, skip_special_tokens=True))
-        if dialogue.tool is None:
+                member.add_turn(
+                    completion, dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+                )
+        if dialogue.tool is None and running[0].episode is None:
             return
         running = [member for member in running if dialogue.answer(member, sampling.max_new_tokens)]
+
+
+def verified_envs(
+    cfg: TextRunCfg, task: TextTask, encoder: PromptEncoder, policy: CausalLM, examples: Sequence[Example]
+) -> TextEnvs | None:
+    """The environment's instances, after the check that members of a group share a start; None if there is no environment.
+
+    The check plays turns that the environment samples, else turns of the policy. An ``EnvError`` if members differ.
+    """
+    if (make := make_text_env(cfg.task, task.given["env"])) is None:
+        return None
+    dialogue, sampling = Dialogue(encoder, context=policy.context_length), cfg.sampling
+
+    def play(episode: TextEpisode, start: Start, prompt: Prompt) -> list[str]:
+        if episode.env is not None and type(episode.env).sample_action is not TextEnv.sample_action:
+            return play_samples(episode, start, prompt, max_turns=cfg.task.max_turns)
+        example = Example(prompt, {}, start)
+        member = Transcript(EncodedPrompt(example, tuple(encoder.encode(example))), 0, start.seed, episode=episode)
+        write([member], partial(complete, policy), sampling, dialogue)
+        return [message["content"] for message in member.messages if message["role"] == "assistant"]
+
+    starts = [example.start for example in examples[:_STARTS_TRIED] if example.start is not None]
+    report = check_text_starts(make, cfg.task.start_mode, starts, play)
+    return TextEnvs(make, report.mode, report.kept, report)
 
 
 def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: TrainingState | None = None) -> None:
@@ -309,6 +407,8 @@ def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: Training
     examples = [member.prompt.example for member in transcripts]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     prompts = [example.prompt for example in examples]
+    if episodes := [member.episode for member in transcripts if member.episode is not None]:
+        columns["episode_return"] = [sum(episode.rewards, 0.0) for episode in episodes]
     # after a prompt of messages the completion is messages, as in TRL
     completions = [
         member.text if isinstance(p, str) else member.messages for p, member in zip(prompts, transcripts, strict=True)
@@ -325,11 +425,25 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
         last_turn = torch.tensor([member.turn.count(member.turns - 1)])
         reward -= float(overlong_penalty(last_turn, cfg.sampling.max_new_tokens, cfg.overlong_buffer))
     parts = tuple(part or 0.0 for part in member.parts) if len(member.parts) > 1 else ()
-    return TextRow(
+    row = TextRow(
         member.prompt.tokens, member.tokens, member.log_probs, reward, terminated=not cut, group=member.group, turn=member.turn,
         support=member.support or None, policy_version=member.policy_version or None, greedy=member.greedy, reward_parts=parts,
         trained=not (cut and cfg.mask_truncated_completions),
     )  # fmt: skip
+    return row if member.episode is None else as_episode(row, member.episode)
+
+
+def as_episode(row: TextRow, episode: TextEpisode) -> TextRow:
+    """The row with each turn's reward at its last token, what else it earned at the last one, and the environment's end."""
+    row = row._replace(terminated=episode.ending == "terminated")
+    if row.reward is None or row.turn is None:
+        return row
+    assert isinstance(row.reward, float)
+    rewards = [0.0] * len(row.completion)
+    for turn, reward in enumerate(episode.rewards):
+        rewards[len(rewards) - 1 - row.turn[::-1].index(turn)] = reward
+    rewards[-1] += row.reward - sum(episode.rewards)
+    return row._replace(reward=rewards)
 
 
 def rewards_of_groups(transcripts: Sequence[Transcript]) -> list[list[float]]:
@@ -408,8 +522,7 @@ class TextCollector(Collector):
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """The rollout of new groups: a row for each completion. A ``DataError`` if nothing could be scored, several times in a row."""
-        kept: list[list[Transcript]] = []
-        filtered: list[list[Transcript]] = []
+        kept, filtered = list[list[Transcript]](), list[list[Transcript]]()
         num_prompts, dynamic = self._cfg.num_prompts, self._cfg.algorithm.groups.collection.dynamic_sampling
         budget, taken, wanted = int(num_prompts * (1 + (dynamic or 0))), 0, num_prompts
         state = TrainingState(self.iteration, epoch=self.position * self.world_size / self.data_size)
@@ -486,8 +599,7 @@ class TextCollector(Collector):
 
     def _open(self, count: int, first: int = 0, ahead: int = 0) -> list[list[Transcript]]:
         """Groups of the next prompts, not generated yet; ``ahead`` rollouts are between this one and theirs."""
-        stream = "completion", self.rank, self.iteration + ahead
-        groups = []
+        stream, groups = ("completion", self.rank, self.iteration + ahead), list[list[Transcript]]()
         for number in range(first, first + count):
             place = (self.position + ahead * self._cfg.num_prompts + number) * self.world_size + self.rank
             prompt = in_order(self.prompts, place, self._cfg.seed)
@@ -524,12 +636,33 @@ def text_metrics(
         values = [value for member in sampled if (value := member.parts[number]) is not None]
         if values:
             metrics[f"reward/{name}_mean"] = fmean(values)
-    groups = rewards_of_groups(sampled)
-    if groups:
+    if groups := rewards_of_groups(sampled):
         metrics["rollout/reward_std"] = fmean(pstdev(group) for group in groups)
         for k in (1, min(map(len, groups))):
             metrics[f"rollout/pass_at_{k}"] = fmean(pass_rate(group, success_threshold, k) for group in groups)
-    return metrics
+    return metrics | (episode_metrics(sampled) if sampled[0].episode is not None else {})
+
+
+def episode_metrics(members: Sequence[Transcript]) -> dict[str, float]:
+    """How episodes ended, and how many groups have members whose environments answered the same turns differently."""
+    endings = [member.episode.ending for member in members if member.episode is not None]
+    metrics = {f"rollout/stop_{ending}": endings.count(ending) / len(endings) for ending in get_args(Ending)}
+    if (won := successes(members)) is not None:
+        metrics["rollout/success_rate"] = fmean(won)
+    answers: dict[Any, set[Any]] = defaultdict(set)
+    for member in members:
+        assert member.episode is not None
+        turns = tuple(message["content"] for message in member.messages if message["role"] == "assistant")
+        for number, answer in enumerate(zip(member.episode.observations, member.episode.rewards, strict=True), 1):
+            answers[member.group, turns[:number]].add(answer)
+    metrics["rollout/starts_apart"] = float(len({group for (group, _), found in answers.items() if len(found) > 1}))
+    return metrics | {"rollout/turns_max": float(max(member.turns for member in members))}
+
+
+def successes(members: Sequence[Transcript]) -> list[bool] | None:
+    """Which episodes were won; one that was cut was not. None if the environment never says."""
+    found = [member.episode.success for member in members if member.episode is not None]
+    return None if set(found) <= {None} else [bool(success) for success in found]
 
 
 # Evaluation on held-out prompts: mean reward and pass@k
@@ -562,6 +695,8 @@ class TextEvaluation(EvaluationResult):
         """The summary in one line that scripts can read."""
         rates = [f"pass@{k}={mean:.6g} ci95={shown(ci95)}" for k, (mean, *ci95) in self._pass_rates().items()]
         mean = f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)}"
+        if self.success_rate is not None:
+            mean += f" success_rate={self.success_rate:.6g} ci95={shown(self.success_ci95)}"
         counts = f"prompts={self.episodes} completions_per_prompt={self.completions_per_prompt}"
         return " ".join([mean, *rates, counts])
 
@@ -585,18 +720,26 @@ class TextEvaluator:
     """Completes and scores held-out prompts, always the same ones with the same seeds."""
 
     def __init__(
-        self, task: TextTask, held_out: Sequence[Example], cfg: TextRunCfg, policy: Policy, *, seed: int
+        self,
+        task: TextTask,
+        held_out: Sequence[Example],
+        cfg: TextRunCfg,
+        policy: Policy,
+        envs: TextEnvs | None = None,
+        *,
+        seed: int,
     ) -> None:
         assert isinstance(policy, CausalLM)
         if not held_out:
             raise ConfigError("no prompts are held out; fix: task.eval_data")
         encoder = PromptEncoder(policy.tokenizer, cfg.task)
+        envs = envs or verified_envs(cfg, task, encoder, policy, held_out)
         prompts = encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
         self._prompts = prompts[: cfg.evaluation.prompts]
         self._cfg = cfg
         self._rewards = task.rewards(cfg.algorithm.on_nonfinite)
         self._generate = partial(complete, policy)
-        self._dialogue = Dialogue(encoder, task.tool(), policy.context_length)
+        self._dialogue = Dialogue(encoder, task.tool(), policy.context_length, envs)
         self._seed = seed
 
     def __call__(self) -> TextEvaluation:
@@ -617,7 +760,10 @@ class TextEvaluator:
         if not rewards:
             raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
         lengths = tuple(completion.written for completion in completions)
-        return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, self._cfg.task.success_threshold)
+        won, threshold = successes(completions), self._cfg.task.success_threshold
+        return TextEvaluation(
+            tuple(map(fmean, rewards)), lengths, rewards, threshold, successes=None if won is None else tuple(won)
+        )
 
     def close(self) -> None:
         """End the processes of the reward functions and of the tool."""

@@ -404,8 +404,7 @@ class RewardSet:
         scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         rewards: list[float | None] = []
         for member in zip(*scores, strict=True):
-            pairs = zip(self.weights, member, strict=True)
-            weighted = [weight * value for weight, value in pairs if isinstance(value, float)]
+            weighted = [w * value for w, value in zip(self.weights, member, strict=True) if isinstance(value, float)]
             failed = any(isinstance(score, RewardError) for score in member)
             rewards.append(sum(weighted) if weighted and not failed else None)
         parts = tuple(tuple(score if isinstance(score, float) else None for score in part) for part in scores)

@@ -27,9 +27,18 @@ from groupwise.text.rewards import Message, Prompt, RewardSet, make_reward
 from groupwise.text.tools import encodable, make_tool
 
 if TYPE_CHECKING:
+    from groupwise.text.envs import TextEnv
     from groupwise.training.build import UserObjects
 
 # Examples from files, objects and reasoning-gym
+
+
+class Start(NamedTuple):
+    """Where an episode of a text environment begins."""
+
+    seed: int
+    options: Mapping[str, Any] | None = None
+    """The row of the data that it is about, if there are data."""
 
 
 class Example(NamedTuple):
@@ -39,12 +48,15 @@ class Example(NamedTuple):
     """A text, or messages with ``role`` and ``content``."""
     columns: dict[str, Any]
     """All other columns; they are passed to the rewards."""
+    start: Start | None = None
+    """Of an episode, whose first observation is the prompt as soon as it begins."""
 
 
-def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Example]:
+def load_examples(source: object, *, prompt_column: str | None = "prompt") -> list[Example]:
     """The examples of a file or an object; columns that a row lacks are None.
 
     Args:
+        prompt_column: None: all columns are options of an environment, which gives the prompt.
         source: path of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; or a ``datasets.Dataset``, a pandas data
             frame or any other iterable of mappings, or of texts, which are prompts without columns.
 
@@ -73,7 +85,7 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
             f"{where}: expected a path or a list of examples; got {source!r:.80}; fix: a list of mappings, or one part of "
             "a mapping, such as data['train']"
         )
-    rows = [{prompt_column: row} if isinstance(row, str) else row for row in source]
+    rows = [{prompt_column: row} if isinstance(row, str) and prompt_column else row for row in source]
     if not rows:
         raise DataError(f"{where} has no examples; fix: at least one prompt")
     for number, row in enumerate(rows):
@@ -82,6 +94,8 @@ def load_examples(source: object, *, prompt_column: str = "prompt") -> list[Exam
                 f"{where}, example {number}: expected a mapping of columns or a text; got {row!r:.80}; fix: {{'prompt': ...}}"
             )
     columns = list(dict.fromkeys(column for row in rows for column in row))
+    if prompt_column is None:
+        return [Example("", {column: row.get(column) for column in columns}) for row in rows]
     if prompt_column not in columns:
         there = ", ".join(sorted(map(repr, columns)))
         raise DataError(
@@ -255,6 +269,8 @@ class PromptEncoder:
         for key in sorted(set(itertools.chain(*messages)) - {"role", "content"}):
             if key not in str(self.tokenizer.chat_template):
                 warnings.warn(f"the chat template does not use {key!r} of the messages", stacklevel=2)
+        if examples[0].start is not None:
+            return [EncodedPrompt(example, ()) for example in examples]  # encoded when it begins
         encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
         limit = min(self.cfg.max_prompt_tokens or math.inf, context or math.inf)
         too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]
@@ -272,8 +288,9 @@ class PromptEncoder:
         warnings.warn(f"{message}; they are dropped", stacklevel=2)
         return [prompt for prompt in encoded if len(prompt.tokens) <= limit]
 
-    def encode_answer(self, answer: str, end: int | None = None) -> list[int]:
-        """All tokens between two turns of the model: a message if prompts are messages, otherwise plain text.
+    def encode_answer(self, answer: str, end: int | None = None, *, observed: bool = False) -> list[int]:
+        """All tokens between two turns of the model: a message if prompts are messages, otherwise plain text. What is ``observed``
+        in an environment is the user's message, or the text as it is; else it is a tool's.
 
         An end-of-text token that the model wrote itself, ``end``, is not repeated. Special tokens that the answer spells are
         plain text, so it cannot end a turn or begin a call. A ``ConfigError`` if the chat template has no place for an answer
@@ -284,9 +301,9 @@ class PromptEncoder:
             pieces.append(answer[last : found.start() + 1])
             last = found.start() + 1
         shown = _ANSWER if pieces else answer
-        rendered = self.cfg.tool_answer.replace("{}", shown)
+        rendered = shown if observed else self.cfg.tool_answer.replace("{}", shown)
         if self.conversational:
-            rendered = self._render(self._answer_role, shown)
+            rendered = self._render("user" if observed else self._answer_role, shown)
         whole = self._ids(rendered)
         if pieces:
             start, _, rest = rendered.rpartition(_ANSWER)
@@ -373,6 +390,8 @@ class TextTask:
         reward_weights: one for each reward, in place of theirs.
         tool: a ``Tool``, a function from the text of a turn to the answer (None: no call), or the name of a registered
             tool.
+        env: a ``TextEnv`` class, a function that makes one, or the name of a registered one. ``data`` are its episodes' options,
+            none by default: then episodes differ by their seeds, ``data_size`` of them.
         settings: other fields of ``TextTaskCfg``.
 
     Raises:
@@ -381,15 +400,21 @@ class TextTask:
 
     def __init__(
         self,
-        data: object,
+        data: object = "",
         *,
         reward: object = None,
         eval_data: object = None,
         reward_weights: Sequence[float] | None = None,
         tool: "str | Callable[[str], str | None] | None" = None,
+        env: "str | Callable[[], TextEnv] | None" = None,
         **settings: Any,
     ) -> None:
         refuse_unknown(settings, {*TextTaskCfg.model_fields, "reward", "reward_weights"} - {"rewards"}, "TextTask")
+        if env is not None and not isinstance(env, str) and not callable(env):
+            raise ConfigError(
+                f"env = {env!r:.80}: expected a class or a function that makes an environment, since each member of a group plays "
+                f"in its own; fix: env=lambda: {type(env).__name__}(...)"
+            )
         rewards = _several(reward)
         for one in rewards:
             if not isinstance(one, RewardCfg | str) and not callable(one):
@@ -407,6 +432,7 @@ class TextTask:
             eval_data=str(eval_data) if isinstance(eval_data, str | Path) else None if eval_data is None else GIVEN,
             rewards=tuple(cfgs),
             tool=GIVEN if callable(tool) else tool,
+            env=GIVEN if callable(env) else env,
             **settings,
         )
         """The settings, with ``<given in Python>`` in place of objects."""
@@ -415,6 +441,7 @@ class TextTask:
             "eval_data": None if isinstance(eval_data, str | Path) else eval_data,
             "reward": [one for one in rewards if callable(one)] or None,
             "tool": tool if callable(tool) else None,
+            "env": env if callable(env) else None,
         }
         """The objects, as ``gw.resume`` takes them again."""
 
@@ -433,11 +460,13 @@ class TextTask:
             DataError: no examples, or examples that cannot be read.
         """
         train, held_out = self._examples("data"), self.held_out()
-        return train if self.cfg.eval_overlap == "keep" else without_overlap(train, held_out), held_out
+        if self.cfg.eval_overlap == "keep" or self.cfg.env is not None:
+            return train, held_out
+        return without_overlap(train, held_out), held_out
 
     def held_out(self) -> list[Example]:
-        """Examples that are held out, none without ``eval_data``; errors as ``load``."""
-        return [] if self.cfg.eval_data is None else self._examples("eval_data")
+        """Examples that are held out, none without ``eval_data``, and episodes of an environment by other seeds; errors as ``load``."""
+        return [] if self.cfg.eval_data is None and not self.cfg.by_seeds else self._examples("eval_data")
 
     def rewards(self, on_nonfinite: OnNonFinite = "stop") -> RewardSet:
         """The functions, ready to score; ``on_nonfinite`` as ``AlgorithmCfg.on_nonfinite``.
@@ -457,6 +486,8 @@ class TextTask:
             )
         given = iter(functions)
         made = [make_reward(cfg, next(given) if cfg.name == GIVEN else None) for cfg in cfgs]
+        if self.cfg.env is not None:
+            made.insert(0, make_reward(RewardCfg(name=GIVEN), environment))
         return RewardSet(made, on_nonfinite, self.cfg.reward_timeout)
 
     def tool(self) -> Callable[[str], str | None] | None:
@@ -465,14 +496,26 @@ class TextTask:
 
     def _examples(self, name: Literal["data", "eval_data"]) -> list[Example]:
         cfg, source = self.cfg, vars(self.cfg)[name]
+        size, part = (cfg.data_size, "train") if name == "data" else (cfg.eval_size, "eval")
+        if cfg.by_seeds:
+            return [Example("", {}, Start(derive_seed(0, "text env", part, number))) for number in range(size)]
         if source.startswith(GYM):
-            size, part = (cfg.data_size, "train") if name == "data" else (cfg.eval_size, "eval")
             return gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
         if source == GIVEN:
             source = self.given[name]
             if source is None:
                 raise ConfigError(f"the {name} were given in Python; fix: give them again as {name}=...")
-        return load_examples(source, prompt_column=cfg.prompt_column)
+        if cfg.env is None:
+            return load_examples(source, prompt_column=cfg.prompt_column)
+        rows = load_examples(source, prompt_column=None)
+        return [
+            row._replace(start=Start(derive_seed(0, "text env", part, n), row.columns)) for n, row in enumerate(rows)
+        ]
+
+
+def environment(completions: Sequence[object], episode_return: Sequence[float] = (), **columns: object) -> list[float]:
+    """The reward of a text environment: the sum over an episode's turns."""
+    return [*episode_return]
 
 
 def _several(reward: object) -> list[Any]:

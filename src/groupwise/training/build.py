@@ -61,7 +61,7 @@ class UserObjects(NamedTuple):
     """Python objects that the user gave in place of settings."""
 
     env: object | None = None
-    """A callable, a ``VectorEnv`` or a ``gymnasium.vector.VectorEnv``."""
+    """A callable, a ``VectorEnv`` or a ``gymnasium.vector.VectorEnv``; of texts what makes a ``TextEnv``."""
     policy: Policy | None = None
     data: object | None = None
     """Training prompts, as ``TextTask`` takes them."""

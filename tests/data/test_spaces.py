@@ -105,6 +105,11 @@ def test_unsupported_says_what_to_do(space):
         obs_spec(space)
 
 
+def test_a_box_without_numbers_is_refused():
+    with pytest.raises(UnsupportedSpaceError, match=r"has no numbers; fix: leave it out"):
+        obs_spec(spaces.Dict({"a": BOX, "b": spaces.Box(-1, 1, (2, 0))}))
+
+
 def test_wrong_shape_names_leaf_and_expectation():
     with pytest.raises(DataError, match=r"obs has shape \[2\], expected \[3\] for one observation or \[B, 3\]"):
         obs_to_tensor(BOX, np.zeros(2), batched=False)
@@ -153,7 +158,11 @@ TRUTHS = spaces.Box(0, 1, (2,), np.bool_)
         (TRUTHS, np.array([0.4, 1.0]), "has dtype float64, expected bool"),
         (TRUTHS, np.array([0, 1]), "has dtype int64, expected bool"),
         (spaces.Box(-9, 9, (2,), np.int16), [40_000, 0], "holds 40000, expected -32768 to 32767"),
-        (spaces.Box(0, 2**64 - 1, (1,), np.uint64), np.array([2**63], np.uint64), "holds 9223372036854775808"),
+        (
+            spaces.Box(0, 2**64 - 1, (1,), np.uint64),
+            np.array([2**63], np.uint64),
+            "holds 9223372036854775808, and torch has",
+        ),
         (spaces.Discrete(5), 2.7, "has dtype float64, expected int64"),
         (spaces.Discrete(5, start=2), 7, "holds 7, expected 2 to 6"),
         (spaces.MultiDiscrete([2, 3]), [1, 3], "holds 3, expected 0 to 2"),

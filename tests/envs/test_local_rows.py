@@ -56,6 +56,7 @@ def play(make, grouped=True):
     [
         (Told, np.zeros(4, np.float32), r"has shape \[4\], expected \[3\]"),
         (Told, np.array(["a", "b", "c"]), "has dtype <U1, expected numbers"),
+        (Told, np.ma.masked_array(np.zeros(3), [True, False, False]), r"is a masked array, .*; fix: obs.filled"),
         (Named, FINE, "at"),
         (Named, {"at": FINE}, "left"),
         (Named, {"at": "here", "left": 3}, "at"),

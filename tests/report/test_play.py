@@ -124,9 +124,21 @@ def test_mp4_has_every_step_at_the_speed_of_the_environment(run: gw.Run, program
     assert words[words.index("-framerate") + 1] == "50"
 
 
-def test_an_ffmpeg_that_fails_says_why(run: gw.Run, programs: Path):
-    (programs / "ffmpeg").write_text("#!/bin/sh\necho no room >&2\nexit 3\n")
-    with pytest.raises(EnvError, match=r"ffmpeg could not write the video: no room; fix: "):
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo no room >&2\nexit 3", "no room"),
+        ("printf 'kein Speicherplatz f\\374r' >&2\nexit 1", "kein Speicherplatz f\ufffdr"),
+        ("exit 0", "it wrote none"),
+        ("exec /bin/sleep 60", "it took longer than 0.5 s"),
+    ],
+)
+def test_an_ffmpeg_that_fails_says_why(
+    script: str, message: str, run: gw.Run, programs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(video, "SECONDS_OF_FFMPEG", 0.5 if "sleep" in script else 60.0)
+    (programs / "ffmpeg").write_text(f"#!/bin/sh\n{script}\n")
+    with pytest.raises(EnvError, match=rf"ffmpeg could not write the video: {message}; fix: "):
         play(run.path, 1, output="a.mp4")
     assert not Path("a.mp4").exists()
 

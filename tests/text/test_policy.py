@@ -87,6 +87,9 @@ def test_members_read_their_prompt_once_in_every_family_and_precision(family, au
 def test_ends_of_texts_and_the_context_are_those_of_the_model_and_its_tokenizer():
     assert CausalLM(tiny_model()).eos_ids == (EOS,)
     assert CausalLM(tiny_model(), eos_ids=[1, 2]).eos_ids == (1, 2)
+    for wrong in (-1, 40):
+        with pytest.raises(ConfigError, match=f"eos_token_id = {wrong} is no token of the model, which has 40; fix: "):
+            CausalLM(tiny_model(), eos_ids=[1, wrong])
     model = tiny_model()
     model.generation_config.eos_token_id = [EOS, 5]
     assert CausalLM(model).eos_ids == (EOS, 5)

@@ -140,6 +140,15 @@ def test_a_completion_without_room_for_another_turn_was_cut(context, turns, stop
     assert len(transcript.tokens) == (14 if turns == 1 else 14 + 18 + 2)
 
 
+def test_an_answer_that_no_context_holds_is_not_encoded(monkeypatch):
+    """Which would take minutes, in code that no signal ends."""
+    tokenizer, encoder, dialogue = parts(lambda text: "1" * 10**7, context=64)
+    (transcript,) = transcripts_at(encoder, "1=", 1)
+    monkeypatch.setattr(encoder, "encode_answer", lambda *args, **options: pytest.fail("encoded"))
+    write([transcript], Scripted(tokenizer, calling), SAMPLING, dialogue=dialogue)
+    assert (transcript.turns, transcript.stop, len(transcript.tokens)) == (1, "length", 14)
+
+
 @pytest.mark.parametrize(("stop", "ends"), [("eos", [0, -1, 1]), ("stop", [-1, -1, 1])])
 def test_a_chat_model_reads_a_message_and_ends_its_turns_once(stop, ends):
     tokenizer, encoder, dialogue = parts(count, chat=True, characters=False)

@@ -295,6 +295,14 @@ def test_callbacks_come_as_a_list_of_instances(callbacks, message):
         check_callbacks(callbacks)
 
 
+def yields(self, trainer, rollout, metrics):
+    yield
+
+
+async def waits(self, trainer, rollout):
+    pass
+
+
 @pytest.mark.parametrize(
     ("name", "method", "message"),
     [
@@ -311,6 +319,17 @@ def test_callbacks_come_as_a_list_of_instances(callbacks, message):
         ),
         ("on_iteration_ends", lambda self, *a: None, r"did you mean 'on_iteration_end'\?; events: on_training_start, "),
         ("on_epoch", lambda self, *a: None, "Mine.on_epoch is no event"),
+        (
+            "on_iteration_end",
+            yields,
+            r"on_iteration_end has yield or async, so a call would not run it; fix: def on_it",
+        ),
+        ("on_rollout_end", waits, r"on_rollout_end has yield or async"),
+        (
+            "on_iteration_end",
+            None,
+            r"Mine.on_iteration_end = None: expected a method; fix: def on_iteration_end\(self, ",
+        ),
     ],
 )
 def test_methods_that_would_not_be_called_are_refused_before_training(name, method, message):

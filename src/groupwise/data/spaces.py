@@ -57,6 +57,10 @@ def obs_spec(space: Any) -> Spec:
     if children is not None:
         return {name: obs_spec(child) for name, child in children.items()}
     dtype = _leaf_dtype(space)  # first, as unsupported spaces have no shape
+    if 0 in space.shape:
+        raise UnsupportedSpaceError(
+            f"observation space {space} has no numbers; fix: leave it out, or a Box of shape (1,)"
+        )
     return TensorSpec(tuple(space.shape), dtype)
 
 
@@ -162,6 +166,8 @@ def _leaf_array(obs: Any, name: str) -> np.ndarray | Tensor:
         leaf = np.asarray(obs)
     except ValueError as error:
         raise DataError(f"{name} is no array: {error}") from error
+    if isinstance(obs, np.ma.MaskedArray):
+        raise DataError(f"{name} is a masked array, whose hidden numbers would be read; fix: obs.filled(0)")
     if leaf.dtype.kind not in "biuf":
         raise DataError(f"{name} has dtype {leaf.dtype}, expected numbers: {obs!r}")
     return leaf
@@ -248,6 +254,10 @@ def check_fits(space: Any, numbers: np.ndarray | Tensor, name: str) -> None:
     low, high = limits
     outside = (numbers < low) | (numbers > high)
     least, greatest = (np.broadcast_to(limit, numbers.shape)[outside][0] for limit in limits)
+    if space.dtype == np.uint64:
+        raise DataError(
+            f"{name} holds {numbers[outside][0]}, and torch has no integers above {greatest}; fix: a Box of float64"
+        )
     raise DataError(
         f"{name} holds {numbers[outside][0]}, expected {least} to {greatest} for {space!s:.80}; fix: a number in the space, or a "
         "larger space"

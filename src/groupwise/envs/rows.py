@@ -187,8 +187,8 @@ class LocalRows:
                 leaf = obs
                 for key in path:
                     leaf = leaf[int(key)] if isinstance(leaf, tuple | list | np.ndarray) else leaf[key]
-                leaf = np.asarray(leaf)
-                if leaf.shape != space.shape or leaf.dtype.kind not in "biuf":
+                given, leaf = leaf, np.asarray(leaf)
+                if leaf.shape != space.shape or leaf.dtype.kind not in "biuf" or isinstance(given, np.ma.MaskedArray):
                     raise ValueError
                 if limits is not None and not fits(leaf, space, limits):
                     raise ValueError

@@ -48,6 +48,7 @@ MAX_PLAYED = 10_000
 """Truncates the episodes of ``play_episodes``. The limit of a stranger's run may be any number."""
 MAX_VIDEO_SIZE = 1920
 """Pixels of mp4."""
+SECONDS_OF_FFMPEG = 600.0
 LAST_DELAY = 1000
 """Milliseconds that the last frame stays before the video begins again."""
 
@@ -128,12 +129,13 @@ class Reel:
             source = ["-f", "image2pipe", "-c:v", "png", "-framerate", f"{self.fps:g}", "-i", "-"]
             even = ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2", "-pix_fmt", "yuv420p"]  # what every player takes
             words = [files.find_program("ffmpeg") or "ffmpeg", "-v", "error", *source, *even, str(video)]
-            done = subprocess.run(words, stdin=pngs, capture_output=True, text=True, check=False)  # noqa: S603
-            if done.returncode:
-                raise EnvError(
-                    f"ffmpeg could not write the video: {done.stderr.strip()[:300]}; fix: one ending with .gif"
-                )
-            return video.read_bytes()
+            said = f"it took longer than {SECONDS_OF_FFMPEG:g} s"
+            with suppress(subprocess.TimeoutExpired):
+                done = subprocess.run(words, stdin=pngs, capture_output=True, timeout=SECONDS_OF_FFMPEG, check=False)  # noqa: S603
+                said = done.stderr.decode(errors="replace").strip()[:300] or "it wrote none"
+                if done.returncode == 0 and video.is_file():
+                    return video.read_bytes()
+            raise EnvError(f"ffmpeg could not write the video: {said}; fix: one ending with .gif")
 
 
 def play_episodes(

@@ -188,6 +188,8 @@ def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Te
 # Transcripts: the model's turns, the tool's answers, and their rewards
 
 _PROMPTS_AT_ONCE = 32
+_LONGEST_TOKEN = 32
+"""Characters; those of texts have fewer on average."""
 _STARTS_TRIED = 3
 """By the check that members share a start."""
 
@@ -300,6 +302,8 @@ class Dialogue:
             answer = self._answer(transcript)
         episode = transcript.episode
         tokens: list[int] = []
+        if answer is not None and self._context is not None and len(answer) > _LONGEST_TOKEN * self._context:
+            transcript.stop, answer = "length", None  # it has no room, and encoding it may take minutes
         if answer is not None:
             end = transcript.tokens[-1] if transcript.stop == "eos" else None
             tokens = self.encoder.encode_answer(answer, end, observed=episode is not None)

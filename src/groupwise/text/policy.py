@@ -153,6 +153,11 @@ class CausalLM(Policy):
             eos_ids = [int(token) for token in listed if token is not None]
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self._check_head()
+        if wrong := [token for token in self.eos_ids if not 0 <= token < len(self.head)]:
+            raise ConfigError(
+                f"eos_token_id = {wrong[0]} is no token of the model, which has {len(self.head):,}; fix: that of its config.json and "
+                "generation_config.json"
+            )
         self._check_states()
         self.value_head: nn.Linear | None = None
         if not actor_only:

@@ -42,7 +42,9 @@ def check_callbacks(callbacks: Any) -> tuple["Callback", ...]:
                 f"on_iteration_end(self, trainer, rollout, metrics); {_OF_SB3}"
             )
         own = [kind for kind in type(callback).__mro__ if kind is not Callback and issubclass(kind, Callback)]
-        for name in [name for kind in own for name, value in vars(kind).items() if callable(value)]:
+        for name in [
+            name for kind in own for name, value in vars(kind).items() if callable(value) or name in vars(Callback)
+        ]:
             if name.startswith("on_") or (name.startswith("_on_") and name[1:] in vars(Callback)):
                 _check_event(callback, name)
     return tuple(callbacks)
@@ -57,7 +59,14 @@ def _check_event(callback: "Callback", name: str) -> None:
     if name not in events:
         near = nearest(name.lstrip("_"), events)
         raise ConfigError(f"{what} is no event, and is never called{near}; events: {', '.join(events)}; {_OF_SB3}")
-    taken, method = [*inspect.signature(getattr(Callback, name)).parameters], inspect.signature(getattr(callback, name))
+    taken, called = [*inspect.signature(getattr(Callback, name)).parameters], getattr(callback, name)
+    if not callable(called):
+        raise ConfigError(f"{what} = {called!r:.80}: expected a method; fix: def {name}({', '.join(taken)})")
+    if inspect.isgeneratorfunction(called) or inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        raise ConfigError(
+            f"{what} has yield or async, so a call would not run it; fix: def {name}({', '.join(taken)}) without"
+        )
+    method = inspect.signature(called)
     try:
         method.bind(*taken[1:])
     except TypeError as error:

@@ -72,11 +72,12 @@ demo-text: $(VENV)/.text  ## A tiny language model learns to copy numbers with G
 demo-robot: $(VENV)/.robots  ## A robot arm learns from ten demonstrations and success, a few minutes
 	$(BIN)/python examples/robot_arm.py
 
+# three processes keep two cores busy: a third of the time of tests is waiting
 test: check  ## Every check; tests of the core, of texts and of fast paths, without slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not learn and not torture and not contrib and not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not learn and not torture and not contrib and not slow"
 
 test-all: check  ## Every check and every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
 # builds of torchvision on PyPI are for another torch, and break vLLM's import
 $(VLLM)/.done:

@@ -196,6 +196,26 @@ def test_turns_are_compared_once_each():
     assert_advantages(batch, whole, name="agilerl_turn", group_key=TURNS | {"finished_members": "trajectory"})
 
 
+def test_later_turns_count_in_turns_to_go_before_members_are_compared():
+    # turns earn 1 2 5 | 1 1 | 4; to go by a discount of a half 3.25 4.5 5 | 1.5 1 | 4
+    episodes = [(0, [1.0, 0.0, 2.0, 5.0], "terminated"), (0, [0.0, 1.0, 1.0], "terminated"), (0, [4.0], "terminated")]
+    batch = rollout(episodes, turn_id=[[0, 0, 1, 2], [0, 0, 1], [0]])
+    choices = {"returns": "turn_to_go", "group_key": "group_step"}
+    # turn 0: mean 35 / 12; turn 1: mean 2.75; turn 2: alone
+    expected = [[1 / 3, 1 / 3, 1.75, 0.0], [-17 / 12, -17 / 12, -1.75], [13 / 12]]
+    assert_discounted(batch, expected, "agilerl_turn", **choices)
+    # 8 7 5 | 2 1 | 4 without a discount: means 14 / 3 and 4
+    whole = [[10 / 3, 10 / 3, 3.0, 0.0], [-8 / 3, -8 / 3, -3.0], [-2 / 3]]
+    assert_advantages(batch, whole, name="agilerl_turn", **choices)
+    own = credit(batch, **preset("agilerl_turn", group_key="group_step"))
+    assert torch.equal(credit(batch, gamma=0.0, **preset("agilerl_turn", **choices)), own)
+    # what all earn in the end changes no comparison, where single turns would compare a bonus with none
+    last = batch["terminated"] | batch["truncated"]
+    batch["reward"] = batch["reward"] + last
+    assert_advantages(batch, whole, name="agilerl_turn", **choices)
+    assert not torch.equal(credit(batch, **preset("agilerl_turn", group_key="group_step")), own)
+
+
 def test_each_step_is_a_turn_where_there_are_none():
     # t0: 1 against 0; t1: 0 against 1; t2 alone: 3 - 2
     assert_advantages(rollout(TWO), [[0.5, -0.5, 1.0], [-0.5, 0.5]], name="agilerl_turn")

@@ -75,6 +75,7 @@ def test_groups_do_not_see_each_other(name):
     [
         *(preset(name) for name in OF_THE_BATCH),
         *(preset(name, scale="batch_std") for name in ("grpo", "gigpo", "remax", "rae", "embodichain", "agilerl_turn")),
+        preset("agilerl_turn", returns="turn_to_go"),
     ],
     ids=str,
 )

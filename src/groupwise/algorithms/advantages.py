@@ -195,7 +195,7 @@ def group_advantage(credit: CreditInput) -> Float[Tensor, "row step"]:
             return whole_episodes(credit, score)
         case "process", _:
             return return_to_go(among_group(credit, credit.reward), credit.done, 1.0)
-        case "turn", _:
+        case "turn" | "turn_to_go", _:
             return per_turn(credit)
         case _, "group":
             return among_group(credit, credit.return_to_go)
@@ -234,13 +234,21 @@ def per_step(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Ten
 
 
 def per_turn(credit: CreditInput) -> Float[Tensor, "row step"]:
-    """Advantage of each turn among the members that played it, at each of its steps; turns are ``turn_id``, or steps."""
+    """Advantage of each turn among the members that played it, at each of its steps; turns are ``turn_id``, or steps.
+
+    Rewards of later turns are summed before members are compared. Sums of turns that were compared one by one would depend on how
+    many there are, and a policy decides that: https://github.com/volcengine/verl/issues/7244.
+    """
     batch = credit.batch
     turn = batch["turn_id"] if "turn_id" in batch.keys() else batch["step"]  # noqa: SIM118  iterating goes over rows
     num_turns = int(turn.max()) + 1
     played = torch.where(credit.live, batch["episode_id"] * num_turns + turn, -1)
     num_played = credit.num_episodes * num_turns
-    score = gather_segments(episode_return(credit.reward, played, num_played), played)
+    earned = episode_return(credit.reward, played, num_played).view(credit.num_episodes, num_turns)
+    if credit.cfg.returns == "turn_to_go":
+        last = torch.arange(num_turns, device=turn.device).expand_as(earned) == num_turns - 1
+        earned = return_to_go(earned.double(), last, credit.gamma).to(earned)
+    score = gather_segments(earned.flatten(), played)
     # a turn of many steps is one member, represented by its first step
     place = torch.arange(turn.numel(), device=turn.device).view_as(turn).to(torch.float64)
     first, _ = segment_min_max(place, played, num_played)

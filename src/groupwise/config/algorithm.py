@@ -202,7 +202,7 @@ class WholeGroupCfg(GroupKeyCfg, name="group", source="https://arxiv.org/abs/240
 
 
 class GroupStepCfg(GroupKeyCfg, name="group_step", source="https://github.com/DexForce/EmbodiChain"):
-    """Members are compared at the same time step (with ``returns="turn"``: at the same turn)."""
+    """Members are compared at the same time step; with ``returns="turn"`` or ``"turn_to_go"`` at the same turn."""
 
     finished_members: Literal["zero", "mask", "trajectory"] = "mask"
     """After a member has ended: ``zero``, a terminated member counts with return 0; ``mask``, it is left out; ``trajectory``, steps take the advantage of the whole episode."""
@@ -219,8 +219,8 @@ class CreditCfg(Cfg):
     """The whole reward, or each of its parts on its own, with the advantages added (GDPO)."""
     group_key: SerializeAsAny[GroupKeyCfg] = WholeGroupCfg()
     """Returns that are compared: of the whole group, or of its members at the same step, by name or with parameters: ``{"name": "group_step", "singleton": "trajectory"}``."""
-    returns: Literal["outcome", "process", "return_to_go", "turn"] = "outcome"
-    """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from this step; ``return_to_go``, discounted rewards from this step; ``turn``, the sum of the turn's rewards."""
+    returns: Literal["outcome", "process", "return_to_go", "turn", "turn_to_go"] = "outcome"
+    """Score: ``outcome``, the sum of the episode's rewards; ``process``, normalised step rewards summed from this step; ``return_to_go``, discounted rewards from this step; ``turn``, the sum of the turn's rewards; ``turn_to_go``, rewards of this and later turns, with ``gamma`` for each turn."""
     baseline: SerializeAsAny[BaselineCfg] = MeanCfg()
     """Subtracted from the score, by name or with its parameters: ``{"name": "knn", "k": 16}``."""
     scale: Literal["std", "population_std", "batch_std", "mean", "nonzero_share", "none"] = "std"
@@ -235,7 +235,7 @@ class CreditCfg(Cfg):
     @property
     def discounts(self) -> bool:
         """Whether ``gamma`` has an effect; True for a registered rule, which may read it."""
-        return self.rule != "composed" or self.returns == "return_to_go" or self.baseline.discounts
+        return self.rule != "composed" or self.returns.endswith("_to_go") or self.baseline.discounts
 
     @model_validator(mode="after")
     def _check_together(self) -> "CreditCfg":
@@ -249,13 +249,13 @@ class CreditCfg(Cfg):
                     f"baseline={self.baseline.name!r} needs {name}={' or '.join(map(repr, allowed))}; got {name}={found!r}, "
                     f"fix: {name}={allowed[0]!r}, or baseline='mean'"
                 )
-        if by_step and self.returns not in ("return_to_go", "turn"):
+        if by_step and self.returns not in ("return_to_go", "turn", "turn_to_go"):
             raise ValueError(
                 f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
             )
-        if self.returns == "turn" and not by_step:
+        if self.returns in ("turn", "turn_to_go") and not by_step:
             raise ValueError(
-                "returns='turn' compares the same turn; got group_key='group', fix: group_key='group_step'"
+                f"returns={self.returns!r} compares the same turn; got group_key='group', fix: group_key='group_step'"
             )
         if self.normalize == "episodes" and (self.returns != "outcome" or self.baseline.name == "gigpo"):
             raise ValueError(

@@ -565,8 +565,8 @@ class TextRunCfg(CommonCfg):
             needs = "needs turns, and a completion is one without a tool or an environment; fix: task.tool or task.env"
             if objective.ratio == "turn":
                 raise ValueError(f"algorithm.objective.ratio='turn' {needs}, or ratio='sequence'")
-            if credit.rule == "composed" and credit.returns == "turn":
-                raise ValueError(f"algorithm.credit.returns='turn' {needs}, or credit.returns='outcome'")
+            if credit.rule == "composed" and credit.returns in ("turn", "turn_to_go"):
+                raise ValueError(f"algorithm.credit.returns={credit.returns!r} {needs}, or credit.returns='outcome'")
         if credit.rule == "composed" and credit.baseline.name in ("gigpo", "knn"):
             raise ValueError(
                 f"algorithm.credit.baseline={credit.baseline.name!r} compares states of an environment, and a text has none: its "

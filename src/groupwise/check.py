@@ -184,8 +184,9 @@ def check_env(env: object) -> EnvReport:
         success, bounds = played.value
         if bounds.value and cast.value:
             bounds = Finding(None, cast.value, "return the space's dtype")
-        forgets = _tried(lambda: _forgets(plain, make))
-        if rows:  # the check of shared starts compares episodes after others, too
+        if not rows:
+            forgets = _tried(lambda: _forgets(plain, make))
+        else:  # the check of shared starts compares episodes after others, too
             forgets = Finding(True) if checked.value is not None else refused
     return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, bounds, training)
 

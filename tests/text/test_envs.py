@@ -357,6 +357,14 @@ def test_every_instance_is_closed_once_also_of_episodes_that_go_on(mode):
     assert len(made) == (2 if mode == "snapshot" else 5)
 
 
+def test_no_thread_trains_while_an_environment_draws_from_the_process(model, tmp_path):
+    served = {"name": "server", "max_staleness": 1}
+    cfg = gw.GRPOCfg(group_size=4, objective={"old_log_prob": "sampled"})
+    message = "draws from the process's random, while another thread trains; fix: "
+    with pytest.raises(gw.errors.ConfigError, match=message):
+        train(task(ByRandom), model, tmp_path / "run", cfg, generation=served, sampling=ONE)
+
+
 def test_rows_of_data_are_options_and_rewards_add_up(model, tmp_path):
     class Row(Guess):
         def reset(self, *, seed=None, options=None):

@@ -141,7 +141,7 @@ def test_a_completion_without_room_for_another_turn_was_cut(context, turns, stop
 
 
 def test_an_answer_that_no_context_holds_is_not_encoded(monkeypatch):
-    """Which would take minutes, in code that no signal ends."""
+    """It would take long, in code that no signal ends."""
     tokenizer, encoder, dialogue = parts(lambda text: "1" * 10**7, context=64)
     (transcript,) = transcripts_at(encoder, "1=", 1)
     monkeypatch.setattr(encoder, "encode_answer", lambda *args, **options: pytest.fail("encoded"))

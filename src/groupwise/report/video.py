@@ -49,6 +49,7 @@ MAX_PLAYED = 10_000
 MAX_VIDEO_SIZE = 1920
 """Pixels of mp4."""
 SECONDS_OF_FFMPEG = 600.0
+"""Limit of its time."""
 LAST_DELAY = 1000
 """Milliseconds that the last frame stays before the video begins again."""
 

@@ -189,6 +189,16 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     if held_out:
         rewards.check_columns(held_out[0].columns, "eval_data")
     envs = verified_envs(cfg, task, encoder, policy, train)
+    if (
+        envs is not None
+        and envs.kept
+        and isinstance(cfg.generation, ServerGenerationCfg)
+        and cfg.generation.max_staleness
+    ):
+        raise ConfigError(
+            f"the environment draws from the process's {' and '.join(envs.kept)}, while another thread trains; fix: "
+            "generation.max_staleness=0, or a generator of its own, as np.random.default_rng(seed)"
+        )
     dialogue = Dialogue(encoder, tool, policy.context_length, envs)
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(

@@ -220,7 +220,7 @@ class Transcript:
     parts: Sequence[float | None] = ()
     """Score of each reward function."""
     episode: TextEpisode | None = None
-    """What answers the model's turns, and rewards them, in a text environment."""
+    """Episode of a text environment, which answers the model's turns and rewards them."""
 
     @property
     def written(self) -> int:
@@ -329,7 +329,7 @@ class Dialogue:
         return True
 
     def _answer(self, transcript: Transcript) -> str | None:
-        """What the model reads next; None if the completion is over."""
+        """Text that the model reads next; None if the completion is over."""
         episode, is_last = transcript.episode, transcript.turns >= self.encoder.cfg.max_turns
         text = transcript.messages[-1]["content"]
         if transcript.stop == "length":

@@ -91,7 +91,7 @@ GENERATORS = {
         lambda seed: np.random.RandomState(seed).get_state(), np.random.get_state, np.random.set_state
     ),
 }
-"""Those that environments draw from, although the episodes of a group are played in turns."""
+"""Generators that environments draw from, although the episodes of a group are played in turns."""
 Ending = Literal["terminated", "truncated", "max_turns", "max_tokens"]
 
 
@@ -108,15 +108,15 @@ class TextEpisode:
     env: TextEnv | None
     kept: Sequence[str] = ()
     rewards: list[float] = field(default_factory=list)
-    """Of each turn."""
+    """Reward of each turn."""
     observations: list[str] = field(default_factory=list)
     """The answer to each turn."""
     success: bool | None = None
     """Whether it was won; None if the environment does not say."""
     ending: Ending | None = None
-    """Why it ended; None: it goes on."""
+    """Reason of its end; None before it."""
     states: dict[str, Any] = field(default_factory=dict)
-    """Of the kept generators."""
+    """States of the kept generators."""
 
     def reset(self, start: Start) -> Prompt:
         """Begin; the first observation."""
@@ -155,7 +155,7 @@ class TextEpisode:
 
     @property
     def last(self) -> tuple[str, float, Ending | None, bool | None]:
-        """What the last turn led to, for comparison."""
+        """Outcome of the last turn, for comparison."""
         return self.observations[-1], self.rewards[-1], self.ending, self.success
 
     @property
@@ -170,8 +170,8 @@ class TextEpisode:
             except Exception as error:
                 turn = f"\n  the turn: {args[0]!r:.80}" if args else ""
                 raise EnvError(
-                    f"{self._name}.{method}() raised {type(error).__name__}: {error}{turn}\nfix: the environment; what the model "
-                    "does wrong is told by an observation"
+                    f"{self._name}.{method}() raised {type(error).__name__}: {error}{turn}\nfix: the environment; tell the model "
+                    "by the observation what it did wrong"
                 ) from error
 
 
@@ -218,11 +218,13 @@ class TextEnvs:
         for number in range(count):
             if self.mode == "snapshot" and episodes:
                 try:
-                    episodes.append(copy.deepcopy(episodes[0]))
+                    copied = copy.deepcopy(episodes[0])
                 except Exception as error:
                     raise ApartError(f"it cannot be copied ({type(error).__name__}: {error})") from error
+                assert copied.env is not None
+                self._playing.append(copied.env)
+                episodes.append(copied)
                 prompts.append(prompts[0])
-                self._playing += [copied.env for copied in episodes[-1:] if copied.env is not None]
                 continue
             env = self._free.pop() if self._free and self.mode in ("seed", "none") else self.make()
             self._playing.append(env)
@@ -357,16 +359,15 @@ def _compared(envs: TextEnvs, starts: Sequence[Start], play: Play) -> tuple[int,
     """How many turns of members were equal, and whether starts vary; an ``ApartError`` where members differ."""
     compared, varies = 0, False
     for start, other in zip(starts, (*starts[1:], starts[0]), strict=True):
-        turns: Sequence[str] = ()
-        for each in (other, start, other):  # the last one with an instance that has played before
-            [episode], [prompt] = envs.open(each, 1)
-            played = play(episode, each, prompt)
-            if each is start:
-                first, turns = prompt, played
-            envs.release(episode)
+        [episode], [prompt] = envs.open(start, 1)
+        turns = play(episode, start, prompt)
+        envs.release(episode)
+        [episode], [prompt_of_other] = envs.open(other, 1)
+        play(episode, other, prompt_of_other)
+        envs.release(episode)  # the first of the members takes this instance
         members, _ = envs.open(start, 3)
         [apart], _ = envs.open(other, 1)
-        varies |= prompt != first
+        varies |= prompt_of_other != prompt
         for number, turn in enumerate(turns, 1):
             for member in members:
                 member.step(turn)

@@ -88,7 +88,7 @@ def read_settings(
     of_texts = ["reward", "rewards", "reward_fn", "reward_funcs", "reward_function", "tool", "tools", "train_dataset"]
     of_texts += ["eval_dataset"] if isinstance(env, TextTask) else ["eval_dataset", "model", "lora"]
     if (named := [name for name in settings if name in of_texts]) and not isinstance(env, CommonCfg):
-        tool = ", tool=my_tool" if {"tool", "tools"}.intersection(named) else ""
+        tool = ", tools=[my_tool]" if {"tool", "tools"}.intersection(named) else ""
         raise ConfigError(
             f"{', '.join(named)}: of language models, whose data, rewards and tool are a task; fix: "
             f"gw.train(gw.TextTask(data, reward=my_reward{tool}), model='path-or-hub-id'); for an environment: policy=..."
@@ -391,7 +391,7 @@ def reopen(
     cfg = read_cfg(folder)
     if to_train and not allow_programs:
         check_programs(cfg, folder.config)
-    optional = set() if to_train else {"data", "eval_data", "reward", "tool"}
+    optional = set() if to_train else {"data", "eval_data", "reward", "tool", "tools"}
     if not to_train and isinstance(cfg, TextRunCfg):
         optional.add("env")
     if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - objects.as_arguments().keys()):

@@ -22,6 +22,10 @@ ALL_BUT_LAST = LOOP + (
 )  # what the assistant wrote last looks otherwise than once it is answered
 
 
+def tool(answer):
+    return [{"role": "tool", "content": answer}]
+
+
 def answers(template=None, **settings):
     tokenizer = tiny_tokenizer(chat=template is not None)
     if template not in (None, "ChatML"):
@@ -40,26 +44,26 @@ def test_an_answer_is_a_message_and_the_model_writes_the_next(template, role):
     behind = f"<|im_end|>\n<|im_start|>{role}\n1 user<|im_end|>\n<|im_start|>assistant\n"
     expected = tokenizer(behind)["input_ids"]
     assert expected[0] == END
-    assert encoder.encode_answer("1 user") == expected
+    assert encoder.encode_answer(tool("1 user")) == expected
     # the model's own end of turn is not repeated
-    assert encoder.encode_answer("1 user", end=END) == expected[1:]
+    assert encoder.encode_answer(tool("1 user"), end=END) == expected[1:]
     # another one, which the template does not have, changes nothing
-    assert encoder.encode_answer("1 user", end=2) == expected
+    assert encoder.encode_answer(tool("1 user"), end=2) == expected
 
 
 def test_what_stands_behind_an_answer_is_the_templates():
     ends = "{% if m['role'] == 'assistant' %}{{ m['content'] + '<s>' }}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
     tokenizer, encoder = answers(LOOP + ends)
     expected = tokenizer("<s>84<|im_end|><|im_start|>assistant\n")["input_ids"]
-    assert encoder.encode_answer("84", end=END) == expected  # an end behind the answer alone takes nothing away
-    assert encoder.encode_answer("84", end=2) == expected[1:]
+    assert encoder.encode_answer(tool("84"), end=END) == expected  # an end behind the answer alone takes nothing away
+    assert encoder.encode_answer(tool("84"), end=2) == expected[1:]
     _, encoder = answers(LOOP + "{{ m['content'] + '\n<|im_end|>' }}")  # white space before the end goes with it
-    assert encoder.encode_answer("84", end=END) == tokenizer("84\n<|im_end|><|im_start|>assistant\n")["input_ids"]
+    assert encoder.encode_answer(tool("84"), end=END) == tokenizer("84\n<|im_end|><|im_start|>assistant\n")["input_ids"]
     settings = {"chat_template_kwargs": {"plain": True}}
     _, encoder = answers(LOOP + "{{ m['content'] + '<|im_end|>' + ('' if plain else '?') }}", **settings)
-    assert encoder.encode_answer("84") == tokenizer("<|im_end|>84<|im_end|><|im_start|>assistant\n")["input_ids"]
+    assert encoder.encode_answer(tool("84")) == tokenizer("<|im_end|>84<|im_end|><|im_start|>assistant\n")["input_ids"]
     _, encoder = answers("ChatML")  # an answer that imitates the placeholder
-    assert "\nWRITTEN<|im_end|>" in tokenizer.decode(encoder.encode_answer("WRITTEN"))
+    assert "\nWRITTEN<|im_end|>" in tokenizer.decode(encoder.encode_answer(tool("WRITTEN")))
 
 
 @pytest.mark.parametrize("template", [None, "ChatML"])
@@ -67,12 +71,12 @@ def test_plain_texts_have_the_answer_in_them(template):
     settings = {} if template is None else {"chat": "never"}
     tokenizer, encoder = answers(template, **settings)
     expected = tokenizer("<result>84</result>")["input_ids"]
-    assert encoder.encode_answer("84", end=END) == expected
+    assert encoder.encode_answer(tool("84"), end=END) == expected
     _, other = answers(template, tool_answer=" = {}.", **settings)
-    assert other.encode_answer("84") == tokenizer(" = 84.")["input_ids"]
+    assert other.encode_answer(tool("84")) == tokenizer(" = 84.")["input_ids"]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     assert tokenizer("84")["input_ids"][0] == 2
-    assert encoder.encode_answer("84") == expected  # a tokenizer that begins every text does not begin the answer
+    assert encoder.encode_answer(tool("84")) == expected  # a tokenizer that begins every text does not begin the answer
 
 
 @pytest.mark.parametrize("template", [None, "ChatML"])
@@ -86,7 +90,7 @@ def test_special_tokens_that_an_answer_spells_are_plain_text(template, parts):
     tokenizer, encoder = answers(template)
     tokenizer.add_tokens(["<think>"])
     special = set(tokenizer.added_tokens_decoder)
-    plain, tokens = encoder.encode_answer("84"), encoder.encode_answer("".join(parts))
+    plain, tokens = encoder.encode_answer(tool("84")), encoder.encode_answer(tool("".join(parts)))
     assert [token for token in tokens if token in special] == [token for token in plain if token in special]
     expected = tokenizer.decode(plain).replace("84", "".join(parts))
     assert tokenizer.decode(tokens, clean_up_tokenization_spaces=False) == expected
@@ -95,4 +99,4 @@ def test_special_tokens_that_an_answer_spells_are_plain_text(template, parts):
 def test_a_template_without_a_place_for_answers_is_refused():
     first = LOOP + "{% if loop.first %}" + BODY + "{% elif m['role'] == 'assistant' %}" + BODY + "{% endif %}"
     with pytest.raises(ConfigError, match=r"has no message of role 'tool' or 'user' after the assistant's"):
-        answers(first)[1].encode_answer("84")
+        answers(first)[1].encode_answer(tool("84"))

@@ -65,7 +65,8 @@ def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
 
 
 def _check_text_env(task: TextTaskCfg, *, as_json: bool) -> int:
-    from groupwise.text.envs import check_text_env, make_text_env
+    from groupwise.text.envs import check_text_env
+    from groupwise.text.tool_env import make_text_env
 
     make = make_text_env(task)
     assert make is not None

@@ -168,6 +168,12 @@ TextStartMode = Literal["seed", "fresh", "snapshot", "none"]
 """How members of a group share the start of a text environment: a seeded reset; a seeded reset of a new instance; deep copies of one that was reset. ``none``: they do not."""
 
 
+_OF_EPISODES = (
+    "max_episode_tokens", "max_observation_tokens", "on_long_observation", "max_tool_calls", "max_parse_errors", "on_tool_error",
+    "env_threads", "env_timeout", "episode_timeout",
+)  # fmt: skip
+
+
 class TextTaskCfg(Cfg):
     """Prompts and their rewards."""
 
@@ -175,6 +181,8 @@ class TextTaskCfg(Cfg):
     """Training prompts: a file (``.jsonl``, ``.json``, ``.csv``, ``.parquet``) or ``reasoning-gym:<task>``. ``<given in Python>`` stands for an object passed in Python. With ``env`` its rows are options of episodes; empty: episodes differ by their seeds."""
     env: str | None = None
     """A registered text environment, which answers each turn of the model and rewards it. ``<given in Python>`` stands for a class or function passed in Python. None: completions of prompts."""
+    tools: tuple[str, ...] = ()
+    """Registered functions that the model calls by name, with arguments, as its chat template has it. ``<given in Python>`` stands for one passed in Python. A turn without a call ends the episode."""
     env_kwargs: dict[str, Any] = {}
     """Arguments of a registered environment."""
     start_mode: TextStartMode | Literal["auto"] = "auto"
@@ -217,11 +225,34 @@ class TextTaskCfg(Cfg):
     """Format of an answer ``{}`` in plain text. In a conversation it is a message."""
     max_turns: PositiveInt = 2
     """Most turns of the model in one episode."""
+    max_episode_tokens: PositiveInt | None = None
+    """Most tokens of an episode after its prompt, those of observations and of a last whole turn included. None: limited by the model's context only."""
+    max_observation_tokens: PositiveInt | None = None
+    """Most tokens of an observation. None: limited by the model's context only."""
+    on_long_observation: Literal["cut", "end"] = "cut"
+    """Observations that are too long: cut out the middle, and say so in its place; or end the episode."""
+    max_tool_calls: PositiveInt | None = None
+    """Most calls of tools in an episode, after which it ends. None: no limit."""
+    max_parse_errors: PositiveInt = 3
+    """Turns in a row with calls that cannot be read, or have wrong arguments, after which an episode ends. The model is told each time."""
+    on_tool_error: Literal["tell", "raise"] = "tell"
+    """An error that a tool raises: tell the model, or end the run."""
+    env_threads: PositiveInt = 1
+    """Environments that play at the same time, in threads. What they return does not depend on it."""
+    env_timeout: Positive | None = None
+    """Seconds that an environment may take to begin an episode or to play a turn; then it is thrown away, and the episode tried again if ``collection.on_env_error="retry"``, otherwise left out of the loss. None: no limit."""
+    episode_timeout: Positive | None = None
+    """Seconds after which an episode plays no further turn. Results then depend on the machine's speed. None: no limit."""
+
+    @property
+    def has_env(self) -> bool:
+        """Whether an environment answers the model, if only by tools."""
+        return self.env is not None or bool(self.tools)
 
     @property
     def has_turns(self) -> bool:
         """Whether a completion may have several turns."""
-        return self.tool is not None or self.env is not None
+        return self.tool is not None or self.has_env
 
     @property
     def by_seeds(self) -> bool:
@@ -234,12 +265,16 @@ class TextTaskCfg(Cfg):
         unread |= {} if self.has_turns else self.changed("max_turns")
         for name, value in unread.items():
             raise ValueError(f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out")
-        for name, value in ({} if self.env else self.changed("env_kwargs", "start_mode")).items():
+        unread = {} if self.env else self.changed("env_kwargs", "start_mode")
+        if not self.has_env:
+            unread |= self.changed(*_OF_EPISODES)
+        for name, value in unread.items():
             raise ValueError(
                 f"{name}={value!r} has no effect without an environment; fix: env='my-id', or leave it out"
             )
-        if self.env and self.tool:
-            raise ValueError(f"env={self.env!r} and tool={self.tool!r} both answer the model; fix: one of the two")
+        if self.has_env and self.tool:
+            both = f"env={self.env!r}" if self.env else f"tools={self.tools!r}"
+            raise ValueError(f"{both} and tool={self.tool!r} both answer the model; fix: one of the two")
         gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)
         if self.env and (gym or gym_eval):
             raise ValueError(
@@ -572,7 +607,7 @@ class TextRunCfg(CommonCfg):
                 f"algorithm.credit.baseline={credit.baseline.name!r} compares states of an environment, and a text has none: its "
                 "observations are single tokens; fix: baseline='mean'"
             )
-        names = ("noise", "horizon", "partial_groups", "on_env_error")
+        names = ("noise", "horizon", "partial_groups", *(() if self.task.has_env else ("on_env_error",)))
         unread = algorithm.changed("num_steps")
         unread |= {f"collection.{name}": value for name, value in collection.changed(*names).items()}
         unread |= {"credit.reward.names": grpo.reward_parts} if grpo.reward_parts else {}

@@ -244,8 +244,8 @@ class LanguageAgent:
             raise ConfigError(
                 "collection.dynamic_sampling chooses groups while they are collected; fix: gw.train, or leave it out"
             )
-        for name in ("tool", "env"):
-            if (several := vars(cfg.task)[name]) is not None:
+        for name in ("tool", "tools", "env"):
+            if several := vars(cfg.task)[name]:
                 raise ConfigError(f"a LanguageAgent writes one turn; got {name}={several!r}, fix: gw.train")
         self.cfg = filled_in(cfg, (1.0,))
         """The settings, as those of a run."""

@@ -130,7 +130,7 @@ class TextComponents(Components):
             log.warning("No evaluation during training: pass eval_data=... to hold out prompts.")
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
-        envs = self.envs and TextEnvs(self.envs.make, self.envs.mode, self.envs.kept)  # instances of its own
+        envs = self.envs and self.envs.others()
         return TextEvaluator(self.task, self.held_out, self.cfg, self.policy, envs, seed=seed)
 
     def notes(self) -> list[str]:
@@ -174,7 +174,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     with suppress(ConfigError, ValueError):  # a template without turns after the assistant's
-        end, *_ = encoder.encode_answer("?") if encoder.conversational else (None,)
+        end, *_ = encoder.encode_answer([{"role": "tool", "content": "?"}]) if encoder.conversational else (None,)
         text = "" if end is None else encoder.tokenizer.decode([end])
         if (
             end in encoder.tokenizer.added_tokens_decoder
@@ -185,9 +185,10 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
                 "the chat template ends a turn by %s, which ends no completion; fix: sampling.stop=%s", text, [text]
             )
     prompts = encoder.select(train, policy.max_prompt_length(cfg.sampling.max_new_tokens))
-    rewards.check_columns(prompts[0].example.columns)
+    of_episodes = ("environments", "episode_return") if cfg.task.has_env else ()
+    rewards.check_columns((*prompts[0].example.columns, *of_episodes))
     if held_out:
-        rewards.check_columns(held_out[0].columns, "eval_data")
+        rewards.check_columns((*held_out[0].columns, *of_episodes), "eval_data")
     envs = verified_envs(cfg, task, encoder, policy, train)
     if (
         envs is not None

@@ -3,7 +3,8 @@
 import functools
 import math
 import random
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -28,20 +29,22 @@ from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import wilson_95
 from groupwise.seeding import derive_seed
+from groupwise.text.calls import Call, read_calls
 from groupwise.text.envs import (
     ApartError,
     Ending,
     TextEnv,
     TextEnvs,
     TextEpisode,
+    TextStartReport,
     check_text_starts,
-    make_text_env,
     play_samples,
 )
 from groupwise.text.generation import Completion, Generate, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
-from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, Start, TextTask, read_prompt
+from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask, read_prompt
+from groupwise.text.tool_env import make_text_env
 from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask, make_tool
 from groupwise.training.evaluation import EvaluationResult, shown
 
@@ -188,8 +191,6 @@ def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Te
 # Transcripts: the model's turns, the tool's answers, and their rewards
 
 _PROMPTS_AT_ONCE = 32
-_LONGEST_TOKEN = 32
-"""Characters; those of texts have fewer on average."""
 _STARTS_TRIED = 3
 """By the check that members share a start."""
 
@@ -258,7 +259,9 @@ class Dialogue:
         self.tool, self._asking = tool, Lock()
         self._context = context
         if tool is not None:
-            encoder.encode_answer("84")  # a template that cannot is refused before training
+            encoder.encode_answer(
+                [{"role": "tool", "content": "84"}]
+            )  # a template that cannot is refused before training
 
     def stopping(self, sampling: SamplingCfg) -> SamplingCfg:
         """The sampling with turns that end where a call ends."""
@@ -271,20 +274,21 @@ class Dialogue:
         longest = min(self.encoder.cfg.max_prompt_tokens or math.inf, (self._context or math.inf) - max_new_tokens)
         groups: dict[int, list[Transcript]] = defaultdict(list)
         for member in members:
-            groups[member.group].append(member)
+            if member.episode is None:
+                groups[member.group].append(member)
         for group in groups.values():
             example, encoded = group[0].prompt.example, dict[str, EncodedPrompt]()
             assert example.start is not None
             try:
-                with self._asking:
-                    episodes, prompts = self.envs.open(example.start, len(group))
+                episodes, prompts = self.envs.open(example.start, len(group))
             except ApartError as error:
                 alike = "although they were alike before training; fix: draw all from the seed of reset()"
                 raise EnvError(f"{error}, {alike}") from error
             for member, member.episode, prompt in zip(group, episodes, prompts, strict=True):
-                if (key := repr(prompt)) not in encoded:
+                tools = member.episode.tools
+                if (key := repr((prompt, tools))) not in encoded:
                     begun = example._replace(prompt=prompt)
-                    encoded[key] = EncodedPrompt(begun, tuple(self.encoder.encode(begun)))
+                    encoded[key] = EncodedPrompt(begun, tuple(self.encoder.encode(begun, tools)))
                 member.prompt = encoded[key]
                 if (length := len(member.prompt.tokens)) > longest:
                     raise DataError(
@@ -292,30 +296,39 @@ class Dialogue:
                         "fix: shorter ones, a larger max_prompt_tokens or a smaller max_new_tokens"
                     )
 
-    def answer(self, transcript: Transcript, max_new_tokens: int) -> bool:
-        """Add the answer of the environment, or of the tool, to the last turn; False if the completion is over.
+    def answer(self, running: Sequence[Transcript], max_new_tokens: int) -> list[Transcript]:
+        """Add the answers of the environments, or of the tool, to the last turns; the completions that go on.
 
         A completion that has no room for an answer and another turn counts as cut. A turn that was cut has no answer; the last one
         that is allowed is played, although the model does not read what it leads to.
         """
-        with self._asking:  # several rollouts may be written at the same time
-            answer = self._answer(transcript)
-        episode = transcript.episode
-        tokens: list[int] = []
-        if answer is not None and self._context is not None and len(answer) > _LONGEST_TOKEN * self._context:
-            transcript.stop, answer = "length", None  # it has no room, and encoding it may take minutes
-        if answer is not None:
-            end = transcript.tokens[-1] if transcript.stop == "eos" else None
-            tokens = self.encoder.encode_answer(answer, end, observed=episode is not None)
-            length = len(transcript.prompt.tokens) + len(transcript.tokens) + len(tokens) + max_new_tokens
-            if self._context is not None and length > self._context:
-                transcript.stop, answer = "length", None
-        if answer is None:
-            if episode is not None:
-                episode.ending = episode.ending or "max_tokens"
-                if self.envs is not None:
-                    with self._asking:
-                        self.envs.release(episode)
+        if self.tool is not None:
+            with self._asking:  # several rollouts may be written at the same time
+                answers = [self._ask(transcript) for transcript in running]
+        else:
+            assert self.envs is not None
+            answers = self.envs.each(self._play, running)
+        return [one for one, answer in zip(running, answers, strict=True) if self._add(one, answer, max_new_tokens)]
+
+    def _add(self, transcript: Transcript, answer: Sequence[Message], max_new_tokens: int) -> bool:
+        """Add the messages that the model reads next; False if there are none, or no room."""
+        episode, cfg, tokens = transcript.episode, self.encoder.cfg, list[int]()
+        if answer and cfg.max_observation_tokens is not None:
+            shown = [{**m, "content": self.encoder.shorten(m["content"], cfg.max_observation_tokens)} for m in answer]
+            if cfg.on_long_observation == "end" and shown != [*answer]:
+                transcript.stop, shown = "length", []
+            answer = shown
+        if answer:
+            context = math.inf if self._context is None else self._context - len(transcript.prompt.tokens)
+            room = min(context, cfg.max_episode_tokens or math.inf) - len(transcript.tokens) - max_new_tokens
+            fits = sum(len(m["content"]) for m in answer) <= LONGEST_TOKEN * room  # encoding more may take minutes
+            if fits:
+                tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
+            if not fits or len(tokens) > room:
+                transcript.stop, answer = "length", ()
+        if not answer:
+            if episode is not None and self.envs is not None:
+                self.envs.finish(episode, "max_tokens")
             return False
         transcript.tokens += tokens
         transcript.log_probs += [0.0] * len(tokens)
@@ -324,22 +337,46 @@ class Dialogue:
             transcript.support += [torch.tensor([-1], dtype=torch.int32)] * len(tokens)
         if transcript.policy_version:
             transcript.policy_version += [-1] * len(tokens)
-        transcript.text += answer if episode is not None else self.encoder.cfg.tool_answer.replace("{}", answer)
-        transcript.messages.append({"role": "tool" if episode is None else "user", "content": answer})
+        transcript.text += "".join(map(self.encoder.as_text, answer))
+        transcript.messages += answer
         return True
 
-    def _answer(self, transcript: Transcript) -> str | None:
-        """Text that the model reads next; None if the completion is over."""
-        episode, is_last = transcript.episode, transcript.turns >= self.encoder.cfg.max_turns
-        text = transcript.messages[-1]["content"]
+    def _ask(self, transcript: Transcript) -> Sequence[Message]:
+        """The tool's answer to a turn; none if the completion is over."""
+        assert self.tool is not None
+        if transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
+            return ()
+        answer = ask(self.tool, transcript.messages[-1]["content"])
+        return () if answer is None else [{"role": "tool", "content": answer}]
+
+    def _play(self, transcript: Transcript) -> Sequence[Message]:
+        """The environment's answer to a turn; none if the episode is over."""
+        episode, cfg = transcript.episode, self.encoder.cfg
+        assert episode is not None
+        assert self.envs is not None
         if transcript.stop == "length":
-            return None
-        if episode is None:
-            return None if is_last or self.tool is None else ask(self.tool, text)
-        answer = episode.step(text)
-        if is_last:
-            episode.ending = episode.ending or "max_turns"
-        return answer if episode.ending is None else None
+            return ()
+        if cfg.episode_timeout is not None and time.monotonic() - episode.began > cfg.episode_timeout:
+            self.envs.finish(episode, "timeout")
+            return ()
+        said = transcript.messages[-1]
+        text = said["content"]
+        if episode.tools:
+            last = transcript.tokens[-transcript.turn.count(transcript.turns - 1) :]
+            text = self.encoder.read_turn(last, text)
+            said["content"], calls = read_calls(text)
+            called = [call.message() for call in calls if isinstance(call, Call)]
+            said |= {"tool_calls": called} if called else {}
+        answer = self.envs.play(episode, text)
+        if transcript.turns >= cfg.max_turns:
+            self.envs.finish(episode, "max_turns")
+        return answer if episode.ending is None else ()
+
+    def release(self, transcripts: Sequence[Transcript]) -> None:
+        """Take back the environments of episodes that are over and scored."""
+        for transcript in transcripts:
+            if transcript.episode is not None and self.envs is not None:
+                self.envs.release(transcript.episode)
 
     def close(self) -> None:
         """End the tool's process and the environments, if there are any."""
@@ -379,7 +416,7 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
                 )
         if dialogue.tool is None and running[0].episode is None:
             return
-        running = [member for member in running if dialogue.answer(member, sampling.max_new_tokens)]
+        running = dialogue.answer(running, sampling.max_new_tokens)
 
 
 def verified_envs(
@@ -389,21 +426,31 @@ def verified_envs(
 
     The check plays turns that the environment samples, else turns of the policy. An ``EnvError`` if members differ.
     """
-    if (make := make_text_env(cfg.task, task.given["env"])) is None:
+    if (make := make_text_env(cfg.task, task.given["env"], task.given["tools"] or ())) is None:
         return None
-    dialogue, sampling = Dialogue(encoder, context=policy.context_length), cfg.sampling
+    limits: dict[str, Any] = {"threads": cfg.task.env_threads, "seconds": cfg.task.env_timeout}
+    limits["on_error"] = cfg.algorithm.groups.collection.on_env_error
+    if cfg.task.env is None:  # functions begin nothing: the prompt is the start
+        return TextEnvs(make, "seed", (), TextStartReport("seed", (), 0, start_varies=True), **limits)
+    dialogue, sampling = Dialogue(encoder, context=policy.context_length, envs=TextEnvs(make, "none")), cfg.sampling
 
     def play(episode: TextEpisode, start: Start, prompt: Prompt) -> list[str]:
         if episode.env is not None and type(episode.env).sample_action is not TextEnv.sample_action:
             return play_samples(episode, start, prompt, max_turns=cfg.task.max_turns)
         example = Example(prompt, {}, start)
-        member = Transcript(EncodedPrompt(example, tuple(encoder.encode(example))), 0, start.seed, episode=episode)
+        tokens = tuple(encoder.encode(example, episode.tools))
+        member = Transcript(EncodedPrompt(example, tokens), 0, start.seed, episode=episode)
         write([member], partial(complete, policy), sampling, dialogue)
-        return [message["content"] for message in member.messages if message["role"] == "assistant"]
+        return episode.turns
 
     starts = [example.start for example in examples[:_STARTS_TRIED] if example.start is not None]
     report = check_text_starts(make, cfg.task.start_mode, starts, play)
-    return TextEnvs(make, report.mode, report.kept, report)
+    if report.kept and cfg.task.env_timeout is not None:
+        raise ConfigError(
+            f"the environment draws from the process's {' and '.join(report.kept)}, so a call that takes too long cannot be left to "
+            "itself; fix: a generator of its own, as np.random.default_rng(seed), or env_timeout=None"
+        )
+    return TextEnvs(make, report.mode, report.kept, report, **limits)
 
 
 def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: TrainingState | None = None) -> None:
@@ -412,14 +459,16 @@ def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: Training
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     prompts = [example.prompt for example in examples]
     if episodes := [member.episode for member in transcripts if member.episode is not None]:
-        columns["episode_return"] = [sum(episode.rewards, 0.0) for episode in episodes]
+        columns["episode_return"] = [episode.total for episode in episodes]
+        columns["environments"] = [episode.env and episode.env.unwrapped for episode in episodes]
     # after a prompt of messages the completion is messages, as in TRL
     completions = [
         member.text if isinstance(p, str) else member.messages for p, member in zip(prompts, transcripts, strict=True)
     ]
     scores = rewards.score(prompts, completions, [member.tokens for member in transcripts], columns, state)
     for member, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
-        member.reward, member.parts = reward, parts
+        broken = member.episode is not None and member.episode.broken
+        member.reward, member.parts = None if broken else reward, parts
 
 
 def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
@@ -533,6 +582,7 @@ class TextCollector(Collector):
         while wanted:
             groups = self._written(wanted, first=taken)
             score([*chain(*groups)], self.rewards, state)
+            self._dialogue.release([*chain(*groups)])
             for group in groups:
                 (filtered if dynamic is not None and has_no_variance(group) else kept).append(group)
             taken += wanted
@@ -651,21 +701,28 @@ def episode_metrics(members: Sequence[Transcript]) -> dict[str, float]:
     """How episodes ended, and how many groups have members whose environments answered the same turns differently."""
     endings = [member.episode.ending for member in members if member.episode is not None]
     metrics = {f"rollout/stop_{ending}": endings.count(ending) / len(endings) for ending in get_args(Ending)}
+    counts = sum((member.episode.counts for member in members if member.episode is not None), Counter[str]())
+    metrics |= {
+        f"rollout/{name}": counts[name] / len(endings) for name in ("tool_calls", "tool_errors", "parse_errors")
+    }
+    metrics["rollout/env_errors"] = float(counts["env_errors"])
+    observed = [member.turn.count(-1) for member in members]
+    metrics["rollout/observation_tokens_mean"] = fmean(observed)
     if (won := successes(members)) is not None:
         metrics["rollout/success_rate"] = fmean(won)
     answers: dict[Any, set[Any]] = defaultdict(set)
     for member in members:
         assert member.episode is not None
-        turns = tuple(message["content"] for message in member.messages if message["role"] == "assistant")
-        for number, answer in enumerate(zip(member.episode.observations, member.episode.rewards, strict=True), 1):
-            answers[member.group, turns[:number]].add(answer)
+        for number, answer in enumerate(zip(member.episode.observations, member.episode.rewards, strict=False), 1):
+            answers[member.group, tuple(member.episode.turns[:number])].add(answer)
     metrics["rollout/starts_apart"] = float(len({group for (group, _), found in answers.items() if len(found) > 1}))
     return metrics | {"rollout/turns_max": float(max(member.turns for member in members))}
 
 
 def successes(members: Sequence[Transcript]) -> list[bool] | None:
     """Which episodes were won; one that was cut was not. None if the environment never says."""
-    found = [member.episode.success for member in members if member.episode is not None]
+    episodes = [member.episode for member in members if member.episode is not None]
+    found = [episode.success for episode in episodes if not episode.broken]
     return None if set(found) <= {None} else [bool(success) for success in found]
 
 
@@ -759,6 +816,7 @@ class TextEvaluator:
             some = completions[first : first + size]
             write(some, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
             score(some, self._rewards)
+            self._dialogue.release(some)
         self._rewards.take_logged()  # such metrics are of training alone
         rewards = tuple(map(tuple, rewards_of_groups(completions)))
         if not rewards:

@@ -1,26 +1,35 @@
 """Text environments: games that a language model plays in turns, and the check that members of a group begin alike."""
 
 import copy
+import logging
 import pickle
 import random
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from threading import Lock
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from groupwise.config.base import GIVEN
-from groupwise.config.run import TextStartMode, TextTaskCfg
-from groupwise.errors import ConfigError, EnvError
-from groupwise.plugins import TEXT_ENVS
+from groupwise.config.run import TextStartMode
+from groupwise.errors import EnvError
 from groupwise.seeding import derive_seed
-from groupwise.text.rewards import Prompt, make_registered
+from groupwise.text.rewards import Message, Prompt
 from groupwise.text.task import Start, read_prompt
-from groupwise.text.tools import encodable
+
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+Observation = str | Sequence[Message]
 
 # What a user writes
 
@@ -42,11 +51,25 @@ class TextEnv(ABC):
         """
 
     @abstractmethod
-    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Answer a turn of the model: observation, reward, terminated, truncated, info.
 
-        ``info["success"]``, at the end of an episode: whether it was won.
+        The observation is a text, or several messages, such as results of tools. ``info["success"]``, at the end of an episode: whether it was won.
         """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model may call, by OpenAI's schema, as the prompt shows them. Calls in a turn's text are
+    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, however the model's template writes them.
+    """
+
+    @property
+    def unwrapped(self) -> Any:
+        """The environment as reward functions get it, in ``environments``."""
+        return self
+
+    def final_reward(self) -> float:
+        """What an episode earns at its end, whatever ended it, in addition to the rewards of its turns."""
+        return 0.0
 
     def sample_action(self, rng: np.random.Generator) -> str:
         """A turn that the check of shared starts plays. By default it plays turns of the policy."""
@@ -57,21 +80,6 @@ class TextEnv(ABC):
 
 
 MakeTextEnv = Callable[[], TextEnv]
-
-
-def make_text_env(cfg: TextTaskCfg, given: MakeTextEnv | None = None) -> MakeTextEnv | None:
-    """Makes an instance of the environment that the settings name, or that was ``given`` in Python; None if there is none.
-
-    Raises:
-        ConfigError: there is no such environment, it does not take its settings, or it was given in Python and now is missing.
-    """
-    if cfg.env is None:
-        return None
-    if cfg.env != GIVEN:
-        return partial(make_registered, "text env", TEXT_ENVS, cfg.env, cfg.env_kwargs)
-    if given is None:
-        raise ConfigError("the environment was given in Python; fix: give it again as env=...")
-    return given
 
 
 # Episodes, whose process-wide generators are their own
@@ -92,7 +100,15 @@ GENERATORS = {
     ),
 }
 """Generators that environments draw from, although the episodes of a group are played in turns."""
-Ending = Literal["terminated", "truncated", "max_turns", "max_tokens"]
+Ending = Literal[
+    "terminated", "truncated", "no_call", "max_turns", "max_tokens", "max_tool_calls", "parse_errors", "timeout", "env_error"
+]  # fmt: skip
+_OWN_ENDINGS = ("no_call", "max_tool_calls", "parse_errors")
+"""Reasons that an environment gives as ``info["ending"]``."""
+
+
+class EnvTimeoutError(EnvError):
+    """An environment that took too long."""
 
 
 @dataclass
@@ -103,33 +119,54 @@ class TextEpisode:
         env: plays it. None: released, since it is over.
         kept: names of the process-wide generators that the environment draws from. The episode has states of its own, seeded by
             its start, so that it is the same whatever is played or trained meanwhile.
+        seconds: that a call of the environment may take.
     """
 
     env: TextEnv | None
     kept: Sequence[str] = ()
+    seconds: float | None = None
+    start: Start | None = None
+    prompt: Prompt = ""
+    """The first observation."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Those that the model may call."""
+    turns: list[str] = field(default_factory=list)
+    """The turns that were played, as the environment read them."""
     rewards: list[float] = field(default_factory=list)
     """Reward of each turn."""
+    final_reward: float = 0.0
+    """What the episode earned at its end."""
     observations: list[str] = field(default_factory=list)
     """The answer to each turn."""
     success: bool | None = None
     """Whether it was won; None if the environment does not say."""
     ending: Ending | None = None
     """Reason of its end; None before it."""
+    broken: bool = False
+    """Whether an error ended it, so that nothing is known of it."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Calls of tools, and errors, by name."""
     states: dict[str, Any] = field(default_factory=dict)
     """States of the kept generators."""
+    began: float = field(default_factory=time.monotonic)
+    busy: float = 0.0
+    """Seconds that the environment took."""
 
     def reset(self, start: Start) -> Prompt:
         """Begin; the first observation."""
-        self.states = {name: GENERATORS[name].seeded(start.seed) for name in self.kept}
+        self.start, self.states = start, {name: GENERATORS[name].seeded(start.seed) for name in self.kept}
         made = self._call("reset", seed=start.seed, options=start.options)
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
             raise EnvError(
                 f"{self._name}.reset() returned {made!r:.80}; expected an observation and an info; fix: return observation, {{}}"
             )
-        return read_prompt(f"{self._name}.reset()", made[0])
+        self.prompt = read_prompt(f"{self._name}.reset()", made[0])
+        self.tools = [*self.env.tools] if self.env is not None else ()
+        return self.prompt
 
-    def step(self, text: str) -> str:
-        """Play a turn; the observation."""
+    def step(self, text: str) -> Sequence[Message]:
+        """Play a turn; the messages that the model reads next."""
+        self.turns.append(text)
         made = self._call("step", text)
         if not isinstance(made, tuple) or len(made) != 5 or not isinstance(made[4], Mapping):
             raise EnvError(
@@ -137,42 +174,97 @@ class TextEpisode:
                 "return observation, reward, terminated, False, {}"
             )
         observation, reward, terminated, truncated, info = made
-        if not isinstance(observation, str):
+        if not isinstance(observation, str | list | tuple):
             raise EnvError(
-                f"{self._name}.step() returned the observation {observation!r:.80}; expected a text; fix: str(...)"
+                f"{self._name}.step() returned the observation {observation!r:.80}; expected a text, or messages; fix: str(...)"
             )
-        if not isinstance(reward, Real) or not np.isfinite(float(reward)):
-            raise EnvError(
-                f"{self._name}.step() returned the reward {reward!r:.80}; expected a finite number; fix: a float"
-            )
-        self.rewards.append(float(reward))
-        self.observations.append(encodable(observation))
+        found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        messages = read_prompt(f"{self._name}.step()", found) if found else ()
+        assert not isinstance(messages, str)
+        self.rewards.append(self._number("step", reward))
+        self.observations.append("\n".join(message["content"] for message in messages))
+        self.counts.update(info.get("counts", {}))
         if terminated or truncated:
-            self.ending = "terminated" if terminated else "truncated"
+            own = info.get("ending")
             success = info.get("success")
             self.success = None if success is None else bool(success)
-        return self.observations[-1]
+            self.finish(own if own in _OWN_ENDINGS else "terminated" if terminated else "truncated")
+        return messages
+
+    def finish(self, ending: Ending) -> None:
+        """End it, unless it has ended."""
+        if self.ending is None:
+            self.final_reward = self._number("final_reward", self._call("final_reward"))
+            self.ending = ending
+
+    def play_again(self, env: TextEnv) -> Sequence[Message]:
+        """Play the turns so far again in another instance, which must answer as the first one did; messages after the last turn,
+        which has no answer yet.
+        """
+        *turns, last = self.turns
+        seen, self.env, self.turns, self.observations, rewards = self.observations, env, [], [], self.rewards
+        self.rewards, before, self.counts = [], self.prompt, Counter(env_errors=self.counts["env_errors"])
+        assert self.start is not None
+        same = self.reset(self.start) == before
+        for turn in turns:
+            self.step(turn)
+        if not same or (self.observations, self.rewards) != (seen, rewards):
+            raise EnvError(f"{self._name} does not answer as before when an episode is played again")
+        return self.step(last)
 
     @property
-    def last(self) -> tuple[str, float, Ending | None, bool | None]:
+    def total(self) -> float:
+        """All that the episode earned."""
+        return sum(self.rewards, 0.0) + self.final_reward
+
+    @property
+    def last(self) -> tuple[str, float, Ending | None, bool | None, float]:
         """Outcome of the last turn, for comparison."""
-        return self.observations[-1], self.rewards[-1], self.ending, self.success
+        return self.observations[-1], self.rewards[-1], self.ending, self.success, self.final_reward
 
     @property
     def _name(self) -> str:
         return type(self.env).__name__
 
+    def _number(self, method: str, reward: object) -> float:
+        if not isinstance(reward, Real) or not np.isfinite(float(reward)):
+            raise EnvError(
+                f"{self._name}.{method}() returned the reward {reward!r:.80}; expected a finite number; fix: a float"
+            )
+        return float(reward)
+
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call the environment with the episode's own generators."""
+        began, call = time.monotonic(), partial(getattr(self.env, method), *args, **options)
         with _holding(self.states):
             try:
-                return getattr(self.env, method)(*args, **options)
-            except Exception as error:
+                return call() if self.seconds is None else _within(self.seconds, call)
+            except (Exception, SystemExit) as error:
                 turn = f"\n  the turn: {args[0]!r:.80}" if args else ""
+                if isinstance(error, EnvTimeoutError):
+                    raise EnvTimeoutError(f"{self._name}.{method}() {error}{turn}") from None
                 raise EnvError(
                     f"{self._name}.{method}() raised {type(error).__name__}: {error}{turn}\nfix: the environment; tell the model "
-                    "by the observation what it did wrong"
+                    "by the observation what it did wrong; if it fails now and then, collection.on_env_error='retry' or 'drop'"
                 ) from error
+            finally:
+                self.busy += time.monotonic() - began
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """The result of a call in a thread, which is left to itself where it takes longer; then an ``EnvTimeoutError``."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="environment").start()  # at its end the program does not wait for it
+    if not wait([done], seconds).done:
+        raise EnvTimeoutError(f"took longer than env_timeout={seconds:g} seconds")
+    return done.result()
 
 
 @contextmanager
@@ -202,55 +294,141 @@ class TextEnvs:
             copies of it; ``none``: each is reset with a seed of its own.
         kept: see ``TextEpisode``.
         report: of the check that chose the mode.
+        threads: environments that play at the same time.
+        seconds: that a call may take.
+        on_error: ``raise`` errors; ``retry``: play the episode again in another instance; ``drop``: leave the episode out.
     """
 
     def __init__(
-        self, make: MakeTextEnv, mode: TextStartMode, kept: Sequence[str] = (), report: "TextStartReport | None" = None
+        self,
+        make: MakeTextEnv,
+        mode: TextStartMode,
+        kept: Sequence[str] = (),
+        report: "TextStartReport | None" = None,
+        *,
+        threads: int = 1,
+        seconds: float | None = None,
+        on_error: Literal["raise", "retry", "drop"] = "raise",
     ) -> None:
         self.make, self.mode, self.kept, self.report = make, mode, kept, report
+        self.threads, self.seconds, self.on_error = 1 if kept else threads, seconds, on_error
         self._free: list[TextEnv] = []
         self._playing: list[TextEnv] = []
+        self._changing = Lock()  # several rollouts may be written at the same time
+
+    def others(self) -> "TextEnvs":
+        """The same with other instances."""
+        how = {"threads": self.threads, "seconds": self.seconds, "on_error": self.on_error}
+        return TextEnvs(self.make, self.mode, self.kept, self.report, **how)  # type: ignore[arg-type]
+
+    def each(self, function: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
+        """What the function returns for each item, in threads."""
+        if min(self.threads, len(items)) < 2:
+            return [*map(function, items)]
+        with ThreadPoolExecutor(min(self.threads, len(items))) as pool:
+            return [*pool.map(function, items)]
 
     def open(self, start: Start, count: int) -> tuple[list[TextEpisode], list[Prompt]]:
         """The episodes of a group and their first observations; an ``ApartError`` if these differ but should not."""
-        episodes: list[TextEpisode] = []
-        prompts: list[Prompt] = []
-        for number in range(count):
-            if self.mode == "snapshot" and episodes:
-                try:
-                    copied = copy.deepcopy(episodes[0])
-                except Exception as error:
-                    raise ApartError(f"it cannot be copied ({type(error).__name__}: {error})") from error
-                assert copied.env is not None
-                self._playing.append(copied.env)
-                episodes.append(copied)
-                prompts.append(prompts[0])
-                continue
-            env = self._free.pop() if self._free and self.mode in ("seed", "none") else self.make()
-            self._playing.append(env)
-            episodes.append(TextEpisode(env, self.kept))
-            own = derive_seed(start.seed, "member", number) if self.mode == "none" else start.seed
-            prompts.append(episodes[-1].reset(start._replace(seed=own)))
-            if prompts[-1] != prompts[0] and self.mode != "none":
-                raise ApartError(f"members begin with {prompts[0]!r:.200} and {prompts[-1]!r:.200}")
+        own = [derive_seed(start.seed, "member", n) if self.mode == "none" else start.seed for n in range(count)]
+        if self.mode == "snapshot":
+            own = own[:1]
+        episodes = self.each(lambda seed: self._begin(start._replace(seed=seed)), own)
+        while len(episodes) < count:
+            try:
+                copied = copy.deepcopy(episodes[0])
+            except Exception as error:
+                raise ApartError(f"it cannot be copied ({type(error).__name__}: {error})") from error
+            assert copied.env is not None
+            self._playing.append(copied.env)
+            episodes.append(copied)
+        prompts = [episode.prompt for episode in episodes]
+        for prompt in prompts:
+            if prompt != prompts[0] and self.mode != "none":
+                raise ApartError(f"members begin with {prompts[0]!r:.200} and {prompt!r:.200}")
         return episodes, prompts
+
+    def _begin(self, start: Start) -> TextEpisode:
+        episode = TextEpisode(self._take(), self.kept, self.seconds)
+        try:
+            episode.reset(start)
+        except EnvError as error:
+            self._discard(episode)
+            if self.on_error == "raise":
+                raise
+            log.warning("%s; it is tried again in another instance", error)
+            episode = TextEpisode(self._take(new=True), self.kept, self.seconds, counts=Counter(env_errors=1))
+            episode.reset(start)
+        return episode
+
+    def play(self, episode: TextEpisode, text: str) -> Sequence[Message]:
+        """Play a turn; the messages that the model reads next, none where the environment failed."""
+        messages: Sequence[Message] = self._guarded(episode, partial(episode.step, text))
+        return messages
+
+    def finish(self, episode: TextEpisode, ending: Ending) -> None:
+        """End an episode, unless it has ended."""
+        self._guarded(episode, partial(episode.finish, ending))
+
+    def _guarded(self, episode: TextEpisode, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except EnvError as error:
+            if self.on_error == "raise" and not isinstance(error, EnvTimeoutError):
+                raise
+            episode.counts["env_errors"] += 1
+            self._discard(episode)
+            log.warning("%s (on_env_error=%r)", error, self.on_error)
+            try:
+                if self.on_error == "retry":
+                    return episode.play_again(self._take(new=True))
+            except EnvError as another:
+                self._discard(episode)
+                error = another
+            episode.broken = True
+            episode.ending = "timeout" if isinstance(error, EnvTimeoutError) else "env_error"
+            return ()
 
     def release(self, episode: TextEpisode) -> None:
         """Take back the environment of an episode that is over."""
         env, episode.env = episode.env, None
         if env is None:
             return
-        self._playing = [other for other in self._playing if other is not env]
-        if self.mode in ("seed", "none"):
-            self._free.append(env)
-        else:
-            env.close()
+        with self._changing:
+            self._playing = [other for other in self._playing if other is not env]
+            if self.mode in ("seed", "none"):
+                self._free.append(env)
+                return
+        env.close()
 
     def close(self) -> None:
         """Close all instances, also those of episodes that an error ended."""
         for instances in (self._free, self._playing):
             while instances:
                 instances.pop().close()
+
+    def _take(self, *, new: bool = False) -> TextEnv:
+        with self._changing:
+            if self._free and self.mode in ("seed", "none") and not new:
+                env = self._free.pop()
+                self._playing.append(env)
+                return env
+        env = self.make()
+        with self._changing:
+            self._playing.append(env)
+        return env
+
+    def _discard(self, episode: TextEpisode) -> None:
+        """Close the instance of an episode that failed, which no other one plays in."""
+        env, episode.env = episode.env, None
+        with self._changing:
+            self._playing = [other for other in self._playing if other is not env]
+        if env is not None:
+            with suppress(Exception):  # also one that hangs
+                _within(_SECONDS_TO_CLOSE, env.close)
+
+
+_SECONDS_TO_CLOSE = 1.0
 
 
 # The check that members share a start

@@ -223,7 +223,7 @@ class RewardFunction:
 
     def _call_isolated(self, isolated: Isolated, keywords: Mapping[str, Any], log_metric: LogMetric) -> list[Score]:
         try:
-            scores, logged = isolated(keywords)
+            scores, logged = isolated({name: values for name, values in keywords.items() if name != "environments"})
         except processes.LostChildError as error:
             return [RewardError(f"reward {self.name!r} {error}")] * len(keywords["prompts"])
         for name, value in logged:

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import functools
+import inspect
 import io
 import itertools
 import json
@@ -11,7 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,11 +24,12 @@ from groupwise.config.policy import ModelCfg
 from groupwise.config.run import GYM, RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, require_extra
 from groupwise.seeding import derive_seed
+from groupwise.text.calls import PROBE, Call, CallForm, Schema, call_form, describe
 from groupwise.text.rewards import Message, Prompt, RewardSet, make_reward
 from groupwise.text.tools import encodable, make_tool
 
 if TYPE_CHECKING:
-    from groupwise.text.envs import TextEnv
+    from groupwise.text.tool_env import Tools
     from groupwise.training.build import UserObjects
 
 # Examples from files, objects and reasoning-gym
@@ -215,6 +217,8 @@ def read_prompt(where: str, prompt: object) -> Prompt:
 
 SECONDS_OF_TEMPLATE = 10.0
 """CPU time of a chat template for a prompt. It is a program in the model's folder, which can loop."""
+LONGEST_TOKEN = 32
+"""Characters; those of texts have fewer on average."""
 _WRITTEN, _ANSWER = "WRITTEN", "ANSWER"
 """Placeholders of the model's turn, whose tokens are known, and of an answer whose pieces are encoded by themselves."""
 
@@ -237,12 +241,17 @@ class PromptEncoder:
         if cfg.system_prompt is not None and not self.conversational:
             raise self._no_template("system_prompt is")
 
-    def encode(self, example: Example) -> list[int]:
-        """The prompt's tokens, never cut; an error for messages that the template refuses."""
+    def encode(self, example: Example, tools: Sequence[Schema] = ()) -> list[int]:
+        """The prompt's tokens, never cut; an error for messages that the template refuses.
+
+        Args:
+            tools: that the model may call. A template without a form for calls gets their description as part of the first message.
+        """
+        described = describe(tools) if tools and self.call_form is None else None
         if not self.conversational:
             if not isinstance(example.prompt, str):
                 raise self._no_template("the data's prompts are")
-            text = example.prompt
+            text = example.prompt if described is None else f"{described}\n\n{example.prompt}"
             ids: list[int] = self.tokenizer(text)["input_ids"]
             end = self.tokenizer.eos_token
             if end is not None and ids[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(end):
@@ -256,8 +265,37 @@ class PromptEncoder:
             messages.insert(0, {"role": "system", "content": encodable(self.cfg.system_prompt)})
         continues = messages[-1]["role"] == "assistant"
         how = {"add_generation_prompt": not continues, "continue_final_message": continues, "return_dict": False}
+        if described is not None:
+            messages[0] = {**messages[0], "content": f"{described}\n\n{messages[0]['content']}"}
+        elif tools:
+            how |= {"tools": [*tools]}
         tokens: list[int] = self._apply(messages, **how)
         return tokens
+
+    @functools.cached_property
+    def call_form(self) -> CallForm | None:
+        """How the chat template writes calls of tools; None if it writes none, or in no form that is found out."""
+        if not self.conversational:
+            return None
+        user: Message = {"role": "user", "content": "?"}
+
+        def render(calls: Sequence[Call]) -> str:
+            begun, whole = self._apply([user], tokenize=False, add_generation_prompt=True, tools=[PROBE]), ""
+            for as_text in (False, True):
+                functions = [call.message(as_text=as_text) for call in calls]
+                said: Message = {"role": "assistant", "content": "", "tool_calls": functions}
+                with suppress(DataError) if not as_text else nullcontext():
+                    whole = whole or self._apply([user, said], tokenize=False, tools=[PROBE])
+            return str(whole[_same(begun, whole) :])
+
+        return call_form(render)
+
+    def read_turn(self, tokens: Sequence[int], text: str) -> str:
+        """A turn with its calls as environments read them; ``text`` is the turn without special tokens."""
+        if self.call_form is None:
+            return text
+        ends = [token for token in tokens[-1:] if token in self.tokenizer.all_special_ids]
+        return self.call_form.canonical(self.tokenizer.decode(tokens[: len(tokens) - len(ends)]))
 
     def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
         """The examples whose prompts are short enough, encoded; ``context`` is the room that the model leaves for a prompt.
@@ -288,30 +326,36 @@ class PromptEncoder:
         warnings.warn(f"{message}; they are dropped", stacklevel=2)
         return [prompt for prompt in encoded if len(prompt.tokens) <= limit]
 
-    def encode_answer(self, answer: str, end: int | None = None, *, observed: bool = False) -> list[int]:
-        """All tokens between two turns of the model: a message if prompts are messages, otherwise plain text. What is ``observed``
-        in an environment is the user's message, or the text as it is; else it is a tool's.
+    def encode_answer(self, messages: Sequence[Message], end: int | None = None) -> list[int]:
+        """All tokens between two turns of the model: messages of tools, or of the user, which are rendered together; plain text if
+        prompts are no messages.
 
-        An end-of-text token that the model wrote itself, ``end``, is not repeated. Special tokens that the answer spells are
+        An end-of-text token that the model wrote itself, ``end``, is not repeated. Special tokens that a message spells are
         plain text, so it cannot end a turn or begin a call. A ``ConfigError`` if the chat template has no place for an answer
         after the assistant's message.
         """
-        pieces, last = [], 0
-        while found := self._special_token.search(answer, last):
-            pieces.append(answer[last : found.start() + 1])
-            last = found.start() + 1
-        shown = _ANSWER if pieces else answer
-        rendered = shown if observed else self.cfg.tool_answer.replace("{}", shown)
+        pieces = [self._pieces(message["content"]) for message in messages]
+        if any(len(several) > 1 for several in pieces):
+            messages = [{**message, "content": f"{_ANSWER}{n}."} for n, message in enumerate(messages)]
+        place, rendered = 0, "".join(map(self.as_text, messages))
         if self.conversational:
-            rendered = self._render("user" if observed else self._answer_role, shown)
-        whole = self._ids(rendered)
-        if pieces:
-            start, _, rest = rendered.rpartition(_ANSWER)
-            texts = start + pieces[0], *pieces[1:], answer[last:] + rest
-            whole = [*itertools.chain(*map(self._ids, texts))]
+            of_tools = messages[0]["role"] == "tool"
+            role, with_calls = self._answer_style if of_tools else ("user", False)
+            if role == "user":  # some templates take no two in a row
+                messages = [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
+            rendered = self._render(messages, with_calls=with_calls)
+            place = rendered.index(_WRITTEN) + len(_WRITTEN)
+            if with_calls:  # up to what ends the calls, which the model wrote
+                called = rendered[: _same(rendered, self._render(messages, with_calls=True, answered=False))]
+                place = max((found.start() for found in self._special_token.finditer(called)), default=len(called))
+        texts = [""]
+        for number, part in enumerate(re.split(rf"{_ANSWER}(\d+)\.", rendered)):
+            first, *others = pieces[int(part)] if number % 2 else [part]
+            texts[-1] += first
+            texts += others
+        whole = [*itertools.chain(*map(self._ids, texts))]
         if not self.conversational:
             return whole
-        place = rendered.index(_WRITTEN) + len(_WRITTEN)
         before = self._ids(rendered[:place])
         if whole[: len(before)] != before:
             raise ConfigError(
@@ -323,6 +367,30 @@ class PromptEncoder:
         ends_turn = end in tokens and not self.tokenizer.decode(tokens[:place]).strip()
         return tokens[place + 1 :] if ends_turn else tokens
 
+    def as_text(self, message: Message) -> str:
+        """A message after a turn as plain text."""
+        content: str = message["content"]
+        return self.cfg.tool_answer.replace("{}", content) if message["role"] == "tool" else content
+
+    def shorten(self, text: str, limit: int) -> str:
+        """The text in at most ``limit`` tokens, about: the middle is left out, and a note says so."""
+        longest = LONGEST_TOKEN * limit
+        ends = text if len(text) <= 2 * longest else text[:longest] + text[-longest:]  # encoding more may take minutes
+        tokens, note = self._ids(ends), "\n[the middle is left out]\n"
+        if len(tokens) <= limit and ends == text:
+            return text
+        room = max(limit - len(self._ids(note)), 0)
+        first, last = tokens[: room - room // 2], tokens[len(tokens) - room // 2 :]
+        return f"{self.tokenizer.decode(first)}{note}{self.tokenizer.decode(last)}"
+
+    def _pieces(self, text: str) -> list[str]:
+        """The text, cut so that no piece spells a special token."""
+        pieces, last = [], 0
+        while found := self._special_token.search(text, last):
+            pieces.append(text[last : found.start() + 1])
+            last = found.start() + 1
+        return [*pieces, text[last:]]
+
     @functools.cached_property
     def _special_token(self) -> re.Pattern[str]:
         """Tokens that are looked for in a text before it is divided into others; runs of spaces, which some add, are harmless."""
@@ -330,25 +398,28 @@ class PromptEncoder:
         return re.compile("|".join(re.escape(token) for token in added if len(token.strip()) > 1) or "(?!)")
 
     @functools.cached_property
-    def _answer_role(self) -> str:
-        """``tool``, or ``user`` where the template refuses that or leaves it out."""
-        for role in ("tool", "user"):
-            with suppress(DataError):
-                if "84" in self._render(role, "84").partition(_WRITTEN)[2]:
-                    return role
+    def _answer_style(self) -> tuple[str, bool]:
+        """Role of a tool's answer, and whether it must follow a message with a call: ``tool``, or ``user`` where the template refuses
+        that or leaves it out.
+        """
+        for role, with_calls in (("tool", False), ("tool", True), ("user", False)):
+            with suppress(DataError, ConfigError, ValueError):
+                rendered = self._render([{"role": role, "name": "look_up", "content": "84"}], with_calls=with_calls)
+                if "84" in rendered.partition(_WRITTEN)[2]:
+                    return role, with_calls
         raise ConfigError(
             "the tokenizer's chat template has no message of role 'tool' or 'user' after the assistant's, for a tool's "
             "answer; fix: another template, or chat='never'"
         )
 
-    def _render(self, role: str, answer: str) -> str:
-        """A conversation in which the answer follows a turn of the model."""
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": _WRITTEN},
-            {"role": role, "content": answer},
-        ]
-        text: str = self._apply(messages, tokenize=False, add_generation_prompt=True)
+    def _render(self, answers: Sequence[Message], *, with_calls: bool = False, answered: bool = True) -> str:
+        """A conversation in which the answers follow a turn of the model, with calls of the tools that they name."""
+        said: Message = {"role": "assistant", "content": _WRITTEN}
+        if with_calls:
+            calls = [Call(answer.get("name") or "look_up", {"word": _WRITTEN}) for answer in answers]
+            said = {"role": "assistant", "content": "", "tool_calls": [call.message() for call in calls]}
+        messages = [{"role": "user", "content": "?"}, said, *(answers if answered else ())]
+        text: str = self._apply(messages, tokenize=False, add_generation_prompt=answered)
         return text
 
     def _apply(self, messages: list[Message], **how: Any) -> Any:
@@ -376,6 +447,12 @@ class PromptEncoder:
         )
 
 
+def _same(one: str, other: str) -> int:
+    """Number of characters with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 # The task
 
 
@@ -390,8 +467,11 @@ class TextTask:
         reward_weights: one for each reward, in place of theirs.
         tool: a ``Tool``, a function from the text of a turn to the answer (None: no call), or the name of a registered
             tool.
+        tools: functions that the model calls by name, with type hints and a docstring that describes their arguments; or names of
+            registered ones.
         env: a ``TextEnv`` class, a function that makes one, or the name of a registered one. ``data`` are its episodes' options,
-            none by default: then episodes differ by their seeds, ``data_size`` of them.
+            none by default: then episodes differ by their seeds, ``data_size`` of them. Also a class as TRL's
+            ``environment_factory`` takes it, or several by the name that the data's column ``environment`` has.
         settings: other fields of ``TextTaskCfg``.
 
     Raises:
@@ -406,11 +486,14 @@ class TextTask:
         eval_data: object = None,
         reward_weights: Sequence[float] | None = None,
         tool: "str | Callable[[str], str | None] | None" = None,
-        env: "str | Callable[[], TextEnv] | None" = None,
+        tools: "Sequence[str | Callable[..., Any] | Tools]" = (),
+        env: object = None,
         **settings: Any,
     ) -> None:
         refuse_unknown(settings, {*TextTaskCfg.model_fields, "reward", "reward_weights"} - {"rewards"}, "TextTask")
-        if env is not None and not isinstance(env, str) and not callable(env):
+        if not isinstance(tools, list | tuple):
+            raise ConfigError(f"tools = {tools!r:.80}: expected a list of functions; fix: tools=[...]")
+        if env is not None and not isinstance(env, str | Mapping) and not callable(env):
             raise ConfigError(
                 f"env = {env!r:.80}: expected a class or a function that makes an environment, since each member of a group plays "
                 f"in its own; fix: env=lambda: {type(env).__name__}(...)"
@@ -432,7 +515,8 @@ class TextTask:
             eval_data=str(eval_data) if isinstance(eval_data, str | Path) else None if eval_data is None else GIVEN,
             rewards=tuple(cfgs),
             tool=GIVEN if callable(tool) else tool,
-            env=GIVEN if callable(env) else env,
+            tools=tuple(one if isinstance(one, str) else GIVEN for one in tools),
+            env=env if env is None or isinstance(env, str) else GIVEN,
             **settings,
         )
         """The settings, with ``<given in Python>`` in place of objects."""
@@ -441,7 +525,8 @@ class TextTask:
             "eval_data": None if isinstance(eval_data, str | Path) else eval_data,
             "reward": [one for one in rewards if callable(one)] or None,
             "tool": tool if callable(tool) else None,
-            "env": env if callable(env) else None,
+            "tools": [one for one in tools if not isinstance(one, str)] or None,
+            "env": None if isinstance(env, str) else env,
         }
         """The objects, as ``gw.resume`` takes them again."""
 
@@ -486,9 +571,14 @@ class TextTask:
             )
         given = iter(functions)
         made = [make_reward(cfg, next(given) if cfg.name == GIVEN else None) for cfg in cfgs]
-        if self.cfg.env is not None:
+        if self.cfg.env is not None and not (made and self._rewards_nothing()):
             made.insert(0, make_reward(RewardCfg(name=GIVEN), environment))
         return RewardSet(made, on_nonfinite, self.cfg.reward_timeout)
+
+    def _rewards_nothing(self) -> bool:
+        """Whether the environment is a class of TRL's that has no reward of its own."""
+        env = self.given["env"]
+        return inspect.isclass(env) and not hasattr(env, "step") and not hasattr(env, "get_reward")
 
     def tool(self) -> Callable[[str], str | None] | None:
         """The model's tool, as ``make_tool`` makes it; None if it has none."""
@@ -500,17 +590,18 @@ class TextTask:
         if cfg.by_seeds:
             return [Example("", {}, Start(derive_seed(0, "text env", part, number))) for number in range(size)]
         if source.startswith(GYM):
-            return gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
-        if source == GIVEN:
-            source = self.given[name]
-            if source is None:
-                raise ConfigError(f"the {name} were given in Python; fix: give them again as {name}=...")
-        if cfg.env is None:
-            return load_examples(source, prompt_column=cfg.prompt_column)
-        rows = load_examples(source, prompt_column=None)
-        return [
-            row._replace(start=Start(derive_seed(0, "text env", part, n), row.columns)) for n, row in enumerate(rows)
-        ]
+            examples = gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
+        else:
+            if source == GIVEN:
+                source = self.given[name]
+                if source is None:
+                    raise ConfigError(f"the {name} were given in Python; fix: give them again as {name}=...")
+            examples = load_examples(source, prompt_column=None if cfg.env else cfg.prompt_column)
+        if not cfg.has_env:
+            return examples
+        seeds = [derive_seed(0, "text env", part, number) for number in range(len(examples))]
+        rows = [one.columns if cfg.env else {cfg.prompt_column: one.prompt, **one.columns} for one in examples]
+        return [one._replace(start=Start(seed, row)) for one, seed, row in zip(examples, seeds, rows, strict=True)]
 
 
 def environment(completions: Sequence[object], episode_return: Sequence[float] = (), **columns: object) -> list[float]:

@@ -71,6 +71,8 @@ class UserObjects(NamedTuple):
     """Functions that score completions, one or several."""
     tool: Any = None
     """A tool that a language model can call."""
+    tools: Any = None
+    """Functions that a language model calls by name."""
 
     @classmethod
     def again(cls, objects: Mapping[str, Any]) -> "UserObjects":

@@ -1,0 +1,368 @@
+"""Environments made of tools: functions, and classes as TRL's ``environment_factory`` takes them."""
+
+import asyncio
+import copy
+import functools
+import inspect
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import ValidationError, validate_call
+
+from groupwise.config.base import GIVEN
+from groupwise.config.run import TextTaskCfg
+from groupwise.errors import ConfigError, EnvError, require_extra
+from groupwise.plugins import TEXT_ENVS
+from groupwise.text.calls import Call, Schema, read_calls
+from groupwise.text.envs import MakeTextEnv, Observation, TextEnv
+from groupwise.text.rewards import Message, Prompt, make_registered
+from groupwise.text.tools import TOOLS, Tool
+
+# Tools
+
+
+class Tools(ABC):
+    """Tools that keep something over an episode, so that each member of a group has a copy of its own."""
+
+    @abstractmethod
+    def begin(self, seed: int) -> None:
+        """Begin an episode."""
+
+    @abstractmethod
+    def tools(self) -> Sequence["BoundTool"]:
+        """The tools of the episode that began."""
+
+    def close(self) -> None:  # noqa: B027  there may be nothing to free
+        """Free what they hold."""
+
+
+class BoundTool(NamedTuple):
+    """A tool that is ready to be called."""
+
+    schema: Schema
+    call: Callable[..., Any]
+    """Takes the arguments by name; a coroutine function is awaited. ``ValidationError``: arguments that do not fit."""
+
+    @property
+    def name(self) -> str:
+        """Name by which the model calls it."""
+        name: str = self.schema["function"]["name"]
+        return name
+
+
+def bound_tool(function: Callable[..., Any]) -> BoundTool:
+    """A tool from a function's name, type hints and docstring (Google's style, with ``Args:``).
+
+    Raises:
+        ConfigError: it has no docstring, or an argument no type hint.
+    """
+    require_extra("transformers", "text")
+    from transformers.utils import get_json_schema
+
+    name = getattr(function, "__name__", repr(function))
+    try:
+        schema: Schema = get_json_schema(function)
+        checked: Callable[..., Any] = validate_call(config={"arbitrary_types_allowed": True})(function)
+    except Exception as error:
+        raise ConfigError(
+            f"the tool {name} cannot be described to a model: {error}; fix: a type hint for each argument, and a docstring that "
+            "describes each under Args:"
+        ) from error
+    return BoundTool(schema, checked)
+
+
+# Environments
+
+
+class ToolEnv(TextEnv):
+    """An episode with tools: the model's turn calls them, and reads their results; a turn without a call ends it.
+
+    Args:
+        made: an object as TRL's ``environment_factory`` has it: ``reset(**row)`` returns a text or None, ``get_reward()`` the reward,
+            and its other public methods are tools. None: there are functions only.
+        tools: functions, sync or async, and ``Tools``.
+        prompt_column: of the row; the observation of ``reset`` is added to its last message.
+        max_parse_errors: turns in a row whose calls cannot be read or have wrong arguments, after which the episode ends.
+        max_tool_calls: most calls of an episode.
+        on_tool_error: ``tell`` the model the error that a tool raises, or ``raise`` it.
+    """
+
+    def __init__(
+        self,
+        made: Any = None,
+        tools: Sequence[Any] = (),
+        *,
+        prompt_column: str = "prompt",
+        max_parse_errors: int = 3,
+        max_tool_calls: int | None = None,
+        on_tool_error: Literal["tell", "raise"] = "tell",
+    ) -> None:
+        self.made, self._given = made, [copy.copy(tool) if isinstance(tool, Tools) else tool for tool in tools]
+        self._column, self._most_errors, self._most_calls = prompt_column, max_parse_errors, max_tool_calls
+        self._on_error: Literal["tell", "raise"] = on_tool_error
+        self._errors = self._calls = 0
+        methods = [] if made is None else [member for _, member in inspect.getmembers(made, inspect.ismethod)]
+        if made is not None and not callable(getattr(made, "reset", None)):
+            raise ConfigError(
+                f"{type(made).__name__} has no method reset; fix: a gw.TextEnv, or reset(**row) as for TRL's environment_factory"
+            )
+        own = [one for one in methods if not one.__name__.startswith("_") and one.__name__ not in _NO_TOOLS]
+        functions = [tool for tool in tools if not isinstance(tool, Tools)]
+        self._tools = {tool.name: tool for tool in map(bound_tool, (*own, *functions))}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ToolEnv":
+        """An episode that goes on by itself: its tools are methods of the copy."""
+        limits = {"max_parse_errors": self._most_errors, "max_tool_calls": self._most_calls}
+        tools = [copy.deepcopy(tool, memo) if isinstance(tool, Tools) else tool for tool in self._given]
+        made = copy.deepcopy(self.made, memo)
+        copied = ToolEnv(made, tools, prompt_column=self._column, on_tool_error=self._on_error, **limits)  # type: ignore[arg-type]
+        copied._errors, copied._calls = self._errors, self._calls
+        copied._bind()
+        return copied
+
+    def _bind(self) -> None:
+        for several in self._given:
+            if isinstance(several, Tools):
+                self._tools |= {tool.name: tool for tool in several.tools()}
+
+    @property
+    def tools(self) -> Sequence[Schema]:  # type: ignore[override]
+        """Schemas of the tools."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Prompt, dict[str, Any]]:
+        """Begin an episode with a row of the data."""
+        row, self._errors, self._calls = dict(options or {}), 0, 0
+        for several in self._given:
+            if isinstance(several, Tools):
+                several.begin(seed or 0)
+        self._bind()
+        prompt, observation = row.get(self._column), None
+        if self.made is not None:
+            observation = awaited(self.made.reset(**row))
+        if prompt is None and observation is None:
+            raise EnvError(
+                f"there is no prompt: the data have no column {self._column!r}, and reset() returned None; fix: one of the two"
+            )
+        if prompt is None or observation is None:
+            return (observation or "") if prompt is None else prompt, {}
+        if isinstance(observation, list):
+            observation = "".join(part.get("text", "") for part in observation)
+        if isinstance(prompt, str):
+            return f"{prompt}{observation}", {}
+        *before, last = prompt
+        return (*before, {**last, "content": f"{last['content']}{observation}"}), {}
+
+    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Run the calls of a turn, in their order; the observation is their results."""
+        _, calls = read_calls(text)
+        if not calls:
+            return "", 0.0, True, False, {"ending": "no_call"}
+        counts = {"tool_calls": 0, "tool_errors": 0, "parse_errors": 0}
+        results, info = list[Message](), {"counts": counts}
+        for call in calls:
+            if self._most_calls is not None and self._calls == self._most_calls:
+                return results, 0.0, False, True, info | {"ending": "max_tool_calls"}
+            name = call.name if isinstance(call, Call) else ""
+            result, kind = self._run(call)
+            counts[kind] += 1
+            counts["tool_calls"] += kind == "tool_errors"
+            self._calls += kind != "parse_errors"
+            results.append({"role": "tool", "name": name, "content": result})
+        self._errors = self._errors + 1 if counts["parse_errors"] else 0
+        if self._errors == self._most_errors:
+            return results, 0.0, False, True, info | {"ending": "parse_errors"}
+        return results, 0.0, False, False, info
+
+    def _run(self, call: Call | str) -> tuple[str, str]:
+        """What the model reads, and what it counts as."""
+        if isinstance(call, str):
+            return f"error: {call}", "parse_errors"
+        if call.name not in self._tools:
+            return f"error: there is no tool {call.name!r:.80}; there are {', '.join(self._tools)}", "parse_errors"
+        try:
+            result = awaited(self._tools[call.name].call(**call.arguments))
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+            return f"error: wrong arguments of {call.name}: {wrong}", "parse_errors"
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            return f"error: {type(error).__name__}: {error}", "tool_errors"
+        try:
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), "tool_calls"
+        except (TypeError, ValueError, RecursionError):
+            return str(result), "tool_calls"
+
+    @property
+    def unwrapped(self) -> Any:
+        """The object."""
+        return self if self.made is None else self.made
+
+    def final_reward(self) -> float:
+        """What the object says that the episode earned."""
+        reward = getattr(self.made, "get_reward", None)
+        return 0.0 if reward is None else awaited(reward())
+
+    def sample_action(self, rng: np.random.Generator) -> str:
+        """A call with arguments that the schema allows."""
+        tool = list(self._tools.values())[rng.integers(len(self._tools))].schema["function"]
+        properties = tool.get("parameters", {}).get("properties", {})
+        return str(Call(tool["name"], {name: _sample(schema, rng) for name, schema in properties.items()}))
+
+    def close(self) -> None:
+        """Close the object and the tools."""
+        for one in (self.made, *self._given):
+            if (close := getattr(one, "_close", None) or getattr(one, "close", None)) is not None:
+                close()
+
+
+_NO_TOOLS = ("reset", "get_reward")
+
+
+def _sample(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:
+    if "enum" in schema:
+        return schema["enum"][rng.integers(len(schema["enum"]))]
+    kind = schema.get("type", "string")
+    match kind if isinstance(kind, str) else kind[0]:
+        case "integer":
+            return int(rng.integers(10))
+        case "number":
+            return float(rng.integers(10))
+        case "boolean":
+            return bool(rng.integers(2))
+        case "array":
+            return [_sample(schema.get("items", {}), rng) for _ in range(rng.integers(1, 4))]
+        case "object":
+            return {}
+    return str(rng.integers(10)) if rng.integers(2) else "".join(rng.choice([*"aeioustrnl"], 5))
+
+
+class OneOf(TextEnv):
+    """The environment that the column ``environment`` of each row names.
+
+    Args:
+        makes: what makes each, by name.
+    """
+
+    def __init__(self, makes: Mapping[str, Callable[[], TextEnv]]) -> None:
+        self._makes, self._made = makes, dict[str, TextEnv]()
+        self.current: TextEnv = self
+
+    @property
+    def tools(self) -> Sequence[Schema]:  # type: ignore[override]
+        """Schemas of the tools of the row's environment."""
+        return () if self.current is self else self.current.tools
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Prompt, dict[str, Any]]:
+        """Begin an episode of the environment that the row names."""
+        row = dict(options or {})
+        name = row.pop("environment", None)
+        if name not in self._makes:
+            raise EnvError(
+                f"the row's environment is {name!r:.80}; expected one of {', '.join(self._makes)}; fix: a column 'environment'"
+            )
+        if name not in self._made:
+            self._made[name] = self._makes[name]()
+        self.current = self._made[name]
+        return self.current.reset(seed=seed, options=row)
+
+    def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Play a turn in it."""
+        return self.current.step(text)
+
+    @property
+    def unwrapped(self) -> Any:
+        """The one that the row names."""
+        return self if self.current is self else self.current.unwrapped
+
+    def final_reward(self) -> float:
+        """What it says at the end."""
+        return self.current.final_reward()
+
+    def sample_action(self, rng: np.random.Generator) -> str:
+        """One of its turns."""
+        return self.current.sample_action(rng)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for env in self._made.values():
+            env.close()
+
+
+def awaited(result: Any) -> Any:
+    """The result, awaited if it is a coroutine: in one loop for all calls, as async clients are bound to it."""
+    if not inspect.iscoroutine(result):
+        return result
+    done: Future[Any] = asyncio.run_coroutine_threadsafe(result, _loop())
+    return done.result()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="tools").start()  # notebooks run their own loop
+    return loop
+
+
+# The environment of a task
+
+
+def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) -> MakeTextEnv | None:
+    """Makes an instance of the environment that the settings name, or of what was given in Python; None if there is none.
+
+    Args:
+        env: a class or function, or several by the name that the column ``environment`` has.
+        tools: those given in Python, in their order.
+
+    Raises:
+        ConfigError: there is no such environment or tool, it does not take its settings, or it was given in Python and is missing.
+    """
+    if not cfg.has_env:
+        return None
+    if cfg.tools.count(GIVEN) != len(tools):
+        raise ConfigError(
+            f"{cfg.tools.count(GIVEN)} tool(s) were given in Python, but now {len(tools)}; fix: give them again, in their order, as tools=..."
+        )
+    given = iter(tools)
+    functions = [next(given) if name == GIVEN else make_registered("tool", TOOLS, name, {}) for name in cfg.tools]
+    for name, tool in zip(cfg.tools, functions, strict=True):
+        if isinstance(tool, Tool) or not (isinstance(tool, Tools) or callable(tool)):
+            raise ConfigError(
+                f"tools: {repr(tool) if name == GIVEN else repr(name):.80} is no function that a model calls by name; fix: tool=, for one that reads the turn's text"
+            )
+    settings: dict[str, Any] = {
+        "tools": functions,
+        "prompt_column": cfg.prompt_column,
+        "max_parse_errors": cfg.max_parse_errors,
+    }
+    settings |= {"max_tool_calls": cfg.max_tool_calls, "on_tool_error": cfg.on_tool_error}
+
+    def whole(make: Callable[[], Any]) -> MakeTextEnv:
+        def made() -> TextEnv:
+            one = make()
+            if isinstance(one, TextEnv) and functions:
+                raise ConfigError(
+                    f"{type(one).__name__} is a TextEnv, which has tools of its own; fix: leave tools out"
+                )
+            return one if isinstance(one, TextEnv) else ToolEnv(one, **settings)
+
+        return made
+
+    if cfg.env is None:
+        return partial(ToolEnv, **settings)
+    if cfg.env != GIVEN:
+        return whole(partial(make_registered, "text env", TEXT_ENVS, cfg.env, cfg.env_kwargs))
+    if env is None:
+        raise ConfigError("the environment was given in Python; fix: give it again as env=...")
+    return partial(OneOf, {name: whole(one) for name, one in env.items()}) if isinstance(env, Mapping) else whole(env)

@@ -1,0 +1,636 @@
+"""Functions and TRL's classes as environments: schemas, calls, errors, limits, rewards; environments at once, slow or broken ones."""
+
+import asyncio
+import copy
+import json
+import random
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from text_games import Guess
+from text_runs import logged, same_weights, save_model, train
+
+import groupwise as gw
+from groupwise.config.run import TextTaskCfg
+from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.text.calls import Call
+from groupwise.text.envs import TextEnvs, TextEpisode, check_text_env, check_text_starts, play_samples
+from groupwise.text.task import Start
+from groupwise.text.tool_env import OneOf, ToolEnv, make_text_env
+
+WORDS = ("crane", "pearl", "mango", "olive")
+
+
+class Wordle:
+    """As TRL's documentation of ``environment_factory`` has it: it draws from the process's generator, without a seed."""
+
+    def reset(self, **row):
+        self._word, self._left, self.done, self.reward, self.row = random.choice(WORDS), 3, False, 0.0, row
+        return "Guess a word of five letters."
+
+    def guess(self, word: str) -> str:
+        """Make a guess.
+
+        Args:
+            word: Five letters.
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        self._left -= 1
+        self.reward = float(word == self._word)
+        self.done = not self._left or word == self._word
+        return "".join(
+            "G" if a == b else "Y" if a in self._word else "X" for a, b in zip(word, self._word, strict=False)
+        )
+
+    def _hidden(self):
+        raise AssertionError
+
+    def get_reward(self):
+        return self.reward
+
+
+class Echo:
+    """As TRL's example: its reward is read by a function, and its prompt is in the data."""
+
+    def reset(self, **row):
+        self.reward = 0.0
+
+    def echo(self, message: str) -> str:
+        """Echo the message.
+
+        Args:
+            message: The message.
+        """
+        self.reward = len(message) / 10
+        return message
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+async def later(a: float) -> dict:
+    """Half of a number.
+
+    Args:
+        a: The number.
+    """
+    await asyncio.sleep(0)
+    return {"half": a / 2}
+
+
+def call(name, **arguments):
+    return str(Call(name, arguments))
+
+
+def played(env, *turns, row=None):
+    episode = TextEpisode(env)
+    episode.reset(Start(0, row))
+    for turn in turns:
+        episode.step(turn)
+    return episode
+
+
+# What the model is shown, and what its calls do
+
+
+def test_public_methods_are_tools():
+    episode = played(ToolEnv(Wordle()))
+    [schema] = episode.tools
+    assert schema["function"]["name"] == "guess"
+    assert schema["function"]["parameters"]["properties"]["word"] == {"type": "string", "description": "Five letters."}
+    assert episode.prompt == "Guess a word of five letters."
+
+
+def test_an_episode_ends_by_a_turn_without_a_call_and_has_its_reward_then():
+    env = ToolEnv(Wordle())
+    episode = TextEpisode(env)
+    episode.reset(Start(0))
+    word = env.made._word
+    episode.step(call("guess", word="crust"))
+    assert episode.observations[-1] == "".join(
+        "G" if a == b else "Y" if a in word else "X" for a, b in zip("crust", word, strict=True)
+    )
+    episode.step(call("guess", word=word))
+    assert (episode.observations[-1], episode.ending, episode.total) == ("GGGGG", None, 0.0)
+    episode.step(call("guess", word="crust"))
+    assert episode.observations[-1] == "error: ValueError: Game over."
+    episode.step("I won.")
+    assert (episode.ending, episode.rewards, episode.final_reward, episode.total) == ("no_call", [0.0] * 4, 1.0, 1.0)
+    assert episode.counts == {"tool_calls": 3, "tool_errors": 1, "parse_errors": 0}
+
+
+def test_the_observation_of_reset_is_added_to_the_prompt_of_the_row():
+    assert played(ToolEnv(Wordle()), row={"prompt": "Hi. "}).prompt == "Hi. Guess a word of five letters."
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U "}]
+    episode = played(ToolEnv(Wordle()), row={"prompt": messages, "level": 3})
+    assert episode.prompt[-1] == {"role": "user", "content": "U Guess a word of five letters."}
+    assert episode.env.made.row == {"prompt": messages, "level": 3}
+    assert messages[-1]["content"] == "U "
+    assert played(ToolEnv(Echo()), row={"prompt": "P"}).prompt == "P"
+    with pytest.raises(
+        EnvError, match=r"there is no prompt: the data have no column 'prompt', and reset\(\) returned None"
+    ):
+        played(ToolEnv(Echo()))
+
+
+def test_functions_are_tools_sync_or_async_and_several_calls_keep_their_order():
+    env = ToolEnv(tools=[add, later])
+    turn = call("later", a=3) + call("add", a=1, b=2) + call("add", a="4") + call("later", a=1)
+    episode = TextEpisode(env)
+    episode.reset(Start(0, {"prompt": "?"}))
+    messages = episode.step(f"Let me see.{turn}")
+    assert [(m["role"], m["name"], m["content"]) for m in messages] == [
+        ("tool", "later", '{"half": 1.5}'), ("tool", "add", "3"), ("tool", "add", "5"), ("tool", "later", '{"half": 0.5}')
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [
+        (call("sub", a=1), "error: there is no tool 'sub'; there are add"),
+        (call("add"), "error: wrong arguments of add: a: Missing required argument"),
+        (call("add", a="x"), "error: wrong arguments of add: a: Input should be a valid integer"),
+        (call("add", a=1, c=2), "error: wrong arguments of add: c: Unexpected keyword argument"),
+        ("<tool_call>{a}</tool_call>", "error: the call is no JSON"),
+        (call("__class__"), "error: there is no tool"),
+        (call("reset"), "error: there is no tool"),
+    ],
+)
+def test_calls_that_fit_no_tool_are_told_and_end_the_episode_after_some_in_a_row(turn, told):
+    episode = played(ToolEnv(tools=[add], max_parse_errors=2), turn, call("add", a=1), turn, row={"prompt": "?"})
+    assert told in episode.observations[0]
+    assert episode.ending is None
+    episode.step(turn)
+    assert (episode.ending, episode.counts["parse_errors"]) == ("parse_errors", 3)
+    assert told in episode.observations[-1]
+
+
+def test_errors_of_tools_are_told_or_raised():
+    def broken(a: int) -> str:
+        """Break.
+
+        Args:
+            a: Any.
+        """
+        raise KeyError("no such row")
+
+    episode = played(ToolEnv(tools=[broken]), call("broken", a=1), row={"prompt": "?"})
+    assert episode.observations == ["error: KeyError: 'no such row'"]
+    assert episode.counts == {"tool_calls": 1, "tool_errors": 1, "parse_errors": 0}
+    with pytest.raises(EnvError, match=r"raised KeyError: 'no such row'"):
+        played(ToolEnv(tools=[broken], on_tool_error="raise"), call("broken", a=1), row={"prompt": "?"})
+
+
+def test_calls_are_limited():
+    turn = call("add", a=1) * 3
+    episode = played(ToolEnv(tools=[add], max_tool_calls=4), turn, turn, row={"prompt": "?"})
+    assert (episode.ending, episode.counts["tool_calls"], episode.observations) == (
+        "max_tool_calls",
+        4,
+        ["2\n2\n2", "2"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            partial(ToolEnv, tools=[lambda x: x]),
+            r"the tool <lambda> cannot be described to a model: .*docstring!; fix: a type hint",
+        ),
+        (partial(ToolEnv, object()), r"object has no method reset; fix: a gw.TextEnv, or reset\(\*\*row\)"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_copy_of_an_episode_goes_on_by_itself():
+    first = played(ToolEnv(Wordle(), max_tool_calls=2), call("guess", word="zzzzz"))
+    second = copy.deepcopy(first)
+    second.env.made._word = "zzzzz"
+    second.step(call("guess", word="zzzzz"))
+    assert (second.observations[-1], first.env.made.reward, second.env.made.reward) == (
+        "GGGGG",
+        first.env.made.reward,
+        1.0,
+    )
+    second.step(call("guess", word="zzzzz"))
+    assert second.ending == "max_tool_calls"  # calls before the copy count
+    assert first.ending is None
+
+
+# Shared starts
+
+
+def test_members_of_an_unchanged_class_that_draws_without_a_seed_share_a_start():
+    make = make_text_env(TextTaskCfg(env="<given in Python>"), Wordle)
+    report = check_text_env(make)
+    assert (report.mode, report.kept, report.start_varies) == ("seed", ("random",), True)
+    for kept, words in ((("random",), 1), ((), 2)):
+        envs = TextEnvs(make, "seed", kept)
+        found = [{e.env.made._word for e in envs.open(Start(seed), 8)[0]} for seed in range(10)]
+        assert max(map(len, found)) >= words
+        assert (max(map(len, found)) == 1) == bool(kept)
+        envs.close()
+
+
+def test_calls_are_sampled_by_the_schema():
+    def many(a: int, b: float, c: bool, d: list[int], e: str, f: dict, g: int | None = None) -> str:
+        """Many.
+
+        Args:
+            a: A.
+            b: B.
+            c: C.
+            d: D.
+            e: (choices: ["x", "y"]) E.
+            f: F.
+            g: G.
+        """
+        return json.dumps([a, b, c, d, e])
+
+    env = ToolEnv(tools=[many, add])
+    env.reset(seed=0, options={"prompt": "?"})
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        observation, *_, info = env.step(env.sample_action(rng))
+        assert info["counts"]["parse_errors"] == 0, observation
+
+
+def test_rows_choose_their_environment():
+    env = OneOf({"wordle": lambda: ToolEnv(Wordle()), "guess": Guess})
+    first = played(env, row={"environment": "wordle", "level": 2})
+    assert first.tools[0]["function"]["name"] == "guess"
+    assert first.env.unwrapped.row == {"level": 2}
+    second = played(env, "7", row={"environment": "guess"})
+    assert second.tools == []
+    assert isinstance(second.env.unwrapped, Guess)
+    with pytest.raises(EnvError, match=r"environment is 'chess'; expected one of wordle, guess"):
+        played(env, row={"environment": "chess"})
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lm") / "model", chat=True, positions=4096)
+
+
+class Scripted(gw.Callback):
+    """Keeps the members of each rollout."""
+
+    def __init__(self):
+        self.members = []
+
+    def on_rollout_end(self, trainer, rollout):
+        self.members += trainer.collector.members
+
+
+ROWS = [{"prompt": f"{n}", "environment": "echo"} for n in range(8)]
+SHORT = {"max_new_tokens": 4}
+
+
+def test_a_run_of_trls_echo_example(model, tmp_path):
+    seen = []
+
+    def reward(environments, **kwargs):
+        seen.append((environments, kwargs))
+        return [env.reward + 0.1 * n for n, env in enumerate(environments)]
+
+    look = Scripted()
+    run = train(
+        gw.TextTask(ROWS, env=Echo, reward=reward),
+        model,
+        tmp_path / "run",
+        sampling=SHORT,
+        callbacks=[look],
+        total_steps=None,
+        total_iterations=1,
+    )
+    assert len(seen[0][0]) == 16
+    assert all(isinstance(env, Echo) for env in seen[0][0])
+    assert len({id(env) for env in seen[0][0]}) == 16  # one for each member
+    assert "reward/environment_mean" not in run.metrics()[-1]  # the class has no reward of its own
+    assert [member.reward for member in look.members] == pytest.approx([0.1 * n for n in range(16)])
+    assert {member.episode.ending for member in look.members} <= {"no_call", "max_tokens"}
+
+
+def test_a_run_with_functions_and_one_with_several_classes(model, tmp_path):
+    run = train(
+        gw.TextTask(ROWS, tools=[add, later], reward=lambda completions, **_: [0.0] * len(completions)), model,
+        tmp_path / "tools", sampling=SHORT, total_steps=None, total_iterations=1,
+    )  # fmt: skip
+    assert {"rollout/tool_calls", "rollout/parse_errors", "rollout/stop_no_call"} <= run.metrics()[-1].keys()
+    rows = [{"environment": ("echo", "wordle")[n % 2], "prompt": "?"} for n in range(8)]
+    look = Scripted()
+    task = gw.TextTask(
+        rows, env={"echo": Echo, "wordle": Wordle}, reward=lambda completions, **_: [0.0] * len(completions)
+    )
+    run = train(
+        task,
+        model,
+        tmp_path / "several",
+        sampling=SHORT,
+        callbacks=[look],
+        total_steps=None,
+        total_iterations=2,
+        num_prompts=4,
+    )
+    assert {member.episode.tools[0]["function"]["name"] for member in look.members} == {"echo", "guess"}
+    with pytest.raises(ConfigError, match=r"env"):
+        gw.resume(run.path, total_iterations=3)
+
+
+class Slow(Guess):
+    """Takes a while, and no two calls of the same instance at once."""
+
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def step(self, text):
+        with Slow.lock:
+            Slow.running += 1
+            Slow.most = max(Slow.most, Slow.running)
+        time.sleep(0.01)
+        with Slow.lock:
+            Slow.running -= 1
+        return super().step(text)
+
+
+ONE = {"max_new_tokens": 2, "stop": tuple("0123456789 ")}
+
+
+@pytest.mark.parametrize("threads", [4, 16])
+def test_environments_play_at_once_and_results_do_not_depend_on_it(model, tmp_path, threads):
+    runs = []
+    for number, count in enumerate((1, threads)):
+        Slow.most = 0
+        task = gw.TextTask(env=Slow, max_turns=3, data_size=20, env_threads=count)
+        runs.append(
+            train(
+                task, model, tmp_path / str(number), sampling=ONE, total_steps=None, total_iterations=2, num_prompts=4
+            )
+        )
+        assert (Slow.most > 1) == (count > 1)
+        assert Slow.most <= count
+    assert same_weights(*runs)
+    assert logged(runs[0]) == logged(runs[1])
+
+
+class Fails(Guess):
+    """Fails at the second turn of some episodes."""
+
+    made = 0
+    how = "raise"
+
+    def __init__(self):
+        super().__init__()
+        Fails.made += 1
+        self.number = Fails.made
+
+    def step(self, text):
+        if self.left == 2 and self.fails():
+            if Fails.how == "hang":
+                time.sleep(3)
+            elif Fails.how == "exit":
+                raise SystemExit(3)
+            else:
+                raise RuntimeError("the server is gone")
+        return super().step(text)
+
+    def fails(self):
+        return self.secret < 5 and self.number > 1  # the check before training plays in the first
+
+
+@pytest.mark.parametrize("how", ["raise", "hang", "exit"])
+def test_a_broken_episode_costs_itself_only(model, tmp_path, how, monkeypatch):
+    monkeypatch.setattr(Fails, "how", how)
+    monkeypatch.setattr(Fails, "made", 0)
+    look = Scripted()
+    task = gw.TextTask(env=Fails, max_turns=3, data_size=20, start_mode="none", env_timeout=0.2, env_threads=8)
+    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "drop"})
+    run = train(
+        task,
+        model,
+        tmp_path / "run",
+        algorithm,
+        sampling=ONE,
+        total_steps=None,
+        total_iterations=2,
+        num_prompts=4,
+        callbacks=[look],
+    )
+    broken = [member for member in look.members if member.episode.broken]
+    assert broken
+    assert len(broken) < len(look.members)
+    assert all(
+        member.reward is None and member.episode.ending == ("timeout" if how == "hang" else "env_error")
+        for member in broken
+    )
+    assert sum(entry["rollout/env_errors"] for entry in run.metrics()) == len(broken)
+    assert all(member.reward is not None for member in look.members if not member.episode.broken)
+
+
+class Once(Fails):
+    """Fails in the first instances only."""
+
+    def fails(self):
+        return 1 < self.number <= 4
+
+
+def test_a_broken_episode_is_played_again_up_to_where_it_was(model, tmp_path, monkeypatch):
+    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "retry"})
+    runs = []
+    for number, make in enumerate((Once, Guess)):
+        monkeypatch.setattr(Fails, "made", 0)
+        task = gw.TextTask(env=make, max_turns=3, data_size=20, start_mode="none")
+        runs.append(
+            train(
+                task,
+                model,
+                tmp_path / str(number),
+                algorithm,
+                sampling=ONE,
+                total_steps=None,
+                total_iterations=2,
+                num_prompts=2,
+            )
+        )
+    assert sum(entry["rollout/env_errors"] for entry in runs[0].metrics()) > 0
+    assert same_weights(*runs)
+
+
+def test_errors_end_the_run_by_default(model, tmp_path):
+    task = gw.TextTask(env=Fails, max_turns=3, data_size=20, start_mode="none")
+    with pytest.raises(EnvError, match=r"Fails.step\(\) raised RuntimeError: the server is gone\n  the turn: "):
+        train(task, model, tmp_path / "run", sampling=ONE, total_steps=None, total_iterations=2)
+
+
+def test_an_episode_that_is_played_again_must_answer_as_before():
+    class Other(Guess):
+        def __init__(self):
+            super().__init__(turns=5)
+            self.answer = next(count)
+
+        def step(self, text):
+            observation, *others = super().step(text)
+            if self.answer == 0 and self.left == 3:
+                raise RuntimeError
+            return f"{observation}{self.answer}", *others
+
+    count = iter(range(10))
+    envs = TextEnvs(Other, "seed", on_error="retry")
+    [episode], _ = envs.open(Start(0), 1)
+    envs.play(episode, "x")
+    assert envs.play(episode, "x") == ()
+    assert (episode.broken, episode.ending) == (True, "env_error")
+    envs.close()
+
+
+def test_instances_that_failed_are_not_used_again(monkeypatch):
+    closed = []
+    monkeypatch.setattr(Fails, "close", lambda self: closed.append(self), raising=False)
+    monkeypatch.setattr(Fails, "fails", lambda self: True)
+    envs = TextEnvs(Fails, "seed", on_error="drop")
+    [episode], _ = envs.open(Start(0), 1)
+    first = episode.env
+    envs.play(episode, "x")
+    envs.play(episode, "x")
+    assert closed == [first]
+    [other], _ = envs.open(Start(0), 1)
+    assert other.env is not first
+    envs.close()
+
+
+def test_time_limits_need_a_generator_of_its_own(model, tmp_path):
+    task = gw.TextTask(env=Wordle, data_size=4, env_timeout=5)
+    with pytest.raises(ConfigError, match=r"draws from the process's random, so a call .*fix: a generator of its own"):
+        train(task, model, tmp_path / "run", total_steps=None, total_iterations=1)
+
+
+# Limits of texts
+
+
+class Long(gw.TextEnv):
+    """Answers by many characters."""
+
+    def __init__(self, size=200, turns=3):
+        self.size, self.turns = size, turns
+
+    def reset(self, *, seed=None, options=None):
+        self.left = self.turns
+        return "1", {}
+
+    def step(self, text):
+        self.left -= 1
+        return "0123456789" * (self.size // 10), 1.0, not self.left, False, {}
+
+    def sample_action(self, rng):
+        return "1"
+
+
+def long_run(model, folder, make=Long, **settings):
+    look = Scripted()
+    task = gw.TextTask(env=make, max_turns=5, data_size=4, **settings)
+    run = train(task, model, folder, sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look])
+    return run, look.members
+
+
+def test_long_observations_are_cut_in_the_middle_or_end_the_episode(tmp_path):
+    texts = save_model(tmp_path / "texts", positions=4096)
+    _, members = long_run(texts, tmp_path / "cut", max_observation_tokens=50)
+    played_on = [member for member in members if member.turns > 1]
+    assert played_on
+    for member in played_on:
+        for message in member.messages[1::2]:
+            assert len(message["content"].replace("<unk>", "?")) <= 60
+            assert message["content"].startswith("0123")
+            assert message["content"].endswith("789")
+        assert member.turn.count(-1) <= 50 * (member.turns - 1)
+    run, members = long_run(texts, tmp_path / "end", max_observation_tokens=50, on_long_observation="end")
+    assert {member.turns for member in members} == {1}
+    assert run.metrics()[-1]["rollout/stop_max_tokens"] == 1
+
+
+def test_episodes_have_at_most_so_many_tokens(tmp_path):
+    texts = save_model(tmp_path / "texts", positions=4096)
+    _, members = long_run(texts, tmp_path / "run", max_episode_tokens=300)
+    assert max(len(member.tokens) for member in members) <= 300
+    assert {member.turns for member in members if member.episode.turns} == {2}
+
+
+def test_enormous_observations_cost_no_time(tmp_path):
+    texts = save_model(tmp_path / "texts", positions=512)
+    for settings in ({}, {"max_observation_tokens": 20}):
+        began = time.process_time()
+        long_run(texts, tmp_path / f"{len(settings)}", partial(Long, size=10_000_000), **settings)
+        assert time.process_time() - began < 30
+
+
+def test_episodes_have_a_time(model, tmp_path):
+    class Sleeps(Guess):
+        def step(self, text):
+            time.sleep(0.2)
+            return super().step(text)
+
+    task = gw.TextTask(env=Sleeps, max_turns=3, data_size=8, episode_timeout=0.1)
+    look = Scripted()
+    train(task, model, tmp_path / "run", sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look])
+    late = [member for member in look.members if member.episode.ending == "timeout"]
+    assert late
+    assert all(member.reward is not None and len(member.episode.turns) == member.turns - 1 for member in late)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tool_calls": 3}, "max_tool_calls=3 has no effect without an environment"),
+        ({"env_threads": 2}, "env_threads=2 has no effect"),
+        ({"tools": ("search",), "tool": "calculator"}, r"tools=\('search',\) and tool='calculator' both answer"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TextTaskCfg(data="x.jsonl", **settings)
+
+
+def test_tools_that_were_given_are_given_again():
+    cfg = gw.TextTask(ROWS, tools=[add]).cfg
+    assert cfg.tools == ("<given in Python>",)
+    with pytest.raises(ConfigError, match=r"1 tool\(s\) were given in Python, but now 0; fix: give them again"):
+        make_text_env(cfg)
+    with pytest.raises(ConfigError, match=r"'calculator' is no function that a model calls by name; fix: tool="):
+        make_text_env(TextTaskCfg(data="x.jsonl", tools=("calculator",)))
+    with pytest.raises(ConfigError, match=r"tools = <function add.*expected a list of functions"):
+        gw.TextTask(ROWS, tools=add)
+    with pytest.raises((ConfigError, DataError), match=r"TextEnv, which has tools of its own"):
+        make_text_env(gw.TextTask(env=Guess, tools=[add]).cfg, Guess, [add])()
+
+
+def test_the_check_compares_what_the_object_earns():
+    class Unfair(Wordle):
+        def get_reward(self):
+            return time.monotonic()
+
+    make = make_text_env(TextTaskCfg(env="<given in Python>"), Unfair)
+    starts = [Start(n) for n in range(2)]
+
+    def to_the_end(episode, start, prompt):
+        return [*play_samples(episode, start, prompt, max_turns=2), (episode.step("end") and "end") or "end"]
+
+    with pytest.raises(EnvError, match=r"do not share a start"):
+        check_text_starts(make, "seed", starts, to_the_end)

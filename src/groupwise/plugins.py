@@ -44,6 +44,16 @@ def register_text_env(name: str) -> Callable[[Callable[..., Any]], Callable[...,
     return register("text env", TEXT_ENVS, name)
 
 
+TEXT_GAMES = {"textarena": "TextArena"}
+"""Families of public games, by the prefix of their names: the class in ``groupwise.text.games.<family>``."""
+
+
+def is_text_env(name: str) -> bool:
+    """Whether it names a text environment: a registered one, or a public game."""
+    family, colon, _ = name.partition(":")
+    return name in TEXT_ENVS or (colon == ":" and family in TEXT_GAMES)
+
+
 def load(plugins: Sequence[Path]) -> None:
     """Import the plugins of the command line; a ``ConfigError`` for what is neither a Python file nor a module."""
     _loaded.clear()

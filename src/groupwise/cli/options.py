@@ -223,7 +223,7 @@ def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCf
 def _resolve(target: str, preset: str | None, changed: Tree, *, allow_programs: bool = True) -> RunCfg | TextRunCfg:
     if target.endswith((".json", *SUFFIXES)):
         return load_config(target, preset=preset, allow_programs=allow_programs, **changed)
-    if target in plugins.TEXT_ENVS:
+    if plugins.is_text_env(target):
         return presets.resolve_text(preset=preset, **changed | {"task": changed.get("task", {}) | {"env": target}})
     check_id(target)
     if target not in presets.env_ids():  # a typo is found before anything slow is imported

@@ -44,6 +44,7 @@ def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise check-env Ant-v5 --env.kwargs '{"healthy_reward": 0.5}' --json
       groupwise check-env Mine-v0 --plugin my_env.py
       groupwise check-env guess/Number-v0 --plugin my_game.py --task.env-kwargs '{"most": 7}'
+      groupwise check-env textarena:2048-v0
       groupwise check-env ALE/Pong-v5 --env.num-random-noops 30
 
     Options: --json, and settings of the environment:
@@ -51,7 +52,7 @@ def check_env_command(parser: Parser, argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     options, rest = parser.parse_known_args(argv)
     settings = [f"env.{name}" for name in EnvCfg.model_fields if name not in ("id", "num_envs")]
-    if rest and rest[0] in plugins.TEXT_ENVS:
+    if rest and plugins.is_text_env(rest[0]):
         cfg = parse_options(rest, parser, only=["task.env_kwargs", "task.start_mode", "task.max_turns"])
         assert isinstance(cfg, TextRunCfg)
         return _check_text_env(cfg.task, as_json=options.json)
@@ -71,7 +72,7 @@ def _check_text_env(task: TextTaskCfg, *, as_json: bool) -> int:
     make = make_text_env(task)
     assert make is not None
     try:
-        report = check_text_env(make, task.start_mode, task.max_turns)
+        report = check_text_env(make, task.start_mode, **task.changed("max_turns"))
     except EnvError as error:
         show(error, to="stderr")
         return 1

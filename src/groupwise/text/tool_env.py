@@ -18,7 +18,7 @@ from pydantic import ValidationError, validate_call
 from groupwise.config.base import GIVEN
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, EnvError, require_extra
-from groupwise.plugins import TEXT_ENVS
+from groupwise.plugins import TEXT_ENVS, TEXT_GAMES
 from groupwise.text.calls import Call, Schema, read_calls
 from groupwise.text.envs import MakeTextEnv, Observation, TextEnv
 from groupwise.text.rewards import Message, Prompt, make_registered
@@ -362,7 +362,24 @@ def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) 
     if cfg.env is None:
         return partial(ToolEnv, **settings)
     if cfg.env != GIVEN:
+        family, colon, game = cfg.env.partition(":")
+        if colon and family in TEXT_GAMES:
+            return partial(make_registered, "text env", {cfg.env: _game(family)}, cfg.env, cfg.env_kwargs | {"game": game})
         return whole(partial(make_registered, "text env", TEXT_ENVS, cfg.env, cfg.env_kwargs))
     if env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
     return partial(OneOf, {name: whole(one) for name, one in env.items()}) if isinstance(env, Mapping) else whole(env)
+
+
+def _game(family: str) -> type[TextEnv]:
+    """The adapter of a family of public games, imported when it is asked for."""
+    match family:
+        case "textarena":
+            from groupwise.text.games.textarena import TextArena as Game
+        case "gem":
+            from groupwise.text.games.gem import Gem as Game
+        case "textworld":
+            from groupwise.text.games.textworld import TextWorld as Game
+        case _:
+            from groupwise.text.games.skyrl import SkyRL as Game
+    return Game

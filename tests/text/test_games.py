@@ -1,0 +1,29 @@
+"""Public text games are found by the prefix of their names."""
+
+import sys
+
+import pytest
+from public_games import game
+
+from groupwise import plugins
+from groupwise.errors import ConfigError, MissingExtraError
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "fix"),
+    [
+        ("textarena:2048-v0", "textarena", r"pip install -e '.\[textarena\]'"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_command(name, package, fix, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=f"'{package}' is not installed; fix: {fix}"):
+        game(name)()
+
+
+def test_a_name_is_a_game_by_its_prefix_alone():
+    assert plugins.is_text_env("textarena:2048-v0")
+    assert not plugins.is_text_env("textarena")
+    assert not plugins.is_text_env("arena:2048-v0")
+    with pytest.raises(ConfigError, match="unknown text env 'arena:2048-v0'"):
+        game("arena:2048-v0")()

@@ -50,6 +50,14 @@ class ByNumPy(ByRandom):
         return observation + str(np.random.randint(10**6)), *rest
 
 
+class SeedsBoth(ByRandom):
+    """Draws by ``random`` alone, but would take NumPy's generator back at each reset."""
+
+    def draw(self, seed):
+        np.random.seed(seed)
+        return super().draw(seed)
+
+
 class Leaves(Guess):
     """The second episode of an instance has another secret."""
 
@@ -108,6 +116,7 @@ def parted(make, kept, mode="seed"):
         (ByRandom, "seed", ("random",)),
         (Unseeded, "seed", ("random",)),
         (ByNumPy, "seed", ("numpy.random",)),
+        (SeedsBoth, "seed", ("random", "numpy.random")),
         (Leaves, "fresh", ()),
         (Entropy, "snapshot", ()),
     ],

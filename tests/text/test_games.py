@@ -13,6 +13,7 @@ from groupwise.errors import ConfigError, MissingExtraError
     ("name", "package", "fix"),
     [
         ("textarena:2048-v0", "textarena", r"pip install -e '.\[textarena\]'"),
+        ("gem:game:Game2048-v0-easy", "gem", r"pip install --no-deps gem-llm==0.1.0 msgspec \("),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_command(name, package, fix, monkeypatch):

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from groupwise.config.run import TextStartMode
-from groupwise.errors import EnvError
+from groupwise.errors import EnvError, GroupwiseError
 from groupwise.seeding import derive_seed
 from groupwise.text.rewards import Message, Prompt
 from groupwise.text.task import Start, read_prompt
@@ -154,7 +154,9 @@ class TextEpisode:
 
     def reset(self, start: Start) -> Prompt:
         """Begin; the first observation."""
-        self.start, self.states = start, {name: GENERATORS[name].seeded(start.seed) for name in self.kept}
+        self.start = start
+        # by other seeds than the environment may use, so that its seeding is seen, too
+        self.states = {name: GENERATORS[name].seeded(derive_seed(start.seed, name)) for name in self.kept}
         made = self._call("reset", seed=start.seed, options=start.options)
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
             raise EnvError(
@@ -243,6 +245,8 @@ class TextEpisode:
                 turn = f"\n  the turn: {args[0]!r:.80}" if args else ""
                 if isinstance(error, EnvTimeoutError):
                     raise EnvTimeoutError(f"{self._name}.{method}() {error}{turn}") from None
+                if isinstance(error, GroupwiseError):
+                    raise  # with its own fix
                 raise EnvError(
                     f"{self._name}.{method}() raised {type(error).__name__}: {error}{turn}\nfix: the environment; tell the model "
                     "by the observation what it did wrong; if it fails now and then, collection.on_env_error='retry' or 'drop'"
@@ -529,7 +533,7 @@ def _drawn_from(make: MakeTextEnv, start: Start, play: Play) -> tuple[str, ...]:
     return tuple(
         name
         for name, generator in GENERATORS.items()
-        if pickle.dumps(episode.states[name]) != pickle.dumps(generator.seeded(start.seed))
+        if pickle.dumps(episode.states[name]) != pickle.dumps(generator.seeded(derive_seed(start.seed, name)))
     )
 
 

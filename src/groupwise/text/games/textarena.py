@@ -8,13 +8,12 @@ import numpy as np
 
 from groupwise.errors import ConfigError, EnvError, UnknownNameError, require_extra
 from groupwise.text.envs import TextEnv
+from groupwise.text.games import making, sample_form
 
 _SERVED = ("GuessWho", "TwentyQuestions")
 """Games that ask a model of OpenRouter."""
 _FORM = re.compile(r"\[([^\[\]\n]{1,40})\]")
 """An action, as games show it."""
-_DIGIT = re.compile(r"\d|\b(?:row|col|column|number|[ijkrc])\b")
-"""A digit of an action, or the name of one."""
 _LIST = re.compile(r"[a-z]+(?:, [a-z]+){2,}")
 """Words that a game lists."""
 
@@ -42,13 +41,8 @@ class TextArena(TextEnv):
             raise UnknownNameError("game of TextArena", game, ENV_REGISTRY)
         if game.startswith(_SERVED):
             raise ConfigError(f"textarena:{game} asks a model on a server; fix: another game")
-        try:
+        with making(f"textarena:{game}"):
             self._env = textarena.make(game, **settings)
-        except (TypeError, ValueError, ImportError, LookupError, SyntaxError) as error:
-            why, fix = f"cannot be made: {error}", "its settings, or another game"
-            if isinstance(error, LookupError):
-                why, fix = "needs word lists", "python -m nltk.downloader words averaged_perceptron_tagger_eng"
-            raise ConfigError(f"textarena:{game} {why}; fix: {fix}") from error
         while isinstance(self._env, textarena.Wrapper):
             self._env = self._env.env
         self._game = game
@@ -78,11 +72,7 @@ class TextArena(TextEnv):
         forms = list(dict.fromkeys(_FORM.findall(self._seen)))
         if not forms:
             return f"[{rng.choice(re.findall('[a-z]+', ' '.join(_LIST.findall(self._seen))) or [''])}]"
-        form = str(rng.choice(forms))
-        largest = max((int(digit) for digit in "".join(forms) if digit in "0123456789"), default=3)
-        count = len(_DIGIT.findall(form))
-        digits = iter(rng.permutation(max(min(largest + 2, 10), count)))
-        return f"[{_DIGIT.sub(lambda _: str(next(digits)), form)}]"
+        return f"[{sample_form(forms, rng)}]"
 
     def _new(self) -> str:
         """What the game has said since the last turn."""

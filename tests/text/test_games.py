@@ -13,6 +13,7 @@ from groupwise.errors import ConfigError, MissingExtraError
     ("name", "package", "fix"),
     [
         ("textarena:2048-v0", "textarena", r"pip install -e '.\[textarena\]'"),
+        ("textworld:rooms=1", "textworld", r"pip install -e '.\[textworld\]'"),
         ("gem:game:Game2048-v0-easy", "gem", r"pip install --no-deps gem-llm==0.1.0 msgspec \("),
     ],
 )

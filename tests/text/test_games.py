@@ -14,6 +14,7 @@ from groupwise.errors import ConfigError, MissingExtraError
     [
         ("textarena:2048-v0", "textarena", r"pip install -e '.\[textarena\]'"),
         ("textworld:rooms=1", "textworld", r"pip install -e '.\[textworld\]'"),
+        ("skyrl:gsm8k", "skyrl_gym", r"pip install -e '.\[skyrl\]'"),
         ("gem:game:Game2048-v0-easy", "gem", r"pip install --no-deps gem-llm==0.1.0 msgspec \("),
     ],
 )

@@ -43,12 +43,12 @@ def measure(what, algo="grpo"):
             seen[code] = 1
 
     class Window(gw.Callback):
-        """Profiles the second iteration only: what start-up and first use do is not the step."""
+        """Profiles the third iteration only: what start-up and first use do, and keeping the first groups, is not the step."""
 
         def on_iteration_end(self, trainer, rollout, metrics):
-            if trainer.iteration == 1:
+            if trainer.iteration == 2:
                 sys.setprofile(profiler)
-            elif trainer.iteration == 2:
+            elif trainer.iteration == 3:
                 sys.setprofile(None)
                 trainer.stop("measured")
 

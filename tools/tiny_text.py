@@ -32,4 +32,4 @@ def task(gw):
     def reward(completions, **columns):
         return [text.count("a") / 8 for text in completions]
 
-    return gw.TextTask(["abc", "xyz", "hello", "world"], reward=reward, eval_data=["say"])
+    return gw.TextTask(["abc", "xyz", "hello", "world", "one", "two"], reward=reward, eval_data=["say"])

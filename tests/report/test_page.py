@@ -140,7 +140,8 @@ def test_long_episodes_and_many_groups_keep_the_page_small(tmp_path, monkeypatch
         for name, values in {
             "env_steps": [9], "group": [0], "start": ["7"], "member": [0], "observation": [[0.123456, 9.87654321]],
             "action": [[0.5]], "token": [None], "reward": [0.25], "reward_parts": [None], "log_prob": [-0.123456],
-            "ratio": [1.0], "loss_mask": [True], "greedy": [False], "end": ["running"],
+            "ratio": [1.0], "loss_mask": [True], "greedy": [False], "end": ["running"], "turn": [None], "messages": [None],
+            "stop_reason": [None], "success": [None],
         }.items()
     } | {"step": list(range(steps)), "advantage": [step / 7 for step in range(steps)]}  # fmt: skip
     for iteration in range(1, 6):

@@ -124,14 +124,17 @@ def write(folder, iteration, count=500, **columns):
     whole = {name: np.zeros(count, np.int64) for name in ("env_steps", "group", "member")} | {"step": np.arange(count)}
     masks = {name: np.arange(count) % 3 == 0 for name in ("loss_mask", "greedy")}
     texts = dict.fromkeys(("start", "end"), ["x"] * count)
-    nothing = dict.fromkeys(("observation", "action", "token", "reward_parts"))
+    nothing = dict.fromkeys(
+        ("observation", "action", "token", "turn", "messages", "reward_parts", "stop_reason", "success")
+    )
     groups.write_groups(folder, iteration, nothing | texts | masks | whole | numbers | columns)
 
 
 def test_columns_are_written_as_they_are(tmp_path):
     vectors = np.arange(12, dtype=np.float32).reshape(4, 3)
     tokens = ["", "Größe", " \N{SNOWMAN}\ud800", "</s>"]
-    write(tmp_path, 7, 4, observation=vectors, token=tokens, ratio=np.array([1.0, np.nan, 2.0, np.nan]))
+    some = {"messages": ["[]", None, "", None], "success": np.array([1.0, np.nan, 0.0, np.nan])}
+    write(tmp_path, 7, 4, observation=vectors, token=tokens, ratio=np.array([1.0, np.nan, 2.0, np.nan]), **some)
     found = groups.read_groups(tmp_path / "000007.parquet")
     assert found["iteration"] == [7] * 4
     assert found["observation"] == vectors.tolist()
@@ -140,6 +143,8 @@ def test_columns_are_written_as_they_are(tmp_path):
     assert found["loss_mask"] == [True, False, False, True]
     assert found["step"] == [0, 1, 2, 3]
     assert found["action"] == [None] * 4
+    assert found["messages"] == some["messages"]
+    assert found["success"] == [True, None, False, None]
 
 
 def test_old_files_make_room_but_the_first(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import text_games
 import text_runs
 from run_folders import write_run
 
@@ -155,10 +156,20 @@ def addresses(run, tmp_path_factory):
     """Of a page of each kind."""
     folder = tmp_path_factory.mktemp("pages")
     texts = text_runs.train(text_runs.copying(), text_runs.save_model(folder / "model"), folder / "texts").report()
+    episodes = text_runs.train(
+        gw.TextTask(env=text_games.Guess, max_turns=3, eval_size=2), folder / "model", folder / "episodes",
+        sampling={"max_new_tokens": 2, "stop": tuple(text_runs.DIGITS)},
+    ).report()  # fmt: skip
     comparison, again = folder / "comparison.html", shutil.copytree(run, folder / "again")
     assert cli.main(["compare", f"one={run}", f"other={again}", "--out", str(folder)]) == 0
     failed = write_run(folder / "failed", summary={"stopped": "failed", "error": "RuntimeError: broken"})
-    files = {"control": run / "report.html", "texts": texts, "failed": write_page(failed), "comparison": comparison}
+    files = {
+        "control": run / "report.html",
+        "texts": texts,
+        "episodes": episodes,
+        "failed": write_page(failed),
+        "comparison": comparison,
+    }
     with process("view", run.parent) as viewer:
         yield {name: file.as_uri() for name, file in files.items()} | {"list": viewer.stdout.readline().strip()}
 
@@ -175,7 +186,31 @@ def test_tokens_are_shaded_by_what_is_chosen(addresses, open_page):
     assert "step=1" in page.evaluate("location.hash")
 
 
-PAGES = ["control", "texts", "failed", "comparison", "list"]
+def test_a_conversation_is_stepped_through_by_its_own_tokens(addresses, open_page):
+    page = open_page(addresses["episodes"])
+    member = page.locator(".talk.chosen")
+    page.locator("#explorer").focus()
+    turns, tokens = member.locator(".turn"), member.locator(".said span")
+    assert turns.count() >= 2
+    for _ in range(tokens.count() + 1):  # the last key has no effect
+        page.keyboard.press("ArrowRight")
+    assert tokens.last.get_attribute("class").split()[-1] == "chosen"
+    address = page.evaluate("location.hash")
+    again = open_page(addresses["episodes"] + address)
+    assert again.locator(".said .chosen").evaluate("node => node.offsetLeft") == page.locator(".said .chosen").evaluate(
+        "node => node.offsetLeft"
+    )
+    assert again.evaluate("location.hash") == address
+    assert page.locator(".turn").first.inner_text().startswith("Turn 1: reward -0.1, advantage ")
+    assert member.locator(".told").first.inner_text().startswith("environment: ")
+    # turns of members in one row are at one height
+    tops = page.evaluate(
+        "[...document.querySelectorAll('.talk')].slice(0, 2).map(b => b.querySelectorAll('.turn')[1]?.getBoundingClientRect().top)"
+    )
+    assert len({*tops}) == 1
+
+
+PAGES = ["control", "texts", "episodes", "failed", "comparison", "list"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -36,6 +36,19 @@ class Episode(NamedTuple):
     """Numbers at its last step, with ``env.log_info``; None if it was cut before."""
 
 
+class Conversation(NamedTuple):
+    """Texts of a row of a rollout."""
+
+    start: str
+    """The prompt."""
+    messages: list[dict[str, Any]]
+    """The model's turns and what answered them."""
+    stop_reason: str | None = None
+    """Reason of the end of an environment's episode."""
+    success: bool | None = None
+    """Whether the episode was won; None if the environment does not say."""
+
+
 MakeActor: TypeAlias = Callable[[Policy], Callable[..., Action]]
 StepHook: TypeAlias = Callable[[Tensor, EnvStep], None]
 
@@ -92,8 +105,12 @@ class Collector(ABC):
         return self.finished if len(self.finished) >= 100 else self.recent
 
     def group_start(self, group: int) -> str:
-        """The common start of the members of a group of the last rollout: its seed, or a prompt; empty if unknown."""
+        """The common start of the members of a group of the last rollout, as its seed; empty if unknown."""
         return ""
+
+    def conversation(self, row: int) -> Conversation:
+        """Texts of a row of the last rollout; a ``ConfigError`` if actions are no tokens."""
+        raise ConfigError("actions of environments are no tokens; fix: a text task")
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Each token as text; a ``ConfigError`` if actions are no tokens."""

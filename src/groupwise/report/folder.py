@@ -494,7 +494,7 @@ MAX_MIB = 64
 """All files of a run together. Beyond it the oldest go, but for the first."""
 MAX_WIDTH = 64
 """Numbers of an observation or action that are kept; larger ones, such as pictures, are left out."""
-Values: TypeAlias = np.ndarray | list[str] | None
+Values: TypeAlias = np.ndarray | list[str] | list[str | None] | None
 """A column: numbers [step] or [step, width], texts, or nothing."""
 _PATTERN = "[0-9]*.parquet"
 
@@ -563,6 +563,8 @@ def schema() -> Any:
             "observation": numbers,
             "action": numbers,
             "token": pa.string(),
+            "turn": pa.int32(),
+            "messages": pa.string(),
             "reward": pa.float32(),
             "reward_parts": numbers,
             "log_prob": pa.float32(),
@@ -571,6 +573,8 @@ def schema() -> Any:
             "loss_mask": pa.bool_(),
             "greedy": pa.bool_(),
             "end": pa.string(),
+            "stop_reason": pa.string(),
+            "success": pa.bool_(),
         }
     )
 
@@ -583,16 +587,17 @@ def _array(kind: Any, values: Values, count: int) -> Any:
         case None:
             return pa.nulls(count, kind)
         case list():
-            texts = [text.encode(errors="replace") for text in values]
+            texts = [(text or "").encode(errors="replace") for text in values]
             ends = np.cumsum([0, *map(len, texts)], dtype=np.int32)
-            return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(ends), pa.py_buffer(b"".join(texts))])
+            known = pa.py_buffer(np.packbits([text is not None for text in values], bitorder="little"))
+            return pa.Array.from_buffers(kind, count, [known, pa.py_buffer(ends), pa.py_buffer(b"".join(texts))])
     if values.ndim == 2:
         ends = np.arange(count + 1, dtype=np.int32) * values.shape[1]
         flat = _array(kind.value_type, values.reshape(-1), values.size)
         return pa.ListArray.from_arrays(pa.Array.from_buffers(pa.int32(), count + 1, [None, pa.py_buffer(ends)]), flat)
     known = pa.py_buffer(np.packbits(~np.isnan(values), bitorder="little"))
     is_bool = kind.equals(pa.bool_())
-    data = np.packbits(values, bitorder="little") if is_bool else values.astype(kind.to_pandas_dtype())
+    data = np.packbits(values == 1, bitorder="little") if is_bool else values.astype(kind.to_pandas_dtype())
     return pa.Array.from_buffers(kind, count, [known, pa.py_buffer(np.ascontiguousarray(data))])
 
 

@@ -28,6 +28,9 @@
     return typeof value === "number" ? String(Number(value.toPrecision(4))) : String(value);
   };
   const name = (group) => `${group.iteration}-${group.group}`;
+  const stepOf = (group, member, cell) => member.at?.[cell] ?? member.first + cell * group.stride;
+  const cellOf = (group, member, step) => (member?.at ? member.at.findLastIndex((at) => at <= step) : Math.floor((step - (member?.first ?? 0)) / group.stride));
+  const side = (value) => (value > 0 ? "more" : value < 0 ? "less" : "");
   const cells = (group, member) => Math.ceil(member.length / group.stride);
   const togo = (group, member) => {
     const out = new Array(cells(group, member));
@@ -85,7 +88,7 @@
     list.replaceChildren(...shown.map((group, index) => {
       const returns = group.members.map((member) => member.return);
       const text = `Iteration ${group.iteration}, group ${group.group}`;
-      const range = `${show(Math.min(...returns))} to ${show(Math.max(...returns))}, spread ${show(group.spread)}${name(group) === pictured?.group ? ", with frames" : ""}`;
+      const range = `${show(Math.min(...returns))} to ${show(Math.max(...returns))}, spread ${show(group.spread)}${name(group) === pictured?.group ? ", with frames" : ""}${group.apart ? ", answers differ" : ""}`;
       return make("li", {}, make("button", { type: "button", "aria-current": String(index === state.group), onclick: () => go(index, 0, 0) },
         text, make("br"), make("span", { class: "quiet" }, range)));
     }));
@@ -99,15 +102,19 @@
     const start = make("div", { class: "start" }, group.text ? group.start : `Start from seed ${group.start}`);
     const joined = ` A cell is ${group.stride} steps: rewards are summed, ratios and advantages averaged, the rest is that of the first.`;
     const read = group.text ? [] : [make("p", { class: "quiet" }, `Band: advantage. Line: return-to-go.${group.stride > 1 ? joined : ""}`)];
+    if (group.apart) read.push(make("p", { class: "look" }, "Members that had written the same got different answers, so they do not share a start. The turns are marked."));
+    const members = group.members.map((member, index) => (group.talks ? talk : group.text ? tokens : strip)(group, member, index));
     view.replaceChildren(title, ...(group.start ? [start] : []), ...read,
       make("div", { class: group.text ? "detail sticky" : "detail", "aria-live": "polite" }),
-      ...group.members.map((member, index) => (group.text ? tokens : strip)(group, member, index)));
+      ...(group.talks ? [make("div", { class: "talks" }, ...members)] : members));
+    // only those are stops of the tabulator that scroll
+    for (const text of view.querySelectorAll(".said, .told")) if (text.scrollHeight > text.clientHeight) text.tabIndex = 0;
     mark();
   }
 
   const head = (group, member, index) => make("header", {},
     make("strong", {}, `Member ${index}${member.greedy ? " (greedy)" : ""}: ${isText ? "reward" : "return"} ${show(member.return)}`),
-    make("span", { class: "quiet" }, `${member.length} ${isText ? "token" : "step"}${member.length === 1 ? "" : "s"}, ${member.end}`));
+    make("span", { class: "quiet" }, `${member.length} ${isText ? "token" : "step"}${member.length === 1 ? "" : "s"}, ${{ true: "won, ", false: "not won, " }[member.won] ?? ""}${member.end}`));
 
   function strip(group, member, index) {
     const width = Math.max(...group.members.map((other) => cells(group, other)));
@@ -150,21 +157,38 @@
   const color = (value, strongest) =>
     `rgba(var(--${value > 0 ? "more" : "less"}), ${(0.15 + 0.85 * Math.min(1, Math.abs(value) / strongest)).toFixed(2)})`;
 
+  function talk(group, member, index) {
+    const written = spans(group, member, index);
+    const turns = member.turns.map((turn, number) => make("div", { class: "turn" },
+      make("p", { class: "quiet" }, `Turn ${number + 1}: reward ${show(turn.reward)}, advantage `, make("span", { class: side(turn.advantage) }, show(turn.advantage))),
+      make("div", { class: "tokens said" }, ...written.slice(turn.from, turn.to)),
+      ...turn.calls.map((call) => make("p", { class: "quiet" }, `call: ${call}`)),
+      ...(turn.apart ? [make("p", { class: "look" }, "Answered differently:")] : []),
+      ...turn.answers.map(({ role, text }) => make("div", { class: "told" }, make("span", { class: "quiet" }, `${role === "user" ? "environment" : role}: `), text))));
+    const box = make("section", { class: "member talk", "aria-label": `Member ${index}` }, make("div", {}, head(group, member, index),
+      ...(member.start ? [make("div", { class: "told" }, member.start)] : [])), ...turns);
+    box.style.gridRow = `span ${1 + Math.max(...group.members.map((other) => other.turns.length))}`;  // so that turns are at one height
+    return box;
+  }
+
   function tokens(group, member, index) {
+    return make("div", { class: "member" }, head(group, member, index), make("div", { class: "tokens" }, ...spans(group, member, index)));
+  }
+
+  function spans(group, member, index) {
     const shade = (other, i) => {
       const value = at(other[state.shade], i);
       if (value === null) return null;
       return state.shade === "ratio" ? Math.log(Math.max(value, 1e-3)) : value;
     };
     const strongest = largest(group.members.flatMap((other) => other.token.map((_, i) => shade(other, i)))) || 1;
-    const line = make("div", { class: "tokens" }, ...member.token.map((text, i) => {
+    return member.token.map((text, i) => {
       const value = shade(member, i);
       const span = make("span", { onclick: () => go(state.group, index, i) }, text);
       if (!at(member.mask, i)) span.className = "masked";
       else if (value) span.style.background = color(value, strongest * 2);
       return span;
-    }));
-    return make("div", { class: "member" }, head(group, member, index), line);
+    });
   }
 
   function mark() {
@@ -195,9 +219,9 @@
       if (i >= cells(group, member)) return make("tr", {}, make("th", { scope: "row" }, String(index)), make("td", { colspan: columns.length - 1, class: "quiet" }, "over"));
       const advantage = at(member.advantage, i);
       const doing = group.text ? [JSON.stringify(member.token[i])] : known.map((key) => show(member[key][i]));
-      const values = [show(member.first + i * group.stride), ...doing, show(at(member.reward, i)), show(togo(group, member)[i]), show(at(member.log_prob, i)), show(at(member.ratio, i))];
+      const values = [show(stepOf(group, member, i)), ...doing, show(at(member.reward, i)), show(togo(group, member)[i]), show(at(member.log_prob, i)), show(at(member.ratio, i))];
       return make("tr", {}, make("th", { scope: "row" }, String(index)), ...values.map((text) => make("td", {}, text)),
-        make("td", { class: advantage > 0 ? "more" : advantage < 0 ? "less" : "" }, show(advantage)));
+        make("td", { class: side(advantage) }, show(advantage)));
     });
     const scrolls = { tabindex: "0", "aria-label": "The chosen step" };
     return make("table", scrolls, make("thead", {}, make("tr", {}, ...columns.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows));
@@ -211,14 +235,14 @@
     const most = Math.max(...members.map((other) => cells(shown[state.group], other)));
     state.cell = Math.min(Math.max(cell, 0), (isText ? cells(shown[state.group], members[state.member]) : most) - 1);
     if (redraw) draw(); else mark();
-    const { first } = members[state.member];
-    const step = first + state.cell * shown[state.group].stride;
+    if (shown[state.group].talks) view.querySelector(".tokens .chosen")?.scrollIntoView({ block: "nearest" });
+    const step = stepOf(shown[state.group], members[state.member], state.cell);
     const here = location.href.split("#")[0];  // in a frame of a notebook, a fragment alone would be the notebook's
     history.replaceState(null, "", `${here}#group=${name(shown[state.group])}&member=${state.member}&step=${step}`);
   }
 
   root.addEventListener("keydown", (event) => {
-    if (["SELECT", "INPUT", "SUMMARY", "TABLE"].includes(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey || !shown.length) return;
+    if (["SELECT", "INPUT", "SUMMARY", "TABLE"].includes(event.target.tagName) || event.target.matches(".said, .told") || event.ctrlKey || event.metaKey || event.altKey || !shown.length) return;
     const moves = { ArrowRight: [0, 0, 1], ArrowLeft: [0, 0, -1], ArrowDown: [0, 1, 0], ArrowUp: [0, -1, 0], PageDown: [1], PageUp: [-1] };
     const move = moves[event.key];
     if (!move) return;
@@ -235,8 +259,7 @@
     for (const key of Object.keys(everything)) controls[key].value = state[key];
     filter(group);
     const member = Number(asked.get("member")) || 0;
-    const first = group.members[member]?.first ?? 0;
-    go(state.group, member, Math.floor(((Number(asked.get("step")) || first) - first) / group.stride));
+    go(state.group, member, asked.has("step") ? cellOf(group, group.members[member], Number(asked.get("step")) || 0) : 0);
     root.scrollIntoView();
   }
   addEventListener("hashchange", follow);

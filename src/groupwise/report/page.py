@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from markupsafe import Markup
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from groupwise import plugins
 from groupwise import system as files
@@ -44,6 +44,8 @@ MAX_BYTES = 1_200_000
 """JSON of all groups together."""
 MAX_CELLS = 240
 """Cells of a member; in longer episodes a cell is several steps."""
+MAX_TEXT = 4_000
+"""Characters of a message; longer ones are cut in the middle."""
 Number: TypeAlias = float | int | None
 
 
@@ -86,11 +88,14 @@ def _group(steps: list[dict[str, Any]]) -> dict[str, Any]:
     is_text = steps[0]["token"] is not None
     # a token is a cell
     stride = 1 if is_text else -(-max(map(len, episodes)) // MAX_CELLS)
-    members = [_member(episode, stride) for episode in episodes]
+    talks = is_text and any(step["stop_reason"] or step["turn"] > 0 for step in steps)
+    members = [_speaker(episode, steps[0]["start"]) if talks else _member(episode, stride) for episode in episodes]
     returns = [sum(step["reward"] for step in episode) for episode in episodes]
     known = {key: steps[0][key] for key in ("iteration", "env_steps", "group", "start")}
     spread = _number(max(returns) - min(returns))
-    return known | {"spread": spread, "stride": stride, "text": is_text, "members": members}
+    apart = talks and _mark_apart(members, has_parts=steps[0]["reward_parts"] is not None)
+    shown = {"spread": spread, "stride": stride, "text": is_text, "talks": talks, "apart": apart, "members": members}
+    return known | shown
 
 
 def _member(steps: list[dict[str, Any]], stride: int) -> dict[str, Any]:
@@ -111,6 +116,62 @@ def _member(steps: list[dict[str, Any]], stride: int) -> dict[str, Any]:
         return member | {"token": [step["token"] for step in steps]}
     known = [key for key in ("action", "observation") if steps[0][key] is not None]
     return member | {key: [list(map(_number, cell[0][key])) for cell in cells] for key in known}
+
+
+class _Message(BaseModel, strict=True):
+    """A message of a conversation."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] = []
+
+    @property
+    def text(self) -> str:
+        """The content, cut in the middle if it is long."""
+        text = self.content if isinstance(self.content, str) else json.dumps(self.content) if self.content else ""
+        left_out = f"\n[... {len(text) - MAX_TEXT:,} characters ...]\n"
+        return text if len(text) <= MAX_TEXT else text[: MAX_TEXT // 2] + left_out + text[-MAX_TEXT // 2 :]
+
+
+def _speaker(steps: list[dict[str, Any]], start: str) -> dict[str, Any]:
+    """A member that had several turns, or an environment: its tokens by turn, and what answered each."""
+    written = [step for step in steps if step["turn"] >= 0]
+    calls, answers = list[list[str]](), list[list[dict[str, str]]]()
+    for message in map(_Message.model_validate, files.parse_json(steps[0]["messages"].encode())):
+        if message.role == "assistant":
+            calls.append([json.dumps(call.get("function", call), ensure_ascii=False) for call in message.tool_calls])
+            answers.append([])
+        else:
+            answers[-1].append({"role": message.name or message.role, "text": message.text})
+    turns, first = list[dict[str, Any]](), 0
+    for own, (_, some) in enumerate(groupby(written, key=lambda step: step["turn"])):
+        tokens = list(some)
+        of_turn = {"calls": calls[own], "answers": answers[own], "from": first, "to": first + len(tokens)}
+        numbers = _mean([step["advantage"] for step in tokens]), _number(sum(step["reward"] for step in tokens))
+        turns.append(of_turn | dict(zip(("advantage", "reward"), numbers, strict=True)))
+        first += len(tokens)
+    about = {"at": [step["step"] for step in written], "won": steps[0]["success"], "turns": turns}
+    about |= {"end": steps[0]["stop_reason"] or steps[-1]["end"]}
+    return _member(written, 1) | about | {"start": "" if steps[0]["start"] == start else steps[0]["start"]}
+
+
+def _mark_apart(members: Sequence[dict[str, Any]], has_parts: bool) -> bool:
+    """Mark turns that were answered differently, though the members wrote the same so far; whether there are any.
+
+    Args:
+        has_parts: the reward of a last turn is also one of reward functions, which is no answer.
+    """
+    found: dict[Any, list[tuple[dict[str, Any], Any]]] = {}
+    for member in members:
+        for turn in member["turns"]:
+            reward = None if has_parts and turn is member["turns"][-1] else turn["reward"]
+            wrote = (member["start"], *member["token"][: turn["to"]])
+            found.setdefault(wrote, []).append((turn, (turn["answers"], reward)))
+    for alike in found.values():
+        for turn, answer in alike:
+            turn["apart"] = any(other != answer for _, other in alike)
+    return any(turn["apart"] for alike in found.values() for turn, _ in alike)
 
 
 def _mean(values: Sequence[Number]) -> Number:
@@ -348,10 +409,11 @@ def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     iterations = [group["iteration"] for group in groups]
     found = []
     for iteration in sorted({min(iterations), max(iterations)}):
-        some = [group for group in groups if group["iteration"] == iteration][:STATIC_GROUPS]
+        some = [group for group in groups if group["iteration"] == iteration]
+        some = some[: 1 if some[0]["talks"] else STATIC_GROUPS]
         ranked = [sorted(group["members"], key=lambda member: -member["return"]) for group in some]
         shown = [
-            {"start": group["start"], "members": ends[:1] + ends[1:][-1:]}
+            {"start": group["start"], "talks": group["talks"], "members": ends[:1] + ends[1:][-1:]}
             for group, ends in zip(some, ranked, strict=True)
         ]
         found.append({"iteration": iteration, "groups": shown})

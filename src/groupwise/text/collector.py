@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from groupwise.collectors.vector import Collector, Episode
+from groupwise.collectors.vector import Collector, Conversation, Episode
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
@@ -618,10 +618,19 @@ class TextCollector(Collector):
         """The completions of the last rollout."""
         return self.finished
 
-    def group_start(self, group: int) -> str:
-        """The prompt of a group of the last rollout; a conversation as lines that begin with the role."""
-        prompt = next(member.prompt.example.prompt for member in self.members if member.group == group)
-        return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+    def conversation(self, row: int) -> Conversation:
+        """Texts of a row of the last rollout, also the answer to the last turn, which the model did not read.
+
+        A prompt of messages is lines that begin with the role.
+        """
+        member = self.members[row]
+        prompt, messages, episode = member.prompt.example.prompt, list(member.messages), member.episode
+        start = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+        if episode is None:
+            return Conversation(start, messages)
+        if messages[-1]["role"] == "assistant" and len(episode.observations) == member.turns:
+            messages.append({"role": "user", "content": episode.observations[-1]})
+        return Conversation(start, messages, episode.ending, episode.success)
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Each token as text, with the space before a word."""

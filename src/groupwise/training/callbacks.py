@@ -261,7 +261,7 @@ def check_weights(trainer: "Trainer") -> None:
 
 
 class KeepGroups(Callback):
-    """Writes some groups of the rollout to ``<folder>/<iteration>.parquet``, with each evaluation and at the end.
+    """Writes some groups of the rollout to ``<folder>/<iteration>.parquet``: of the first one, with each evaluation, at the end.
 
     Nothing that training depends on changes.
 
@@ -291,7 +291,7 @@ class KeepGroups(Callback):
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write groups when it is time."""
-        if trainer.passed(self.interval) or trainer.is_done():
+        if trainer.iteration == 1 or trainer.passed(self.interval) or trainer.is_done():
             self._write(trainer, rollout, metrics)
 
     def _write(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
@@ -356,18 +356,23 @@ def kept_steps(
     before = np.maximum.accumulate(np.where(np.diff(group, prepend=-1) != 0, number, 0))  # of the group's first member
     step, groups = at(batch["step"]), at(batch["group_id"]).tolist()
     starts = {number: collector.group_start(number) for number in set(groups)}
+    told = [collector.conversation(int(place)) for place in row[begins]] if is_text else []  # by each member
+    said = iter([json.dumps(one.messages) for one in told])
+    won = np.array([np.nan if one.success is None else one.success for one in told])
     tokens = at(batch["action"]).tolist() if is_text else []
     kinds = sorted(set(tokens))
     texts = dict(zip(kinds, collector.token_texts(kinds) if is_text else (), strict=True))
     return {
         "env_steps": np.full(len(group), trainer.env_steps),
         "group": group,
-        "start": [starts[number] for number in groups],
+        "start": [told[place - 1].start for place in number] if is_text else [starts[place] for place in groups],
         "member": number - before,
         "step": step - step[np.flatnonzero(begins)[number - 1]] if is_text else step,  # prompts are left out
         "observation": None if is_text else vectors(batch["obs"]),
         "action": vectors(batch["action"]),
         "token": [texts[token] for token in tokens] if is_text else None,
+        "turn": at(batch["turn_id"]) if is_text else None,
+        "messages": [next(said) if begin else None for begin in begins] if is_text else None,
         "reward": at(batch["reward"]),
         "reward_parts": vectors(batch.get("reward_parts", None)),
         "log_prob": at(algorithm.layout.per_decision(batch["sample_log_prob"])),
@@ -376,6 +381,8 @@ def kept_steps(
         "loss_mask": counts,
         "greedy": at(batch.get("greedy", torch.zeros_like(batch["valid"]))),
         "end": ends.tolist(),
+        "stop_reason": [told[place - 1].stop_reason for place in number] if is_text else None,
+        "success": won[number - 1] if is_text else None,
     }
 
 

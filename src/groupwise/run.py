@@ -421,6 +421,7 @@ def read_cfg(folder: RunFolder) -> CommonCfg:
 if TYPE_CHECKING:
     import gymnasium
 
+    from groupwise.collectors.vector import Conversation
     from groupwise.report.page import Curve, Frame
     from groupwise.text.collector import TextEvaluation
 
@@ -755,8 +756,8 @@ def play(
 
 
 def sample(
-    run: Run | Path | str,
-    prompt: str | Sequence[Any],
+    run: Run | Path | str | TextRunCfg,
+    prompt: str | Sequence[Any] | None = None,
     count: int = 1,
     *,
     deterministic: bool = False,
@@ -764,34 +765,52 @@ def sample(
     checkpoint: Literal["latest", "best"] = "latest",
     policy: Policy | None = None,
     tool: "Callable[[str], str | None] | None" = None,
-) -> list[str] | list[list[str]]:
-    """Completions of a prompt by a run's language model; of several prompts, a list for each.
+    env: object | None = None,
+) -> "list[str] | list[list[str]] | list[Conversation]":
+    """Completions of a prompt by a run's language model; of several prompts, a list for each. Episodes of its text environment.
 
     Args:
-        prompt: a text, a list of messages (``{"role": "user", "content": "..."}``), or a list of prompts.
-        count: number of completions.
+        run: settings stand for their model, as it is before training.
+        prompt: a text, a list of messages (``{"role": "user", "content": "..."}``), or a list of prompts. None with an
+            environment, which begins each episode.
+        count: number of completions, or episodes.
         deterministic: take the most likely token each time.
-        policy, tool: if ``run`` is a folder: the Python objects that it was trained with.
+        policy, tool, env: if ``run`` is a folder: the Python objects that it was trained with.
 
     Raises:
-        ConfigError: the run has no language model.
+        ConfigError: the run has no language model, no prompt, or an environment and a prompt.
         DataError: a prompt is neither a text nor messages, or too long.
     """
-    given = {"policy": policy, "tool": tool}
+    given = {"policy": policy, "tool": tool, "env": env}
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, given)
     require_count("count", count)
-    cfg = run.cfg if isinstance(run, Run) else read_cfg(RunFolder.open(Path(run)))
+    cfg = (
+        run.cfg if isinstance(run, Run) else run if isinstance(run, CommonCfg) else read_cfg(RunFolder.open(Path(run)))
+    )
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
-    from groupwise.text.collector import is_single, read_prompts, write_texts
+    if (prompt is None) != (cfg.task.env is not None):
+        fix = "its first observation is the prompt; fix: leave it out" if prompt is not None else "fix: give one"
+        raise ConfigError(
+            f"the run has {'no' if prompt is None else 'an'} environment, and {prompt!r:.80} as prompt; {fix}"
+        )
+    from groupwise.text.build import build_algorithm
+    from groupwise.text.collector import is_single, play_episodes, read_prompts, write_texts
     from groupwise.text.policy import CausalLM
 
-    prompts = read_prompts(prompt)
-    run = run if isinstance(run, Run) else Run.load(run, checkpoint=checkpoint, **given)
-    assert isinstance(run.policy, CausalLM)
-    how: dict[str, Any] = {"sampling": cfg.sampling, "task": cfg.task, "tool": run.given.tool}
-    texts = write_texts(run.policy, prompts, count, deterministic=deterministic, seed=seed, **how)
+    prompts = [] if prompt is None else read_prompts(prompt)
+    if isinstance(run, TextRunCfg):
+        objects = UserObjects.again(given)
+        language_model: Policy = build_algorithm(run, objects.policy, Engine()).policy
+    else:
+        run = run if isinstance(run, Run) else Run.load(run, checkpoint=checkpoint, **given)
+        objects, language_model = run.given, run.policy
+    assert isinstance(language_model, CausalLM)
+    how: dict[str, Any] = {"sampling": cfg.sampling, "deterministic": deterministic, "seed": seed}
+    if prompt is None:
+        return play_episodes(language_model, TextTask.from_cfg(cfg.task, objects), count, **how)
+    texts = write_texts(language_model, prompts, count, task=cfg.task, tool=objects.tool, **how)
     return texts[0] if is_single(prompt) else texts
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from groupwise.cli.options import Parser, count, parse_json
+from groupwise import plugins
+from groupwise.cli.options import Parser, count, parse_json, parse_options
 from groupwise.config.load import read_file
 from groupwise.config.run import EvaluationMetric
 from groupwise.errors import ConfigError
@@ -89,32 +90,43 @@ def play_command(parser: Parser, argv: Sequence[str]) -> None:
 
 
 def sample_command(parser: Parser, argv: Sequence[str]) -> None:
-    """Complete prompts with the language model of a run.
+    """Complete prompts with the language model of a run. With a text environment: play episodes, show turns, answers,
+    rewards and the end.
 
     Examples:
       groupwise sample runs/<run> "What is 12 + 7?"
       groupwise sample runs/<run> "What is 12 + 7?" "What is 3 + 4?" --count 4 --checkpoint best
       groupwise sample runs/<run> --messages '[{"role": "user", "content": "What is 12 + 7?"}]'
+      groupwise sample runs/<run on guess/Number-v0> --count 4 --plugin my_game.py
+      groupwise sample guess/Number-v0 --model my_model --task.max-turns 3 --plugin my_game.py
     """
-    parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="prompts to complete")
-    parser.add_argument("--messages", action="store_true", help="prompts are lists of messages, in JSON")
-    parser.add_argument("--count", type=count, default=1, help="completions of each prompt (default: 1)")
+    parser.add_argument("--count", type=count, default=1, help="completions of each prompt, or episodes (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
-    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="latest", help="whose policy (default: latest)")
-    options = vars(parser.read(argv))
+    if argv and argv[0] in plugins.TEXT_ENVS:  # a model that no run has trained
+        own, rest = parser.parse_known_args(argv)
+        options = vars(own) | {"run": parse_options(rest, parser)}
+    else:
+        parser.add_argument("run", type=Path, help="folder of the run")
+        parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; none with a text environment")
+        parser.add_argument("--messages", action="store_true", help="prompts are lists of messages, in JSON")
+        parser.add_argument(
+            "--checkpoint", choices=CHECKPOINTS, default="latest", help="whose policy (default: latest)"
+        )
+        options = vars(parser.read(argv))
 
     from groupwise.run import sample
 
-    prompts = options.pop("prompts")
-    if options.pop("messages"):
+    run, prompts = options.pop("run"), options.pop("prompts", [])
+    if options.pop("messages", False):
         prompts = [parse_json("--messages", word) for word in prompts]
         if not all(isinstance(messages, list) for messages in prompts):
             fix = """'[{"role": "user", "content": "..."}]'"""
             raise ConfigError(f"--messages: expected lists of messages in JSON; fix: {fix}")
-    texts = sample(options.pop("run"), prompts, options.pop("count"), **options)
-    show(f"\n{'=' * 20}\n".join(f"\n{'-' * 20}\n".join(completions) for completions in texts))
+    texts = sample(run, prompts or None, options.pop("count"), **options)
+    show(
+        f"\n{'=' * 20}\n".join(f"\n{'-' * 20}\n".join(some) if isinstance(some, list) else str(some) for some in texts)
+    )
 
 
 def export_command(parser: Parser, argv: Sequence[str]) -> None:

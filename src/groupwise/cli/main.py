@@ -23,7 +23,7 @@ Reinforcement learning with GRPO and PPO.
   evolve ENV|FILE    train a population whose settings change while it trains
   eval RUN           evaluate a trained policy in episodes or on held-out prompts
   play RUN           show a trained policy in a window, or as a video
-  sample RUN PROMPT  complete prompts with a trained language model
+  sample RUN PROMPT  complete prompts with a trained language model, or play episodes
   resume RUN         continue a run
   serve MODEL        start a vLLM server that generates for training
   plan FILE          say how much GPU memory a run on texts needs

@@ -68,7 +68,7 @@ class Parser(ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> Namespace:
         """The arguments; a ``ConfigError`` if there are others."""
-        found, rest = self.parse_known_args(argv)
+        found, rest = self.parse_known_intermixed_args(argv)  # positionals may follow options
         if flags := [word.partition("=")[0] for word in rest if word.startswith("-")]:
             raise unknown_option(flags[0], self.flags, f"{self.prog} --help")
         if rest:

@@ -1,5 +1,6 @@
 """Interface of collectors, the writer of rollouts, and fixed windows of experience for PPO."""
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -37,16 +38,30 @@ class Episode(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Texts of a row of a rollout."""
+    """Texts of a row of a rollout, or of an episode; as a string, lines to read."""
 
     start: str
     """The prompt."""
     messages: list[dict[str, Any]]
     """The model's turns and what answered them."""
+    rewards: Sequence[float] = ()
+    """What an environment gave each turn."""
     stop_reason: str | None = None
     """Reason of the end of an environment's episode."""
     success: bool | None = None
     """Whether the episode was won; None if the environment does not say."""
+
+    def __str__(self) -> str:
+        lines, turn = [self.start], 0
+        for message in self.messages:
+            who = message.get("name") or {"user": "environment"}.get(message["role"], message["role"])
+            if message["role"] == "assistant":
+                turn += 1
+                who = f"turn {turn}, reward {self.rewards[turn - 1]:g}" if turn <= len(self.rewards) else f"turn {turn}"
+            lines.append(f"[{who}] {message['content']}")
+            lines += [f"[call] {json.dumps(call['function'])}" for call in message.get("tool_calls", ())]
+        won = {True: ", won", False: ", not won", None: ""}[self.success]
+        return "\n".join([*lines, f"[end] {self.stop_reason}{won}: reward {sum(self.rewards):g} in {turn} turns"])
 
 
 MakeActor: TypeAlias = Callable[[Policy], Callable[..., Action]]

@@ -31,6 +31,7 @@ from groupwise.report.folder import wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.calls import Call, read_calls
 from groupwise.text.envs import (
+    GENERATORS,
     ApartError,
     Ending,
     TextEnv,
@@ -619,18 +620,8 @@ class TextCollector(Collector):
         return self.finished
 
     def conversation(self, row: int) -> Conversation:
-        """Texts of a row of the last rollout, also the answer to the last turn, which the model did not read.
-
-        A prompt of messages is lines that begin with the role.
-        """
-        member = self.members[row]
-        prompt, messages, episode = member.prompt.example.prompt, list(member.messages), member.episode
-        start = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-        if episode is None:
-            return Conversation(start, messages)
-        if messages[-1]["role"] == "assistant" and len(episode.observations) == member.turns:
-            messages.append({"role": "user", "content": episode.observations[-1]})
-        return Conversation(start, messages, episode.ending, episode.success)
+        """Texts of a row of the last rollout."""
+        return conversation_of(self.members[row])
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Each token as text, with the space before a word."""
@@ -668,6 +659,20 @@ class TextCollector(Collector):
             prompt = in_order(self.prompts, place, self._cfg.seed)
             groups.append(open_group(prompt, number, self._cfg.algorithm, self._cfg.seed, *stream))
         return groups
+
+
+def conversation_of(member: Transcript) -> Conversation:
+    """Texts of a completion, also the answer to the last turn, which the model did not read.
+
+    A prompt of messages is lines that begin with the role.
+    """
+    prompt, messages, episode = member.prompt.example.prompt, list(member.messages), member.episode
+    start = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+    if episode is None:
+        return Conversation(start, messages)
+    if messages[-1]["role"] == "assistant" and len(episode.observations) == member.turns:
+        messages.append({"role": "user", "content": episode.observations[-1]})
+    return Conversation(start, messages, episode.rewards, episode.ending, episode.success)
 
 
 def has_no_variance(group: Sequence[Transcript]) -> bool:
@@ -888,6 +893,28 @@ def write_texts(
             some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
             write(some, partial(complete, policy), sampling, dialogue)
     return [[member.text for member in group] for group in groups]
+
+
+def play_episodes(
+    policy: CausalLM, task: TextTask, count: int, *, sampling: SamplingCfg, deterministic: bool, seed: int
+) -> list[Conversation]:
+    """``count`` episodes of the task's environment, at starts that are drawn from those held out, or else from the others.
+
+    Each has an instance and, where it draws from the process, generators of its own.
+    """
+    make, rows = make_text_env(task.cfg, task.given["env"]), task.held_out() or task.load()[0]
+    assert make is not None
+    encoder, groups = PromptEncoder(policy.tokenizer, task.cfg), list[Transcript]()
+    for number in range(count):
+        example = rows[derive_seed(seed, "start", number) % len(rows)]
+        groups.append(
+            Transcript(EncodedPrompt(example, ()), number, derive_seed(seed, "sample", number), deterministic)
+        )
+    with closing(
+        Dialogue(encoder, None, policy.context_length, TextEnvs(make, "fresh", tuple(GENERATORS)))
+    ) as dialogue:
+        write(groups, partial(complete, policy), sampling, dialogue)
+    return [conversation_of(member) for member in groups]
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from credit_rollouts import TWO, assert_advantages, credit, per_episode, preset, rollout
+from hypothesis import given
+from hypothesis import strategies as st
 
 from groupwise.algorithms.advantages import BASELINES, CreditInput
 from groupwise.config.algorithm import CreditCfg
@@ -165,6 +167,87 @@ def assert_discounted(batch, expected, name, **changes):
     got = per_episode(credit(batch, gamma=0.5, **preset(name, **changes)), batch)
     for have, want in zip(got, expected, strict=True):
         torch.testing.assert_close(have, want, atol=2e-6, rtol=0)
+
+
+def in_turns(episodes, lengths=lambda episode, turn: 1):
+    """A rollout of (group, [(state, reward), ...]): turns of as many tokens, with a token that the environment wrote after each."""
+    rewards, turns, states = [], [], []
+    for number, (_, played) in enumerate(episodes):
+        count = [lengths(number, turn) for turn in range(len(played))]
+        rewards.append([x for n, (_, r) in zip(count, played, strict=True) for x in [*[0.0] * (n - 1), r, 0.0]])
+        turns.append([x for turn, n in enumerate(count) for x in [*[turn] * n, -1]])
+        states.append([x for n, (state, _) in zip(count, played, strict=True) for x in [*[state] * n, -1]])
+    ends = [(group, r, "terminated") for (group, _), r in zip(episodes, rewards, strict=True)]
+    batch = rollout(ends, turn_id=turns, anchor=states)
+    batch["turn_id"].masked_fill_(~batch["valid"], -1)
+    batch["loss_mask"] &= batch["turn_id"] >= 0
+    return batch
+
+
+def of_turns(advantage, batch):
+    """Each episode's advantages by turn; those of a turn's tokens must be the same, and those of others' 0."""
+    assert not advantage[batch["turn_id"] < 0].any()
+    found = []
+    for row, turns in zip(advantage, batch["turn_id"], strict=True):
+        found.append([])
+        for turn in range(int(turns.max()) + 1):
+            [value] = set(row[turns == turn].tolist())
+            found[-1].append(value)
+    return found
+
+
+def test_gigpo_compares_turns_in_the_same_state():
+    """States 0, 1, 2; three episodes of a group earn 0 0 4, 0 4 and 3 by turns, and are in 0 1 1, 0 1 and 0."""
+    three = [(0, [(0, 0.0), (1, 0.0), (1, 4.0)]), (0, [(0, 0.0), (1, 4.0)]), (0, [(0, 3.0)])]
+    others = [(1, [(0, 7.0), (1, 2.0)]), (1, [(2, 9.0)])]  # of another group: alone in each state, and 9 each
+    batch = in_turns([*three, *others], lambda episode, turn: 1 + (episode + 2 * turn) % 3)
+    # returns to go by a discount of a half: 1 2 4 | 2 4 | 3; in 0: 1 2 3, mean 2; in 1: 2 4 4, mean 10/3
+    state = [[-1.0, -4 / 3, 2 / 3], [0.0, 2 / 3], [1.0], [0.0, 0.0], [0.0]]
+    # episodes 4 4 3, mean 11/3
+    episode = [1 / 3, 1 / 3, -2 / 3, 0.0, 0.0]
+    for weight in (1.0, 2.0):
+        expected = [[e + weight * s for s in turns] for e, turns in zip(episode, state, strict=True)]
+        found = credit(batch, gamma=0.5, **preset("gigpo_no_std", baseline={"name": "gigpo", "weight": weight}))
+        for have, want in zip(of_turns(found, batch), expected, strict=True):
+            assert have == pytest.approx(want, abs=2e-6)
+    # over their deviations: of episodes root 1/3, in 0 1, in 1 root 4/3
+    root = 3**0.5
+    scaled = [[1 / root - 1, 1 / root - 2 / root, 2 / root], [1 / root, 2 / root], [1 - 2 / root], [0.0] * 2, [0.0]]
+    found = credit(batch, gamma=0.5, **preset("gigpo", eps=0.0))
+    for have, want in zip(of_turns(found, batch), scaled, strict=True):
+        assert have == pytest.approx(want, abs=2e-6)
+    # turns of one step are the steps of a control task
+    single = in_turns(three)
+    steps = rollout(
+        [(0, [r for _, r in played], "terminated") for _, played in three], obs=[[[s] for s, _ in p] for _, p in three]
+    )
+    want = per_episode(credit(steps, gamma=0.5, **preset("gigpo")), steps)
+    for have, one in zip(of_turns(credit(single, gamma=0.5, **preset("gigpo")), single), want, strict=True):
+        assert have == pytest.approx(one, abs=1e-6)
+
+
+def test_what_could_not_be_scored_is_in_no_state():
+    batch = in_turns([(0, [(0, 1.0)]), (0, [(0, 3.0)]), (0, [(0, 50.0)])])
+    batch["loss_mask"][2] = False
+    assert of_turns(credit(batch, **preset("gigpo_no_std")), batch) == [[-2.0], [2.0], [0.0]]  # -1 and 1, twice
+
+
+PLAYED = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(-3, 3).map(float), st.integers(1, 4)), min_size=1, max_size=3
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), PLAYED), min_size=2, max_size=6), st.sampled_from(["gigpo", "gigpo_no_std"])
+)
+def test_the_credit_of_a_turn_does_not_depend_on_how_many_tokens_turns_have(episodes, name):
+    turns = [(group, [turn[:2] for turn in played]) for group, played in episodes]
+    long = in_turns(turns, lambda episode, turn: episodes[episode][1][turn][2])
+    short = in_turns(turns)
+    for choices in ({}, {"returns": "turn_to_go", "group_key": "group_step"}):
+        have, want = (of_turns(credit(b, gamma=0.5, **preset(name, **choices)), b) for b in (long, short))
+        for one, other in zip(have, want, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
 
 
 def test_parts_have_anchors_of_their_own():

@@ -58,7 +58,34 @@ def test_texts_have_no_states_to_compare(name):
     for how in ({"preset": name}, {"algorithm": {"credit": objective_preset(name).settings["credit"]}}):
         with pytest.raises(ConfigError, match=rf"credit.baseline='{name}' compares states .*; fix: baseline='mean'"):
             resolve_text(**how)
+        with pytest.raises(ConfigError, match=f"credit.baseline='{name}' compares states"):
+            resolve_text(**how, task={"tool": "calculator"})
+        if name == "gigpo":  # the turns of an environment have states
+            assert resolve_text(**how, task={"env": "x"}).algorithm.credit.baseline.name == name
+        else:
+            with pytest.raises(ConfigError, match=r"credit.baseline='knn' compares states"):
+                resolve_text(**how, task={"env": "x"})
     assert resolve("CartPole-v1", preset=name).algorithm.credit.baseline.name == name
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_wrong"),
+    [
+        ({"credit": {"returns": "process"}}, True),
+        ({"credit": {"returns": "return_to_go"}, "gamma": 0.9}, True),
+        ({"credit": {"returns": "return_to_go", "group_key": "group_step"}}, True),
+        ({"credit": {"returns": "return_to_go"}}, False),
+        ({"credit": {"returns": "turn_to_go", "group_key": "group_step"}, "gamma": 0.9}, False),
+        ({"credit": {"rule": "mine", "returns": "process"}}, False),
+    ],
+)
+def test_credit_that_counts_tokens_is_refused_where_an_environment_answers_turns(settings, is_wrong):
+    assert resolve_text(settings, task={"tool": "calculator"}).task.env is None
+    if is_wrong:
+        with pytest.raises(ConfigError, match=r"counts tokens, .*; fix: credit.returns='turn_to_go' with group_key="):
+            resolve_text(settings, task={"env": "x"})
+    else:
+        assert resolve_text(settings, task={"env": "x"}).task.env == "x"
 
 
 @pytest.mark.parametrize(("model", "rate"), [({}, 1e-6), ({"lora": {"r": 2}}, 1e-5), ({"path": "saved"}, 1e-5)])

@@ -402,6 +402,72 @@ def test_rows_of_data_are_options_and_rewards_add_up(model, tmp_path):
         assert rollout["reward"][row].sum() == pytest.approx(member.reward)
 
 
+class Known(Guess):
+    """Its state is the span in which the secret is known to be."""
+
+    def reset(self, *, seed=None, options=None):
+        self.low, self.high = 0, 9
+        return super().reset(seed=seed)
+
+    def step(self, text):
+        made = super().step(text)
+        if text.isdigit():
+            low, high = (int(text) + 1, 9) if int(text) < self.secret else (0, int(text) - 1)
+            self.low, self.high = max(self.low, low), min(self.high, high)
+        return made
+
+    def state_key(self):
+        return f"{self.low}-{self.high}"
+
+
+@pytest.mark.parametrize("game", [Known, Guess])
+def test_turns_are_compared_in_the_state_that_the_environment_names_or_shows(game, model, tmp_path):
+    """Before each turn, that is; where it names none, states are equal if what is observed is."""
+    look, cfg = Look(), gw.GRPOCfg(group_size=8, learning_rate=1e-3)
+    run = train(
+        task(lambda: game(turns=4)), model, tmp_path / "run", cfg, preset="gigpo", total_steps=200, sampling=ONE, callbacks=[look],
+    )  # fmt: skip
+    assert run.metrics()[-1]["train/grad_norm"] > 0
+    assert run.cfg.algorithm.credit.baseline.name == "gigpo"
+    for members, rollout in look.rollouts:
+        names, numbers = [], []
+        for row, member in enumerate(members):
+            turns = [message["content"] for message in member.messages if message["role"] == "assistant"]
+            replay = TextEpisode(game(turns=4))
+            shown, keys = [replay.reset(member.prompt.example.start)], [replay.env.state_key()]
+            for turn in turns[:-1]:
+                shown.append(replay.step(turn))
+                keys.append(replay.env.state_key())
+            written = rollout["turn_id"][row]
+            assert (rollout["anchor"][row][written < 0] == -1).all()
+            for number, state in enumerate(keys if game is Known else shown):
+                [found] = set(rollout["anchor"][row][written == number].tolist())
+                names.append(state)
+                numbers.append(found)
+        assert sorted(set(numbers)) == list(range(len(set(names))))
+        assert len(set(zip(names, numbers, strict=True))) == len(set(names))  # numbers are equal where names are
+        assert len(set(names)) > 2
+
+
+@pytest.mark.parametrize("key", [3, b"a", ("a",)])
+def test_keys_of_states_are_texts(key):
+    game = Guess()
+    game.state_key = lambda: key
+    with pytest.raises(
+        EnvError, match=r"Guess.state_key\(\) returned .*; expected a text, or None for the observation; fix: str"
+    ):
+        TextEpisode(game).reset(Start(0))
+
+
+def test_members_in_the_same_state_must_have_the_same_key():
+    class Own(Guess):
+        def state_key(self):
+            return str(id(self))
+
+    with pytest.raises(EnvError, match="do not share a start"):
+        check_text_starts(Own, "auto", STARTS, by_samples)
+
+
 PLUGIN = """
 import groupwise as gw
 from text_games import Guess

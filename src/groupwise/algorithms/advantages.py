@@ -233,29 +233,49 @@ def per_step(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Ten
     return _at_moment(credit, score, batch["step"], credit.live, outcome)
 
 
-def per_turn(credit: CreditInput) -> Float[Tensor, "row step"]:
-    """Advantage of each turn among the members that played it, at each of its steps; turns are ``turn_id``, or steps.
+class Turns(NamedTuple):
+    """Turns of a rollout, ``turn_id`` or steps, with the score of each. Many steps are one member, represented by the first."""
 
-    Rewards of later turns are summed before members are compared. Sums of turns that were compared one by one would depend on how
-    many there are, and a policy decides that: https://github.com/volcengine/verl/issues/7244.
-    """
+    number: Int[Tensor, "row step"]
+    """Turn of each step within its episode."""
+    played: Int[Tensor, "row step"]
+    """Id of each step's turn, over all episodes; -1 where the step is not compared."""
+    score: Float[Tensor, "row step"]
+    first: Bool[Tensor, "row step"]
+    """Representatives."""
+    num_played: int
+
+    def spread(self, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
+        """What representatives have, at each step of their turns."""
+        return gather_segments(segment_sum(advantage, self.played, self.num_played, self.first), self.played)
+
+
+def scored_turns(credit: CreditInput, *, to_go: bool) -> Turns:
+    """The turns with what each earned, or with the discounted sum of that and of what later turns earned."""
     batch = credit.batch
     turn = batch["turn_id"] if "turn_id" in batch.keys() else batch["step"]  # noqa: SIM118  iterating goes over rows
     num_turns = int(turn.max()) + 1
     played = torch.where(credit.live, batch["episode_id"] * num_turns + turn, -1)
     num_played = credit.num_episodes * num_turns
     earned = episode_return(credit.reward, played, num_played).view(credit.num_episodes, num_turns)
-    if credit.cfg.returns == "turn_to_go":
+    if to_go:
         last = torch.arange(num_turns, device=turn.device).expand_as(earned) == num_turns - 1
         earned = return_to_go(earned.double(), last, credit.gamma).to(earned)
-    score = gather_segments(earned.flatten(), played)
-    # a turn of many steps is one member, represented by its first step
     place = torch.arange(turn.numel(), device=turn.device).view_as(turn).to(torch.float64)
     first, _ = segment_min_max(place, played, num_played)
     representative = credit.live & (place == gather_segments(first, played))
-    outcome = episode_return(credit.reward, batch["episode_id"], credit.num_episodes)
-    advantage = _at_moment(credit, score, turn, representative, outcome)
-    return gather_segments(segment_sum(advantage, played, num_played, representative), played)
+    return Turns(turn, played, gather_segments(earned.flatten(), played), representative, num_played)
+
+
+def per_turn(credit: CreditInput) -> Float[Tensor, "row step"]:
+    """Advantage of each turn among the members that played it, at each of its steps.
+
+    Rewards of later turns are summed before members are compared. Sums of turns that were compared one by one would depend on how
+    many there are, and a policy decides that: https://github.com/volcengine/verl/issues/7244.
+    """
+    turns = scored_turns(credit, to_go=credit.cfg.returns == "turn_to_go")
+    outcome = episode_return(credit.reward, credit.batch["episode_id"], credit.num_episodes)
+    return turns.spread(_at_moment(credit, turns.score, turns.number, turns.first, outcome))
 
 
 def _at_moment(
@@ -519,19 +539,25 @@ def ema(scores: Scores, decay: Fraction = 0.95) -> Tensor:
 
 @register_baseline("gigpo", whole=True, discounts=True)
 def gigpo(credit: CreditInput, weight: NonNegative = 1.0) -> Tensor:
-    """The mean, and a second comparison of steps with the same observation (GiGPO).
+    """The mean, and a second comparison of steps with the same observation (GiGPO), or of a text environment's turns in the same state.
 
     The group's comparison, plus ``weight`` times that of discounted returns at the same observation. Following the
-    paper (eq. 5 to 7), that includes the episode's own visits. A unique observation adds 0.
+    paper (eq. 5 to 7), that includes the episode's own visits. A unique observation adds 0. ``gamma`` discounts by step or turn.
 
     Args:
         weight: Weight of the second advantage, the paper's omega.
 
     Source: https://arxiv.org/abs/2505.10978.
     """
-    key, num_keys = anchors(credit.batch["obs"], credit.batch["group_id"], credit.live)
-    steps = Scores(credit, credit.return_to_go, key, num_keys, credit.live)
-    return group_advantage(credit) + weight * steps.relative()
+    batch = credit.batch
+    if "anchor" in batch.keys():  # noqa: SIM118  iterating goes over rows
+        turns = scored_turns(credit, to_go=True)
+        key, num_keys = anchors(batch["anchor"], batch["group_id"], turns.first)
+        again = turns.spread(Scores(credit, turns.score, key, num_keys, turns.first).relative())
+    else:
+        key, num_keys = anchors(batch["obs"], batch["group_id"], credit.live)
+        again = Scores(credit, credit.return_to_go, key, num_keys, credit.live).relative()
+    return group_advantage(credit) + weight * again
 
 
 @register_baseline(

@@ -429,7 +429,7 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     micro_batch_size: PositiveInt | None = None
     """Most steps, or tokens with padding, in one forward pass. Bounds memory, never changes the gradient. None: the whole minibatch."""
     gamma: Fraction = 0.99
-    """Discount. GRPO reads it with ``credit.returns="return_to_go"``, with the baseline ``gigpo``, and in normalised rewards."""
+    """Discount of a step or token, of a turn with ``credit.returns="turn_to_go"`` and with the baseline ``gigpo`` on texts. GRPO reads it with returns to go, that baseline, and in normalised rewards."""
     ent_coef: float = 0.0
     """Weight of the entropy bonus; its first value with ``adaptive_entropy``."""
     max_grad_norm: Positive | None = 0.5

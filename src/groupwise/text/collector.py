@@ -81,6 +81,8 @@ class TextRow(NamedTuple):
     """Whether the most likely token was taken each time: such a row is the baseline of the others (ReMax)."""
     reward_parts: tuple[float, ...] = ()
     """The unweighted score of each reward function; 0 where it has none."""
+    anchor: Sequence[str] | None = None
+    """The state that the turn of each token answers; empty for tokens of others."""
 
 
 def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu") -> TensorDict:
@@ -90,7 +92,7 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
 
     Slot t holds token t and, as its action, token t+1; a completion's reward is at its last token. ``step`` counts from
     the prompt's first token, so that members' steps correspond. Keys that no row has are left out: ``support`` and
-    ``policy_version`` (-1 at tokens of others), ``trained``, ``greedy``, ``reward_parts``.
+    ``policy_version`` (-1 at tokens of others), ``trained``, ``greedy``, ``reward_parts``, ``anchor`` (a number for each state).
 
     Raises:
         DataError: a prompt or completion without tokens, or not one log-probability for each token.
@@ -151,6 +153,10 @@ def _rare_keys(rows: Sequence[TextRow], prompt: Tensor, valid: Tensor, last: Ten
         keys["trained"] = valid & torch.tensor([row.trained for row in rows])[:, None]
     if any(row.greedy for row in rows):
         keys["greedy"] = valid & torch.tensor([row.greedy and row.reward is not None for row in rows])[:, None]
+    if any(row.anchor for row in rows):
+        numbers = {"": -1}
+        anchor = [[numbers.setdefault(state, len(numbers) - 1) for state in row.anchor or ()] for row in rows]
+        keys["anchor"] = _spread(anchor, prompt - 1, num_slots, -1)
     if any(row.reward_parts for row in rows):
         keys["reward_parts"] = torch.tensor([row.reward_parts for row in rows])[:, None] * last[..., None]
     return keys
@@ -488,8 +494,9 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
 
 
 def as_episode(row: TextRow, episode: TextEpisode) -> TextRow:
-    """The row with each turn's reward at its last token, what else it earned at the last one, and the environment's end."""
-    row = row._replace(terminated=episode.ending == "terminated")
+    """The row with each turn's reward at its last token, what else it earned at the last one, the environment's end, and states."""
+    anchor = ["" if turn < 0 else episode.anchors[turn] for turn in row.turn or ()]
+    row = row._replace(terminated=episode.ending == "terminated", anchor=anchor)
     if row.reward is None or row.turn is None:
         return row
     assert isinstance(row.reward, float)

@@ -71,6 +71,10 @@ class TextEnv(ABC):
         """What an episode earns at its end, whatever ended it, in addition to the rewards of its turns."""
         return 0.0
 
+    def state_key(self) -> str | None:
+        """The state that the next turn answers, for the baseline ``gigpo``: equal states have equal keys. None: its observation."""
+        return None
+
     def sample_action(self, rng: np.random.Generator) -> str:
         """A turn that the check of shared starts plays. By default it plays turns of the policy."""
         raise NotImplementedError
@@ -146,6 +150,8 @@ class TextEpisode:
     """Whether an error ended it, so that nothing is known of it."""
     counts: Counter[str] = field(default_factory=Counter)
     """Calls of tools, and errors, by name."""
+    anchors: list[str] = field(default_factory=list)
+    """The state that each turn answers, as a text."""
     states: dict[str, Any] = field(default_factory=dict)
     """States of the kept generators."""
     began: float = field(default_factory=time.monotonic)
@@ -164,6 +170,7 @@ class TextEpisode:
             )
         self.prompt = read_prompt(f"{self._name}.reset()", made[0])
         self.tools = [*self.env.tools] if self.env is not None else ()
+        self._note_state(self.prompt)
         return self.prompt
 
     def step(self, text: str) -> Sequence[Message]:
@@ -191,6 +198,8 @@ class TextEpisode:
             success = info.get("success")
             self.success = None if success is None else bool(success)
             self.finish(own if own in _OWN_ENDINGS else "terminated" if terminated else "truncated")
+        else:
+            self._note_state(self.observations[-1])
         return messages
 
     def finish(self, ending: Ending) -> None:
@@ -205,7 +214,8 @@ class TextEpisode:
         """
         *turns, last = self.turns
         seen, self.env, self.turns, self.observations, rewards = self.observations, env, [], [], self.rewards
-        self.rewards, before, self.counts = [], self.prompt, Counter(env_errors=self.counts["env_errors"])
+        self.rewards, self.anchors = [], []
+        before, self.counts = self.prompt, Counter(env_errors=self.counts["env_errors"])
         assert self.start is not None
         same = self.reset(self.start) == before
         for turn in turns:
@@ -214,15 +224,24 @@ class TextEpisode:
             raise EnvError(f"{self._name} does not answer as before when an episode is played again")
         return self.step(last)
 
+    def _note_state(self, observation: Prompt) -> None:
+        key = self._call("state_key")
+        if not isinstance(key, str | None):
+            raise EnvError(
+                f"{self._name}.state_key() returned {key!r:.80}; expected a text, or None for the observation; fix: str(...)"
+            )
+        self.anchors.append(f"observation {observation!r}" if key is None else f"key {key}")
+
     @property
     def total(self) -> float:
         """All that the episode earned."""
         return sum(self.rewards, 0.0) + self.final_reward
 
     @property
-    def last(self) -> tuple[str, float, Ending | None, bool | None, float]:
+    def last(self) -> tuple[str, float, Ending | None, bool | None, float, str]:
         """Outcome of the last turn, for comparison."""
-        return self.observations[-1], self.rewards[-1], self.ending, self.success, self.final_reward
+        rest = self.success, self.final_reward, self.anchors[-1]
+        return self.observations[-1], self.rewards[-1], self.ending, *rest
 
     @property
     def _name(self) -> str:

@@ -23,8 +23,9 @@ import numpy as np
 from groupwise import TextEnv
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import EnvError
-from groupwise.text.envs import ApartError, TextEnvs, check_text_env, make_text_env, play_samples
+from groupwise.text.envs import ApartError, TextEnvs, check_text_env, play_samples
 from groupwise.text.task import Start
+from groupwise.text.tool_env import make_text_env
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "text_starts.json"

@@ -44,8 +44,8 @@ def register_text_env(name: str) -> Callable[[Callable[..., Any]], Callable[...,
     return register("text env", TEXT_ENVS, name)
 
 
-TEXT_GAMES = {"textarena": "TextArena", "gem": "Gem", "textworld": "TextWorld", "skyrl": "SkyRL"}
-"""Families of public games, by the prefix of their names: the class in ``groupwise.text.games.<family>``."""
+TEXT_GAMES = ("textarena", "gem", "textworld", "skyrl")
+"""Families of public games, by the prefix of their names."""
 
 
 def is_text_env(name: str) -> bool:

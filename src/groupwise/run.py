@@ -86,9 +86,11 @@ def read_settings(
 ) -> tuple[CommonCfg, UserObjects]:
     """All settings, and the Python objects, of what ``train`` takes."""
     of_texts = ["reward", "rewards", "reward_fn", "reward_funcs", "reward_function", "tool", "tools", "train_dataset"]
+    of_texts += ["environment_factory"]
     of_texts += ["eval_dataset"] if isinstance(env, TextTask) else ["eval_dataset", "model", "lora"]
     if (named := [name for name in settings if name in of_texts]) and not isinstance(env, CommonCfg):
         tool = ", tools=[my_tool]" if {"tool", "tools"}.intersection(named) else ""
+        tool += ", env=MyEnv" * ("environment_factory" in named)
         raise ConfigError(
             f"{', '.join(named)}: of language models, whose data, rewards and tool are a task; fix: "
             f"gw.train(gw.TextTask(data, reward=my_reward{tool}), model='path-or-hub-id'); for an environment: policy=..."
@@ -423,7 +425,7 @@ if TYPE_CHECKING:
 
     from groupwise.collectors.vector import Conversation
     from groupwise.report.page import Curve, Frame
-    from groupwise.text.collector import TextEvaluation
+    from groupwise.text.evaluation import TextEvaluation
 
     EnvFactory = Callable[..., gymnasium.Env] | Callable[..., VectorEnv] | VectorEnv | gymnasium.vector.VectorEnv
 
@@ -681,7 +683,7 @@ def evaluate(
     if isinstance(run.cfg, TextRunCfg):
         if video:
             raise ConfigError(f"video is of environments; got a run on {run.cfg.subject}, fix: groupwise sample")
-        from groupwise.text.collector import TextEvaluator
+        from groupwise.text.evaluation import TextEvaluator
 
         changed = {"prompts": episodes, "completions_per_prompt": completions_per_prompt, "deterministic": greedy}
         asked = TextEvaluationCfg(**dict(run.cfg.evaluation) | changed)
@@ -796,7 +798,7 @@ def sample(
             f"the run has {'no' if prompt is None else 'an'} environment, and {prompt!r:.80} as prompt; {fix}"
         )
     from groupwise.text.build import build_algorithm
-    from groupwise.text.collector import is_single, play_episodes, read_prompts, write_texts
+    from groupwise.text.evaluation import is_single, play_episodes, read_prompts, write_texts
     from groupwise.text.policy import CausalLM
 
     prompts = [] if prompt is None else read_prompts(prompt)

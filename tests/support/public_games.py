@@ -1,8 +1,9 @@
 """Public games by name."""
 
 from groupwise.config.run import TextTaskCfg
-from groupwise.text.envs import TextEnvs, make_text_env
+from groupwise.text.envs import TextEnvs
 from groupwise.text.task import Start
+from groupwise.text.tool_env import make_text_env
 
 
 def game(name, **settings):

@@ -316,7 +316,7 @@ def test_a_tool_is_called_by_one_rollout_at_a_time(model):
         member = Transcript(EncodedPrompt(Example("1", {}), [5]), 0, number)
         for _ in range(9):
             member.add_turn(Completion([5], [-1.0], "stop"), "1")
-            dialogue.answer(member, 4)
+            dialogue.answer([member], 4)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(talk, range(4)))

@@ -270,23 +270,47 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(change, message,
     assert not (tmp_path / "run").exists()
 
 
+def look_up(word: str) -> str:
+    """Look up.
+
+    Args:
+        word: A word.
+    """
+    return word
+
+
+class Lookup:
+    def reset(self, **row):
+        return "?"
+
+    def look_up(self, word: str) -> str:
+        """Look up.
+
+        Args:
+            word: A word.
+        """
+        return word
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"env": "CartPole-v1", "model": "path", "reward_funcs": print, "train_dataset": []}, "data, reward=my_reward"),
-        ({"env": copying(), "rewards": print, "tools": [print]}, "data, reward=my_reward, tool=my_tool"),
+        ({"env": copying(), "rewards": print, "tools": [print]}, "data, reward=my_reward, tools=[my_tool]"),
         ({"env": copying(), "reward_fn": 1, "eval_dataset": []}, "data, reward=my_reward"),
         ({"env": "CartPole-v1", "lora": {"r": 4}}, "data, reward=my_reward"),
-        ({"env": [], "tools": []}, "data, reward=my_reward, tool=my_tool"),
+        ({"env": [], "tools": []}, "data, reward=my_reward, tools=[my_tool]"),
+        ({"env": copying(), "environment_factory": print}, "data, reward=my_reward, env=MyEnv"),
     ],
 )
-def test_arguments_of_trl_are_answered_by_the_call_to_write(given, words, model, tmp_path):
+def test_arguments_of_trl_are_answered_by_the_call_to_write(given, words, tmp_path):
+    model = save_model(tmp_path / "model", positions=512)  # the description of tools is long
     with pytest.raises(gw.errors.ConfigError) as caught:
         gw.train(**given)
     line = str(caught.value).partition("fix: ")[2].partition(";")[0]
     assert line == f"gw.train(gw.TextTask({words}), model='path-or-hub-id')"
     names = {"gw": gw, "data": numbers()[:8], "my_reward": share_copied}
-    names |= {"my_tool": lambda text: None, "SETTINGS": SETTINGS | {"run_dir": tmp_path / "run"}}
+    names |= {"my_tool": look_up, "MyEnv": Lookup, "SETTINGS": SETTINGS | {"run_dir": tmp_path / "run"}}
     call = line.replace("'path-or-hub-id')", f"{str(model)!r}, **SETTINGS)")
     assert eval(call, names).summary["env_steps"] > 0
 

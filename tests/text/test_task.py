@@ -25,10 +25,17 @@ def test_paths_and_names_are_recorded_and_objects_are_said_to_be_given(tmp_path)
     task = TextTask(tmp_path / "a.jsonl", reward=[right, "exact", RewardCfg(name="regex", kwargs={"pattern": "a"})])
     assert task.cfg.data == str(tmp_path / "a.jsonl")
     assert [reward.name for reward in task.cfg.rewards] == [GIVEN, "exact", "regex"]
-    assert task.given == {"data": None, "eval_data": None, "reward": [right], "tool": None, "env": None}
+    assert task.given == {"data": None, "eval_data": None, "reward": [right], "tool": None, "tools": None, "env": None}
     given = TextTask(ROWS, reward=right, eval_data=["x"], success_threshold=0.5)
     assert (given.cfg.data, given.cfg.eval_data, given.cfg.success_threshold) == (GIVEN, GIVEN, 0.5)
-    assert given.given == {"data": ROWS, "eval_data": ["x"], "reward": [right], "tool": None, "env": None}
+    assert given.given == {
+        "data": ROWS,
+        "eval_data": ["x"],
+        "reward": [right],
+        "tool": None,
+        "tools": None,
+        "env": None,
+    }
     assert TextTaskCfg(**json.loads(given.cfg.model_dump_json())) == given.cfg
 
 

@@ -32,12 +32,12 @@ from groupwise.text.collector import (
     Transcript,
     in_order,
     open_group,
-    read_prompts,
     score,
     text_rollout,
     training_row,
     write,
 )
+from groupwise.text.evaluation import read_prompts
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Prompt, TrainingState

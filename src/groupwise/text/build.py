@@ -26,8 +26,9 @@ from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.decoding import FastDecoder
-from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, TextEvaluator, verified_envs
+from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, verified_envs
 from groupwise.text.envs import TextEnvs
+from groupwise.text.evaluation import TextEvaluator
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM

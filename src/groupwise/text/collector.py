@@ -5,8 +5,7 @@ import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -23,15 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 from groupwise.collectors.vector import Collector, Conversation, Episode
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.policy import SamplingCfg
-from groupwise.config.run import TextRunCfg, TextTaskCfg
+from groupwise.config.run import TextRunCfg
 from groupwise.data.rollout import RolloutBuffer, TensorDict, TensorSpec
 from groupwise.errors import ConfigError, DataError, EnvError
-from groupwise.policies.base import Policy
-from groupwise.report.folder import wilson_95
 from groupwise.seeding import derive_seed
 from groupwise.text.calls import Call, read_calls
 from groupwise.text.envs import (
-    GENERATORS,
     ApartError,
     Ending,
     TextEnv,
@@ -44,10 +40,9 @@ from groupwise.text.envs import (
 from groupwise.text.generation import Completion, Generate, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
-from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask, read_prompt
+from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask
 from groupwise.text.tool_env import make_text_env
-from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask, make_tool
-from groupwise.training.evaluation import EvaluationResult, shown
+from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask
 
 # Texts as a rollout: tokens are the observations, next tokens the actions
 
@@ -266,9 +261,7 @@ class Dialogue:
         self.tool, self._asking = tool, Lock()
         self._context = context
         if tool is not None:
-            encoder.encode_answer(
-                [{"role": "tool", "content": "84"}]
-            )  # a template that cannot is refused before training
+            encoder.encode_answer([{"role": "tool", "content": "84"}])  # a template that cannot is refused at once
 
     def stopping(self, sampling: SamplingCfg) -> SamplingCfg:
         """The sampling with turns that end where a call ends."""
@@ -299,7 +292,8 @@ class Dialogue:
                 member.prompt = encoded[key]
                 if (length := len(member.prompt.tokens)) > longest:
                     raise DataError(
-                        f"the first observation of an episode has {length} tokens, and {longest} have room: {str(prompt)[:80]!r}; "
+                        f"the first observation of an episode has {length} tokens{', with the tools' * bool(tools)}, and {longest} have "
+                        f"room: {str(prompt)[:80]!r}; "
                         "fix: shorter ones, a larger max_prompt_tokens or a smaller max_new_tokens"
                     )
 
@@ -380,10 +374,11 @@ class Dialogue:
         return answer if episode.ending is None else ()
 
     def release(self, transcripts: Sequence[Transcript]) -> None:
-        """Take back the environments of episodes that are over and scored."""
+        """Take back the environments of episodes that are scored; those that an error ended have no reward."""
         for transcript in transcripts:
             if transcript.episode is not None and self.envs is not None:
                 self.envs.release(transcript.episode)
+                transcript.reward = None if transcript.episode.broken else transcript.reward
 
     def close(self) -> None:
         """End the tool's process and the environments, if there are any."""
@@ -465,17 +460,19 @@ def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: Training
     examples = [member.prompt.example for member in transcripts]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     prompts = [example.prompt for example in examples]
-    if episodes := [member.episode for member in transcripts if member.episode is not None]:
-        columns["episode_return"] = [episode.total for episode in episodes]
-        columns["environments"] = [episode.env and episode.env.unwrapped for episode in episodes]
+    columns |= columns_of_episodes(transcripts) if transcripts[0].episode is not None else {}
     # after a prompt of messages the completion is messages, as in TRL
-    completions = [
-        member.text if isinstance(p, str) else member.messages for p, member in zip(prompts, transcripts, strict=True)
-    ]
+    completions = [m.text if isinstance(m.prompt.example.prompt, str) else m.messages for m in transcripts]
     scores = rewards.score(prompts, completions, [member.tokens for member in transcripts], columns, state)
     for member, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
-        broken = member.episode is not None and member.episode.broken
-        member.reward, member.parts = None if broken else reward, parts
+        member.reward, member.parts = reward, parts
+
+
+def columns_of_episodes(transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
+    """What reward functions get of episodes besides their rows."""
+    episodes = [member.episode for member in transcripts if member.episode is not None]
+    environments = [episode.env and episode.env.unwrapped for episode in episodes]
+    return {"episode_return": [episode.total for episode in episodes], "environments": environments}
 
 
 def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
@@ -590,7 +587,8 @@ class TextCollector(Collector):
         while wanted:
             groups = self._written(wanted, first=taken)
             score([*chain(*groups)], self.rewards, state)
-            self._dialogue.release([*chain(*groups)])
+            if self._dialogue.envs is not None:
+                self._dialogue.release([*chain(*groups)])
             for group in groups:
                 (filtered if dynamic is not None and has_no_variance(group) else kept).append(group)
             taken += wanted
@@ -745,183 +743,6 @@ def successes(members: Sequence[Transcript]) -> list[bool] | None:
     episodes = [member.episode for member in members if member.episode is not None]
     found = [episode.success for episode in episodes if not episode.broken]
     return None if set(found) <= {None} else [bool(success) for success in found]
-
-
-# Evaluation on held-out prompts: mean reward and pass@k
-
-
-@dataclass(frozen=True, repr=False)
-class TextEvaluation(EvaluationResult):
-    """Rewards of several completions at each of n prompts.
-
-    ``returns`` are the mean rewards of prompts, because completions of one prompt are no independent samples; ``lengths``
-    are the tokens of each completion.
-    """
-
-    rewards: tuple[tuple[float, ...], ...]
-    """Rewards of each prompt's scorable completions; prompts without any are left out."""
-    success_threshold: float
-    """A completion with at least this reward is right."""
-
-    @property
-    def completions_per_prompt(self) -> int:
-        """The fewest scorable completions of a prompt."""
-        return min(map(len, self.rewards))
-
-    def pass_at(self, k: int) -> tuple[float, float, float]:
-        """pass@k averaged over prompts, and its 95 % interval (Wilson's, over prompts)."""
-        mean = fmean(pass_rate(rewards, self.success_threshold, k) for rewards in self.rewards)
-        return (mean, *wilson_95(mean, self.episodes))
-
-    def line(self) -> str:
-        """The summary in one line that scripts can read."""
-        rates = [f"pass@{k}={mean:.6g} ci95={shown(ci95)}" for k, (mean, *ci95) in self._pass_rates().items()]
-        mean = f"return_mean={self.return_mean:.6g} ci95={shown(self.ci95)}"
-        if self.success_rate is not None:
-            mean += f" success_rate={self.success_rate:.6g} ci95={shown(self.success_ci95)}"
-        counts = f"prompts={self.episodes} completions_per_prompt={self.completions_per_prompt}"
-        return " ".join([mean, *rates, counts])
-
-    def report(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        rates = {f"pass_at_{k}": {"mean": mean, "ci95": ci95} for k, (mean, *ci95) in self._pass_rates().items()}
-        numbers = super().report() | {"completions_per_prompt": self.completions_per_prompt}
-        return numbers | rates | {"rewards": [list(rewards) for rewards in self.rewards]}
-
-    def metrics(self) -> dict[str, float]:
-        """``eval/*`` numbers for the log."""
-        return super().metrics() | {f"eval/pass_at_{k}": mean for k, (mean, *_) in self._pass_rates().items()}
-
-    def _pass_rates(self) -> dict[int, tuple[float, float, float]]:
-        """pass@k for the powers of two up to the number of completions, and for that number."""
-        most = self.completions_per_prompt
-        return {k: self.pass_at(k) for k in (*(2**i for i in range(most.bit_length())), most)}
-
-
-class TextEvaluator:
-    """Completes and scores held-out prompts, always the same ones with the same seeds."""
-
-    def __init__(
-        self,
-        task: TextTask,
-        held_out: Sequence[Example],
-        cfg: TextRunCfg,
-        policy: Policy,
-        envs: TextEnvs | None = None,
-        *,
-        seed: int,
-    ) -> None:
-        assert isinstance(policy, CausalLM)
-        if not held_out:
-            raise ConfigError("no prompts are held out; fix: task.eval_data")
-        encoder = PromptEncoder(policy.tokenizer, cfg.task)
-        envs = envs or verified_envs(cfg, task, encoder, policy, held_out)
-        prompts = encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
-        self._prompts = prompts[: cfg.evaluation.prompts]
-        self._cfg = cfg
-        self._rewards = task.rewards(cfg.algorithm.on_nonfinite)
-        self._generate = partial(complete, policy)
-        self._dialogue = Dialogue(encoder, task.tool(), policy.context_length, envs)
-        self._seed = seed
-
-    def __call__(self) -> TextEvaluation:
-        """Complete and score the prompts; a ``DataError`` if none of the completions could be scored."""
-        evaluation = self._cfg.evaluation
-        completions = [
-            Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
-            for number, prompt in enumerate(self._prompts)
-            for member in range(evaluation.completions_per_prompt)
-        ]
-        size = _PROMPTS_AT_ONCE * evaluation.completions_per_prompt
-        for first in range(0, len(completions), size):
-            some = completions[first : first + size]
-            write(some, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
-            score(some, self._rewards)
-            self._dialogue.release(some)
-        self._rewards.take_logged()  # such metrics are of training alone
-        rewards = tuple(map(tuple, rewards_of_groups(completions)))
-        if not rewards:
-            raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
-        lengths = tuple(completion.written for completion in completions)
-        won, threshold = successes(completions), self._cfg.task.success_threshold
-        return TextEvaluation(
-            tuple(map(fmean, rewards)), lengths, rewards, threshold, successes=None if won is None else tuple(won)
-        )
-
-    def close(self) -> None:
-        """End the processes of the reward functions and of the tool."""
-        self._rewards.close()
-        self._dialogue.close()
-
-
-# Completions of the user's own prompts
-
-
-def is_single(prompts: object) -> bool:
-    """Whether it is one prompt, a text or a list of messages, and not several."""
-    return isinstance(prompts, str) or (isinstance(prompts, Sequence) and any(isinstance(p, Mapping) for p in prompts))
-
-
-def read_prompts(prompts: str | Sequence[Any]) -> list[Prompt]:
-    """One prompt or several, checked; a ``DataError`` names the one that is neither a text nor messages."""
-    several = [prompts] if is_single(prompts) else prompts
-    return [read_prompt(f"prompt {number}", prompt) for number, prompt in enumerate(several)]
-
-
-def write_texts(
-    policy: CausalLM,
-    prompts: Sequence[Prompt],
-    count: int,
-    *,
-    sampling: SamplingCfg,
-    task: TextTaskCfg | None = None,
-    deterministic: bool,
-    seed: int,
-    tool: AnyTool | None = None,
-) -> list[list[str]]:
-    """``count`` completions of each prompt, by the task's prompt settings and its tool, if there is one.
-
-    Raises:
-        ConfigError: the policy has no tokenizer.
-        DataError: a prompt is too long.
-    """
-    if policy.tokenizer is None:
-        raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
-    task = task or TextTaskCfg()
-    encoder = PromptEncoder(policy.tokenizer, task.model_copy(update={"on_long_prompt": "error"}))
-    room = policy.max_prompt_length(sampling.max_new_tokens)
-    encoded = encoder.select([Example(prompt, {}) for prompt in prompts], room)
-    groups = [
-        [Transcript(prompt, number, derive_seed(seed, "sample", number, i), deterministic) for i in range(count)]
-        for number, prompt in enumerate(encoded)
-    ]
-    with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length)) as dialogue:
-        for first in range(0, len(groups), _PROMPTS_AT_ONCE):
-            some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
-            write(some, partial(complete, policy), sampling, dialogue)
-    return [[member.text for member in group] for group in groups]
-
-
-def play_episodes(
-    policy: CausalLM, task: TextTask, count: int, *, sampling: SamplingCfg, deterministic: bool, seed: int
-) -> list[Conversation]:
-    """``count`` episodes of the task's environment, at starts that are drawn from those held out, or else from the others.
-
-    Each has an instance and, where it draws from the process, generators of its own.
-    """
-    make, rows = make_text_env(task.cfg, task.given["env"]), task.held_out() or task.load()[0]
-    assert make is not None
-    encoder, groups = PromptEncoder(policy.tokenizer, task.cfg), list[Transcript]()
-    for number in range(count):
-        example = rows[derive_seed(seed, "start", number) % len(rows)]
-        groups.append(
-            Transcript(EncodedPrompt(example, ()), number, derive_seed(seed, "sample", number), deterministic)
-        )
-    with closing(
-        Dialogue(encoder, None, policy.context_length, TextEnvs(make, "fresh", tuple(GENERATORS)))
-    ) as dialogue:
-        write(groups, partial(complete, policy), sampling, dialogue)
-    return [conversation_of(member) for member in groups]
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:

@@ -288,7 +288,7 @@ class CausalLM(Policy):
 
     def predict(self, obs: Any, deterministic: bool = True) -> Any:
         """The completion of a prompt, a text or a list of messages, as text; of a list of prompts, a list."""
-        from groupwise.text.collector import is_single, read_prompts, write_texts
+        from groupwise.text.evaluation import is_single, read_prompts, write_texts
 
         seed = 0 if deterministic else int(torch.randint(2**31, ()))
         read, sampling = read_prompts(obs), self.sampling

@@ -364,7 +364,9 @@ def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) 
     if cfg.env != GIVEN:
         family, colon, game = cfg.env.partition(":")
         if colon and family in TEXT_GAMES:
-            return partial(make_registered, "text env", {cfg.env: _game(family)}, cfg.env, cfg.env_kwargs | {"game": game})
+            return partial(
+                make_registered, "text env", {cfg.env: _game(family)}, cfg.env, cfg.env_kwargs | {"game": game}
+            )
         return whole(partial(make_registered, "text env", TEXT_ENVS, cfg.env, cfg.env_kwargs))
     if env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
@@ -373,13 +375,18 @@ def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) 
 
 def _game(family: str) -> type[TextEnv]:
     """The adapter of a family of public games, imported when it is asked for."""
-    match family:
-        case "textarena":
-            from groupwise.text.games.textarena import TextArena as Game
-        case "gem":
-            from groupwise.text.games.gem import Gem as Game
-        case "textworld":
-            from groupwise.text.games.textworld import TextWorld as Game
-        case _:
-            from groupwise.text.games.skyrl import SkyRL as Game
-    return Game
+    if family == "textarena":
+        from groupwise.text.games.textarena import TextArena
+
+        return TextArena
+    if family == "gem":
+        from groupwise.text.games.gem import Gem
+
+        return Gem
+    if family == "textworld":
+        from groupwise.text.games.textworld import TextWorld
+
+        return TextWorld
+    from groupwise.text.games.skyrl import SkyRL
+
+    return SkyRL

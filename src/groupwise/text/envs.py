@@ -155,8 +155,8 @@ class TextEpisode:
     states: dict[str, Any] = field(default_factory=dict)
     """States of the kept generators."""
     began: float = field(default_factory=time.monotonic)
-    busy: float = 0.0
-    """Seconds that the environment took."""
+    slowest: float = 0.0
+    """Seconds of the environment's longest call."""
 
     def reset(self, start: Start) -> Prompt:
         """Begin; the first observation."""
@@ -271,7 +271,7 @@ class TextEpisode:
                     "by the observation what it did wrong; if it fails now and then, collection.on_env_error='retry' or 'drop'"
                 ) from error
             finally:
-                self.busy += time.monotonic() - began
+                self.slowest = max(self.slowest, time.monotonic() - began)
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -17,7 +17,7 @@ from pydantic import ValidationError, validate_call
 
 from groupwise.config.base import GIVEN
 from groupwise.config.run import TextTaskCfg
-from groupwise.errors import ConfigError, EnvError, require_extra
+from groupwise.errors import ConfigError, EnvError, GroupwiseError, require_extra
 from groupwise.plugins import TEXT_ENVS, TEXT_GAMES
 from groupwise.text.calls import Call, Schema, read_calls
 from groupwise.text.envs import MakeTextEnv, Observation, TextEnv
@@ -193,6 +193,8 @@ class ToolEnv(TextEnv):
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
             return f"error: wrong arguments of {call.name}: {wrong}", "parse_errors"
+        except GroupwiseError:
+            raise  # nothing that the model did
         except Exception as error:
             if self._on_error == "raise":
                 raise
@@ -304,14 +306,18 @@ def awaited(result: Any) -> Any:
     """The result, awaited if it is a coroutine: in one loop for all calls, as async clients are bound to it."""
     if not inspect.iscoroutine(result):
         return result
-    done: Future[Any] = asyncio.run_coroutine_threadsafe(result, _loop())
-    return done.result()
+    return in_loop(result).result()
+
+
+def in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Its result, from a loop in a thread of its own, as notebooks run their own loop."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="tools").start()  # notebooks run their own loop
+    threading.Thread(target=loop.run_forever, daemon=True, name="tools").start()
     return loop
 
 

@@ -718,15 +718,18 @@ def text_metrics(
 
 def episode_metrics(members: Sequence[Transcript]) -> dict[str, float]:
     """How episodes ended, and how many groups have members whose environments answered the same turns differently."""
-    endings = [member.episode.ending for member in members if member.episode is not None]
-    metrics = {f"rollout/stop_{ending}": endings.count(ending) / len(endings) for ending in get_args(Ending)}
-    counts = sum((member.episode.counts for member in members if member.episode is not None), Counter[str]())
+    episodes = [member.episode for member in members if member.episode is not None]
+    count, endings = len(episodes), [episode.ending for episode in episodes]
+    counts = sum((episode.counts for episode in episodes), Counter[str]())
+    metrics = {f"rollout/stop_{ending}": endings.count(ending) / count for ending in get_args(Ending)}
+    metrics |= {f"rollout/{name}": counts[name] / count for name in ("tool_calls", "tool_errors", "parse_errors")}
     metrics |= {
-        f"rollout/{name}": counts[name] / len(endings) for name in ("tool_calls", "tool_errors", "parse_errors")
+        "rollout/env_errors": float(counts["env_errors"]),
+        "rollout/observation_tokens_mean": fmean(member.turn.count(-1) for member in members),
+        "rollout/turns_max": float(max(member.turns for member in members)),
+        "time/env_seconds": sum(episode.busy for episode in episodes),
+        "time/env_call_max": max(episode.slowest for episode in episodes),
     }
-    metrics["rollout/env_errors"] = float(counts["env_errors"])
-    observed = [member.turn.count(-1) for member in members]
-    metrics["rollout/observation_tokens_mean"] = fmean(observed)
     if (won := successes(members)) is not None:
         metrics["rollout/success_rate"] = fmean(won)
     answers: dict[Any, set[Any]] = defaultdict(set)
@@ -735,7 +738,7 @@ def episode_metrics(members: Sequence[Transcript]) -> dict[str, float]:
         for number, answer in enumerate(zip(member.episode.observations, member.episode.rewards, strict=False), 1):
             answers[member.group, tuple(member.episode.turns[:number])].add(answer)
     metrics["rollout/starts_apart"] = float(len({group for (group, _), found in answers.items() if len(found) > 1}))
-    return metrics | {"rollout/turns_max": float(max(member.turns for member in members))}
+    return metrics
 
 
 def successes(members: Sequence[Transcript]) -> list[bool] | None:

@@ -155,8 +155,10 @@ class TextEpisode:
     states: dict[str, Any] = field(default_factory=dict)
     """States of the kept generators."""
     began: float = field(default_factory=time.monotonic)
+    busy: float = 0.0
+    """Seconds that the environment took."""
     slowest: float = 0.0
-    """Seconds of the environment's longest call."""
+    """Seconds of its longest call."""
 
     def reset(self, start: Start) -> Prompt:
         """Begin; the first observation."""
@@ -271,7 +273,8 @@ class TextEpisode:
                     "by the observation what it did wrong; if it fails now and then, collection.on_env_error='retry' or 'drop'"
                 ) from error
             finally:
-                self.slowest = max(self.slowest, time.monotonic() - began)
+                took = time.monotonic() - began
+                self.busy, self.slowest = self.busy + took, max(self.slowest, took)
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

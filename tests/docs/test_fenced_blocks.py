@@ -62,7 +62,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("docs") / "my_model")
+    return save_model(tmp_path_factory.mktemp("docs") / "my_model", positions=1024)
 
 
 @pytest.fixture(autouse=True)

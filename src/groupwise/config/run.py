@@ -386,6 +386,8 @@ class TextEvaluationCfg(Cfg):
     """Take the most likely token; needs ``completions_per_prompt=1``. False: sample."""
     sampling: SamplingCfg | None = None
     """How completions are sampled. None: as in training."""
+    metric: EvaluationMetric = "return"
+    """The score of an evaluation, for the best checkpoint and ``stop.threshold``: its mean reward, or the share of a text environment's episodes that were won."""
     num_logged_groups: Annotated[int, Ge(0)] = 8
     """Groups of the rollout that are kept with each evaluation, in ``groups/`` of the run folder. 0: none."""
 
@@ -402,7 +404,7 @@ class StopCfg(Cfg):
     """When training ends before its budget."""
 
     threshold: float | None = None
-    """Stop when an evaluation reaches this score: mean return or success rate, as ``evaluation.metric`` says; for text the mean reward. None: never."""
+    """Stop when an evaluation reaches this score: mean return (of texts: reward) or success rate, as ``evaluation.metric`` says. None: never."""
     time_limit: Annotated[float, Gt(0)] | None = None
     """Seconds of training after which it stops, at the end of the iteration. None: no limit."""
 
@@ -532,10 +534,13 @@ class RunCfg(CommonCfg):
                 "algorithm.credit.reward='parts' compares the parts of a reward, and its names are empty; "
                 "fix: credit.reward.names=('reward_forward', ...), as the environment's info calls them"
             )
-        threshold = self.stop.threshold
-        if self.evaluation.metric == "success_rate" and threshold is not None and not 0 < threshold <= 1:
-            raise ValueError(f"stop.threshold={threshold:g} is no success rate; fix: more than 0 and at most 1")
+        _check_threshold(self.stop.threshold, self.evaluation.metric)
         return self
+
+
+def _check_threshold(threshold: float | None, metric: EvaluationMetric) -> None:
+    if metric == "success_rate" and threshold is not None and not 0 < threshold <= 1:
+        raise ValueError(f"stop.threshold={threshold:g} is no success rate; fix: more than 0 and at most 1")
 
 
 class TextRunCfg(CommonCfg):
@@ -585,6 +590,9 @@ class TextRunCfg(CommonCfg):
             raise ValueError(
                 f"sampling.presence_penalty={self.sampling.presence_penalty:g}: vLLM takes -2 to 2; fix: generation='native'"
             )
+        _check_threshold(self.stop.threshold, self.evaluation.metric)
+        if self.evaluation.metric == "success_rate" and self.task.env is None:
+            raise ValueError("evaluation.metric='success_rate' needs episodes; fix: task.env, or metric='return'")
         if self.stop.threshold is not None and self.task.eval_data is None and not self.task.by_seeds:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > (longest := self.sampling.max_new_tokens):

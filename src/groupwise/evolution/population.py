@@ -457,7 +457,7 @@ def play(task: Round, given: UserObjects) -> dict[str, Any]:
         else:
             run = train_from_config(task.cfg.model_copy(update={"run_dir": task.folder}), given, callbacks)
         score = evaluate(run, task.episodes, seed=task.seed)
-        by_success = isinstance(run.cfg, RunCfg) and run.cfg.evaluation.metric == "success_rate"
+        by_success = isinstance(run.cfg, RunCfg | TextRunCfg) and run.cfg.evaluation.metric == "success_rate"
         mean = score.success_rate if by_success else score.return_mean
         if mean is None or not math.isfinite(mean):
             raise DivergedError.because(f"the score of an evaluation is {mean}")

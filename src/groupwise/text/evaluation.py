@@ -134,14 +134,21 @@ class TextEvaluator:
             raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
         lengths = tuple(completion.written for completion in completions)
         won, threshold = successes(completions), self._cfg.task.success_threshold
-        return TextEvaluation(
-            tuple(map(fmean, rewards)), lengths, rewards, threshold, successes=None if won is None else tuple(won)
-        )
+        ends = {member.episode.ending for member in completions if member.episode is not None}
+        if won is None and evaluation.metric == "success_rate" and not ends & {"terminated", "truncated"}:
+            won = [False] * len(completions)  # all were cut, so the environment could not say
+        told = {"successes": won and tuple(won), "tasks": tuple(map(environment_of, completions))}
+        return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, threshold, **told)
 
     def close(self) -> None:
         """End the processes of the reward functions and of the tool."""
         self._rewards.close()
         self._dialogue.close()
+
+
+def environment_of(member: Transcript) -> str:
+    """The name that the row has in its column ``environment``; empty without one."""
+    return str(member.prompt.example.columns.get("environment", ""))
 
 
 # Completions of the user's own prompts

@@ -115,7 +115,7 @@ class Components(ABC):
     @property
     def metric(self) -> EvaluationMetric:
         """The score by which an evaluation is the best one."""
-        return self.cfg.evaluation.metric if isinstance(self.cfg, RunCfg) else "return"
+        return self.cfg.evaluation.metric
 
     @abstractmethod
     def evaluator(self) -> Any:

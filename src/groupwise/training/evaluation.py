@@ -90,7 +90,10 @@ class EvaluationResult:
         found = {}
         for task, flags in successes_by_task(zip(self.tasks or (), self.successes or (), strict=False)).items():
             rate = sum(flags) / len(flags)
-            found[task] = TaskSuccess(rate, wilson_95(rate, len(flags)), len(flags))
+            number = max(
+                1, len(flags) * self.episodes // len(self.successes or ())
+            )  # a prompt's completions count once
+            found[task] = TaskSuccess(rate, wilson_95(rate, number), number)
         return found
 
     def score(self, metric: EvaluationMetric) -> float:
@@ -99,8 +102,8 @@ class EvaluationResult:
             return self.return_mean
         if self.success_rate is None:
             raise EnvError(
-                f"no success rate: none of {self.episodes} episodes ended with a success flag; fix: info['is_success'] at "
-                "the last step of each episode, or evaluation.metric='return'"
+                f"no success rate: none of {self.episodes} episodes ended with a success flag; fix: info['is_success'], of "
+                "a text environment info['success'], at the last step of each episode, or evaluation.metric='return'"
             )
         return self.success_rate
 

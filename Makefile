@@ -11,7 +11,7 @@ TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help python demo demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture bench bench-peers docs clean
+.PHONY: help python demo demo-agent demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -68,6 +68,9 @@ demo: $(VENV)/.core  ## Train CartPole with GRPO, show what it reached
 
 demo-text: $(VENV)/.text  ## A tiny language model learns to copy numbers with GRPO, about a minute
 	$(BIN)/python examples/text_copy.py
+
+demo-agent: $(VENV)/.text  ## A tiny language model learns a game of several turns, one to three minutes
+	$(BIN)/python examples/text_game.py
 
 demo-robot: $(VENV)/.robots  ## A robot arm learns from ten demonstrations and success, a few minutes
 	$(BIN)/python examples/robot_arm.py

@@ -8,7 +8,7 @@ import pytest
 from forked import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ELSEWHERE = {"flow_policy", "grpo_from_scratch", "mujoco_warp_push", "ray_tune_search", "text_copy"}
+ELSEWHERE = {"flow_policy", "grpo_from_scratch", "mujoco_warp_push", "ray_tune_search", "text_copy", "text_game"}
 """Tested in files of their own."""
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 

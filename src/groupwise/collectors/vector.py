@@ -58,7 +58,7 @@ class Conversation(NamedTuple):
             if message["role"] == "assistant":
                 turn += 1
                 who = f"turn {turn}, reward {self.rewards[turn - 1]:g}" if turn <= len(self.rewards) else f"turn {turn}"
-            lines.append(f"[{who}] {message['content']}")
+            lines.append(f"[{who}] {str(message['content'] or '').strip()}")
             lines += [f"[call] {json.dumps(call['function'])}" for call in message.get("tool_calls", ())]
         won = {True: ", won", False: ", not won", None: ""}[self.success]
         return "\n".join([*lines, f"[end] {self.stop_reason}{won}: reward {sum(self.rewards):g} in {turn} turns"])

@@ -830,18 +830,18 @@ def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool 
     """The parts that the settings describe.
 
     Args:
-        restored: the weights will come from a checkpoint of the run itself, so ``policy.init_from`` is not read.
+        restored: the weights will come from a checkpoint of the run itself, so ``init_from`` is not read.
     """
     if isinstance(cfg, TextRunCfg):
         from groupwise.text.build import build_text_components
 
-        return build_text_components(cfg, given, engine)
+        return build_text_components(cfg, given, engine, restored=restored)
     assert isinstance(cfg, RunCfg)
     kinds: dict[str, Any] = {}  # components that the core does not know
     if isinstance(cfg.algorithm, BCCfg):
-        from groupwise.embodied.cloning import BehaviorCloning, demo_collector
+        from groupwise.embodied.cloning import demo_collector
 
-        kinds = {"algorithm_type": cfg.algorithm.algorithm or BehaviorCloning, "make_collector": demo_collector}
+        kinds = {"make_collector": demo_collector}
     if isinstance(cfg.policy, VLACfg) and cfg.policy.policy is None:
         from groupwise.embodied.vla import VLAPolicy
 

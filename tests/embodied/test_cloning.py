@@ -12,9 +12,10 @@ import toy_robots
 from toy_robots import along_the_longer_axis, straight
 
 import groupwise as gw
+from groupwise.algorithms.bc import BehaviorCloning
 from groupwise.config import resolve
 from groupwise.data.rollout import RolloutBuffer, TensorSpec
-from groupwise.embodied.cloning import BehaviorCloning, DemoCollector, DemoScores
+from groupwise.embodied.cloning import DemoCollector, DemoScores
 from groupwise.embodied.demos import record_demos
 from groupwise.embodied.lerobot import Demonstration, write_demos
 from groupwise.engines import Engine
@@ -337,8 +338,6 @@ def test_mistakes(tmp_path):
     for settings in ({"target_kl": 0.1}, {"objective": {"ratio": "sequence"}}, {"clip_coef": 0.3}):
         with pytest.raises(ConfigError, match="has no effect on behaviour cloning"):
             gw.config.BCCfg(**settings)
-    with pytest.raises(ConfigError, match="clones demonstrations in environments"):
-        gw.TextRunCfg(algorithm={"name": "bc"})
 
 
 @pytest.mark.learn

@@ -22,7 +22,7 @@ from groupwise.config import to_json
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
-from groupwise.config.run import BUDGETS, CommonCfg
+from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
 from groupwise.errors import ConfigError, GroupwiseError, RunFolderError
 from groupwise.report.folder import RunFolder
 from groupwise.system import num_cpus, show
@@ -229,9 +229,11 @@ def print_run(run: Any, quiet: bool = False) -> int:
         return 1
     if not quiet:
         words = ["eval", run.path]
-        if run.cfg.algorithm.name == "bc":  # a clone is where training begins
+        if run.cfg.algorithm.name == "bc" and isinstance(run.cfg, RunCfg):  # a clone is where training begins
             kwargs = ["--env.kwargs", json.dumps(run.cfg.env.kwargs)] if run.cfg.env.kwargs else []
             words = ["train", run.cfg.env.id, "--policy.init-from", run.path, *kwargs]
+        elif run.cfg.algorithm.name == "bc" and score is None:  # there are no rewards, or no held-out prompts
+            words = ["sample", run.path, "PROMPT"]
         show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command(*words)}")
     return 0
 

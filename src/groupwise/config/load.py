@@ -293,20 +293,15 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         base = _preset_for(env_preset(str(given["env"]["id"])), cfg_type)
         base = merge({"policy": {"name": AnyPolicyCfg.default}}, base)  # its settings are not those of another policy
     else:
-        base, model = _preset_for(read("text"), cfg_type), _table(given, "model")
+        base, weights = _preset_for(read("text"), cfg_type), _of_weights(given.get("model"), "model")
+        base, model = merge(base, {"model": weights}), merge(weights, _table(given, "model"))
         path = model.get("path")
         saved = isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
         if adapters or saved or model.get("lora") is not None:
             base = merge(base, _preset_for(read("text_lora"), cfg_type))
 
-    policy = given.get("policy")
-    source = policy.get("init_from") if isinstance(policy, dict) else None
-    if isinstance(source, str | Path) and source:  # a run, or a checkpoint inside one
-        configs = [folder / "config.json" for folder in (Path(source), *Path(source).parents[:2])]
-        if config := next(filter(Path.is_file, configs), None):
-            settings = _table(read_file(config, follow=False), "policy")
-            kept = {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
-            base = merge(base, {"policy": {"name": AnyPolicyCfg.default, **kept}})
+    if kept := _of_weights(given.get("policy"), "policy"):
+        base = merge(base, {"policy": {"name": AnyPolicyCfg.default, **kept}})
     if preset not in (None, "auto"):  # its credit and objective replace those of the environment as a whole
         settings = dict(objective_preset(str(preset)).settings)
         if not issubclass(cfg_type, GRPOCfg):
@@ -323,6 +318,17 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         return kind.model_validate(_over(base, given))
     except ValidationError as error:
         raise ConfigError("\n".join(map(explain, error.errors()))) from error
+
+
+def _of_weights(part: object, name: str) -> Tree:
+    """Settings of a policy or model in the run, or the run of the checkpoint, that ``init_from`` names; empty if there is none."""
+    source = part.get("init_from") if isinstance(part, dict) else None
+    if not isinstance(source, str | Path) or not source:
+        return {}
+    configs = [folder / "config.json" for folder in (Path(source), *Path(source).parents[:2])]
+    config = next(filter(Path.is_file, configs), None)
+    settings = {} if config is None else _table(read_file(config, follow=False), name)
+    return {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
 
 
 def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> Tree:

@@ -187,6 +187,8 @@ class ModelCfg(Cfg):
 
     path: str = ""
     """Folder, or id of the Hugging Face hub, of the model and its tokenizer."""
+    init_from: Path | None = None
+    """Run folder, or checkpoint, whose weights training begins with, as after ``algorithm="bc"``; a critic that is not in it starts fresh. Its settings of the model are those of this run, too, where they are not given."""
     precision: Literal["float32", "bfloat16", "autocast"] = "float32"
     """``float32`` and ``bfloat16``: weights and computation; ``autocast``: weights in float32, matrix products in bfloat16."""
     quantization: Literal["none", "nf4", "int8"] = "none"

@@ -600,8 +600,13 @@ class TextRunCfg(CommonCfg):
                 f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}; fix: a smaller one"
             )
         algorithm, objective = self.algorithm, self.algorithm.objective
-        if isinstance(algorithm, BCCfg):
-            raise ValueError("algorithm='bc' clones demonstrations in environments; fix: algorithm='grpo'")
+        unread = self.sampling.changed("top_k", "top_p", "min_p", "min_new_tokens") | self.task.changed("env", "tools")
+        unread |= self.changed("generation", "mask_truncated_completions", "overlong_buffer")
+        for name, value in unread.items() if isinstance(algorithm, BCCfg) else ():
+            raise ValueError(
+                f"{name}={value!r} is of completions that a policy samples, and algorithm='bc' learns those of the data; fix: leave it "
+                "out (in evaluation.sampling it may stay)"
+            )
         grpo = algorithm if isinstance(algorithm, GRPOCfg) else GRPOCfg()
         credit, collection = grpo.credit, grpo.collection
         if not self.task.has_turns and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
@@ -626,6 +631,7 @@ class TextRunCfg(CommonCfg):
             )
         names = ("noise", "horizon", "partial_groups", *(() if self.task.has_env else ("on_env_error",)))
         unread = algorithm.changed("num_steps")
+        unread |= algorithm.changed("data", "holdout", "label_noise") if isinstance(algorithm, BCCfg) else {}
         unread |= {f"collection.{name}": value for name, value in collection.changed(*names).items()}
         unread |= {"credit.reward.names": grpo.reward_parts} if grpo.reward_parts else {}
         unread_gamma = type(algorithm) is GRPOCfg and not credit.discounts  # a user's own algorithm may discount

@@ -1,17 +1,12 @@
-"""Behaviour cloning: maximum likelihood of demonstrated actions, in the same loop as PPO and GRPO.
-
-A collector hands out demonstrated steps in place of experience. The loss of a step is ``-log_prob`` of its action:
-cross-entropy for discrete actions and tokens, squared error over the variance for Gaussians, or ``Policy.imitate``.
-"""
+"""Demonstrations for behaviour cloning: a collector hands out demonstrated steps in place of experience."""
 
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from groupwise.algorithms.base import BaseAlgorithm, LossOutput
+from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.vector import EnvCollector
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
@@ -21,39 +16,13 @@ from groupwise.embodied.lerobot import read_demos
 from groupwise.engines import Engine
 from groupwise.envs.base import VectorEnv
 from groupwise.errors import ConfigError, DataError
-from groupwise.policies.base import Batch, Evaluation, Policy
+from groupwise.policies.base import Policy
 from groupwise.seeding import derive_seed
 from groupwise.training.evaluation import EvaluationResult
 from groupwise.training.trainer import Callback, Trainer
 
 _SCORED_AT_ONCE = 256
 """Number of held-out steps in one forward pass."""
-
-
-class BehaviorCloning(BaseAlgorithm):
-    """Minimises ``-log_prob - ent_coef * entropy`` of demonstrated actions, by ``policy.imitate``."""
-
-    actor_only: ClassVar = True
-    metric_names: ClassVar = ("loss", "entropy")
-    cfg: BCCfg
-
-    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Improve the policy by demonstrated steps ``[N, T+1]``; returns 0-dim metrics."""
-        batch = transition_view(rollout)
-        metrics = self.optimize(self.policy_inputs(batch), int(batch["episode_id"].max()) + 1)
-        self.iteration += 1
-        return metrics
-
-    def evaluate(self, policy: Policy, batch: Batch) -> Evaluation:
-        """The policy's scores of demonstrated actions."""
-        return policy.imitate(batch)
-
-    def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
-        """``-log_prob - ent_coef * entropy`` of each step, or of each unit of a policy scored by ``token``."""
-        loss = -evaluation.log_prob
-        if self.entropy.enabled:
-            loss = loss + self.entropy.loss(evaluation.entropy)
-        return LossOutput(loss, (loss, evaluation.entropy))
 
 
 class DemoCollector(EnvCollector):

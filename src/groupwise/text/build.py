@@ -7,7 +7,7 @@ require_extra("transformers", "text")
 import logging
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from groupwise import serving
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import with_max_length, with_rewards
+from groupwise.config.algorithm import BCCfg, with_max_length, with_rewards
 from groupwise.config.run import ServerGenerationCfg, TextRunCfg
 from groupwise.data.rollout import TensorSpec
 from groupwise.engines import Engine
@@ -26,6 +26,7 @@ from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.decoding import FastDecoder
+from groupwise.text.cloning import CompletionCollector, CompletionScores, demonstrated_rows
 from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, verified_envs
 from groupwise.text.envs import TextEnvs
 from groupwise.text.evaluation import TextEvaluator
@@ -33,10 +34,10 @@ from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
-from groupwise.text.task import Example, PromptEncoder, TextTask
+from groupwise.text.task import Example, PromptEncoder, TextTask, demonstration
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
-from groupwise.training.checkpoint import Identity, load_checkpoint, load_policy
+from groupwise.training.checkpoint import Identity, initialize, load_checkpoint, load_policy
 from groupwise.training.trainer import Callback
 
 # Collectors whose completions come from servers
@@ -118,15 +119,18 @@ class TextComponents(Components):
     """Components of a run on texts."""
 
     cfg: TextRunCfg
-    collector: TextCollector
+    collector: TextCollector | CompletionCollector
     task: TextTask
     held_out: list[Example]
     """Examples to evaluate on."""
     envs: TextEnvs | None = None
     """The text environment, whose starts were verified."""
+    more_callbacks: tuple[Callback, ...] = ()
 
     def evaluator(self) -> TextEvaluator | None:
         """The evaluator on held-out prompts; None if there are none."""
+        if isinstance(self.collector, CompletionCollector) and not self.cfg.task.rewards:
+            return None
         if not self.held_out:
             log.warning("No evaluation during training: pass eval_data=... to hold out prompts.")
             return None
@@ -140,9 +144,11 @@ class TextComponents(Components):
         trained, whole = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
         what = "prompts" if self.envs is None else f"episodes of at most {self.cfg.task.max_turns} turns"
         lines = [
-            f"{len(self.collector.prompts):,} {what}, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
-            f"parameters are trained; a step is a generated token"
+            f"{self.collector.data_size:,} {what}, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
+            f"parameters are trained; a step is a token of a completion"
         ]
+        if self.cfg.model.init_from is not None:
+            lines.append(f"The model began with the weights of {self.cfg.model.init_from}.")
         if self.envs is not None:
             lines.append(f"Group starts: {self.envs.report}.")
         prompts = [prompt.example.prompt for prompt in self.collector.prompts]
@@ -155,13 +161,17 @@ class TextComponents(Components):
 
     def own_callbacks(self, folder: RunFolder) -> list[Callback]:
         """The check of sampler against trainer."""
-        return [CheckSamplerMismatch(self.cfg.sampler_mismatch, SAMPLER_FIX)]
+        return [CheckSamplerMismatch(self.cfg.sampler_mismatch, SAMPLER_FIX), *self.more_callbacks]
 
 
-def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -> TextComponents:
-    """The components of a run, from its settings."""
+def build_text_components(
+    cfg: TextRunCfg, given: UserObjects, engine: Engine, *, restored: bool = False
+) -> TextComponents:
+    """The components of a run, from its settings; ``restored`` as of ``build``."""
     check_rollout_fits(cfg)
     task = TextTask.from_cfg(cfg.task, given)
+    if isinstance(cfg.algorithm, BCCfg):
+        return _cloning_components(filled_in(cfg, ()), given, engine, task, restored=restored)
     rewards, tool = task.rewards(cfg.algorithm.on_nonfinite), task.tool()
     train, held_out = task.load()
     if engine.world_size > 1 and cfg.algorithm.groups.collection.dynamic_sampling:
@@ -170,7 +180,7 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
             "dynamic_sampling=None, or one process"
         )
     cfg = filled_in(cfg, rewards.weights)
-    algorithm = build_algorithm(cfg, given.policy, engine)
+    algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
     policy = algorithm.policy
     assert isinstance(policy, CausalLM)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
@@ -213,8 +223,31 @@ def build_text_components(cfg: TextRunCfg, given: UserObjects, engine: Engine) -
     return TextComponents(cfg, given, algorithm, collector, buffer, identity_of(cfg, policy), task, held_out, envs)
 
 
-def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> BaseAlgorithm:
-    """The algorithm with its language model, which may be ``given``: all that learns, without prompts and rewards."""
+def _cloning_components(
+    cfg: TextRunCfg, given: UserObjects, engine: Engine, task: TextTask, *, restored: bool
+) -> TextComponents:
+    """The components of a run that clones completions."""
+    train, held_out = task.load()
+    demos = [[demonstration(example) for example in part] for part in (train, held_out)]
+    algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
+    policy = algorithm.policy
+    assert isinstance(policy, CausalLM)
+    assert isinstance(policy.action_spec, TensorSpec)
+    with closing(Dialogue(PromptEncoder(policy.tokenizer, cfg.task), task.tool())) as dialogue:
+        rows, others = (demonstrated_rows(part, dialogue, policy) if part else [] for part in demos)
+    collector = CompletionCollector(policy, rows, cfg, engine)
+    buffer = TextBuffer(policy.action_spec, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device)
+    scores = CompletionScores(algorithm, others, cfg.evaluation.interval)
+    identity = identity_of(cfg, policy)
+    return TextComponents(cfg, given, algorithm, collector, buffer, identity, task, held_out, more_callbacks=(scores,))
+
+
+def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine, *, restored: bool = False) -> BaseAlgorithm:
+    """The algorithm with its language model, which may be ``given``: all that learns, without prompts and rewards.
+
+    Args:
+        restored: the weights will come from a checkpoint of the run itself, so ``model.init_from`` is not read.
+    """
     algorithm_type = algorithm_class(cfg.algorithm)
     actor_only: bool = algorithm_type.actor_only
     if given is None:
@@ -230,6 +263,8 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine) -> Ba
             f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
         )
     policy = given.to(pick_device(cfg.device))
+    if cfg.model.init_from is not None and not restored:
+        log.info("%s", initialize(policy, cfg.model.init_from))
     if cfg.speed == "auto":
         policy.decoder = FastDecoder()
     algorithm: BaseAlgorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
@@ -251,7 +286,7 @@ def load_algorithm(
     """
     if cfg.algorithm.has_reference:  # it would be a second model in memory, which only training reads
         cfg = cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update={"kl_coef": 0.0})})
-    algorithm = build_algorithm(cfg, given, Engine())
+    algorithm = build_algorithm(cfg, given, Engine(), restored=True)
     policy = algorithm.policy
     assert isinstance(policy, CausalLM)
     where = folder.checkpoints / checkpoint

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from groupwise.collectors.vector import Conversation
+from groupwise.config.algorithm import BCCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError
@@ -30,7 +31,7 @@ from groupwise.text.envs import GENERATORS, TextEnvs
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Prompt
-from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, read_prompt
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, demonstration, read_prompt
 from groupwise.text.tool_env import make_text_env
 from groupwise.text.tools import AnyTool, make_tool
 from groupwise.training.evaluation import EvaluationResult, shown
@@ -104,6 +105,8 @@ class TextEvaluator:
         assert isinstance(policy, CausalLM)
         if not held_out:
             raise ConfigError("no prompts are held out; fix: task.eval_data")
+        if isinstance(cfg.algorithm, BCCfg):
+            held_out = [demonstration(example) for example in held_out]
         encoder = PromptEncoder(policy.tokenizer, cfg.task)
         envs = envs or verified_envs(cfg, task, encoder, policy, held_out)
         prompts = encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
@@ -133,11 +136,12 @@ class TextEvaluator:
         if not rewards:
             raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
         lengths = tuple(completion.written for completion in completions)
-        won, threshold = successes(completions), self._cfg.task.success_threshold
+        whole = [member for member in completions if member.episode is None or not member.episode.broken]
+        won, threshold = successes(whole), self._cfg.task.success_threshold
         ends = {member.episode.ending for member in completions if member.episode is not None}
         if won is None and evaluation.metric == "success_rate" and not ends & {"terminated", "truncated"}:
-            won = [False] * len(completions)  # all were cut, so the environment could not say
-        told = {"successes": won and tuple(won), "tasks": tuple(map(environment_of, completions))}
+            won = [False] * len(whole)  # all were cut, so the environment could not say
+        told: dict[str, Any] = {"successes": won and tuple(won), "tasks": tuple(map(environment_of, whole))}
         return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, threshold, **told)
 
     def close(self) -> None:

@@ -123,6 +123,7 @@ class CausalLM(Policy):
     scored_by = "row"
     gives_distribution = False
     batch_keys: tuple[str, ...] = ("obs", "action", "valid", "group_id")
+    value_modules = ("value_head",)
 
     def __init__(
         self,

@@ -52,6 +52,8 @@ class Example(NamedTuple):
     """All other columns; they are passed to the rewards."""
     start: Start | None = None
     """Of an episode, whose first observation is the prompt as soon as it begins."""
+    turns: tuple[Message, ...] = ()
+    """What a demonstration has after the prompt: the model's messages, and an answer between two of them."""
 
 
 def load_examples(source: object, *, prompt_column: str | None = "prompt") -> list[Example]:
@@ -213,6 +215,34 @@ def read_prompt(where: str, prompt: object) -> Prompt:
     return tuple(messages)
 
 
+def demonstration(example: Example) -> Example:
+    """The example with its turns: the column ``completion``, a text or messages; else its prompt from the first message of the
+    assistant on. A ``DataError`` if it has neither, or the assistant's messages are not in turn with answers.
+    """
+    prompt, columns = example.prompt, dict(example.columns)
+    where, found = f"prompt {str(prompt)[:80]!r}", columns.pop("completion", None)
+    if found is not None:
+        message = [{"role": "assistant", "content": found}]
+        turns = read_prompt(f"{where}, completion", message if isinstance(found, str) else found)
+    else:
+        roles = [] if isinstance(prompt, str) else [message["role"] for message in prompt]
+        first = roles.index("assistant") if "assistant" in roles else len(prompt)
+        prompt, turns = prompt[:first], prompt[first:]
+    if not turns or isinstance(turns, str) or prompt == ():
+        raise DataError(
+            f"{where} has no completion to learn, and the columns {', '.join(sorted(columns)) or 'none'}; fix: a column "
+            "'completion', or messages with the assistant's (prompt_column='messages')"
+        )
+    turns = turns if turns[-1]["role"] == "assistant" else turns[:-1]
+    wrong = any((message["role"] == "assistant") == bool(number % 2) for number, message in enumerate(turns))
+    if wrong or any(message.get("tool_calls") for message in turns):
+        raise DataError(
+            f"{where} goes on with {', '.join(message['role'] for message in turns)}; expected the assistant's messages, with one answer "
+            "between two of them, and calls of tools as their text; fix: the row"
+        )
+    return Example(prompt, columns, turns=turns)
+
+
 # Encoding of prompts, decoding of completions
 
 SECONDS_OF_TEMPLATE = 10.0
@@ -325,6 +355,10 @@ class PromptEncoder:
             )
         warnings.warn(f"{message}; they are dropped", stacklevel=2)
         return [prompt for prompt in encoded if len(prompt.tokens) <= limit]
+
+    def encode_turn(self, text: str, end: int | None = None) -> list[int]:
+        """The tokens of a turn that the model has not sampled, and the token ``end`` after it."""
+        return [*self._ids(text), *([] if end is None else [end])]
 
     def encode_answer(self, messages: Sequence[Message], end: int | None = None) -> list[int]:
         """All tokens between two turns of the model: messages of tools, or of the user, which are rendered together; plain text if

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.algorithms.bc import BehaviorCloning
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.collectors.groups import GroupCollector
@@ -465,7 +466,7 @@ def algorithm_class(cfg: AlgorithmCfg) -> type[BaseAlgorithm]:
     """The algorithm that was registered with these settings, or a built-in one; a ``ConfigError`` if there is none."""
     if cfg.algorithm is not None:
         return cfg.algorithm
-    for kind, algorithm in ((GRPOCfg, GRPO), (PPOCfg, PPO)):
+    for kind, algorithm in ((GRPOCfg, GRPO), (PPOCfg, PPO), (BCCfg, BehaviorCloning)):
         if isinstance(cfg, kind):
             return algorithm
     raise ConfigError(f"{type(cfg).__name__} has no algorithm; fix: @gw.register_algorithm({type(cfg).__name__})")
@@ -488,7 +489,6 @@ def build_components(
     engine: Engine,
     *,
     restored: bool = False,
-    algorithm_type: type[BaseAlgorithm] | None = None,
     policy_type: type[Policy] | None = None,
     make_collector: Callable[..., tuple[Collector, tuple[Callback, ...]]] | None = None,
 ) -> EnvComponents:
@@ -496,7 +496,7 @@ def build_components(
 
     Args:
         restored: the weights will come from a checkpoint of the run itself, so ``policy.init_from`` is not read.
-        algorithm_type, policy_type, make_collector: in place of those that the core has for the settings. ``make_collector``
+        policy_type, make_collector: in place of those that the core has for the settings. ``make_collector``
             also gives the callbacks that come with it.
 
     Raises:
@@ -504,7 +504,7 @@ def build_components(
         CheckpointError: ``policy.init_from`` does not fit the policy.
         DataError: demonstrations that do not fit the environment.
     """
-    algorithm_type = algorithm_type or algorithm_class(cfg.algorithm)
+    algorithm_type = algorithm_class(cfg.algorithm)
     if cfg.env.id == GIVEN and given.env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
     if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:

@@ -442,7 +442,7 @@ def initialize(policy: Policy, source: Path) -> str:
     try:
         load_policy(policy, taken | {name: own[name] for name in absent}, folder)
     except CheckpointError as error:
-        raise CheckpointError(f"policy.init_from: {error}") from error
+        raise CheckpointError(f"init_from: {error}") from error
     parts = [f"Weights: {len(taken)} tensors from {folder}"]
     for names, what in ((absent, "{} starts fresh"), (unused, "its {} is not used")):
         if names:
@@ -563,4 +563,4 @@ def _others(folder: str, names: list[str]) -> set[str]:
 
 def is_fixed(name: str) -> bool:
     """Whether the content of a checkpoint depends on the setting at this path."""
-    return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and name != "policy.init_from"
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and not name.endswith(".init_from")

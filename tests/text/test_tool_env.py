@@ -355,6 +355,26 @@ def test_a_run_with_functions_and_one_with_several_classes(model, tmp_path):
         gw.resume(run.path, total_iterations=3)
 
 
+class Silent(gw.TextEnv):
+    """Samples no turns."""
+
+    def reset(self, *, seed=None, options=None):
+        return "7", {}
+
+    def step(self, text):
+        return "8", float(len(text)), False, False, {}
+
+    def state_key(self):
+        return "one"
+
+
+def test_an_environment_among_several_plays_turns_of_the_policy_if_it_samples_none(model, tmp_path):
+    look = Scripted()
+    task = gw.TextTask([{"environment": "silent"}] * 4, env={"silent": Silent}, max_turns=2)
+    train(task, model, tmp_path / "run", sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look])
+    assert {anchor for member in look.members for anchor in member.episode.anchors} == {"key one"}
+
+
 class Slow(Guess):
     """Takes a while, and no two calls of the same instance at once."""
 

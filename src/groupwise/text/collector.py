@@ -30,7 +30,6 @@ from groupwise.text.calls import Call, read_calls
 from groupwise.text.envs import (
     ApartError,
     Ending,
-    TextEnv,
     TextEnvs,
     TextEpisode,
     TextStartReport,
@@ -437,7 +436,7 @@ def verified_envs(
     dialogue, sampling = Dialogue(encoder, context=policy.context_length, envs=TextEnvs(make, "none")), cfg.sampling
 
     def play(episode: TextEpisode, start: Start, prompt: Prompt) -> list[str]:
-        if episode.env is not None and type(episode.env).sample_action is not TextEnv.sample_action:
+        if episode.env is not None and episode.env.samples_turns:
             return play_samples(episode, start, prompt, max_turns=cfg.task.max_turns)
         example = Example(prompt, {}, start)
         tokens = tuple(encoder.encode(example, episode.tools))

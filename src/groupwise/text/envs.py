@@ -79,6 +79,11 @@ class TextEnv(ABC):
         """A turn that the check of shared starts plays. By default it plays turns of the policy."""
         raise NotImplementedError
 
+    @property
+    def samples_turns(self) -> bool:
+        """Whether there is a ``sample_action``."""
+        return type(self).sample_action is not TextEnv.sample_action
+
     def close(self) -> None:  # noqa: B027  an environment may have nothing to close
         """Free what the environment holds."""
 
@@ -528,7 +533,7 @@ def check_text_env(
         EnvError: they cannot, or the environment samples no turns.
     """
     with closing(make()) as env:
-        if type(env).sample_action is TextEnv.sample_action:
+        if not env.samples_turns:
             raise EnvError(
                 f"{type(env).__name__} has no sample_action(rng), whose turns are played; fix: write it, or train, which plays turns "
                 "of the policy"

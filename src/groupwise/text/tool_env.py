@@ -296,6 +296,15 @@ class OneOf(TextEnv):
         """One of its turns."""
         return self.current.sample_action(rng)
 
+    @property
+    def samples_turns(self) -> bool:
+        """Whether it samples turns."""
+        return self.current is not self and self.current.samples_turns
+
+    def state_key(self) -> str | None:
+        """Its state."""
+        return self.current.state_key()
+
     def close(self) -> None:
         """Close all of them."""
         for env in self._made.values():

@@ -112,3 +112,17 @@ def test_a_turn_that_one_member_played_has_its_episodes_advantage():
     # turns 0 and 1 have no reward; of turn 2 nobody else knows: .5 of the whole episode
     expected = [[0.0, 0.0, 0.0, 0.0, 0.5, 0.5], [0.0] * 6]
     torch.testing.assert_close(advantage, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("returns", ["turn", "turn_to_go", "outcome"])
+def test_a_turn_that_earns_nothing_is_left_alone_where_turns_are_compared(returns):
+    """The first turn decides; what the second says changes nothing."""
+    turns = [[[10], [20], [12, 3]], [[11], [20], [13, 3]]]
+    rows = [row([5], turns[0], [1.0, 0.0, 0.0, 0.0]), row([5], turns[1], [0.0] * 4)]
+    settings = {"rule": "composed", "returns": returns, "baseline": "mean", "scale": "none"}
+    settings |= {"group_key": "group"} if returns == "outcome" else {"group_key": "group_step"}
+    batch = transition_view(text_rollout(rows))
+    advantage = credit(batch, **settings) * batch["loss_mask"]
+    later = 0.5 if returns == "outcome" else 0.0
+    expected = torch.tensor([[0.5, 0.0, later, later], [-0.5, 0.0, -later, -later]])
+    torch.testing.assert_close(advantage, expected)

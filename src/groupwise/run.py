@@ -768,6 +768,7 @@ def sample(
     policy: Policy | None = None,
     tool: "Callable[[str], str | None] | None" = None,
     env: object | None = None,
+    tools: Sequence[Any] | None = None,
 ) -> "list[str] | list[list[str]] | list[Conversation]":
     """Completions of a prompt by a run's language model; of several prompts, a list for each. Episodes of its text environment.
 
@@ -777,13 +778,13 @@ def sample(
             environment, which begins each episode.
         count: number of completions, or episodes.
         deterministic: take the most likely token each time.
-        policy, tool, env: if ``run`` is a folder: the Python objects that it was trained with.
+        policy, tool, env, tools: if ``run`` is a folder: the Python objects that it was trained with.
 
     Raises:
         ConfigError: the run has no language model, no prompt, or an environment and a prompt.
         DataError: a prompt is neither a text nor messages, or too long.
     """
-    given = {"policy": policy, "tool": tool, "env": env}
+    given = {"policy": policy, "tool": tool, "env": env, "tools": tools}
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, given)
     require_count("count", count)
@@ -798,7 +799,7 @@ def sample(
             f"the run has {'no' if prompt is None else 'an'} environment, and {prompt!r:.80} as prompt; {fix}"
         )
     from groupwise.text.build import build_algorithm
-    from groupwise.text.evaluation import is_single, play_episodes, read_prompts, write_texts
+    from groupwise.text.evaluation import fresh_envs, is_single, play_episodes, read_prompts, write_texts
     from groupwise.text.policy import CausalLM
 
     prompts = [] if prompt is None else read_prompts(prompt)
@@ -810,9 +811,11 @@ def sample(
         objects, language_model = run.given, run.policy
     assert isinstance(language_model, CausalLM)
     how: dict[str, Any] = {"sampling": cfg.sampling, "deterministic": deterministic, "seed": seed}
+    task = TextTask.from_cfg(cfg.task, objects)
     if prompt is None:
-        return play_episodes(language_model, TextTask.from_cfg(cfg.task, objects), count, **how)
-    texts = write_texts(language_model, prompts, count, task=cfg.task, tool=objects.tool, **how)
+        return play_episodes(language_model, task, count, **how)
+    how |= {"tool": objects.tool, "envs": fresh_envs(task)}
+    texts = write_texts(language_model, prompts, count, task=cfg.task, **how)
     return texts[0] if is_single(prompt) else texts
 
 

@@ -5,11 +5,16 @@ import random
 import pytest
 from text_games import Guess
 from text_runs import train
+from tiny_tokenizers import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import groupwise as gw
 from groupwise.cli import main
 from groupwise.errors import ConfigError
 from groupwise.plugins import TEXT_ENVS
+from groupwise.text import evaluation
+from groupwise.text.calls import Call
+from groupwise.text.generation import Completion
 
 ONE = {"max_new_tokens": 2, "stop": tuple("0123456789 ")}
 PLUGIN = """
@@ -121,3 +126,44 @@ def test_prompts_are_of_runs_without_an_environment(run, model, tmp_path, capsys
     assert "leave it out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="the environment was given in Python; fix: give it again as env"):
         gw.sample(run.path)
+
+
+def test_samples_of_a_run_with_tools_call_them(model, tmp_path, monkeypatch):
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a + b
+
+    tokenizer = tiny_tokenizer()
+    network = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+        )
+    )
+    policy = gw.CausalLM(network, tokenizer=tokenizer, sampling=gw.SamplingCfg(max_new_tokens=2))
+    task = gw.TextTask(
+        [{"prompt": "2 + 5 = ?"}] * 4, tools=[add], max_turns=2, reward=lambda completions, **_: [0.0] * 8
+    )
+    run = gw.train(
+        task, gw.GRPOCfg(group_size=4), policy=policy, num_prompts=2, total_iterations=1, run_dir=tmp_path / "run",
+        logging={"progress": "none"},
+    )  # fmt: skip
+
+    def scripted(policy, texts, seeds, sampling, deterministic=False):
+        calls = ["7" in tokenizer.decode(text) for text in texts]
+        turns = ["It is 7." if answered else str(Call("add", {"a": 2, "b": 5})) for answered in calls]
+        ids = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
+        return [[Completion(one, [0.0] * len(one), "stop")] * len(row) for one, row in zip(ids, seeds, strict=True)]
+
+    monkeypatch.setattr(evaluation, "complete", scripted)
+    for texts in (gw.sample(run, "2 + 5 = ?", 2), gw.sample(run.path, "2 + 5 = ?", 2, policy=policy, tools=[add])):
+        assert len(texts) == 2
+        for text in texts:
+            assert text.startswith(str(Call("add", {"a": 2, "b": 5})))
+            assert text.endswith("It is 7.")
+    with pytest.raises(ConfigError, match="tools"):
+        gw.sample(run.path, "2 + 5 = ?", policy=policy)

@@ -164,7 +164,7 @@
       make("div", { class: "tokens said" }, ...written.slice(turn.from, turn.to)),
       ...turn.calls.map((call) => make("p", { class: "quiet" }, `call: ${call}`)),
       ...(turn.apart ? [make("p", { class: "look" }, "Answered differently:")] : []),
-      ...turn.answers.map(({ role, text }) => make("div", { class: "told" }, make("span", { class: "quiet" }, `${role === "user" ? "environment" : role}: `), text))));
+      ...turn.answers.filter(({ text }) => text).map(({ role, text }) => make("div", { class: "told" }, make("span", { class: "quiet" }, `${role === "user" ? "environment" : role}: `), text))));
     const box = make("section", { class: "member talk", "aria-label": `Member ${index}` }, make("div", {}, head(group, member, index),
       ...(member.start ? [make("div", { class: "told" }, member.start)] : [])), ...turns);
     box.style.gridRow = `span ${1 + Math.max(...group.members.map((other) => other.turns.length))}`;  // so that turns are at one height

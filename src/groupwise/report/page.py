@@ -165,6 +165,9 @@ def _mark_apart(members: Sequence[dict[str, Any]], has_parts: bool) -> bool:
     found: dict[Any, list[tuple[dict[str, Any], Any]]] = {}
     for member in members:
         for turn in member["turns"]:
+            turn["apart"] = False
+            if not turn["answers"]:  # it was cut, or took too long
+                continue
             reward = None if has_parts and turn is member["turns"][-1] else turn["reward"]
             wrote = (member["start"], *member["token"][: turn["to"]])
             found.setdefault(wrote, []).append((turn, (turn["answers"], reward)))

@@ -675,8 +675,11 @@ def conversation_of(member: Transcript) -> Conversation:
     if episode is None:
         return Conversation(start, messages)
     if messages[-1]["role"] == "assistant" and len(episode.observations) == member.turns:
-        messages.append({"role": "user", "content": episode.observations[-1]})
-    return Conversation(start, messages, episode.rewards, episode.ending, episode.success)
+        messages.append({"role": "tool" if episode.tools else "user", "content": episode.observations[-1]})
+    rewards = list(episode.rewards)
+    if episode.final_reward:
+        rewards[-1:] = [sum(rewards[-1:]) + episode.final_reward]
+    return Conversation(start, messages, rewards, episode.ending, episode.success)
 
 
 def has_no_variance(group: Sequence[Transcript]) -> bool:

@@ -31,7 +31,7 @@ from groupwise.text.envs import GENERATORS, TextEnvs
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Prompt
-from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, TextTask, demonstration, read_prompt
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, Start, TextTask, demonstration, read_prompt
 from groupwise.text.tool_env import make_text_env
 from groupwise.text.tools import AnyTool, make_tool
 from groupwise.training.evaluation import EvaluationResult, shown
@@ -179,8 +179,9 @@ def write_texts(
     deterministic: bool,
     seed: int,
     tool: AnyTool | None = None,
+    envs: TextEnvs | None = None,
 ) -> list[list[str]]:
-    """``count`` completions of each prompt, by the task's prompt settings and its tool, if there is one.
+    """``count`` completions of each prompt, by the task's prompt settings and its tools, if there are any.
 
     Raises:
         ConfigError: the policy has no tokenizer.
@@ -191,12 +192,16 @@ def write_texts(
     task = task or TextTaskCfg()
     encoder = PromptEncoder(policy.tokenizer, task.model_copy(update={"on_long_prompt": "error"}))
     room = policy.max_prompt_length(sampling.max_new_tokens)
-    encoded = encoder.select([Example(prompt, {}) for prompt in prompts], room)
+    examples = [Example(prompt, {}) for prompt in prompts]
+    if envs is not None:
+        starts = [Start(derive_seed(seed, "start", n), {task.prompt_column: one}) for n, one in enumerate(prompts)]
+        examples = [one._replace(start=start) for one, start in zip(examples, starts, strict=True)]
+    encoded = encoder.select(examples, room)
     groups = [
         [Transcript(prompt, number, derive_seed(seed, "sample", number, i), deterministic) for i in range(count)]
         for number, prompt in enumerate(encoded)
     ]
-    with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length)) as dialogue:
+    with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length, envs)) as dialogue:
         for first in range(0, len(groups), _PROMPTS_AT_ONCE):
             some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
             write(some, partial(complete, policy), sampling, dialogue)
@@ -206,23 +211,21 @@ def write_texts(
 def play_episodes(
     policy: CausalLM, task: TextTask, count: int, *, sampling: SamplingCfg, deterministic: bool, seed: int
 ) -> list[Conversation]:
-    """``count`` episodes of the task's environment, at starts that are drawn from those held out, or else from the others.
-
-    Each has an instance and, where it draws from the process, generators of its own.
-    """
-    make, rows = (
-        make_text_env(task.cfg, task.given["env"], task.given["tools"] or ()),
-        task.held_out() or task.load()[0],
-    )
-    assert make is not None
-    encoder, groups = PromptEncoder(policy.tokenizer, task.cfg), list[Transcript]()
+    """``count`` episodes of the task's environment, at starts that are drawn from those held out, or else from the others."""
+    encoder, members, rows = PromptEncoder(policy.tokenizer, task.cfg), list[Transcript](), task.held_out()
+    rows = rows or task.load()[0]
     for number in range(count):
-        example = rows[derive_seed(seed, "start", number) % len(rows)]
-        groups.append(
-            Transcript(EncodedPrompt(example, ()), number, derive_seed(seed, "sample", number), deterministic)
-        )
-    with closing(
-        Dialogue(encoder, None, policy.context_length, TextEnvs(make, "fresh", tuple(GENERATORS)))
-    ) as dialogue:
-        write(groups, partial(complete, policy), sampling, dialogue)
-    return [conversation_of(member) for member in groups]
+        prompt = EncodedPrompt(rows[derive_seed(seed, "start", number) % len(rows)], ())
+        members.append(Transcript(prompt, number, derive_seed(seed, "sample", number), deterministic))
+    with closing(Dialogue(encoder, None, policy.context_length, fresh_envs(task))) as dialogue:
+        write(members, partial(complete, policy), sampling, dialogue)
+    return [conversation_of(member) for member in members]
+
+
+def fresh_envs(task: TextTask) -> TextEnvs | None:
+    """Instances of the task's environment or tools, none of which plays twice; None if it has neither.
+
+    Each has generators of its own, where it draws from the process.
+    """
+    make, seconds = make_text_env(task.cfg, task.given["env"], task.given["tools"] or ()), task.cfg.env_timeout
+    return make and TextEnvs(make, "fresh", () if seconds else tuple(GENERATORS), seconds=seconds)

@@ -29,7 +29,7 @@ def test_what_it_leaves_and_says(tmp_path, monkeypatch, capsys):
     assert page == run.resolve() / "report.html"
     text = page.read_text()
     assert f'id="{address.fragment}"' in text
-    titles = re.findall(r"<h3>Iteration (\d): best and worst episode</h3>", text)
+    titles = re.findall(r"<h3>Iteration (\d): best, middle and worst episode</h3>", text)
     assert titles == ["1", "2"]  # the first one is of the model before its first update
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "runs"]
     monkeypatch.chdir(tmp_path)

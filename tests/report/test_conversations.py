@@ -88,8 +88,10 @@ def test_each_turn_has_its_answer_reward_and_advantage(played):
 
 def test_the_page_shows_conversations_of_the_first_and_the_last_iteration(played):
     text = write_page(played[0].path).read_text()
-    assert text.count(": best and worst episode</h3>") == 2
-    assert "Iteration 1: best and worst" in text  # before anything was learned
+    assert text.count(": best, middle and worst episode</h3>") == 2
+    assert "Iteration 1: best, middle and worst" in text  # before anything was learned
+    won = [sum(member["won"] is True for member in last(played[0])[number]["members"]) for number in last(played[0])]
+    assert any(f"<p>{count} of 8 members won</p>" in text for count in won)
     assert '<p class="said">' in text
     assert '<p class="told">' in text
 

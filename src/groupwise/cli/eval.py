@@ -103,7 +103,7 @@ def sample_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("--count", type=count, default=1, help="completions of each prompt, or episodes (default: 1)")
     parser.add_argument("--deterministic", action="store_true", help="take the most likely token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
-    if argv and argv[0] in plugins.TEXT_ENVS:  # a model that no run has trained
+    if argv and plugins.is_text_env(argv[0]):  # a model that no run has trained
         own, rest = parser.parse_known_args(argv)
         options = vars(own) | {"run": parse_options(rest, parser)}
     else:

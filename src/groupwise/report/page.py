@@ -406,7 +406,9 @@ def progress(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *,
 
 
 def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The best and the worst completion of some groups of the first and the last iteration of a language model."""
+    """The best and the worst completion of some groups of the first and the last iteration of a language model; of episodes also
+    the one in the middle.
+    """
     if not groups or not groups[0]["text"]:
         return []
     iterations = [group["iteration"] for group in groups]
@@ -414,11 +416,14 @@ def _completions(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for iteration in sorted({min(iterations), max(iterations)}):
         some = [group for group in groups if group["iteration"] == iteration]
         some = some[: 1 if some[0]["talks"] else STATIC_GROUPS]
-        ranked = [sorted(group["members"], key=lambda member: -member["return"]) for group in some]
-        shown = [
-            {"start": group["start"], "talks": group["talks"], "members": ends[:1] + ends[1:][-1:]}
-            for group, ends in zip(some, ranked, strict=True)
-        ]
+        shown = []
+        for group in some:
+            ranked = sorted(group["members"], key=lambda member: -member["return"])
+            places = (0, len(ranked) // 2, -1) if group["talks"] else (0, -1)
+            told = [member["won"] for member in ranked if group["talks"] and member["won"] is not None]
+            won = f"{sum(told)} of {len(ranked)} members won" if told else ""
+            best = {id(ranked[place]): ranked[place] for place in places}
+            shown.append({"start": group["start"], "talks": group["talks"], "won": won, "members": [*best.values()]})
         found.append({"iteration": iteration, "groups": shown})
     return found
 

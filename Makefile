@@ -47,7 +47,7 @@ $(VENV)/.robots: pyproject.toml constraints.txt | python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | python
 	@echo "installing groupwise and its development tools into $(VENV) (the first time takes some minutes)"
-	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,mujoco-warp,robots,text,mcp,monty,textarena,skyrl,quant,track,sb3,export,ray,view,optuna]'
+	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,mujoco-warp,robots,text,mcp,monty,textarena,skyrl,openenv,quant,track,sb3,export,ray,view,optuna]'
 	$(PIP) --no-deps metaworld==3.1.1  # it pins an old MuJoCo, but runs on newer ones
 	@touch $@ $(VENV)/.core
 

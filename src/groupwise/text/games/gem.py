@@ -22,9 +22,6 @@ class Gem(TextEnv):
     Args:
         game: its id, such as ``game:Game2048-v0-easy``. Other tasks of GEM load data from networks, or run the model's programs.
         settings: of the game, such as ``target_tile``.
-
-    Raises:
-        ConfigError: there is no such game, it takes no such settings, or it needs what is not installed.
     """
 
     def __init__(self, game: str, **settings: Any) -> None:
@@ -40,7 +37,6 @@ class Gem(TextEnv):
             raise UnknownNameError("game of GEM", game, games)
         with making(f"gem:{game}"):
             self._env = gem.make(game, **settings)
-        self._seen = ""
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode."""

@@ -18,17 +18,13 @@ class SkyRL(TextEnv):
 
     Args:
         game: ``aime``, ``gsm8k`` or ``gsm8k_multi_turn``; in Python also what makes one from ``extras=row``, such as its class.
-
-    Raises:
-        ConfigError: another name.
     """
 
     def __init__(self, game: str | Callable[..., Any]) -> None:
         require_extra("skyrl_gym", "skyrl")
         if isinstance(game, str) and game not in _NAMES:
             raise ConfigError(
-                f"skyrl:{game}: expected {', '.join(_NAMES)}; fix: give another environment in Python, env=lambda: "
-                "SkyRL(its_class)"
+                f"skyrl:{game}: expected {', '.join(_NAMES)}; fix: in Python, env=lambda: SkyRL(its_class)"
             )
         self._game = game
         self._env: Any = None

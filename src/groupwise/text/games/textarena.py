@@ -46,7 +46,6 @@ class TextArena(TextEnv):
         while isinstance(self._env, textarena.Wrapper):
             self._env = self._env.env
         self._game = game
-        self._seen = ""
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode."""

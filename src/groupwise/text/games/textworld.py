@@ -23,9 +23,6 @@ class TextWorld(TextEnv):
     Args:
         game: its sizes, such as ``rooms=1,objects=4,quest=2``: the quest takes two commands.
         commands: whether observations end with the commands that are possible.
-
-    Raises:
-        ConfigError: the sizes are none.
     """
 
     def __init__(self, game: str, commands: bool = False) -> None:

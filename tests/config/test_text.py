@@ -61,7 +61,8 @@ def test_texts_have_no_states_to_compare(name):
         with pytest.raises(ConfigError, match=f"credit.baseline='{name}' compares states"):
             resolve_text(**how, task={"tool": "calculator"})
         if name == "gigpo":  # the turns of an environment have states
-            assert resolve_text(**how, task={"env": "x"}).algorithm.credit.baseline.name == name
+            for task in ({"env": "x"}, {"tools": ["x"]}):
+                assert resolve_text(**how, task=task).algorithm.credit.baseline.name == name
         else:
             with pytest.raises(ConfigError, match=r"credit.baseline='knn' compares states"):
                 resolve_text(**how, task={"env": "x"})
@@ -79,13 +80,14 @@ def test_texts_have_no_states_to_compare(name):
         ({"credit": {"rule": "mine", "returns": "process"}}, False),
     ],
 )
-def test_credit_that_counts_tokens_is_refused_where_an_environment_answers_turns(settings, is_wrong):
+@pytest.mark.parametrize("task", [{"env": "x"}, {"tools": ["x"]}])
+def test_credit_that_counts_tokens_is_refused_where_an_environment_answers_turns(task, settings, is_wrong):
     assert resolve_text(settings, task={"tool": "calculator"}).task.env is None
     if is_wrong:
         with pytest.raises(ConfigError, match=r"counts tokens, .*; fix: credit.returns='turn_to_go' with group_key="):
-            resolve_text(settings, task={"env": "x"})
+            resolve_text(settings, task=task)
     else:
-        assert resolve_text(settings, task={"env": "x"}).task.env == "x"
+        assert resolve_text(settings, task=task).task.has_env
 
 
 @pytest.mark.parametrize(("model", "rate"), [({}, 1e-6), ({"lora": {"r": 2}}, 1e-5), ({"path": "saved"}, 1e-5)])

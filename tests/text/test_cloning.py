@@ -85,6 +85,20 @@ def test_a_conversation_is_learned_where_the_assistant_speaks(tmp_path):
     assert max(row.turn) == 1
 
 
+@pytest.mark.parametrize(
+    ("chat", "eos", "stop", "end"),
+    [(False, (2, EOS), (), 2), (True, (2, EOS), (), EOS), (True, (2,), (), 2), (True, (2,), ("<|im_end|>",), EOS)],
+)
+def test_a_turn_ends_by_the_token_of_the_template_if_that_ends_completions(chat, eos, stop, end, tmp_path):
+    model = save_model(tmp_path / "model", chat=chat, positions=128)
+    policy = load_causal_lm(ModelCfg(path=str(model)), SamplingCfg(stop=stop, max_new_tokens=4))
+    policy.eos_ids = eos
+    dialogue = Dialogue(PromptEncoder(policy.tokenizer, TextTaskCfg()), context=policy.context_length)
+    [row] = demonstrated_rows([demonstration(Example("1", {"completion": "2"}))], dialogue, policy)
+    assert row.completion[-1] == end
+    assert len(row.completion) == 2
+
+
 class Look(gw.Callback):
     def __init__(self):
         self.members = []
@@ -271,8 +285,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(model, tmp_path):
 
 
 def test_a_clone_answers_right_and_grpo_begins_with_it(model, tmp_path):
-    train, test = last_digits()
-    scored = {"eval_data": test, "reward": right}
+    train, _ = last_digits()
+    scored = {"eval_data": train[:20], "eval_overlap": "keep", "reward": right}  # of the rows that it learned
     run = clone(
         train,
         model,
@@ -292,7 +306,7 @@ def test_a_clone_answers_right_and_grpo_begins_with_it(model, tmp_path):
     further = gw.train(task, grpo, model={"init_from": run.path}, **settings)
     assert further.cfg.model.path == str(model)  # that of the clone
     assert further.metrics()[0]["rollout/return_mean"] > 0.8
-    resumed = gw.resume(further.path, 40, data=task.given["data"], **scored)
+    resumed = gw.resume(further.path, 40, data=task.given["data"], eval_data=train[:20], reward=right)
     assert resumed.metrics()[-1]["rollout/return_mean"] > 0.8
 
 

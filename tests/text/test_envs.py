@@ -442,7 +442,7 @@ def test_turns_are_compared_in_the_state_that_the_environment_names_or_shows(gam
             assert (rollout["anchor"][row][written < 0] == -1).all()
             for number, state in enumerate(keys if game is Known else shown):
                 [found] = set(rollout["anchor"][row][written == number].tolist())
-                names.append(state)
+                names.append(str(state))  # what is observed may be messages
                 numbers.append(found)
         assert sorted(set(numbers)) == list(range(len(set(names))))
         assert len(set(zip(names, numbers, strict=True))) == len(set(names))  # numbers are equal where names are

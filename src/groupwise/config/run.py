@@ -618,16 +618,16 @@ class TextRunCfg(CommonCfg):
         by_token = credit.returns == "process" or (
             credit.returns == "return_to_go" and (credit.group_key.name == "group_step" or grpo.gamma < 1)
         )
-        if self.task.env and credit.rule == "composed" and by_token:
+        if self.task.has_env and credit.rule == "composed" and by_token:
             raise ValueError(
                 f"algorithm.credit.returns={credit.returns!r}, with group_key={credit.group_key.name!r} and "
                 f"gamma={grpo.gamma:g}, counts tokens, and an environment answers turns of any length; fix: "
                 "credit.returns='turn_to_go' with group_key='group_step'"
             )
-        if credit.rule == "composed" and credit.baseline.name in ("gigpo", "knn")[bool(self.task.env) :]:
+        if credit.rule == "composed" and credit.baseline.name in ("gigpo", "knn")[self.task.has_env :]:
             raise ValueError(
                 f"algorithm.credit.baseline={credit.baseline.name!r} compares states of an environment, and a text has none: its "
-                "observations are single tokens; fix: baseline='mean', or for 'gigpo' a text environment (task.env)"
+                "observations are single tokens; fix: baseline='mean', or for 'gigpo' a text environment (task.env, task.tools)"
             )
         names = ("noise", "horizon", "partial_groups", *(() if self.task.has_env else ("on_env_error",)))
         unread = algorithm.changed("num_steps")

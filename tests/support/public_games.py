@@ -15,6 +15,6 @@ def parted(make, kept, turns, starts=5):
     envs, apart = TextEnvs(make, "seed", kept), 0
     for start in (Start(seed) for seed in range(starts)):
         members, _ = envs.open(start, 3)
-        apart += any(len({m.step(turn) for m in members if m.ending is None}) > 1 for turn in turns)
+        apart += any(len({repr(m.step(turn)) for m in members if m.ending is None}) > 1 for turn in turns)
     envs.close()
     return apart

@@ -174,7 +174,7 @@ def test_another_form_of_url_is_refused(url):
 
 
 def test_it_is_given_in_python_alone(monkeypatch):
-    from groupwise.text.envs import make_text_env
+    from groupwise.text.tool_env import make_text_env
 
     with pytest.raises(ConfigError, match="unknown text env 'openenv:http://localhost:8000'"):
         make_text_env(TextTaskCfg(env="openenv:http://localhost:8000"))()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from text_games import Guess
 from text_runs import logged, same_weights, save_model, train
+from vllm_double import VLLMDouble
 
 import groupwise as gw
 from groupwise.config.run import TextTaskCfg
@@ -409,6 +410,27 @@ def test_environments_play_at_once_and_results_do_not_depend_on_it(model, tmp_pa
         assert Slow.most <= count
     assert same_weights(*runs)
     assert logged(runs[0]) == logged(runs[1])
+
+
+def test_environments_play_at_once_with_servers_too(tmp_path):
+    model, runs = save_model(tmp_path / "model", positions=128), []
+    for count in (1, 8):
+        with VLLMDouble(model) as double:
+            task = gw.TextTask(env=Slow, max_turns=3, data_size=20, env_threads=count)
+            generation = {"name": "server", "urls": [double.url]}
+            runs.append(
+                train(
+                    task,
+                    model,
+                    tmp_path / str(count),
+                    sampling=ONE,
+                    total_steps=None,
+                    total_iterations=2,
+                    generation=generation,
+                )
+            )
+    assert runs[0].metrics()[-1]["rollout/turns_mean"] > 1
+    assert same_weights(*runs)
 
 
 class Fails(Guess):

@@ -246,7 +246,7 @@ class Turns(NamedTuple):
     num_played: int
 
     def spread(self, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-        """What representatives have, at each step of their turns."""
+        """Values of representatives at each step of their turns."""
         return gather_segments(segment_sum(advantage, self.played, self.num_played, self.first), self.played)
 
 

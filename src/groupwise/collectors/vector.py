@@ -45,7 +45,7 @@ class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     """The model's turns and what answered them."""
     rewards: Sequence[float] = ()
-    """What an environment gave each turn."""
+    """Reward of each turn."""
     stop_reason: str | None = None
     """Reason of the end of an environment's episode."""
     success: bool | None = None

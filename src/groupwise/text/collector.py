@@ -468,7 +468,7 @@ def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: Training
 
 
 def columns_of_episodes(transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
-    """What reward functions get of episodes besides their rows."""
+    """Columns of episodes that reward functions get besides the rows."""
     episodes = [member.episode for member in transcripts if member.episode is not None]
     environments = [episode.env and episode.env.unwrapped for episode in episodes]
     return {"episode_return": [episode.total for episode in episodes], "environments": environments}
@@ -744,7 +744,7 @@ def episode_metrics(members: Sequence[Transcript]) -> dict[str, float]:
 
 
 def successes(members: Sequence[Transcript]) -> list[bool] | None:
-    """Which episodes were won; one that was cut was not. None if the environment never says."""
+    """Success of each episode; one that was cut has none. None if the environment never says."""
     episodes = [member.episode for member in members if member.episode is not None]
     found = [episode.success for episode in episodes if not episode.broken]
     return None if set(found) <= {None} else [bool(success) for success in found]

@@ -68,7 +68,7 @@ class TextEnv(ABC):
         return self
 
     def final_reward(self) -> float:
-        """What an episode earns at its end, whatever ended it, in addition to the rewards of its turns."""
+        """Reward at the end of an episode, whatever ended it, in addition to those of its turns."""
         return 0.0
 
     def state_key(self) -> str | None:
@@ -138,13 +138,13 @@ class TextEpisode:
     prompt: Prompt = ""
     """The first observation."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Those that the model may call."""
+    """Tools that the model may call."""
     turns: list[str] = field(default_factory=list)
     """The turns that were played, as the environment read them."""
     rewards: list[float] = field(default_factory=list)
     """Reward of each turn."""
     final_reward: float = 0.0
-    """What the episode earned at its end."""
+    """Reward at the end."""
     observations: list[str] = field(default_factory=list)
     """The answer to each turn."""
     success: bool | None = None
@@ -241,7 +241,7 @@ class TextEpisode:
 
     @property
     def total(self) -> float:
-        """All that the episode earned."""
+        """Sum of all rewards."""
         return sum(self.rewards, 0.0) + self.final_reward
 
     @property
@@ -353,7 +353,7 @@ class TextEnvs:
         return TextEnvs(self.make, self.mode, self.kept, self.report, **how)  # type: ignore[arg-type]
 
     def each(self, function: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
-        """What the function returns for each item, in threads."""
+        """Results of the function for each item, in threads."""
         if min(self.threads, len(items)) < 2:
             return [*map(function, items)]
         with ThreadPoolExecutor(min(self.threads, len(items))) as pool:

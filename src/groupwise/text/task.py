@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Start(NamedTuple):
-    """Where an episode of a text environment begins."""
+    """Start of an episode of a text environment."""
 
     seed: int
     options: Mapping[str, Any] | None = None
@@ -51,9 +51,9 @@ class Example(NamedTuple):
     columns: dict[str, Any]
     """All other columns; they are passed to the rewards."""
     start: Start | None = None
-    """Of an episode, whose first observation is the prompt as soon as it begins."""
+    """Start of an episode, whose first observation is the prompt as soon as it begins."""
     turns: tuple[Message, ...] = ()
-    """What a demonstration has after the prompt: the model's messages, and an answer between two of them."""
+    """Messages of a demonstration after the prompt: the model's messages, and an answer between two of them."""
 
 
 def load_examples(source: object, *, prompt_column: str | None = "prompt") -> list[Example]:

@@ -183,7 +183,7 @@ class ToolEnv(TextEnv):
         return results, 0.0, False, False, info
 
     def _run(self, call: Call | str) -> tuple[str, str]:
-        """What the model reads, and what it counts as."""
+        """Run a call; the text that the model reads, and the name of the count."""
         if isinstance(call, str):
             return f"error: {call}", "parse_errors"
         if call.name not in self._tools:
@@ -210,7 +210,7 @@ class ToolEnv(TextEnv):
         return self if self.made is None else self.made
 
     def final_reward(self) -> float:
-        """What the object says that the episode earned."""
+        """The object's reward."""
         reward = getattr(self.made, "get_reward", None)
         return 0.0 if reward is None else awaited(reward())
 
@@ -285,15 +285,15 @@ class OneOf(TextEnv):
 
     @property
     def unwrapped(self) -> Any:
-        """The one that the row names."""
+        """The row's environment."""
         return self if self.current is self else self.current.unwrapped
 
     def final_reward(self) -> float:
-        """What it says at the end."""
+        """The final reward of the row's environment."""
         return self.current.final_reward()
 
     def sample_action(self, rng: np.random.Generator) -> str:
-        """One of its turns."""
+        """A turn of the row's environment."""
         return self.current.sample_action(rng)
 
     @property
@@ -302,7 +302,7 @@ class OneOf(TextEnv):
         return self.current is not self and self.current.samples_turns
 
     def state_key(self) -> str | None:
-        """Its state."""
+        """The state of the row's environment."""
         return self.current.state_key()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from groupwise.text.envs import TextEnv
 from groupwise.text.rewards import Prompt
 
 _NAMES = ("aime", "gsm8k", "gsm8k_multi_turn")
-"""Those that only compare answers. Others run the model's programs, or ask servers that the data name."""
+"""Environments that only compare answers. Others run the model's programs, or ask servers that the data name."""
 
 
 class SkyRL(TextEnv):

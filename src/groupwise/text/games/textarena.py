@@ -74,7 +74,7 @@ class TextArena(TextEnv):
         return f"[{sample_form(forms, rng)}]"
 
     def _new(self) -> str:
-        """What the game has said since the last turn."""
+        """The game's messages since the last turn."""
         _, messages = self._env.get_observation()
         new = "\n".join(
             message.strip("\n") for sender, message, _ in messages if sender != 0 and isinstance(message, str)

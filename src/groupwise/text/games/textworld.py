@@ -70,7 +70,7 @@ class TextWorld(TextEnv):
             self._env.close()
 
     def _read(self, text: str) -> str:
-        """What the game says, without the interpreter's prompt and empty lines, and with the commands."""
+        """The game's text without the interpreter's prompt and empty lines, and with the commands."""
         said = re.split(r"\n>|\*\*\* The End", text)[0]
         lines = [" ".join(line.split()) for line in said.splitlines()]
         if self._commands:

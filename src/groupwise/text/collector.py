@@ -744,7 +744,7 @@ def episode_metrics(members: Sequence[Transcript]) -> dict[str, float]:
 
 
 def successes(members: Sequence[Transcript]) -> list[bool] | None:
-    """Success of each episode; one that was cut has none. None if the environment never says."""
+    """Success of each episode, False for one that was cut. None if the environment never says."""
     episodes = [member.episode for member in members if member.episode is not None]
     found = [episode.success for episode in episodes if not episode.broken]
     return None if set(found) <= {None} else [bool(success) for success in found]

@@ -82,10 +82,13 @@ def test_sizes_that_are_none_are_refused(sizes):
 def test_the_folder_is_removed_at_the_end_of_the_process():
     code = (
         "from groupwise.text.games import textworld as t; e = t.TextWorld('rooms=1'); e.reset(seed=1); "
-        "print(t._folder().name, *__import__('os').listdir(t._folder().name))"
+        "print(t._folder(), *(f.name for f in t._folder().iterdir()))"
     )
-    out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
-    folder, *files = out.split()[-4:]
+    out = subprocess.run(
+        [sys.executable, "-P", "-W", "error::ResourceWarning", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "ResourceWarning" not in out.stderr
+    folder, *files = out.stdout.split()[-4:]
     assert sorted(Path(file).suffix for file in files) == [".json", ".ni", ".z8"]
     assert not Path(folder).exists()
-    assert folder != adapter._folder().name
+    assert Path(folder) != adapter._folder()

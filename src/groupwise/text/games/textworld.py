@@ -1,5 +1,6 @@
 """Games that TextWorld makes: ``textworld:rooms=1,objects=4,quest=2``."""
 
+import atexit
 import re
 import tempfile
 from collections.abc import Mapping
@@ -79,9 +80,11 @@ class TextWorld(TextEnv):
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _folder() -> Path:
     """The folder of this process's games; removed at its end."""
-    return tempfile.TemporaryDirectory(prefix="groupwise-textworld-")
+    folder = tempfile.TemporaryDirectory(prefix="groupwise-textworld-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 @cache
@@ -94,5 +97,5 @@ def _made(sizes: tuple[tuple[str, int], ...], seed: int) -> str:
     for name, number in sizes:
         setattr(options, name, number)
     name = "-".join(map(str, (*dict(sizes).values(), *dict(sizes), seed)))
-    options.path = str(Path(_folder().name) / f"{name}.z8")
+    options.path = str(_folder() / f"{name}.z8")
     return str(textworld.make(options)[0])

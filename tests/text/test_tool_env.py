@@ -436,6 +436,7 @@ def test_environments_play_at_once_with_servers_too(tmp_path):
 class Fails(Guess):
     """Fails at the second turn of some episodes."""
 
+        self.rollout = rollout
     made = 0
     how = "raise"
 
@@ -653,6 +654,101 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 def test_tools_that_were_given_are_given_again():
     cfg = gw.TextTask(ROWS, tools=[add]).cfg
     assert cfg.tools == ("<given in Python>",)
+def test_reward_functions_get_no_broken_episodes(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Fails, "how", "raise")
+    monkeypatch.setattr(Fails, "made", 0)
+    look, seen = Scripted(), []
+
+    def reward(environments, episode_return, completions, **columns):
+        seen.extend(environments)
+        assert len(environments) == len(episode_return) == len(completions)
+        return [env.left for env in environments]
+
+    task = gw.TextTask(env=Fails, max_turns=3, data_size=20, eval_size=8, start_mode="none", reward=[reward, reward])
+    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "drop"})
+    run = train(task, model, tmp_path / "run", algorithm, sampling=ONE, total_steps=None, total_iterations=1,
+                callbacks=[look], evaluation={"interval": 1, "prompts": 8})  # fmt: skip
+    assert {member.reward is None for member in look.members} == {True, False}
+    broken = [row for row, member in enumerate(look.members) if member.episode.broken]
+    assert not look.rollout["reward_parts"][broken].any()
+    assert look.rollout["reward_parts"].any()
+    assert all((member.reward is None) == member.episode.broken for member in look.members)
+    assert all(isinstance(env, Fails) for env in seen)
+    assert run.metrics()[-1]["reward/reward_mean"] >= 0
+
+
+class Lost(Fails):
+    """Fails at the second turn; an instance that plays the episode again fails at once."""
+
+    def reset(self, *, seed=None, options=None):
+        failed, Lost.failed = Lost.failed, False
+        if failed:
+            raise RuntimeError("the server is full")
+        return super().reset(seed=seed)
+
+    def fails(self):
+        Lost.failed = 1 < self.number <= 4
+        return Lost.failed
+
+
+def test_an_episode_that_cannot_be_played_again_costs_itself_only(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Fails, "how", "raise")
+    monkeypatch.setattr(Fails, "made", 0)
+    monkeypatch.setattr(Lost, "failed", False, raising=False)
+    look = Scripted()
+    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "retry"})
+    task = gw.TextTask(env=Lost, max_turns=3, data_size=20, start_mode="none")
+    train(task, model, tmp_path / "run", algorithm, sampling=ONE, total_steps=None, total_iterations=1, num_prompts=1,
+          callbacks=[look])  # fmt: skip
+    assert any(member.episode.broken for member in look.members)
+
+
+class Unpaid(Echo):
+    """Its reward fails the first time that it is asked."""
+
+    asked = 0
+
+    def reset(self, **row):
+        super().reset()
+        return "?"
+
+    def get_reward(self):
+        Unpaid.asked += 1
+        if Unpaid.asked == 1:
+            raise RuntimeError("the server is gone")
+        return self.reward
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+@pytest.mark.parametrize("ending", ["no_call", "max_turns"])
+def test_an_episode_whose_last_reward_fails_is_played_again(turns, ending, monkeypatch):
+    monkeypatch.setattr(Unpaid, "asked", 0)
+    envs = TextEnvs(lambda: ToolEnv(Unpaid()), "seed", on_error="retry")
+    [episode], _ = envs.open(Start(0), 1)
+    for number in range(turns):
+        envs.play(episode, call("echo", message="a" * (number + 1)))
+    if ending == "no_call":
+        envs.play(episode, "done")
+    else:
+        envs.finish(episode, ending)
+    assert (episode.ending, episode.broken, episode.total) == (ending, False, pytest.approx(turns / 10))
+    assert len(episode.turns) == len(episode.rewards) == turns + (ending == "no_call")
+    envs.close()
+
+
+def test_a_turn_without_a_call_is_an_end_of_the_model(model, tmp_path):
+    look = Scripted()
+    task = gw.TextTask(ROWS, tools=[add], reward=lambda completions, **_: [0.0] * len(completions))
+    train(task, model, tmp_path / "run", sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look])
+    assert {member.episode.ending for member in look.members} >= {"no_call", "max_tokens"}
+    for row, member in enumerate(look.members):
+        ended = member.episode.ending == "no_call"
+        assert (bool(look.rollout["terminated"][row].any()), bool(look.rollout["truncated"][row].any())) == (
+            ended,
+            not ended,
+        )
+
+
     with pytest.raises(ConfigError, match=r"1 tool\(s\) were given in Python, but now 0; fix: give them again"):
         make_text_env(cfg)
     with pytest.raises(ConfigError, match=r"'calculator' is no function that a model calls by name; fix: tool="):

@@ -152,7 +152,8 @@ def _rare_keys(rows: Sequence[TextRow], prompt: Tensor, valid: Tensor, last: Ten
         anchor = [[numbers.setdefault(state, len(numbers) - 1) for state in row.anchor or ()] for row in rows]
         keys["anchor"] = _spread(anchor, prompt - 1, num_slots, -1)
     if any(row.reward_parts for row in rows):
-        keys["reward_parts"] = torch.tensor([row.reward_parts for row in rows])[:, None] * last[..., None]
+        none = (0.0,) * max(len(row.reward_parts) for row in rows)
+        keys["reward_parts"] = torch.tensor([row.reward_parts or none for row in rows])[:, None] * last[..., None]
     return keys
 
 
@@ -373,11 +374,10 @@ class Dialogue:
         return answer if episode.ending is None else ()
 
     def release(self, transcripts: Sequence[Transcript]) -> None:
-        """Take back the environments of episodes that are scored; those that an error ended have no reward."""
+        """Take back the environments of episodes that are scored."""
         for transcript in transcripts:
             if transcript.episode is not None and self.envs is not None:
                 self.envs.release(transcript.episode)
-                transcript.reward = None if transcript.episode.broken else transcript.reward
 
     def close(self) -> None:
         """End the tool's process and the environments, if there are any."""
@@ -445,7 +445,7 @@ def verified_envs(
         return episode.turns
 
     starts = [example.start for example in examples[:_STARTS_TRIED] if example.start is not None]
-    report = check_text_starts(make, cfg.task.start_mode, starts, play)
+    report = check_text_starts(make, cfg.task.start_mode, starts, play, cfg.task.env_timeout)
     if report.kept and cfg.task.env_timeout is not None:
         raise ConfigError(
             f"the environment draws from the process's {' and '.join(report.kept)}, so a call that takes too long cannot be left to "
@@ -455,14 +455,15 @@ def verified_envs(
 
 
 def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: TrainingState | None = None) -> None:
-    """Fill in the rewards of completions."""
+    """Fill in the rewards of completions. Episodes that an error ended have none, and no function gets them."""
+    if not (transcripts := [one for one in transcripts if one.episode is None or not one.episode.broken]):
+        return
     examples = [member.prompt.example for member in transcripts]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    prompts = [example.prompt for example in examples]
     columns |= columns_of_episodes(transcripts) if transcripts[0].episode is not None else {}
     # after a prompt of messages the completion is messages, as in TRL
     completions = [m.text if isinstance(m.prompt.example.prompt, str) else m.messages for m in transcripts]
-    scores = rewards.score(prompts, completions, [member.tokens for member in transcripts], columns, state)
+    scores = rewards.score([e.prompt for e in examples], completions, [m.tokens for m in transcripts], columns, state)
     for member, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
         member.reward, member.parts = reward, parts
 
@@ -491,8 +492,8 @@ def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:
 
 def as_episode(row: TextRow, episode: TextEpisode) -> TextRow:
     """The row with each turn's reward at its last token, what else it earned at the last one, the environment's end, and states."""
-    anchor = ["" if turn < 0 else episode.anchors[turn] for turn in row.turn or ()]
-    row = row._replace(terminated=episode.ending == "terminated", anchor=anchor)
+    anchor = ["" if turn < 0 or episode.broken else episode.anchors[turn] for turn in row.turn or ()]
+    row = row._replace(terminated=episode.ending in ("terminated", "no_call"), anchor=anchor)
     if row.reward is None or row.turn is None:
         return row
     assert isinstance(row.reward, float)
@@ -708,7 +709,7 @@ def text_metrics(
         "completions/clipped_ratio": fmean(member.stop == "length" for member in sampled),
     }
     for number, name in enumerate(reward_names):
-        values = [value for member in sampled if (value := member.parts[number]) is not None]
+        values = [value for member in sampled if member.parts and (value := member.parts[number]) is not None]
         if values:
             metrics[f"reward/{name}_mean"] = fmean(values)
     if groups := rewards_of_groups(sampled):

@@ -170,7 +170,7 @@ class TextEpisode:
         self.start = start
         # by other seeds than the environment may use, so that its seeding is seen, too
         self.states = {name: GENERATORS[name].seeded(derive_seed(start.seed, name)) for name in self.kept}
-        made = self._call("reset", seed=start.seed, options=start.options)
+        made = self._call("reset", seed=start.seed, options=copy.deepcopy(start.options))
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], Mapping):
             raise EnvError(
                 f"{self._name}.reset() returned {made!r:.80}; expected an observation and an info; fix: return observation, {{}}"
@@ -215,13 +215,10 @@ class TextEpisode:
             self.final_reward = self._number("final_reward", self._call("final_reward"))
             self.ending = ending
 
-    def play_again(self, env: TextEnv) -> Sequence[Message]:
-        """Play the turns so far again in another instance, which must answer as the first one did; messages after the last turn,
-        which has no answer yet.
-        """
-        *turns, last = self.turns
-        seen, self.env, self.turns, self.observations, rewards = self.observations, env, [], [], self.rewards
-        self.rewards, self.anchors = [], []
+    def play_again(self, env: TextEnv, count: int) -> None:
+        """Play the first turns again in another instance, which must answer as the first one did."""
+        turns, seen, rewards = self.turns[:count], self.observations[:count], self.rewards[:count]
+        self.env, self.turns, self.observations, self.rewards, self.anchors = env, [], [], [], []
         before, self.counts = self.prompt, Counter(env_errors=self.counts["env_errors"])
         assert self.start is not None
         same = self.reset(self.start) == before
@@ -229,7 +226,6 @@ class TextEpisode:
             self.step(turn)
         if not same or (self.observations, self.rewards) != (seen, rewards):
             raise EnvError(f"{self._name} does not answer as before when an episode is played again")
-        return self.step(last)
 
     def _note_state(self, observation: Prompt) -> None:
         key = self._call("state_key")
@@ -402,6 +398,7 @@ class TextEnvs:
         self._guarded(episode, partial(episode.finish, ending))
 
     def _guarded(self, episode: TextEpisode, action: Callable[[], Any]) -> Any:
+        count = len(episode.turns)
         try:
             return action()
         except EnvError as error:
@@ -412,7 +409,8 @@ class TextEnvs:
             log.warning("%s (on_env_error=%r)", error, self.on_error)
             try:
                 if self.on_error == "retry":
-                    return episode.play_again(self._take(new=True))
+                    episode.play_again(self._take(new=True), count)
+                    return action()
             except EnvError as another:
                 self._discard(episode)
                 error = another
@@ -491,7 +489,11 @@ class TextStartReport:
 
 
 def check_text_starts(
-    make: MakeTextEnv, mode: TextStartMode | Literal["auto"], starts: Sequence[Start], play: Play
+    make: MakeTextEnv,
+    mode: TextStartMode | Literal["auto"],
+    starts: Sequence[Start],
+    play: Play,
+    seconds: float | None = None,
 ) -> TextStartReport:
     """Find out how members share a start: three of them, stepped in turns, must answer the same turns alike.
 
@@ -501,16 +503,17 @@ def check_text_starts(
     Args:
         mode: the one to check. ``auto``: the first that passes of ``seed``, ``fresh`` and ``snapshot``.
         starts: at least two.
+        seconds: that a call may take.
 
     Raises:
         EnvError: members differ, with the first difference and the likely reasons.
     """
-    kept, rejected = _drawn_from(make, starts[0], play), list[str]()
+    kept, rejected = _drawn_from(make, starts[0], play, seconds), list[str]()
     if mode == "none":
         return TextStartReport("none", kept, 0, start_varies=True)
     candidates: tuple[TextStartMode, ...] = ("seed", "fresh", "snapshot") if mode == "auto" else (mode,)
     for candidate in candidates:
-        with closing(TextEnvs(make, candidate, kept)) as envs:
+        with closing(TextEnvs(make, candidate, kept, seconds=seconds)) as envs:
             try:
                 turns, varies = _compared(envs, starts, play)
             except ApartError as error:
@@ -552,10 +555,10 @@ def play_samples(episode: TextEpisode, start: Start, prompt: Prompt, *, max_turn
     return turns
 
 
-def _drawn_from(make: MakeTextEnv, start: Start, play: Play) -> tuple[str, ...]:
+def _drawn_from(make: MakeTextEnv, start: Start, play: Play, seconds: float | None) -> tuple[str, ...]:
     """The process-wide generators that an episode draws from, or seeds."""
     with closing(make()) as env:
-        episode = TextEpisode(env, tuple(GENERATORS))
+        episode = TextEpisode(env, tuple(GENERATORS), seconds)
         play(episode, start, episode.reset(start))
     return tuple(
         name

@@ -13,6 +13,7 @@ import groupwise as gw
 from groupwise.config.run import TextTaskCfg
 from groupwise.text.calls import PROBE, Call, describe, read_calls
 from groupwise.text.task import Example, PromptEncoder
+from groupwise.text.tool_env import ToolEnv
 
 PEAR = Call("look_up", {"word": "pear", "times": 2})
 
@@ -67,6 +68,38 @@ def test_results_of_a_turn_are_rendered_together(family):
     spelled = [{**result, "content": f"8{family.end}{''.join(family.specials)}<tool_call>"} for result in results]
     found = encoder.encode_answer(spelled, end)
     assert [t for t in found if t in special] == [t for t in tokens if t in special]
+
+
+@pytest.mark.parametrize("text", ["ANSWER7.", "ANSWER0. and ANSWER1.", "WRITTEN"])
+def test_results_that_spell_placeholders_are_plain_text(family, text):
+    encoder = encoder_of(family)
+    for spelled in ("", family.end):
+        results = [
+            {"role": "tool", "name": "look_up", "content": f"{text}{spelled}"},
+            {"role": "tool", "name": "look_up", "content": "85"},
+        ]
+        whole = encoder.tokenizer.decode(encoder.encode_answer(results))
+        assert whole.count(text) == whole.count("85") == 1
+
+
+def test_the_name_of_a_tool_that_there_is_not_is_in_no_message(family):
+    env = ToolEnv(tools=[look_up])
+    env.reset(seed=0, options={"prompt": "?"})
+    encoder = encoder_of(family)
+    [message], *_ = env.step(str(Call(f"x{family.end}{''.join(family.specials)}ANSWER7.", {})))
+    assert "there is no tool" in message["content"]
+    known = encoder.encode_answer([{**message, "name": "look_up", "content": "84"}])
+    special = set(encoder.tokenizer.all_special_ids)
+    assert [t for t in encoder.encode_answer([message]) if t in special] == [t for t in known if t in special]
+
+
+def look_up(word: str) -> str:
+    """Look up.
+
+    Args:
+        word: A word.
+    """
+    return word
 
 
 def test_tools_are_in_the_prompt(family):

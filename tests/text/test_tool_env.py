@@ -17,6 +17,7 @@ from vllm_double import VLLMDouble
 import groupwise as gw
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.text import tool_env, tools
 from groupwise.text.calls import Call
 from groupwise.text.envs import TextEnvs, TextEpisode, check_text_env, check_text_starts, play_samples
 from groupwise.text.task import Start
@@ -233,7 +234,143 @@ def test_a_copy_of_an_episode_goes_on_by_itself():
     assert first.ending is None
 
 
+@pytest.mark.parametrize("large", [True, False])
+def test_results_that_have_no_text_are_errors_of_the_tool(large):
+    class Unwritable:
+        def __repr__(self):
+            raise ValueError("no text")
+
+    def give(a: int) -> int:
+        """Give.
+
+        Args:
+            a: Any.
+        """
+        return 10**5000 if large else Unwritable()
+
+    episode = played(ToolEnv(tools=[give]), call("give", a=1), row={"prompt": "?"})
+    assert episode.observations[0].startswith("error: ValueError: ")
+    assert episode.counts == {"tool_calls": 1, "tool_errors": 1, "parse_errors": 0}
+
+
+def test_registered_functions_are_tools_by_name(monkeypatch):
+    monkeypatch.setattr(tools, "TOOLS", {})
+    monkeypatch.setattr(tool_env, "TOOLS", tools.TOOLS)
+    gw.register_tool("plus")(add)
+    env = make_text_env(TextTaskCfg(data="x.jsonl", tools=("plus",)))()
+    assert played(env, call("add", a=3, b=4), row={"prompt": "?"}).observations == ["7"]
+
+
+def test_an_async_tool_that_exits_is_an_error_of_the_environment():
+    async def leave(a: int) -> int:
+        """Leave.
+
+        Args:
+            a: Any.
+        """
+        raise SystemExit(3)
+
+    episode = TextEpisode(ToolEnv(tools=[leave, later]), seconds=5.0)
+    episode.reset(Start(0, {"prompt": "?"}))
+    for _ in range(2):
+        with pytest.raises(EnvError, match=r"raised SystemExit: 3"):
+            episode.step(call("leave", a=1))
+    episode.step(call("later", a=1))  # others go on
+    assert episode.observations == ['{"half": 0.5}']
+
+
+def test_all_async_tools_run_in_one_loop(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", slowly(threading.Thread.start))
+    tool_env._loop.cache_clear()
+    found, together = [], threading.Barrier(4)
+
+    def look():
+        together.wait()
+        found.append(tool_env.awaited(where()))
+
+    async def where():
+        return asyncio.get_running_loop()
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(loop) for loop in found}) == 1
+
+
+def slowly(function):
+    def start(self):
+        time.sleep(0.05)
+        function(self)
+
+    return start
+
+
+def test_two_tools_of_one_name_are_refused():
+    class Adds(Echo):
+        add = Echo.echo
+
+    with pytest.raises(ConfigError, match=r"two tools are called 'add'; fix: other names"):
+        ToolEnv(tools=[add, add])
+    Adds.add.__name__ = "add"
+    try:
+        with pytest.raises(ConfigError, match=r"two tools are called 'add'; fix: other names"):
+            ToolEnv(Adds(), [add])
+    finally:
+        Echo.echo.__name__ = "echo"
+
+
+def test_public_games_take_no_tools(monkeypatch):
+    class Game(Guess):
+        def __init__(self, game):
+            super().__init__()
+
+    monkeypatch.setattr(tool_env, "_game", lambda family: Game)
+    with pytest.raises(ConfigError, match=r"Game is a TextEnv, which has tools of its own; fix: leave tools out"):
+        make_text_env(TextTaskCfg(env="textarena:2048-v0", tools=("<given in Python>",)), None, [add])()
+
+
 # Shared starts
+
+
+def test_a_class_without_tools_is_checked_by_turns_without_calls():
+    class Asks:
+        def reset(self, **row):
+            return "?"
+
+        def get_reward(self):
+            return 1.0
+
+    report = check_text_env(make_text_env(TextTaskCfg(env="<given in Python>"), Asks))
+    assert (report.mode, report.turns) == ("seed", 3)
+
+
+def test_what_an_episode_does_to_its_row_is_its_own():
+    class Takes:
+        def reset(self, **row):
+            self.items = row["items"]
+
+        def take(self) -> str:
+            """Take one."""
+            return self.items.pop()
+
+    row = {"items": ["a", "b"], "prompt": "?"}
+    for _ in range(2):
+        assert played(ToolEnv(Takes()), call("take"), row=row).observations == ["b"]
+    assert row["items"] == ["a", "b"]
+
+
+def test_the_check_has_the_time_limit_of_a_call(model, tmp_path):
+    class Hangs(Guess):
+        def reset(self, *, seed=None, options=None):
+            time.sleep(60)
+
+    task = gw.TextTask(env=Hangs, data_size=4, env_timeout=0.2)
+    began = time.monotonic()
+    with pytest.raises(EnvError, match=r"Hangs.reset\(\) took longer than env_timeout=0.2 seconds"):
+        train(task, model, tmp_path / "run", total_steps=None, total_iterations=1)
+    assert time.monotonic() - began < 30
 
 
 def test_members_of_an_unchanged_class_that_draws_without_a_seed_share_a_start():
@@ -299,6 +436,7 @@ class Scripted(gw.Callback):
 
     def on_rollout_end(self, trainer, rollout):
         self.members += trainer.collector.members
+        self.rollout = rollout
 
 
 ROWS = [{"prompt": f"{n}", "environment": "echo"} for n in range(8)]
@@ -436,7 +574,6 @@ def test_environments_play_at_once_with_servers_too(tmp_path):
 class Fails(Guess):
     """Fails at the second turn of some episodes."""
 
-        self.rollout = rollout
     made = 0
     how = "raise"
 
@@ -515,6 +652,101 @@ def test_a_broken_episode_is_played_again_up_to_where_it_was(model, tmp_path, mo
         )
     assert sum(entry["rollout/env_errors"] for entry in runs[0].metrics()) > 0
     assert same_weights(*runs)
+
+
+def test_reward_functions_get_no_broken_episodes(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Fails, "how", "raise")
+    monkeypatch.setattr(Fails, "made", 0)
+    look, seen = Scripted(), []
+
+    def reward(environments, episode_return, completions, **columns):
+        seen.extend(environments)
+        assert len(environments) == len(episode_return) == len(completions)
+        return [env.left for env in environments]
+
+    task = gw.TextTask(env=Fails, max_turns=3, data_size=20, eval_size=8, start_mode="none", reward=[reward, reward])
+    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "drop"})
+    run = train(task, model, tmp_path / "run", algorithm, sampling=ONE, total_steps=None, total_iterations=1,
+                callbacks=[look], evaluation={"interval": 1, "prompts": 8})  # fmt: skip
+    assert {member.reward is None for member in look.members} == {True, False}
+    broken = [row for row, member in enumerate(look.members) if member.episode.broken]
+    assert not look.rollout["reward_parts"][broken].any()
+    assert look.rollout["reward_parts"].any()
+    assert all((member.reward is None) == member.episode.broken for member in look.members)
+    assert all(isinstance(env, Fails) for env in seen)
+    assert run.metrics()[-1]["reward/reward_mean"] >= 0
+
+
+class Lost(Fails):
+    """Fails at the second turn; an instance that plays the episode again fails at once."""
+
+    def reset(self, *, seed=None, options=None):
+        failed, Lost.failed = Lost.failed, False
+        if failed:
+            raise RuntimeError("the server is full")
+        return super().reset(seed=seed)
+
+    def fails(self):
+        Lost.failed = 1 < self.number <= 4
+        return Lost.failed
+
+
+def test_an_episode_that_cannot_be_played_again_costs_itself_only(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Fails, "how", "raise")
+    monkeypatch.setattr(Fails, "made", 0)
+    monkeypatch.setattr(Lost, "failed", False, raising=False)
+    look = Scripted()
+    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "retry"})
+    task = gw.TextTask(env=Lost, max_turns=3, data_size=20, start_mode="none")
+    train(task, model, tmp_path / "run", algorithm, sampling=ONE, total_steps=None, total_iterations=1, num_prompts=1,
+          callbacks=[look])  # fmt: skip
+    assert any(member.episode.broken for member in look.members)
+
+
+class Unpaid(Echo):
+    """Its reward fails the first time that it is asked."""
+
+    asked = 0
+
+    def reset(self, **row):
+        super().reset()
+        return "?"
+
+    def get_reward(self):
+        Unpaid.asked += 1
+        if Unpaid.asked == 1:
+            raise RuntimeError("the server is gone")
+        return self.reward
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+@pytest.mark.parametrize("ending", ["no_call", "max_turns"])
+def test_an_episode_whose_last_reward_fails_is_played_again(turns, ending, monkeypatch):
+    monkeypatch.setattr(Unpaid, "asked", 0)
+    envs = TextEnvs(lambda: ToolEnv(Unpaid()), "seed", on_error="retry")
+    [episode], _ = envs.open(Start(0), 1)
+    for number in range(turns):
+        envs.play(episode, call("echo", message="a" * (number + 1)))
+    if ending == "no_call":
+        envs.play(episode, "done")
+    else:
+        envs.finish(episode, ending)
+    assert (episode.ending, episode.broken, episode.total) == (ending, False, pytest.approx(turns / 10))
+    assert len(episode.turns) == len(episode.rewards) == turns + (ending == "no_call")
+    envs.close()
+
+
+def test_a_turn_without_a_call_is_an_end_of_the_model(model, tmp_path):
+    look = Scripted()
+    task = gw.TextTask(ROWS, tools=[add], reward=lambda completions, **_: [0.0] * len(completions))
+    train(task, model, tmp_path / "run", sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look])
+    assert {member.episode.ending for member in look.members} >= {"no_call", "max_tokens"}
+    for row, member in enumerate(look.members):
+        ended = member.episode.ending == "no_call"
+        assert (bool(look.rollout["terminated"][row].any()), bool(look.rollout["truncated"][row].any())) == (
+            ended,
+            not ended,
+        )
 
 
 def test_errors_end_the_run_by_default(model, tmp_path):
@@ -654,101 +886,6 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 def test_tools_that_were_given_are_given_again():
     cfg = gw.TextTask(ROWS, tools=[add]).cfg
     assert cfg.tools == ("<given in Python>",)
-def test_reward_functions_get_no_broken_episodes(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(Fails, "how", "raise")
-    monkeypatch.setattr(Fails, "made", 0)
-    look, seen = Scripted(), []
-
-    def reward(environments, episode_return, completions, **columns):
-        seen.extend(environments)
-        assert len(environments) == len(episode_return) == len(completions)
-        return [env.left for env in environments]
-
-    task = gw.TextTask(env=Fails, max_turns=3, data_size=20, eval_size=8, start_mode="none", reward=[reward, reward])
-    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "drop"})
-    run = train(task, model, tmp_path / "run", algorithm, sampling=ONE, total_steps=None, total_iterations=1,
-                callbacks=[look], evaluation={"interval": 1, "prompts": 8})  # fmt: skip
-    assert {member.reward is None for member in look.members} == {True, False}
-    broken = [row for row, member in enumerate(look.members) if member.episode.broken]
-    assert not look.rollout["reward_parts"][broken].any()
-    assert look.rollout["reward_parts"].any()
-    assert all((member.reward is None) == member.episode.broken for member in look.members)
-    assert all(isinstance(env, Fails) for env in seen)
-    assert run.metrics()[-1]["reward/reward_mean"] >= 0
-
-
-class Lost(Fails):
-    """Fails at the second turn; an instance that plays the episode again fails at once."""
-
-    def reset(self, *, seed=None, options=None):
-        failed, Lost.failed = Lost.failed, False
-        if failed:
-            raise RuntimeError("the server is full")
-        return super().reset(seed=seed)
-
-    def fails(self):
-        Lost.failed = 1 < self.number <= 4
-        return Lost.failed
-
-
-def test_an_episode_that_cannot_be_played_again_costs_itself_only(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(Fails, "how", "raise")
-    monkeypatch.setattr(Fails, "made", 0)
-    monkeypatch.setattr(Lost, "failed", False, raising=False)
-    look = Scripted()
-    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "retry"})
-    task = gw.TextTask(env=Lost, max_turns=3, data_size=20, start_mode="none")
-    train(task, model, tmp_path / "run", algorithm, sampling=ONE, total_steps=None, total_iterations=1, num_prompts=1,
-          callbacks=[look])  # fmt: skip
-    assert any(member.episode.broken for member in look.members)
-
-
-class Unpaid(Echo):
-    """Its reward fails the first time that it is asked."""
-
-    asked = 0
-
-    def reset(self, **row):
-        super().reset()
-        return "?"
-
-    def get_reward(self):
-        Unpaid.asked += 1
-        if Unpaid.asked == 1:
-            raise RuntimeError("the server is gone")
-        return self.reward
-
-
-@pytest.mark.parametrize("turns", [0, 1, 2])
-@pytest.mark.parametrize("ending", ["no_call", "max_turns"])
-def test_an_episode_whose_last_reward_fails_is_played_again(turns, ending, monkeypatch):
-    monkeypatch.setattr(Unpaid, "asked", 0)
-    envs = TextEnvs(lambda: ToolEnv(Unpaid()), "seed", on_error="retry")
-    [episode], _ = envs.open(Start(0), 1)
-    for number in range(turns):
-        envs.play(episode, call("echo", message="a" * (number + 1)))
-    if ending == "no_call":
-        envs.play(episode, "done")
-    else:
-        envs.finish(episode, ending)
-    assert (episode.ending, episode.broken, episode.total) == (ending, False, pytest.approx(turns / 10))
-    assert len(episode.turns) == len(episode.rewards) == turns + (ending == "no_call")
-    envs.close()
-
-
-def test_a_turn_without_a_call_is_an_end_of_the_model(model, tmp_path):
-    look = Scripted()
-    task = gw.TextTask(ROWS, tools=[add], reward=lambda completions, **_: [0.0] * len(completions))
-    train(task, model, tmp_path / "run", sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look])
-    assert {member.episode.ending for member in look.members} >= {"no_call", "max_tokens"}
-    for row, member in enumerate(look.members):
-        ended = member.episode.ending == "no_call"
-        assert (bool(look.rollout["terminated"][row].any()), bool(look.rollout["truncated"][row].any())) == (
-            ended,
-            not ended,
-        )
-
-
     with pytest.raises(ConfigError, match=r"1 tool\(s\) were given in Python, but now 0; fix: give them again"):
         make_text_env(cfg)
     with pytest.raises(ConfigError, match=r"'calculator' is no function that a model calls by name; fix: tool="):

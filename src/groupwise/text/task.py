@@ -369,7 +369,7 @@ class PromptEncoder:
         after the assistant's message.
         """
         pieces = [self._pieces(message["content"]) for message in messages]
-        if any(len(several) > 1 for several in pieces):
+        if any(len(several) > 1 or _ANSWER in several[0] for several in pieces):
             messages = [{**message, "content": f"{_ANSWER}{n}."} for n, message in enumerate(messages)]
         place, rendered = 0, "".join(map(self.as_text, messages))
         if self.conversational:

@@ -114,7 +114,11 @@ class ToolEnv(TextEnv):
             )
         own = [one for one in methods if not one.__name__.startswith("_") and one.__name__ not in _NO_TOOLS]
         functions = [tool for tool in tools if not isinstance(tool, Tools)]
-        self._tools = {tool.name: tool for tool in map(bound_tool, (*own, *functions))}
+        bound = [bound_tool(one.func if isinstance(one, partial) else one) for one in (*own, *functions)]
+        self._tools = {tool.name: tool for tool in bound}
+        for tool in bound:
+            if self._tools[tool.name] is not tool:
+                raise ConfigError(f"two tools are called {tool.name!r}; fix: other names")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ToolEnv":
         """An episode that goes on by itself: its tools are methods of the copy."""
@@ -171,7 +175,9 @@ class ToolEnv(TextEnv):
         for call in calls:
             if self._most_calls is not None and self._calls == self._most_calls:
                 return results, 0.0, False, True, info | {"ending": "max_tool_calls"}
-            name = call.name if isinstance(call, Call) else ""
+            name = (
+                call.name if isinstance(call, Call) and call.name in self._tools else ""
+            )  # templates render it as it is
             result, kind = self._run(call)
             counts[kind] += 1
             counts["tool_calls"] += kind == "tool_errors"
@@ -190,6 +196,7 @@ class ToolEnv(TextEnv):
             return f"error: there is no tool {call.name!r:.80}; there are {', '.join(self._tools)}", "parse_errors"
         try:
             result = awaited(self._tools[call.name].call(**call.arguments))
+            return result if isinstance(result, str) else _written(result), "tool_calls"
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
             return f"error: wrong arguments of {call.name}: {wrong}", "parse_errors"
@@ -199,10 +206,6 @@ class ToolEnv(TextEnv):
             if self._on_error == "raise":
                 raise
             return f"error: {type(error).__name__}: {error}", "tool_errors"
-        try:
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), "tool_calls"
-        except (TypeError, ValueError, RecursionError):
-            return str(result), "tool_calls"
 
     @property
     def unwrapped(self) -> Any:
@@ -216,6 +219,8 @@ class ToolEnv(TextEnv):
 
     def sample_action(self, rng: np.random.Generator) -> str:
         """A call with arguments that the schema allows."""
+        if not self._tools:
+            return ""
         tool = list(self._tools.values())[rng.integers(len(self._tools))].schema["function"]
         properties = tool.get("parameters", {}).get("properties", {})
         return str(Call(tool["name"], {name: _sample(schema, rng) for name, schema in properties.items()}))
@@ -228,6 +233,13 @@ class ToolEnv(TextEnv):
 
 
 _NO_TOOLS = ("reset", "get_reward")
+
+
+def _written(result: Any) -> str:
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
 
 
 def _sample(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:
@@ -320,7 +332,19 @@ def awaited(result: Any) -> Any:
 
 def in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Its result, from a loop in a thread of its own, as notebooks run their own loop."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+
+    async def run() -> Any:
+        try:
+            return await coroutine
+        except SystemExit as error:  # which would end the loop
+            raise EnvError(f"an async tool raised SystemExit: {error}; fix: another error, or a text") from error
+
+    with _MAKING_LOOP:
+        loop = _loop()
+    return asyncio.run_coroutine_threadsafe(run(), loop)
+
+
+_MAKING_LOOP = threading.Lock()  # threads may ask for the first time together
 
 
 @functools.cache
@@ -379,9 +403,8 @@ def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) 
     if cfg.env != GIVEN:
         family, colon, game = cfg.env.partition(":")
         if colon and family in TEXT_GAMES:
-            return partial(
-                make_registered, "text env", {cfg.env: _game(family)}, cfg.env, cfg.env_kwargs | {"game": game}
-            )
+            kwargs = cfg.env_kwargs | {"game": game}
+            return whole(partial(make_registered, "text env", {cfg.env: _game(family)}, cfg.env, kwargs))
         return whole(partial(make_registered, "text env", TEXT_ENVS, cfg.env, cfg.env_kwargs))
     if env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")

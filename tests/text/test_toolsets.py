@@ -124,6 +124,11 @@ def roll(sides: int) -> str:
     return str(rng.randint(1, sides))
 
 @server.tool()
+def again(name: str, call: str) -> str:
+    "Say it again."
+    return name + call
+
+@server.tool()
 def fail() -> str:
     "Fail."
     raise ValueError("no")
@@ -151,7 +156,7 @@ def server(tmp_path):
 def test_members_have_servers_of_their_own_that_begin_alike(server):
     envs = envs_of(server)
     episodes, _ = envs.open(Start(3, ROW), 2)
-    assert [tool["function"]["name"] for tool in episodes[0].tools] == ["roll", "fail", "pid", "end"]
+    assert [tool["function"]["name"] for tool in episodes[0].tools] == ["roll", "again", "fail", "pid", "end"]
     for _ in range(3):
         for episode in episodes:
             envs.play(episode, call("roll", sides=1000))
@@ -162,6 +167,8 @@ def test_members_have_servers_of_their_own_that_begin_alike(server):
         envs.play(episode, call("pid"))
         pids.append(int(episode.observations[-1]))
     assert len(set(pids)) == 2
+    envs.play(episodes[0], str(Call("again", {"name": "a", "call": "b"})))
+    assert episodes[0].observations[-1] == "ab"
     envs.play(episodes[0], call("roll", sides="x") + call("fail") + call("start", seed=1))
     wrong, failed, hidden = episodes[0].observations[-1].split("\nerror: ", 2)
     assert "valid integer" in wrong
@@ -187,6 +194,25 @@ def test_a_server_that_ends_or_does_not_start_is_an_error_of_the_environment(ser
     envs.close()
     with pytest.raises(EnvError, match=r"the MCP server .*missing.* does not start: .*fix: run it by itself"):
         envs_of(MCPServer(str(tmp_path / "missing"), seconds=5.0)).open(Start(0, ROW), 1)
+
+
+def test_a_start_that_fails_is_an_error_of_the_environment(server, tmp_path):
+    envs = envs_of(MCPServer("python", str(tmp_path / "server.py"), start="strat", seconds=20.0))
+    with pytest.raises(EnvError, match=r"the MCP server's start: error: Unknown tool.*; fix: start="):
+        envs.open(Start(0, ROW), 1)
+    envs.close()
+
+
+def test_a_server_that_never_answers_is_ended(tmp_path):
+    (tmp_path / "mute.py").write_text(
+        "import os, pathlib, time\npathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\ntime.sleep(600)"
+    )
+    envs = envs_of(MCPServer("python", str(tmp_path / "mute.py"), seconds=2.0))
+    with pytest.raises(EnvError, match=r"does not start: it did not answer in 2 seconds"):
+        envs.open(Start(0, ROW), 1)
+    envs.close()
+    with pytest.raises(ProcessLookupError):
+        wait_for_end(int((tmp_path / "pid").read_text()))
 
 
 def test_a_run_with_python_and_a_server(server, tmp_path):

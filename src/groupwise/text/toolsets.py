@@ -129,8 +129,8 @@ class MCPServer(Tools):
         """Start the server, unless it runs, and call its ``start``."""
         if self._session is None:
             self._session = _Session(self._command, self._env, self._seconds)
-        if self._start is not None:
-            self._session.call(self._start, {"seed": seed})
+        if self._start is not None and (answer := self._session.call(self._start, seed=seed)).startswith("error: "):
+            raise EnvError(f"the MCP server's start: {answer}; fix: start=, the tool that begins an episode with seed=")
 
     def tools(self) -> Sequence[BoundTool]:
         """The server's tools."""
@@ -140,9 +140,7 @@ class MCPServer(Tools):
             if tool.name != self._start:
                 described = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
                 call = functools.partial(session.call, tool.name)
-                found.append(
-                    BoundTool({"type": "function", "function": described}, lambda call=call, **given: call(given))
-                )
+                found.append(BoundTool({"type": "function", "function": described}, call))
         return found
 
     def close(self) -> None:
@@ -164,7 +162,7 @@ class _Session:
         self._task = in_loop(self._serve(command, env))
         if not self._changed.wait(seconds) or self._client is None:
             self.close()
-            reason = self._failed or f"it did not answer in {seconds:g} seconds"
+            reason = str(self._failed or "") or f"it did not answer in {seconds:g} seconds"
             raise EnvError(f"the MCP server {shlex.join(command)} does not start: {reason}; fix: run it by itself")
 
     async def _serve(self, command: list[str], env: Mapping[str, str]) -> None:
@@ -172,8 +170,12 @@ class _Session:
 
         how = StdioServerParameters(command=command[0], args=command[1:], env=dict(env) or None)
         try:
-            async with Client(how, read_timeout_seconds=self._seconds) as client:
+            async with (
+                asyncio.timeout(self._seconds) as limit,
+                Client(how, read_timeout_seconds=self._seconds) as client,
+            ):
                 self.tools = (await client.list_tools()).tools
+                limit.reschedule(None)
                 self._client = client
                 self._changed.set()
                 await self._stop.wait()
@@ -183,10 +185,10 @@ class _Session:
         finally:
             self._changed.set()
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, /, **arguments: Any) -> str:
         """The texts of a tool's result."""
         try:
-            result = in_loop(self._client.call_tool(name, dict(arguments))).result(self._seconds + 1)
+            result = in_loop(self._client.call_tool(name, arguments)).result(self._seconds + 1)
         except Exception as error:
             raise EnvError(
                 f"the MCP server did not answer the call of {name}: {type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.text import tool_env, tools
 from groupwise.text.calls import Call
-from groupwise.text.envs import TextEnvs, TextEpisode, check_text_env, check_text_starts, play_samples
+from groupwise.text.envs import TextEnvs, TextEpisode, TextStartReport, check_text_env, check_text_starts, play_samples
 from groupwise.text.task import Start
 from groupwise.text.tool_env import OneOf, ToolEnv, make_text_env
 
@@ -749,6 +749,14 @@ def test_a_turn_without_a_call_is_an_end_of_the_model(model, tmp_path):
         )
 
 
+def test_reward_functions_in_a_process_of_their_own_get_no_environments():
+    def reward(completions, environments):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ConfigError, match=r"reward 'reward' reads environments.*; fix: leave reward_timeout out"):
+        gw.TextTask(env=Wordle, reward=reward, reward_timeout=5.0).rewards()
+
+
 def test_errors_end_the_run_by_default(model, tmp_path):
     task = gw.TextTask(env=Fails, max_turns=3, data_size=20, start_mode="none")
     with pytest.raises(EnvError, match=r"Fails.step\(\) raised RuntimeError: the server is gone\n  the turn: "):
@@ -881,6 +889,10 @@ def test_episodes_have_a_time(model, tmp_path):
 def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         TextTaskCfg(data="x.jsonl", **settings)
+
+
+def test_functions_have_no_verified_start():
+    assert str(TextStartReport("seed", (), 0, start_varies=True)) == "shared (seed), no turn was compared"
 
 
 def test_tools_that_were_given_are_given_again():

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from groupwise.errors import GroupwiseError
@@ -27,6 +28,7 @@ class Call(NamedTuple):
         return _OPEN + json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False) + _CLOSE
 
 
+_DEEPEST = 100
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
 
@@ -39,6 +41,10 @@ def read_calls(text: str) -> tuple[str, list[Call | str]]:
 
 
 def _read_call(text: str) -> Call | str:
+    if (
+        max(accumulate((mark in "[{") - (mark in "]}") for mark in text), default=0) > _DEEPEST
+    ):  # processes get no deeper ones
+        return f"the call has more than {_DEEPEST} levels"
     try:
         call = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:

@@ -485,7 +485,8 @@ class TextStartReport:
         if self.mode == "none":
             return "not shared (start_mode='none')"
         kept = f"; each member has its own {' and '.join(self.kept)}" if self.kept else ""
-        return f"shared ({self.mode}), verified over {self.turns} turns{kept}"
+        compared = f"verified over {self.turns} turns" if self.turns else "no turn was compared"
+        return f"shared ({self.mode}), {compared}{kept}"
 
 
 def check_text_starts(

@@ -353,6 +353,10 @@ class RewardSet:
         for name, function in zip(self.names, self.functions, strict=True):
             function.name = name
             if timeout is not None and not isinstance(function.call, RewardObject):  # which limits its time itself
+                if "environments" in function.required:
+                    raise ConfigError(
+                        f"reward {name!r} reads environments, which no other process has; fix: leave reward_timeout out"
+                    )
                 function.isolated = Isolated(function.call_here, f"reward {name!r}", timeout)
 
     def check_columns(self, columns: Iterable[str], data: str = "data") -> None:

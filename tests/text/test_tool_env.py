@@ -857,10 +857,10 @@ def test_episodes_have_at_most_so_many_tokens(tmp_path):
 
 
 def test_enormous_observations_cost_no_time(tmp_path):
-    texts = save_model(tmp_path / "texts", positions=512)
+    texts = save_model(tmp_path / "texts", positions=256)
     for settings in ({}, {"max_observation_tokens": 20}):
         began = time.process_time()
-        long_run(texts, tmp_path / f"{len(settings)}", partial(Long, size=10_000_000), **settings)
+        long_run(texts, tmp_path / f"{len(settings)}", partial(Long, size=3_000_000), **settings)
         assert time.process_time() - began < 30
 
 
@@ -921,3 +921,45 @@ def test_the_check_compares_what_the_object_earns():
 
     with pytest.raises(EnvError, match=r"do not share a start"):
         check_text_starts(make, "seed", starts, to_the_end)
+
+
+def test_an_error_does_not_wait_for_an_environment_that_hangs():
+    class Hangs(Guess):
+        def step(self, text):
+            if self.secret < 5:
+                raise RuntimeError("gone")
+            time.sleep(20)
+
+    envs = TextEnvs(Hangs, "none", threads=8)
+    episodes, _ = envs.open(Start(0), 8)
+    assert len({episode.env.secret < 5 for episode in episodes}) == 2
+    began = time.monotonic()
+    with pytest.raises(EnvError, match="gone"):
+        envs.each(lambda episode: envs.play(episode, "1"), episodes)
+    assert time.monotonic() - began < 10
+
+
+def test_a_close_that_fails_leaves_no_other_open(caplog):
+    closed = []
+
+    class Closes(Guess):
+        def close(self):
+            closed.append(self)
+            raise OSError("no such connection")
+
+    envs = TextEnvs(Closes, "seed")
+    envs.open(Start(0), 3)
+    envs.close()
+    assert len(closed) == 3
+    assert "Closes.close() failed: OSError('no such connection')" in caplog.text
+    check_text_env(Closes)
+
+
+def test_what_is_no_tool_is_refused_before_training(model, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be described to a model"):
+        train(
+            gw.TextTask(ROWS, tools=[lambda word: word], reward=lambda completions, **_: [0.0] * len(completions)),
+            model,
+            tmp_path / "run",
+        )
+    assert not (tmp_path / "run").exists()

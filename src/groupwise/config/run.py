@@ -240,7 +240,7 @@ class TextTaskCfg(Cfg):
     env_threads: PositiveInt = 1
     """Environments that play at the same time, in threads. What they return does not depend on it."""
     env_timeout: Positive | None = None
-    """Seconds that an environment may take to begin an episode or to play a turn; then it is thrown away, and the episode tried again if ``collection.on_env_error="retry"``, otherwise left out of the loss. None: no limit."""
+    """Seconds that an environment may take to play a turn; then it is thrown away, and the episode tried again if ``collection.on_env_error="retry"``, otherwise left out of the loss. Also to begin an episode, which an error ends as ``collection.on_env_error`` says, after another try. None: no limit."""
     episode_timeout: Positive | None = None
     """Seconds after which an episode plays no further turn. Results then depend on the machine's speed. None: no limit."""
 

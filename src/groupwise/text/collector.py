@@ -432,6 +432,7 @@ def verified_envs(
     limits: dict[str, Any] = {"threads": cfg.task.env_threads, "seconds": cfg.task.env_timeout}
     limits["on_error"] = cfg.algorithm.groups.collection.on_env_error
     if cfg.task.env is None:  # functions begin nothing: the prompt is the start
+        make().close()  # what is no tool is refused at once
         return TextEnvs(make, "seed", (), TextStartReport("seed", (), 0, start_varies=True), **limits)
     dialogue, sampling = Dialogue(encoder, context=policy.context_length, envs=TextEnvs(make, "none")), cfg.sampling
 

@@ -9,8 +9,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -352,8 +352,21 @@ class TextEnvs:
         """Results of the function for each item, in threads."""
         if min(self.threads, len(items)) < 2:
             return [*map(function, items)]
-        with ThreadPoolExecutor(min(self.threads, len(items))) as pool:
-            return [*pool.map(function, items)]
+        places, done = iter(range(len(items))), [Future[Made]() for _ in items]
+
+        def work() -> None:
+            for place in places:
+                try:
+                    done[place].set_result(function(items[place]))
+                except BaseException as error:
+                    done[place].set_exception(error)
+                    return
+
+        for _ in range(min(self.threads, len(items))):  # an interrupted program does not wait for them
+            threading.Thread(target=work, daemon=True, name="environments").start()
+        for one in wait(done, return_when=FIRST_EXCEPTION).done:
+            one.result()
+        return [one.result() for one in done]
 
     def open(self, start: Start, count: int) -> tuple[list[TextEpisode], list[Prompt]]:
         """The episodes of a group and their first observations; an ``ApartError`` if these differ but should not."""
@@ -428,13 +441,13 @@ class TextEnvs:
             if self.mode in ("seed", "none"):
                 self._free.append(env)
                 return
-        env.close()
+        _close(env)
 
     def close(self) -> None:
         """Close all instances, also those of episodes that an error ended."""
         for instances in (self._free, self._playing):
             while instances:
-                instances.pop().close()
+                _close(instances.pop())
 
     def _take(self, *, new: bool = False) -> TextEnv:
         with self._changing:
@@ -453,11 +466,15 @@ class TextEnvs:
         with self._changing:
             self._playing = [other for other in self._playing if other is not env]
         if env is not None:
-            with suppress(Exception):  # also one that hangs
-                _within(_SECONDS_TO_CLOSE, env.close)
+            _close(env, seconds=1.0)
 
 
-_SECONDS_TO_CLOSE = 1.0
+def _close(env: TextEnv, seconds: float = 10.0) -> None:
+    """Close it, unless that fails or takes longer."""
+    try:
+        _within(seconds, env.close)
+    except (Exception, SystemExit) as error:
+        log.warning("%s.close() failed: %s", type(env).__name__, repr(error))
 
 
 # The check that members share a start
@@ -536,12 +553,13 @@ def check_text_env(
     Raises:
         EnvError: they cannot, or the environment samples no turns.
     """
-    with closing(make()) as env:
-        if not env.samples_turns:
-            raise EnvError(
-                f"{type(env).__name__} has no sample_action(rng), whose turns are played; fix: write it, or train, which plays turns "
-                "of the policy"
-            )
+    env = make()
+    samples, name = env.samples_turns, type(env).__name__
+    _close(env)
+    if not samples:
+        raise EnvError(
+            f"{name} has no sample_action(rng), whose turns are played; fix: write it, or train, which plays turns of the policy"
+        )
     starts = [Start(derive_seed(0, "check", number)) for number in range(3)]
     return check_text_starts(make, mode, starts, partial(play_samples, max_turns=max_turns))
 
@@ -558,9 +576,11 @@ def play_samples(episode: TextEpisode, start: Start, prompt: Prompt, *, max_turn
 
 def _drawn_from(make: MakeTextEnv, start: Start, play: Play, seconds: float | None) -> tuple[str, ...]:
     """The process-wide generators that an episode draws from, or seeds."""
-    with closing(make()) as env:
-        episode = TextEpisode(env, tuple(GENERATORS), seconds)
+    episode = TextEpisode(env := make(), tuple(GENERATORS), seconds)
+    try:
         play(episode, start, episode.reset(start))
+    finally:
+        _close(env)
     return tuple(
         name
         for name, generator in GENERATORS.items()

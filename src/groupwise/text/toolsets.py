@@ -60,7 +60,9 @@ class PythonTool(Tools):
             "process_time": "zero",
         }
         printed: list[str] = []
-        with _workers().checkout(limits=self._limits, os_policy=policy) as session:
+        with _MAKING_WORKERS:
+            workers = _workers()
+        with workers.checkout(limits=self._limits, os_policy=policy) as session:
             if self._state is not None:
                 session.load_session(self._state)
             try:
@@ -76,6 +78,9 @@ class PythonTool(Tools):
 
 
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+_MAKING_WORKERS = threading.Lock()  # threads may ask for the first time together
 
 
 @functools.cache

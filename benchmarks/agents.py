@@ -175,8 +175,8 @@ def learn(arm: Arm, seed: int) -> dict[str, Any]:
             task,
             gw.GRPOCfg(**algorithm),
             model=str(make_model(Path(scratch, "model"), seed)),
-            # a turn ends at a number; any other token ends the episode
-            sampling={"max_new_tokens": 1, "stop": list("123456789")},
+            # any other token than a number ends the episode; where guesses cost it is a guess, or giving up would be free
+            sampling={"max_new_tokens": 1, "stop": list("123456789<>" if arm.cost else "123456789")},
             total_iterations=arm.iterations,
             run_dir=Path(scratch, "run"),
             **settings,

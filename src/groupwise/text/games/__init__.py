@@ -1,8 +1,9 @@
 """Public text games as text environments, by names such as ``textarena:2048-v0``. Their packages are imported when one is made."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,14 @@ _DIGIT = re.compile(r"\d|\b(?:row|col|column|number|[ijkrc])\b")
 
 
 @contextmanager
-def making(game: str) -> Iterator[None]:
-    """Raises a ``ConfigError`` where a game cannot be made."""
+def making(game: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Raises a ``ConfigError`` where a game cannot be made. Settings may come from a stranger's file, so none names a file or a class."""
+    for name, value in settings.items():
+        plain = isinstance(value, bool | int | float) or (isinstance(value, str) and value.isidentifier())
+        if not plain or re.search("path|file|class|url", name):
+            raise ConfigError(
+                f"{game}: {name}={value!r:.80}: expected a number, true, false or a word; fix: leave it out"
+            )
     try:
         yield
     except LookupError as error:

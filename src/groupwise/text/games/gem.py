@@ -35,7 +35,7 @@ class Gem(TextEnv):
         games = [name for name in ENV_REGISTRY if name.startswith("game:")]
         if game not in games:
             raise UnknownNameError("game of GEM", game, games)
-        with making(f"gem:{game}"):
+        with making(f"gem:{game}", settings):
             self._env = gem.make(game, **settings)
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

@@ -41,7 +41,7 @@ class TextArena(TextEnv):
             raise UnknownNameError("game of TextArena", game, ENV_REGISTRY)
         if game.startswith(_SERVED):
             raise ConfigError(f"textarena:{game} asks a model on a server; fix: another game")
-        with making(f"textarena:{game}"):
+        with making(f"textarena:{game}", settings):
             self._env = textarena.make(game, **settings)
         while isinstance(self._env, textarena.Wrapper):
             self._env = self._env.env

@@ -54,7 +54,8 @@ class TextEnv(ABC):
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Answer a turn of the model: observation, reward, terminated, truncated, info.
 
-        The observation is a text, or several messages, such as results of tools. ``info["success"]``, at the end of an episode: whether it was won.
+        The observation is a text, or several messages, such as results of tools. ``info["success"]``, at the end of an
+        episode: whether it was won.
         """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -266,7 +267,8 @@ class TextEpisode:
             except (Exception, SystemExit) as error:
                 turn = f"\n  the turn: {args[0]!r:.80}" if args else ""
                 if isinstance(error, EnvTimeoutError):
-                    raise EnvTimeoutError(f"{self._name}.{method}() {error}{turn}") from None
+                    limit = f"env_timeout={self.seconds:g} seconds"
+                    raise EnvTimeoutError(f"{self._name}.{method}() took longer than {limit}{turn}") from None
                 if isinstance(error, GroupwiseError):
                     raise  # with its own fix
                 raise EnvError(
@@ -290,7 +292,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, daemon=True, name="environment").start()  # at its end the program does not wait for it
     if not wait([done], seconds).done:
-        raise EnvTimeoutError(f"took longer than env_timeout={seconds:g} seconds")
+        raise EnvTimeoutError(f"took longer than {seconds:g} seconds")
     return done.result()
 
 
@@ -380,7 +382,8 @@ class TextEnvs:
             except Exception as error:
                 raise ApartError(f"it cannot be copied ({type(error).__name__}: {error})") from error
             assert copied.env is not None
-            self._playing.append(copied.env)
+            with self._changing:
+                self._playing.append(copied.env)
             episodes.append(copied)
         prompts = [episode.prompt for episode in episodes]
         for prompt in prompts:
@@ -441,13 +444,13 @@ class TextEnvs:
             if self.mode in ("seed", "none"):
                 self._free.append(env)
                 return
-        _close(env)
+        self._close(env)
 
     def close(self) -> None:
         """Close all instances, also those of episodes that an error ended."""
         for instances in (self._free, self._playing):
             while instances:
-                _close(instances.pop())
+                self._close(instances.pop())
 
     def _take(self, *, new: bool = False) -> TextEnv:
         with self._changing:
@@ -466,13 +469,16 @@ class TextEnvs:
         with self._changing:
             self._playing = [other for other in self._playing if other is not env]
         if env is not None:
-            _close(env, seconds=1.0)
+            self._close(env)
+
+    def _close(self, env: TextEnv) -> None:
+        _close(env, self.seconds)
 
 
-def _close(env: TextEnv, seconds: float = 10.0) -> None:
+def _close(env: TextEnv, seconds: float | None) -> None:
     """Close it, unless that fails or takes longer."""
     try:
-        _within(seconds, env.close)
+        env.close() if seconds is None else _within(seconds, env.close)
     except (Exception, SystemExit) as error:
         log.warning("%s.close() failed: %s", type(env).__name__, repr(error))
 
@@ -555,7 +561,7 @@ def check_text_env(
     """
     env = make()
     samples, name = env.samples_turns, type(env).__name__
-    _close(env)
+    _close(env, None)
     if not samples:
         raise EnvError(
             f"{name} has no sample_action(rng), whose turns are played; fix: write it, or train, which plays turns of the policy"
@@ -580,7 +586,7 @@ def _drawn_from(make: MakeTextEnv, start: Start, play: Play, seconds: float | No
     try:
         play(episode, start, episode.reset(start))
     finally:
-        _close(env)
+        _close(env, seconds)
     return tuple(
         name
         for name, generator in GENERATORS.items()

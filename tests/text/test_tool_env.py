@@ -21,7 +21,7 @@ from groupwise.text import tool_env, tools
 from groupwise.text.calls import Call
 from groupwise.text.envs import TextEnvs, TextEpisode, TextStartReport, check_text_env, check_text_starts, play_samples
 from groupwise.text.task import Start
-from groupwise.text.tool_env import OneOf, ToolEnv, make_text_env
+from groupwise.text.tool_env import OneOf, ToolEnv, Tools, bound_tool, make_text_env
 
 WORDS = ("crane", "pearl", "mango", "olive")
 
@@ -917,10 +917,47 @@ def test_the_check_compares_what_the_object_earns():
     starts = [Start(n) for n in range(2)]
 
     def to_the_end(episode, start, prompt):
-        return [*play_samples(episode, start, prompt, max_turns=2), (episode.step("end") and "end") or "end"]
+        turns = play_samples(episode, start, prompt, max_turns=2)
+        episode.step("end")
+        return [*turns, "end"]
 
     with pytest.raises(EnvError, match=r"do not share a start"):
         check_text_starts(make, "seed", starts, to_the_end)
+
+
+def test_what_a_tool_was_given_beforehand_is_not_lost():
+    with pytest.raises(ConfigError, match=r"functools.partial.*cannot be described to a model"):
+        ToolEnv(tools=[partial(add, b=5)])
+
+
+def test_tools_of_an_episode_have_names_of_their_own():
+    class Adds(Tools):
+        def begin(self, seed):
+            pass
+
+        def tools(self):
+            return [bound_tool(add)]
+
+    with pytest.raises(ConfigError, match=r"two tools are called 'add'; fix: other names"):
+        played(ToolEnv(tools=[add, Adds()]), row={"prompt": "?"})
+
+
+def test_an_environment_is_closed_in_the_thread_that_made_it():
+    threads = []
+
+    class Bound(Guess):
+        def __init__(self):
+            super().__init__()
+            threads.append(threading.current_thread())
+
+        def close(self):
+            threads.append(threading.current_thread())
+
+    envs = TextEnvs(Bound, "seed")
+    envs.open(Start(0), 2)
+    envs.close()
+    check_text_env(Bound)
+    assert set(threads) == {threading.main_thread()}
 
 
 def test_an_error_does_not_wait_for_an_environment_that_hangs():

@@ -17,7 +17,7 @@ from pydantic import ValidationError, validate_call
 
 from groupwise.config.base import GIVEN
 from groupwise.config.run import TextTaskCfg
-from groupwise.errors import ConfigError, EnvError, GroupwiseError, require_extra
+from groupwise.errors import ConfigError, EnvError, GroupwiseError, UnknownNameError, require_extra
 from groupwise.plugins import TEXT_ENVS, TEXT_GAMES
 from groupwise.text.calls import Call, Schema, read_calls
 from groupwise.text.envs import MakeTextEnv, Observation, TextEnv
@@ -114,11 +114,8 @@ class ToolEnv(TextEnv):
             )
         own = [one for one in methods if not one.__name__.startswith("_") and one.__name__ not in _NO_TOOLS]
         functions = [tool for tool in tools if not isinstance(tool, Tools)]
-        bound = [bound_tool(one.func if isinstance(one, partial) else one) for one in (*own, *functions)]
-        self._tools = {tool.name: tool for tool in bound}
-        for tool in bound:
-            if self._tools[tool.name] is not tool:
-                raise ConfigError(f"two tools are called {tool.name!r}; fix: other names")
+        self._fixed = [bound_tool(one) for one in (*own, *functions)]
+        self._tools = _by_name(self._fixed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ToolEnv":
         """An episode that goes on by itself: its tools are methods of the copy."""
@@ -131,9 +128,8 @@ class ToolEnv(TextEnv):
         return copied
 
     def _bind(self) -> None:
-        for several in self._given:
-            if isinstance(several, Tools):
-                self._tools |= {tool.name: tool for tool in several.tools()}
+        several = [tool for one in self._given if isinstance(one, Tools) for tool in one.tools()]
+        self._tools = _by_name([*self._fixed, *several])
 
     @property
     def tools(self) -> Sequence[Schema]:  # type: ignore[override]
@@ -175,9 +171,8 @@ class ToolEnv(TextEnv):
         for call in calls:
             if self._most_calls is not None and self._calls == self._most_calls:
                 return results, 0.0, False, True, info | {"ending": "max_tool_calls"}
-            name = (
-                call.name if isinstance(call, Call) and call.name in self._tools else ""
-            )  # templates render it as it is
+            # templates render a name as it is, so one that the model has invented is left out
+            name = call.name if isinstance(call, Call) and call.name in self._tools else ""
             result, kind = self._run(call)
             counts[kind] += 1
             counts["tool_calls"] += kind == "tool_errors"
@@ -233,6 +228,14 @@ class ToolEnv(TextEnv):
 
 
 _NO_TOOLS = ("reset", "get_reward")
+
+
+def _by_name(tools: Sequence[BoundTool]) -> dict[str, BoundTool]:
+    found = {tool.name: tool for tool in tools}
+    for tool in tools:
+        if found[tool.name] is not tool:
+            raise ConfigError(f"two tools are called {tool.name!r}; fix: other names")
+    return found
 
 
 def _written(result: Any) -> str:
@@ -374,18 +377,17 @@ def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) 
             f"{cfg.tools.count(GIVEN)} tool(s) were given in Python, but now {len(tools)}; fix: give them again, in their order, as tools=..."
         )
     given = iter(tools)
-    functions = [next(given) if name == GIVEN else make_registered("tool", TOOLS, name, {}) for name in cfg.tools]
+    functions = [next(given) if name == GIVEN else _registered_tool(name) for name in cfg.tools]
     for name, tool in zip(cfg.tools, functions, strict=True):
         if isinstance(tool, Tool) or not (isinstance(tool, Tools) or callable(tool)):
+            what = repr(tool) if name == GIVEN else repr(name)
             raise ConfigError(
-                f"tools: {repr(tool) if name == GIVEN else repr(name):.80} is no function that a model calls by name; fix: tool=, for one that reads the turn's text"
+                f"tools: {what:.80} is no function that a model calls by name; fix: tool=, for one that reads the turn's text"
             )
-    settings: dict[str, Any] = {
-        "tools": functions,
-        "prompt_column": cfg.prompt_column,
-        "max_parse_errors": cfg.max_parse_errors,
+    settings: dict[str, Any] = {"tools": functions}
+    settings |= {
+        name: getattr(cfg, name) for name in ("prompt_column", "max_parse_errors", "max_tool_calls", "on_tool_error")
     }
-    settings |= {"max_tool_calls": cfg.max_tool_calls, "on_tool_error": cfg.on_tool_error}
 
     def whole(make: Callable[[], Any]) -> MakeTextEnv:
         def made() -> TextEnv:
@@ -409,6 +411,12 @@ def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) 
     if env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
     return partial(OneOf, {name: whole(one) for name, one in env.items()}) if isinstance(env, Mapping) else whole(env)
+
+
+def _registered_tool(name: str) -> Any:
+    if name not in TOOLS:
+        raise UnknownNameError("tool", name, TOOLS)
+    return TOOLS[name]() if inspect.isclass(TOOLS[name]) else TOOLS[name]
 
 
 def _game(family: str) -> type[TextEnv]:

@@ -1,5 +1,6 @@
 """Calls of tools in the forms of chat templates, what models read after them, and log-probabilities over five turns of each."""
 
+import functools
 import json
 
 import pytest
@@ -23,8 +24,9 @@ def family(request):
     return FAMILIES[request.param]
 
 
-def encoder_of(family, **settings):
-    return PromptEncoder(family_tokenizer(family), TextTaskCfg(tool="calculator", **settings))
+@functools.cache
+def encoder_of(family):
+    return PromptEncoder(family_tokenizer(family), TextTaskCfg(tool="calculator"))
 
 
 def turn_of(encoder, text):
@@ -52,7 +54,7 @@ def test_broken_calls_are_told_and_not_guessed(family):
     said = family.call if family.call is not None else str(PEAR)
     place = said.index("look_up") + 2
     [call] = read_calls(turn_of(encoder, said[:place] + family.end))[1]  # cut in the name, yet ended
-    assert isinstance(call, str) or call.arguments != PEAR.arguments
+    assert isinstance(call, str) or not call.arguments
 
 
 def test_results_of_a_turn_are_rendered_together(family):
@@ -110,7 +112,7 @@ def test_tools_are_in_the_prompt(family):
         assert text.index(describe([PROBE])) < text.index("Look up a pear.")
     elif "tools" in family.template:
         assert '"look_up"' in text
-    assert encoder.tokenizer.decode(encoder.encode(example)) in text or "look_up" in text
+    assert "Look up a pear." in text
     assert "look_up" not in encoder.tokenizer.decode(encoder.encode(example))
 
 
@@ -207,11 +209,8 @@ def test_what_is_no_call_has_its_reason(text, reason):
 )
 def test_whatever_a_model_writes_is_read(value):
     for family in FAMILIES.values():
-        encoder = ENCODERS.setdefault(family.end, encoder_of(family))
+        encoder = encoder_of(family)
         mark = encoder.call_form.start if encoder.call_form else "<tool_call>"
         for text in (json.dumps(value), f"{mark}{json.dumps(value)}", f"{mark}look_up{json.dumps(value)}"):
             if encoder.call_form is not None:
                 read_calls(encoder.call_form.canonical(text))
-
-
-ENCODERS = {}

@@ -29,6 +29,7 @@ class Call(NamedTuple):
 
 
 _DEEPEST = 100
+"""Levels of a call's arguments. Much deeper ones cannot be sent to another process."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
 
@@ -41,9 +42,8 @@ def read_calls(text: str) -> tuple[str, list[Call | str]]:
 
 
 def _read_call(text: str) -> Call | str:
-    if (
-        max(accumulate((mark in "[{") - (mark in "]}") for mark in text), default=0) > _DEEPEST
-    ):  # processes get no deeper ones
+    levels = accumulate((mark in "[{") - (mark in "]}") for mark in text)
+    if max(levels, default=0) > _DEEPEST:
         return f"the call has more than {_DEEPEST} levels"
     try:
         call = json.loads(text, parse_constant=_refuse)

@@ -291,9 +291,9 @@ class Dialogue:
                     encoded[key] = EncodedPrompt(begun, tuple(self.encoder.encode(begun, tools)))
                 member.prompt = encoded[key]
                 if (length := len(member.prompt.tokens)) > longest:
+                    also = ", with the tools" if tools else ""
                     raise DataError(
-                        f"the first observation of an episode has {length} tokens{', with the tools' * bool(tools)}, and {longest} have "
-                        f"room: {str(prompt)[:80]!r}; "
+                        f"the first observation of an episode has {length} tokens{also}, and {longest} have room: {str(prompt)[:80]!r}; "
                         "fix: shorter ones, a larger max_prompt_tokens or a smaller max_new_tokens"
                     )
 

@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -309,14 +309,19 @@ class PromptEncoder:
             return None
         user: Message = {"role": "user", "content": "?"}
 
+        def whole(calls: Sequence[Call], *, as_text: bool) -> str:
+            functions = [call.message(as_text=as_text) for call in calls]
+            said: Message = {"role": "assistant", "content": "", "tool_calls": functions}
+            text: str = self._apply([user, said], tokenize=False, tools=[PROBE])
+            return text
+
         def render(calls: Sequence[Call]) -> str:
-            begun, whole = self._apply([user], tokenize=False, add_generation_prompt=True, tools=[PROBE]), ""
-            for as_text in (False, True):
-                functions = [call.message(as_text=as_text) for call in calls]
-                said: Message = {"role": "assistant", "content": "", "tool_calls": functions}
-                with suppress(DataError) if not as_text else nullcontext():
-                    whole = whole or self._apply([user, said], tokenize=False, tools=[PROBE])
-            return str(whole[_same(begun, whole) :])
+            begun = self._apply([user], tokenize=False, add_generation_prompt=True, tools=[PROBE])
+            try:
+                text = whole(calls, as_text=False)
+            except DataError:
+                text = whole(calls, as_text=True)
+            return text[_same(begun, text) :]
 
         return call_form(render)
 

@@ -24,7 +24,7 @@ class PythonTool(Tools):
     """The tool ``python(code)``, which runs what the model writes in Monty, an interpreter without files, network and processes.
 
     Variables stay over an episode. Random numbers follow from its seed, and the clock stands still, so members that write the same
-    read the same. An error is what the model reads. Needs the extra ``monty``.
+    read the same. The model reads errors, too. Needs the extra ``monty``.
 
     Args:
         seconds: that a call may compute.
@@ -50,7 +50,7 @@ class PythonTool(Tools):
         return [BoundTool({"type": "function", "function": schema}, validate_call(self._run))]
 
     def _run(self, code: str) -> str:
-        from pydantic_monty import MontyError
+        from pydantic_monty import MontyError, MontyRuntimeError
 
         policy: Any = {
             "random_start": {"seed": self._seed},
@@ -71,15 +71,14 @@ class PythonTool(Tools):
                 self._state = session.dump()
             except MontyError as error:
                 printed.append(f"{error}")
-                if type(error).__name__ == "MontyRuntimeError":
+                if isinstance(error, MontyRuntimeError):  # what ran before it stays
                     self._state = session.dump()
         text = "".join(printed)
         return text if len(text) <= _LONGEST_OUTPUT else f"{text[:_LONGEST_OUTPUT]} [cut]"
 
 
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
-
-
+"""The time of all episodes."""
 _MAKING_WORKERS = threading.Lock()  # threads may ask for the first time together
 
 
@@ -94,7 +93,7 @@ def _workers() -> Any:
 class MCPServer(Tools):
     """The tools of a server of the Model Context Protocol, which is started for each member of a group.
 
-    Results that are no text are left out, and errors are what the model reads. Needs the extra ``mcp``.
+    The model reads the texts of results, and errors. Needs the extra ``mcp``.
 
     Args:
         command: program of the server; ``python`` is the one that runs here, without the working folder on its path.

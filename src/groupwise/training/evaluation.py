@@ -90,9 +90,8 @@ class EvaluationResult:
         found = {}
         for task, flags in successes_by_task(zip(self.tasks or (), self.successes or (), strict=False)).items():
             rate = sum(flags) / len(flags)
-            number = max(
-                1, len(flags) * self.episodes // len(self.successes or ())
-            )  # a prompt's completions count once
+            # a prompt's completions count once
+            number = max(1, len(flags) * self.episodes // len(self.successes or ()))
             found[task] = TaskSuccess(rate, wilson_95(rate, number), number)
         return found
 

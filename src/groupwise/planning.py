@@ -142,7 +142,7 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
         prompt: tokens of a prompt. ``task.max_prompt_tokens`` counts where it is larger.
     """
     algorithm, sizes = cfg.algorithm, sizes_of(cfg.model)
-    completion = (cfg.task.max_turns if cfg.task.has_turns else 1) * cfg.sampling.max_new_tokens
+    completion = (cfg.task.max_turns if cfg.task.has_env else 1) * cfg.sampling.max_new_tokens
     row = max(cfg.task.max_prompt_tokens or 0, prompt) + completion
     rows = cfg.num_prompts * algorithm.groups.size
     parts = gpus if cfg.engine == "fsdp" else 1

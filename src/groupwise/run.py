@@ -814,8 +814,7 @@ def sample(
     task = TextTask.from_cfg(cfg.task, objects)
     if prompt is None:
         return play_episodes(language_model, task, count, **how)
-    how |= {"tool": objects.tool, "envs": fresh_envs(task)}
-    texts = write_texts(language_model, prompts, count, task=cfg.task, **how)
+    texts = write_texts(language_model, prompts, count, task=cfg.task, envs=fresh_envs(task), **how)
     return texts[0] if is_single(prompt) else texts
 
 

@@ -24,11 +24,13 @@ from groupwise.engines import Engine
 from groupwise.serving import GroupRequest, HttpClient, VLLMServer
 from groupwise.text import build as connect
 from groupwise.text.collector import Dialogue, TextRow, Transcript, in_order
+from groupwise.text.envs import TextEnvs
 from groupwise.text.generation import Completion
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import ServedCollector, ServedGenerator
-from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, Start
+from groupwise.text.tool_env import make_text_env
 
 PROMPTS, ITERATIONS = 2, 4
 DECOUPLED = {"old_log_prob": "recomputed", "importance_sampling_correction": "tis"}
@@ -310,10 +312,12 @@ def test_a_tool_is_called_by_one_rollout_at_a_time(model):
         return "1"
 
     tokenizer = load_causal_lm(gw.ModelCfg(path=str(model)), SamplingCfg(max_new_tokens=1)).tokenizer
-    dialogue = Dialogue(PromptEncoder(tokenizer, TextTaskCfg(tool="calculator", max_turns=99)), tool)
+    cfg = TextTaskCfg(tool="calculator", max_turns=99)
+    dialogue = Dialogue(PromptEncoder(tokenizer, cfg), envs=TextEnvs(make_text_env(cfg, tool=tool), "seed"))
 
     def talk(number):
-        member = Transcript(EncodedPrompt(Example("1", {}), [5]), 0, number)
+        member = Transcript(EncodedPrompt(Example("1", {}, Start(0, {"prompt": "1"})), [5]), 0, number)
+        dialogue.begin([member], 4)
         for _ in range(9):
             member.add_turn(Completion([5], [-1.0], "stop"), "1")
             dialogue.answer([member], 4)

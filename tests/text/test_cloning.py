@@ -19,7 +19,7 @@ from groupwise.config.run import TextTaskCfg
 from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.seeding import derive_seed
 from groupwise.text.cloning import demonstrated_rows
-from groupwise.text.collector import Dialogue, text_rollout
+from groupwise.text.collector import text_rollout
 from groupwise.text.load import load_causal_lm
 from groupwise.text.task import Example, PromptEncoder, demonstration
 
@@ -53,8 +53,7 @@ def clone(data, model, run_dir, *, sampling=None, task=None, **settings):
 def rows_of(model, data, *, stop=(), **task):
     policy = load_causal_lm(ModelCfg(path=str(model)), SamplingCfg(stop=stop, max_new_tokens=4))
     examples = [demonstration(Example(row.pop("prompt"), row)) for row in map(dict, data)]
-    dialogue = Dialogue(PromptEncoder(policy.tokenizer, TextTaskCfg(**task)), context=policy.context_length)
-    return demonstrated_rows(examples, dialogue, policy), policy
+    return demonstrated_rows(examples, PromptEncoder(policy.tokenizer, TextTaskCfg(**task)), policy, stop), policy
 
 
 # --- which tokens ---
@@ -93,8 +92,8 @@ def test_a_turn_ends_by_the_token_of_the_template_if_that_ends_completions(chat,
     model = save_model(tmp_path / "model", chat=chat, positions=128)
     policy = load_causal_lm(ModelCfg(path=str(model)), SamplingCfg(stop=stop, max_new_tokens=4))
     policy.eos_ids = eos
-    dialogue = Dialogue(PromptEncoder(policy.tokenizer, TextTaskCfg()), context=policy.context_length)
-    [row] = demonstrated_rows([demonstration(Example("1", {"completion": "2"}))], dialogue, policy)
+    encoder = PromptEncoder(policy.tokenizer, TextTaskCfg())
+    [row] = demonstrated_rows([demonstration(Example("1", {"completion": "2"}))], encoder, policy, stop)
     assert row.completion[-1] == end
     assert len(row.completion) == 2
 

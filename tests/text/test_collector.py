@@ -36,7 +36,7 @@ class Scripted:
     def __init__(self, script):
         self.script, self.asked = script, []
 
-    def __call__(self, prompts, seeds, sampling, deterministic=False):
+    def __call__(self, prompts, seeds, sampling, deterministic=False, pasts=None):
         self.asked.append([TOKENIZER.decode(prompt) for prompt in prompts])
         return [
             [self._completion("greedy" if deterministic else member, prompt) for member in range(seeds.shape[1])]

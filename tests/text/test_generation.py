@@ -115,6 +115,56 @@ def test_same_seed_same_text_whatever_else_is_written(backend):
     )
 
 
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3}, {"top_k": 3}], ids=str)
+def test_a_turn_goes_on_from_what_was_read_before(backend, sampling):
+    policy = CausalLM(sharp_model())
+    generate = backend(policy)
+    read, hidden_states = [], policy.hidden_states
+
+    def counting(tokens, valid, cache=None):
+        read.append(tokens.shape)
+        return hidden_states(tokens, valid, cache)
+
+    policy.hidden_states = counting
+    sampling = SamplingCfg(max_new_tokens=7, temperature=1.3, **sampling)
+    texts, pasts = [list(prompt) for prompt in PROMPTS for _ in range(2)], [None] * 6
+    for turn in range(4):
+        whole = generate(texts, seeds(6, first=10 * turn), sampling)
+        read.clear()
+        kept = generate(texts, seeds(6, first=10 * turn), sampling, pasts=pasts)
+        assert read[0] == ((6, 12) if turn == 0 else (6, 3)), "the last token of a turn, and the answer of two"
+        pasts = [c.past for (c,) in kept]
+        for (one,), (other,), text in zip(kept, whole, texts, strict=True):
+            assert (one.tokens, one.stop) == (other.tokens, other.stop)
+            assert other.past is None
+            torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-5)
+            text += one.tokens
+            assert one.past.shape == (2, 2, 2, len(text) - 1, 8), "all but the last token was read"
+            text += [7, 8]
+
+
+def test_a_turn_may_end_at_its_first_token_and_some_texts_have_no_past(backend):
+    generate, sampling = backend(CausalLM(sharp_model())), SamplingCfg(max_new_tokens=1)
+    texts = [[5, 6, 7], [9], [10, 11]]
+    first = generate(texts, seeds(3), sampling, pasts=[None] * 3)
+    pasts = [c.past for (c,) in first]
+    assert [past.shape[3] for past in pasts] == [3, 1, 2]
+    texts = [
+        [*text, *c.tokens, 4, 4][: 9 - number] for number, (text, (c,)) in enumerate(zip(texts, first, strict=True))
+    ]
+    longer = SamplingCfg(max_new_tokens=5)
+    kept = generate(texts, seeds(3, 2), longer, pasts=[pasts[0], None, pasts[2]])
+    whole = generate(texts, seeds(3, 2), longer)
+    assert [[c.tokens for c in group] for group in kept] == [[c.tokens for c in group] for group in whole]
+
+
+def test_models_with_other_states_read_the_text_again(family):
+    model = sharp_model(family)
+    generate = partial(complete, CausalLM(model))
+    [(first,), *_] = generate(PROMPTS, seeds(3), SamplingCfg(max_new_tokens=3), pasts=[None] * 3)
+    assert (first.past is None) == (family in SLIDING)
+
+
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _LINEAR |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 8, "mamba_n_groups": 1}

@@ -21,7 +21,7 @@ from groupwise.text import tool_env, tools
 from groupwise.text.calls import Call
 from groupwise.text.envs import TextEnvs, TextEpisode, TextStartReport, check_text_env, check_text_starts, play_samples
 from groupwise.text.task import Start
-from groupwise.text.tool_env import OneOf, ToolEnv, Tools, bound_tool, make_text_env
+from groupwise.text.tool_env import ToolEnv, Tools, bound_tool, make_text_env
 
 WORDS = ("crane", "pearl", "mango", "olive")
 
@@ -409,15 +409,28 @@ def test_calls_are_sampled_by_the_schema():
 
 
 def test_rows_choose_their_environment():
-    env = OneOf({"wordle": lambda: ToolEnv(Wordle()), "guess": Guess})
-    first = played(env, row={"environment": "wordle", "level": 2})
+    rows = [{"environment": "wordle", "level": 2}, {"environment": "guess", "level": 3}]
+    task = gw.TextTask(rows, env={"wordle": Wordle, "guess": Guess})
+    wordle, guess = (example.start for example in task.load()[0])
+    envs = TextEnvs(make_text_env(task.cfg, task.given["env"]), "seed")
+    [first], _ = envs.open(wordle, 1)
     assert first.tools[0]["function"]["name"] == "guess"
     assert first.env.unwrapped.row == {"level": 2}
-    second = played(env, "7", row={"environment": "guess"})
+    used = first.env
+    envs.release(first)
+    [second], _ = envs.open(guess, 1)
     assert second.tools == []
     assert isinstance(second.env.unwrapped, Guess)
-    with pytest.raises(EnvError, match=r"environment is 'chess'; expected one of wordle, guess"):
-        played(env, row={"environment": "chess"})
+    [again], _ = envs.open(wordle, 1)
+    assert again.env is used
+    envs.close()
+
+
+@pytest.mark.parametrize("rows", [[{"environment": "chess"}], [{"level": 2}], ""])
+def test_a_row_of_no_environment_is_refused_before_training(rows):
+    task = gw.TextTask(rows, env={"wordle": Wordle, "guess": Guess})
+    with pytest.raises(DataError, match=r"row 0 of the train data: environment = .*: expected one of wordle, guess"):
+        task.load()
 
 
 # Runs

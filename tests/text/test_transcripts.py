@@ -11,10 +11,12 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextTaskCfg
 from groupwise.seeding import derive_seed
 from groupwise.text.collector import Dialogue, TextRow, Transcript, score, text_rollout, write
+from groupwise.text.envs import TextEnvs
 from groupwise.text.generation import Completion, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import RewardFunction, RewardSet
-from groupwise.text.task import EncodedPrompt, Example, PromptEncoder
+from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, Start
+from groupwise.text.tool_env import make_text_env
 from groupwise.text.tools import Calculator
 
 CHARACTERS = "0123456789+=<>/calcresut "
@@ -27,7 +29,7 @@ class Scripted:
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script, self.calls = tokenizer, script, []
 
-    def __call__(self, prompts, seeds, sampling, deterministic=False):
+    def __call__(self, prompts, seeds, sampling, deterministic=False, pasts=None):
         self.calls.append(([self.tokenizer.decode(p) for p in prompts], seeds.tolist(), deterministic))
         return [[self.completion(list(p), int(seed)) for seed in row] for p, row in zip(prompts, seeds, strict=True)]
 
@@ -50,11 +52,13 @@ def calling(text, _):
 def parts(tool=None, *, chat=False, max_turns=2, characters=True, context=None, **settings):
     tokenizer = character_tokenizer(CHARACTERS) if characters else tiny_tokenizer(chat=chat)
     encoder = PromptEncoder(tokenizer, TextTaskCfg(tool="calculator", max_turns=max_turns, **settings))
-    return tokenizer, encoder, Dialogue(encoder, tool or Calculator(), context)
+    envs = TextEnvs(make_text_env(encoder.cfg, tool=tool or Calculator()), "seed")
+    return tokenizer, encoder, Dialogue(encoder, context, envs)
 
 
 def transcripts_at(encoder, prompt, count, group=0, greedy=()):
-    encoded = EncodedPrompt(Example(prompt, {}), tuple(encoder.encode(Example(prompt, {}))))
+    example = Example(prompt, {}, Start(0, {"prompt": prompt}))
+    encoded = EncodedPrompt(example, tuple(encoder.encode(example)))
     return [Transcript(encoded, group, 10 * group + member, member in greedy) for member in range(count)]
 
 
@@ -95,7 +99,7 @@ def test_a_call_is_answered_and_the_model_writes_on():
 
 
 @pytest.mark.parametrize(("max_turns", "turns"), [(1, 1), (5, 5)])
-def test_the_tool_is_not_asked_after_the_last_turn(max_turns, turns):
+def test_the_answer_to_the_last_turn_is_not_read(max_turns, turns):
     tokenizer, encoder, dialogue = parts(max_turns=max_turns)
     (transcript,) = transcripts_at(encoder, "1=", 1)
     write([transcript], Scripted(tokenizer, lambda *_: ("<calc>1</calc>", "stop")), SAMPLING, dialogue=dialogue)
@@ -187,7 +191,9 @@ TEXTS = ["sum<result>3</result>answer", "answer"]
     [("user", False, TEXTS), ("user", True, TEXTS), ((message("user", "number"),), True, CONVERSATION)],
 )
 def test_of_a_text_rewards_read_a_text_whatever_the_tokenizer_and_of_messages_messages(prompt, chat, expected):
-    tokenizer, encoder, dialogue = parts(count, chat=chat, characters=False)
+    tokenizer, encoder, dialogue = parts(
+        lambda text: count(text) if text == "sum" else None, chat=chat, characters=False
+    )
     transcripts, seen = transcripts_at(encoder, prompt, 2), []
     once = _seed_of_turn(transcripts[1], 0)
 
@@ -198,8 +204,7 @@ def test_of_a_text_rewards_read_a_text_whatever_the_tokenizer_and_of_messages_me
         seen.extend(completions)
         return [float(len(c)) for c in completions]
 
-    write(transcripts[:1], Scripted(tokenizer, script), SAMPLING, dialogue=dialogue)
-    write(transcripts[1:], Scripted(tokenizer, script), SAMPLING, Dialogue(encoder))
+    write(transcripts, Scripted(tokenizer, script), SAMPLING, dialogue=dialogue)
     score(transcripts, RewardSet([RewardFunction("r", reward)]))
     assert seen == expected
     assert [member.text for member in transcripts] == TEXTS

@@ -70,7 +70,7 @@ def _check_text_env(task: TextTaskCfg, *, as_json: bool) -> int:
     from groupwise.text.tool_env import make_text_env
 
     make = make_text_env(task)
-    assert make is not None
+    assert callable(make)
     try:
         report = check_text_env(make, task.start_mode, **task.changed("max_turns"))
     except EnvError as error:

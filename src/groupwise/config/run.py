@@ -229,6 +229,8 @@ class TextTaskCfg(Cfg):
     """Most tokens of an episode after its prompt, those of observations and of a last whole turn included. None: limited by the model's context only."""
     max_observation_tokens: PositiveInt | None = None
     """Most tokens of an observation. None: limited by the model's context only."""
+    keep_cache: bool = True
+    """Whether a turn goes on from the keys and values of the turns before it, or reads them again, which takes less memory. Servers keep a cache of their own."""
     on_long_observation: Literal["cut", "end"] = "cut"
     """Observations that are too long: cut out the middle, and say so in its place; or end the episode."""
     max_tool_calls: PositiveInt | None = None
@@ -247,12 +249,7 @@ class TextTaskCfg(Cfg):
     @property
     def has_env(self) -> bool:
         """Whether an environment answers the model, if only by tools."""
-        return self.env is not None or bool(self.tools)
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether a completion may have several turns."""
-        return self.tool is not None or self.has_env
+        return self.env is not None or self.tool is not None or bool(self.tools)
 
     @property
     def by_seeds(self) -> bool:
@@ -262,7 +259,7 @@ class TextTaskCfg(Cfg):
     @model_validator(mode="after")
     def _check(self) -> "TextTaskCfg":
         unread = {} if self.tool else self.changed("tool_kwargs", "tool_timeout", "tool_answer")
-        unread |= {} if self.has_turns else self.changed("max_turns")
+        unread |= {} if self.has_env else self.changed("max_turns", "keep_cache")
         for name, value in unread.items():
             raise ValueError(f"{name}={value!r} has no effect without a tool; fix: tool='calculator', or leave it out")
         unread = {} if self.env else self.changed("env_kwargs", "start_mode")
@@ -272,7 +269,7 @@ class TextTaskCfg(Cfg):
             raise ValueError(
                 f"{name}={value!r} has no effect without an environment; fix: env='my-id', or leave it out"
             )
-        if self.has_env and self.tool:
+        if self.tool and (self.env or self.tools):
             both = f"env={self.env!r}" if self.env else f"tools={self.tools!r}"
             raise ValueError(f"{both} and tool={self.tool!r} both answer the model; fix: one of the two")
         gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)
@@ -609,7 +606,7 @@ class TextRunCfg(CommonCfg):
             )
         grpo = algorithm if isinstance(algorithm, GRPOCfg) else GRPOCfg()
         credit, collection = grpo.credit, grpo.collection
-        if not self.task.has_turns and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
+        if not self.task.has_env and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
             needs = "needs turns, and a completion is one without a tool or an environment; fix: task.tool or task.env"
             if objective.ratio == "turn":
                 raise ValueError(f"algorithm.objective.ratio='turn' {needs}, or ratio='sequence'")

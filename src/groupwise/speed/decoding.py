@@ -15,11 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.cache_utils import DynamicLayer
 
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
-from groupwise.text.generation import Decoder, Head, Prompts, Step
+from groupwise.text.generation import Decoder, Head, Past, Prompts, Step, holds_all
 from groupwise.text.policy import CausalLM
 
 _Map = Callable[[Tensor], Tensor]
@@ -74,7 +73,7 @@ def has_llama_shape(network: Any, cache: Any) -> bool:
         expected |= {layer.input_layernorm: "RMSNorm", layer.post_attention_layernorm: "RMSNorm"}
     # Mistral uses Llama's rotary positions
     known = all(type(module).__name__ in (family + name, "Llama" + name) for module, name in expected.items())
-    return known and all(type(layer) is DynamicLayer for layer in cache.layers)
+    return known and holds_all(cache)
 
 
 class _Layer(NamedTuple):
@@ -105,6 +104,7 @@ class LlamaStep(Step):
         self._layers = [_layer(policy, layer) for layer in base.layers]
         self._head_width, self._groups = cached[0].keys.shape[-1], cached[0].keys.shape[1]
         self._stores = [_store(layer, prompts.group_size) for layer in cached]
+        self._dtype = cached[0].keys.dtype
         self._length, self._position = valid.shape[1], valid.sum(dim=1)
         # cosine and sine of each position; the sine of a head's first half is negated
         places = torch.arange(self._length + most, device=valid.device)[None]
@@ -143,6 +143,11 @@ class LlamaStep(Step):
             self._stores[number] = store[:, kept]
         self._position = self._position[kept]
         self._mask = None if self._mask is None else self._mask[kept]
+
+    def past(self, row: int) -> Past:
+        """Keys and values of a row."""
+        past = torch.stack([store[:, row, :, : self._length] for store in self._stores]).to(self._dtype)
+        return past if self._mask is None else past[:, :, :, self._mask[row, 0, 0, : self._length] == 0]
 
     def _attention(
         self, layer: _Layer, store: Tensor, x: Tensor, rotary: Sequence[Tensor], mask: Tensor | None

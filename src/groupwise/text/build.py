@@ -28,13 +28,14 @@ from groupwise.seeding import derive_seed
 from groupwise.speed.decoding import FastDecoder
 from groupwise.text.cloning import CompletionCollector, CompletionScores, demonstrated_rows
 from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, verified_envs
-from groupwise.text.envs import TextEnvs
+from groupwise.text.envs import TextEnvs, make_for
 from groupwise.text.evaluation import TextEvaluator
 from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
-from groupwise.text.task import Example, PromptEncoder, TextTask, demonstration
+from groupwise.text.task import Example, PromptEncoder, Start, TextTask, demonstration
+from groupwise.text.tool_env import make_text_env
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, initialize, load_checkpoint, load_policy
@@ -172,7 +173,7 @@ def build_text_components(
     task = TextTask.from_cfg(cfg.task, given)
     if isinstance(cfg.algorithm, BCCfg):
         return _cloning_components(filled_in(cfg, ()), given, engine, task, restored=restored)
-    rewards, tool = task.rewards(cfg.algorithm.on_nonfinite), task.tool()
+    rewards = task.rewards(cfg.algorithm.on_nonfinite)
     train, held_out = task.load()
     if engine.world_size > 1 and cfg.algorithm.groups.collection.dynamic_sampling:
         raise ConfigError(
@@ -211,7 +212,7 @@ def build_text_components(
             f"the environment draws from the process's {' and '.join(envs.kept)}, while another thread trains; fix: "
             "generation.max_staleness=0, or a generator of its own, as np.random.default_rng(seed)"
         )
-    dialogue = Dialogue(encoder, tool, policy.context_length, envs)
+    dialogue = Dialogue(encoder, policy.context_length, envs)
     assert isinstance(policy.action_spec, TensorSpec)
     buffer = TextBuffer(
         policy.action_spec, value=not policy.actor_only, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device
@@ -233,8 +234,11 @@ def _cloning_components(
     policy = algorithm.policy
     assert isinstance(policy, CausalLM)
     assert isinstance(policy.action_spec, TensorSpec)
-    with closing(Dialogue(PromptEncoder(policy.tokenizer, cfg.task), task.tool())) as dialogue:
-        rows, others = (demonstrated_rows(part, dialogue, policy) if part else [] for part in demos)
+    encoder, stops = PromptEncoder(policy.tokenizer, cfg.task), list(policy.sampling.stop)
+    if (make := make_text_env(cfg.task, task.given["env"], task.given["tools"], task.tool())) is not None:
+        with closing(make_for(make, Start(0))) as env:
+            stops += env.stop
+    rows, others = (demonstrated_rows(part, encoder, policy, tuple(stops)) if part else [] for part in demos)
     collector = CompletionCollector(policy, rows, cfg, engine)
     buffer = TextBuffer(policy.action_spec, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device)
     scores = CompletionScores(algorithm, others, cfg.evaluation.interval)
@@ -299,6 +303,6 @@ def filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
     not read, and weights of rewards compared one by one.
     """
     algorithm = cfg.algorithm
-    num_turns = cfg.task.max_turns if cfg.task.has_turns else 1
+    num_turns = cfg.task.max_turns if cfg.task.has_env else 1
     algorithm = with_max_length(algorithm, num_turns * cfg.sampling.max_new_tokens)
     return cfg.model_copy(update={"algorithm": with_rewards(algorithm, weights)})

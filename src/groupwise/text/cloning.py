@@ -12,23 +12,25 @@ from groupwise.config.run import TextRunCfg
 from groupwise.data.rollout import TensorDict, transition_view
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
-from groupwise.text.collector import Dialogue, TextRow, in_order, text_rollout
+from groupwise.text.collector import TextRow, in_order, text_rollout
 from groupwise.text.policy import CausalLM
-from groupwise.text.task import Example
+from groupwise.text.task import Example, PromptEncoder
 from groupwise.training.trainer import Callback, Trainer
 
 _SCORED_AT_ONCE = 32
 """Number of held-out rows in one forward pass."""
 
 
-def demonstrated_rows(demos: Sequence[Example], dialogue: Dialogue, policy: CausalLM) -> list[TextRow]:
+def demonstrated_rows(
+    demos: Sequence[Example], encoder: PromptEncoder, policy: CausalLM, stops: tuple[str, ...] = ()
+) -> list[TextRow]:
     """Rows in the tokens that rollouts of the demonstrations would have: only the model's turns have a loss. A turn ends by the token of
-    the chat template, or the end of text, unless its text ends by a stop string.
+    the chat template, or the end of text, unless its text ends by one of the stop strings.
 
     Raises:
         DataError: one has no room in the model's context.
     """
-    encoder, stops, rows = dialogue.encoder, dialogue.stopping(policy.sampling).stop, list[TextRow]()
+    rows = list[TextRow]()
     end = policy.eos_ids[0] if policy.eos_ids else None
     with suppress(ConfigError, ValueError):  # a template without turns after the assistant's
         for first in encoder.encode_answer([{"role": "user", "content": "?"}])[:1] if encoder.conversational else ():

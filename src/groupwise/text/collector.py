@@ -1,4 +1,4 @@
-"""Rollouts of texts: groups of completions of the same prompt, in turns with a tool, scored by reward functions."""
+"""Rollouts of texts: groups of completions of the same prompt, in turns with an environment, scored by reward functions."""
 
 import functools
 import math
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
-from threading import Lock
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -34,14 +33,14 @@ from groupwise.text.envs import (
     TextEpisode,
     TextStartReport,
     check_text_starts,
+    make_for,
     play_samples,
 )
-from groupwise.text.generation import Completion, Generate, complete
+from groupwise.text.generation import Completion, Generate, Past, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask
 from groupwise.text.tool_env import make_text_env
-from groupwise.text.tools import AnyTool, IsolatedTool, Tool, ask
 
 # Texts as a rollout: tokens are the observations, next tokens the actions
 
@@ -244,29 +243,20 @@ class Transcript:
 
 
 class Dialogue:
-    """Continues after a turn of the model: adds what the environment answers, or the tool, if there is one of them.
+    """Continues after a turn of the model: adds what the environment answers, if there is one.
 
     Args:
         context: tokens of the longest text that the model reads.
     """
 
-    def __init__(
-        self,
-        encoder: PromptEncoder,
-        tool: AnyTool | None = None,
-        context: int | None = None,
-        envs: TextEnvs | None = None,
-    ) -> None:
+    def __init__(self, encoder: PromptEncoder, context: int | None = None, envs: TextEnvs | None = None) -> None:
         self.encoder, self.envs = encoder, envs
-        self.tool, self._asking = tool, Lock()
         self._context = context
-        if tool is not None:
-            encoder.encode_answer([{"role": "tool", "content": "84"}])  # a template that cannot is refused at once
 
-    def stopping(self, sampling: SamplingCfg) -> SamplingCfg:
-        """The sampling with turns that end where a call ends."""
-        ends = self.tool.stop if isinstance(self.tool, Tool) else ()
-        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *ends)))})
+    def stopping(self, members: Sequence[Transcript], sampling: SamplingCfg) -> SamplingCfg:
+        """The sampling with turns that also end as the environments have it."""
+        ends = [end for one in members if one.episode and one.episode.env for end in one.episode.env.stop]
+        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *ends)))}) if ends else sampling
 
     def begin(self, members: Sequence[Transcript], max_new_tokens: int) -> None:
         """Begin the episodes of groups, whose first observations are their prompts."""
@@ -298,17 +288,13 @@ class Dialogue:
                     )
 
     def answer(self, running: Sequence[Transcript], max_new_tokens: int) -> list[Transcript]:
-        """Add the answers of the environments, or of the tool, to the last turns; the completions that go on.
+        """Add the answers of the environments to the last turns; the completions that go on.
 
         A completion that has no room for an answer and another turn counts as cut. A turn that was cut has no answer; the last one
         that is allowed is played, although the model does not read what it leads to.
         """
-        if self.tool is not None:
-            with self._asking:  # several rollouts may be written at the same time
-                answers = [self._ask(transcript) for transcript in running]
-        else:
-            assert self.envs is not None
-            answers = self.envs.each(self._play, running)
+        assert self.envs is not None
+        answers = self.envs.each(self._play, running)
         return [one for one, answer in zip(running, answers, strict=True) if self._add(one, answer, max_new_tokens)]
 
     def _add(self, transcript: Transcript, answer: Sequence[Message], max_new_tokens: int) -> bool:
@@ -342,14 +328,6 @@ class Dialogue:
         transcript.messages += answer
         return True
 
-    def _ask(self, transcript: Transcript) -> Sequence[Message]:
-        """The tool's answer to a turn; none if the completion is over."""
-        assert self.tool is not None
-        if transcript.stop == "length" or transcript.turns >= self.encoder.cfg.max_turns:
-            return ()
-        answer = ask(self.tool, transcript.messages[-1]["content"])
-        return () if answer is None else [{"role": "tool", "content": answer}]
-
     def _play(self, transcript: Transcript) -> Sequence[Message]:
         """The environment's answer to a turn; none if the episode is over."""
         episode, cfg = transcript.episode, self.encoder.cfg
@@ -380,9 +358,7 @@ class Dialogue:
                 self.envs.release(transcript.episode)
 
     def close(self) -> None:
-        """End the tool's process and the environments, if there are any."""
-        if isinstance(self.tool, IsolatedTool):
-            self.tool.close()
+        """Close the environments, if there are any."""
         if self.envs is not None:
             self.envs.close()
 
@@ -397,9 +373,12 @@ def open_group(
 
 def write(transcripts: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue) -> None:
     """Generate every transcript to its end; members of a group share the encoding of their prompt."""
-    sampling, running = dialogue.stopping(sampling), list(transcripts)
-    if dialogue.envs is not None:
+    running, pasts = list(transcripts), dict[int, Past | None]()
+    has_turns = dialogue.envs is not None
+    keeps_cache = has_turns and dialogue.encoder.cfg.keep_cache
+    if has_turns:
         dialogue.begin(transcripts, sampling.max_new_tokens)
+        sampling = dialogue.stopping(transcripts, sampling)
     while running:
         # members with the same text so far are encoded once; such sets of one size are generated in one call
         alike, calls = defaultdict[Any, list[Transcript]](list), defaultdict[Any, list[list[Transcript]]](list)
@@ -410,14 +389,16 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
         for (greedy, _), groups in calls.items():
             texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
             seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
-            written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy)
+            known = [pasts.get(id(members[0])) for members in groups] if keeps_cache else None
+            written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy, pasts=known)
             for member, completion in zip(chain(*groups), chain(*written), strict=True):
-                member.add_turn(
-                    completion, dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-                )
-        if dialogue.tool is None and running[0].episode is None:
+                text = dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+                member.add_turn(completion, text)
+                pasts[id(member)] = completion.past
+        if not has_turns:
             return
         running = dialogue.answer(running, sampling.max_new_tokens)
+        pasts = {id(member): pasts[id(member)] for member in running}
 
 
 def verified_envs(
@@ -427,12 +408,13 @@ def verified_envs(
 
     The check plays turns that the environment samples, else turns of the policy. An ``EnvError`` if members differ.
     """
-    if (make := make_text_env(cfg.task, task.given["env"], task.given["tools"] or ())) is None:
+    if (make := make_text_env(cfg.task, task.given["env"], task.given["tools"], task.tool())) is None:
         return None
     limits: dict[str, Any] = {"threads": cfg.task.env_threads, "seconds": cfg.task.env_timeout}
     limits["on_error"] = cfg.algorithm.groups.collection.on_env_error
-    if cfg.task.env is None:  # functions begin nothing: the prompt is the start
-        make().close()  # what is no tool is refused at once
+    if cfg.task.env is None:  # tools begin nothing: the prompt is the start
+        make_for(make, Start(0)).close()  # what is no tool is refused at once
+        encoder.encode_answer([{"role": "tool", "content": "84"}])  # and a template that has no place for an answer
         return TextEnvs(make, "seed", (), TextStartReport("seed", (), 0, start_varies=True), **limits)
     dialogue, sampling = Dialogue(encoder, context=policy.context_length, envs=TextEnvs(make, "none")), cfg.sampling
 
@@ -647,7 +629,7 @@ class TextCollector(Collector):
         self.position = state["position"] // self.world_size
 
     def close(self) -> None:
-        """End the processes of the reward functions and of the tool."""
+        """End the processes of the reward functions, and close the environments."""
         self.rewards.close()
         self._dialogue.close()
 

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, contextmanager
@@ -62,6 +62,8 @@ class TextEnv(ABC):
     """Tools that the model may call, by OpenAI's schema, as the prompt shows them. Calls in a turn's text are
     ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, however the model's template writes them.
     """
+    stop: Sequence[str] = ()
+    """Strings that end a turn of the model, besides those of ``sampling.stop``."""
 
     @property
     def unwrapped(self) -> Any:
@@ -90,6 +92,13 @@ class TextEnv(ABC):
 
 
 MakeTextEnv = Callable[[], TextEnv]
+Makes = MakeTextEnv | Mapping[str, MakeTextEnv]
+"""What makes an instance; of several environments, by the name that a start has."""
+
+
+def make_for(make: Makes, start: Start) -> TextEnv:
+    """An instance of the environment that the episode is of."""
+    return make[start.environment]() if isinstance(make, Mapping) else make()
 
 
 # Episodes, whose process-wide generators are their own
@@ -318,7 +327,7 @@ class TextEnvs:
     """Instances of a text environment, with which members of a group share a start.
 
     Args:
-        make: returns a new instance.
+        make: returns a new instance; several by name.
         mode: ``seed``: each is reset with the seed; ``fresh``: each is new, too; ``snapshot``: one is reset, and the others are deep
             copies of it; ``none``: each is reset with a seed of its own.
         kept: see ``TextEpisode``.
@@ -330,7 +339,7 @@ class TextEnvs:
 
     def __init__(
         self,
-        make: MakeTextEnv,
+        make: Makes,
         mode: TextStartMode,
         kept: Sequence[str] = (),
         report: "TextStartReport | None" = None,
@@ -341,7 +350,8 @@ class TextEnvs:
     ) -> None:
         self.make, self.mode, self.kept, self.report = make, mode, kept, report
         self.threads, self.seconds, self.on_error = 1 if kept else threads, seconds, on_error
-        self._free: list[TextEnv] = []
+        self._free: dict[str, list[TextEnv]] = defaultdict(list)
+        """Instances that wait for an episode, by the name of the environment."""
         self._playing: list[TextEnv] = []
         self._changing = Lock()  # several rollouts may be written at the same time
 
@@ -392,7 +402,7 @@ class TextEnvs:
         return episodes, prompts
 
     def _begin(self, start: Start) -> TextEpisode:
-        episode = TextEpisode(self._take(), self.kept, self.seconds)
+        episode = TextEpisode(self._take(start), self.kept, self.seconds)
         try:
             episode.reset(start)
         except EnvError as error:
@@ -400,7 +410,7 @@ class TextEnvs:
             if self.on_error == "raise":
                 raise
             log.warning("%s; it is tried again in another instance", error)
-            episode = TextEpisode(self._take(new=True), self.kept, self.seconds, counts=Counter(env_errors=1))
+            episode = TextEpisode(self._take(start, new=True), self.kept, self.seconds, counts=Counter(env_errors=1))
             episode.reset(start)
         return episode
 
@@ -425,7 +435,8 @@ class TextEnvs:
             log.warning("%s (on_env_error=%r)", error, self.on_error)
             try:
                 if self.on_error == "retry":
-                    episode.play_again(self._take(new=True), count)
+                    assert episode.start is not None
+                    episode.play_again(self._take(episode.start, new=True), count)
                     return action()
             except EnvError as another:
                 self._discard(episode)
@@ -441,24 +452,24 @@ class TextEnvs:
             return
         with self._changing:
             self._playing = [other for other in self._playing if other is not env]
-            if self.mode in ("seed", "none"):
-                self._free.append(env)
+            if self.mode in ("seed", "none") and episode.start is not None:
+                self._free[episode.start.environment].append(env)
                 return
         self._close(env)
 
     def close(self) -> None:
         """Close all instances, also those of episodes that an error ended."""
-        for instances in (self._free, self._playing):
+        for instances in (*self._free.values(), self._playing):
             while instances:
                 self._close(instances.pop())
 
-    def _take(self, *, new: bool = False) -> TextEnv:
+    def _take(self, start: Start, *, new: bool = False) -> TextEnv:
         with self._changing:
-            if self._free and self.mode in ("seed", "none") and not new:
-                env = self._free.pop()
+            if (free := self._free[start.environment]) and not new:
+                env = free.pop()
                 self._playing.append(env)
                 return env
-        env = self.make()
+        env = make_for(self.make, start)
         with self._changing:
             self._playing.append(env)
         return env
@@ -513,7 +524,7 @@ class TextStartReport:
 
 
 def check_text_starts(
-    make: MakeTextEnv,
+    make: Makes,
     mode: TextStartMode | Literal["auto"],
     starts: Sequence[Start],
     play: Play,
@@ -580,9 +591,9 @@ def play_samples(episode: TextEpisode, start: Start, prompt: Prompt, *, max_turn
     return turns
 
 
-def _drawn_from(make: MakeTextEnv, start: Start, play: Play, seconds: float | None) -> tuple[str, ...]:
+def _drawn_from(make: Makes, start: Start, play: Play, seconds: float | None) -> tuple[str, ...]:
     """The process-wide generators that an episode draws from, or seeds."""
-    episode = TextEpisode(env := make(), tuple(GENERATORS), seconds)
+    episode = TextEpisode(env := make_for(make, start), tuple(GENERATORS), seconds)
     try:
         play(episode, start, episode.reset(start))
     finally:

@@ -33,7 +33,6 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Prompt
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, Start, TextTask, demonstration, read_prompt
 from groupwise.text.tool_env import make_text_env
-from groupwise.text.tools import AnyTool, make_tool
 from groupwise.training.evaluation import EvaluationResult, shown
 
 _PROMPTS_AT_ONCE = 32
@@ -114,7 +113,7 @@ class TextEvaluator:
         self._cfg = cfg
         self._rewards = task.rewards(cfg.algorithm.on_nonfinite)
         self._generate = partial(complete, policy)
-        self._dialogue = Dialogue(encoder, task.tool(), policy.context_length, envs)
+        self._dialogue = Dialogue(encoder, policy.context_length, envs)
         self._seed = seed
 
     def __call__(self) -> TextEvaluation:
@@ -145,7 +144,7 @@ class TextEvaluator:
         return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, threshold, **told)
 
     def close(self) -> None:
-        """End the processes of the reward functions and of the tool."""
+        """End the processes of the reward functions, and close the environments."""
         self._rewards.close()
         self._dialogue.close()
 
@@ -178,7 +177,6 @@ def write_texts(
     task: TextTaskCfg | None = None,
     deterministic: bool,
     seed: int,
-    tool: AnyTool | None = None,
     envs: TextEnvs | None = None,
 ) -> list[list[str]]:
     """``count`` completions of each prompt, by the task's prompt settings and its tools, if there are any.
@@ -201,7 +199,7 @@ def write_texts(
         [Transcript(prompt, number, derive_seed(seed, "sample", number, i), deterministic) for i in range(count)]
         for number, prompt in enumerate(encoded)
     ]
-    with closing(Dialogue(encoder, make_tool(task, tool), policy.context_length, envs)) as dialogue:
+    with closing(Dialogue(encoder, policy.context_length, envs)) as dialogue:
         for first in range(0, len(groups), _PROMPTS_AT_ONCE):
             some = [*chain(*groups[first : first + _PROMPTS_AT_ONCE])]
             write(some, partial(complete, policy), sampling, dialogue)
@@ -217,7 +215,7 @@ def play_episodes(
     for number in range(count):
         prompt = EncodedPrompt(rows[derive_seed(seed, "start", number) % len(rows)], ())
         members.append(Transcript(prompt, number, derive_seed(seed, "sample", number), deterministic))
-    with closing(Dialogue(encoder, None, policy.context_length, fresh_envs(task))) as dialogue:
+    with closing(Dialogue(encoder, policy.context_length, fresh_envs(task))) as dialogue:
         write(members, partial(complete, policy), sampling, dialogue)
     return [conversation_of(member) for member in members]
 
@@ -227,5 +225,7 @@ def fresh_envs(task: TextTask) -> TextEnvs | None:
 
     Each has generators of its own, where it draws from the process.
     """
-    make, seconds = make_text_env(task.cfg, task.given["env"], task.given["tools"] or ()), task.cfg.env_timeout
-    return make and TextEnvs(make, "fresh", () if seconds else tuple(GENERATORS), seconds=seconds)
+    make, seconds = make_text_env(task.cfg, task.given["env"], task.given["tools"], task.tool()), task.cfg.env_timeout
+    if make is None:
+        return None
+    return TextEnvs(make, "fresh", () if seconds else tuple(GENERATORS), seconds=seconds)

@@ -51,6 +51,10 @@ _TINY = 1e-30
 _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
+Past = Float[Tensor, "layer 2 head _token channel"]
+"""Keys and values of a text that the model has read, without padding."""
+
+
 class Completion(NamedTuple):
     """One completion of a prompt."""
 
@@ -63,6 +67,8 @@ class Completion(NamedTuple):
     """Tokens that could be drawn at each step with ``top_k``, ``top_p`` or ``min_p``, by rising id; -1 fills up."""
     policy_version: list[int] | None = None
     """Iteration whose policy generated each token, for completions from servers."""
+    past: Past | None = None
+    """Of the prompt and the completion, for the next turn."""
 
 
 class DecodingState:
@@ -206,6 +212,8 @@ def _reach(
     return (reached >= goal[:, None]).int().argmax(dim=-1), summed, goal
 
 
+# The model's passes: over the prompts, and over each next token
+
 Head = Callable[[Tensor], Tensor]
 """Logits of hidden states, in float32."""
 Generate = Callable[..., list[list[Completion]]]
@@ -241,6 +249,38 @@ class Step:
         self._valid = self._valid[kept]
         self._cache.reorder_cache(kept.nonzero()[:, 0])
 
+    def past(self, row: int) -> Past:
+        """Keys and values of a row."""
+        return past_of(self._cache, self._valid, row)
+
+
+def holds_all(cache: Any) -> bool:
+    """Whether a cache of transformers is the keys and values of every token, alike in all layers."""
+    from transformers.cache_utils import DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def past_of(cache: Any, valid: Bool[Tensor, "row width"], row: int) -> Past:
+    """Keys and values of a row of a cache."""
+    halves = [torch.stack([layer.keys[row], layer.values[row]]) for layer in cache.layers]
+    return torch.stack(halves)[:, :, :, valid[row]]
+
+
+def fill(cache: Any, pasts: Sequence[Past | None]) -> Bool[Tensor, "row width"]:
+    """Fill an empty cache with a text's keys and values in each row, none for None; returns the mask, False at padding on the left."""
+    lengths = [0 if past is None else past.shape[3] for past in pasts]
+    width, some = max(lengths, default=0), next((past for past in pasts if past is not None), torch.empty(0))
+    if width:
+        layers, _, heads, _, size = some.shape
+        whole = some.new_zeros(layers, 2, len(pasts), heads, width, size)
+        for row, past in enumerate(pasts):
+            if past is not None:
+                whole[:, :, row, :, width - past.shape[3] :] = past
+        for number, (keys, values) in enumerate(whole):
+            cache.update(keys, values, number)
+    return torch.arange(width, device=some.device) >= width - torch.tensor(lengths, device=some.device)[:, None]
+
 
 class Decoder:
     """The decoding step of a policy: its model's own modules. ``speed/`` replaces ``policy.decoder``."""
@@ -257,12 +297,15 @@ def complete(
     sampling: SamplingCfg | None = None,
     *,
     deterministic: bool = False,
+    pasts: Sequence[Past | None] | None = None,
 ) -> list[list[Completion]]:
     """Completions of each prompt, one for each of its seeds; none depends on the others that the call generates.
 
     Args:
         sampling: by default the policy's.
         deterministic: take the most likely token each time; seeds do not matter then.
+        pasts: of the beginning of each prompt, which is not read again, by the completion that it continues. Completions then have
+            a ``past``, unless the model keeps another state of a text than keys and values. None: they have none.
     """
     from transformers.cache_utils import DynamicCache
 
@@ -280,8 +323,16 @@ def complete(
         make = partial(PenalizedState, tokens, valid) if sampling.has_penalties else DecodingState
         state = make(rows, sampling, policy.eos_ids, policy.tokenizer, deterministic=deterministic)
         cache: Any = DynamicCache(config=policy.network.config)
+        keeps = pasts is not None and holds_all(cache)
+        if pasts is not None and keeps:
+            known = fill(cache, pasts).to(policy.device)
+            rest = [prompt[length:] for prompt, length in zip(prompts, known.sum(dim=1).tolist(), strict=True)]
+            tokens, new = left_padded(rest, policy.device)
+            valid = torch.cat([known, new], dim=1)
         hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
         token, unfinished = state.write(head(hidden).repeat_interleave(size, dim=0))
+        ended = (~unfinished).nonzero()[:, 0].tolist() if keeps else ()
+        found = {row: past_of(cache, valid, row // size) for row in ended}
         if len(state.running):
             step = policy.decoder.step(policy, Prompts(cache, valid, size, sampling.max_new_tokens), token, head)
             del cache  # it is the step's
@@ -289,8 +340,11 @@ def complete(
             if len(state.running) < len(token):  # finished rows leave the batch
                 token = token[unfinished]
                 step.keep(unfinished)
+            numbers = state.running
             token, unfinished = state.write(head(step(token)))
-    flat = state.completions()
+            ended = (~unfinished).nonzero()[:, 0].tolist() if keeps else ()
+            found |= {int(numbers[place]): step.past(place) for place in ended}
+    flat = [one._replace(past=found.get(row)) for row, one in enumerate(state.completions())]
     return [flat[i : i + size] for i in range(0, len(flat), size)]
 
 

@@ -88,8 +88,9 @@ class ServedGenerator:
         sampling: SamplingCfg,
         *,
         deterministic: bool = False,
+        pasts: object = None,
     ) -> list[list[Completion]]:
-        """Completions of each prompt, as by ``complete``; the first seed of a group stands for all."""
+        """Completions of each prompt, as by ``complete``; the first seed of a group stands for all. Servers keep their own cache."""
         version = self._version(self.policy_version)
         fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), version, deterministic)
         asked = [

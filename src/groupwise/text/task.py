@@ -41,6 +41,8 @@ class Start(NamedTuple):
     seed: int
     options: Mapping[str, Any] | None = None
     """The row of the data that it is about, if there are data."""
+    environment: str = ""
+    """The name of its environment, if there are several."""
 
 
 class Example(NamedTuple):
@@ -342,8 +344,8 @@ class PromptEncoder:
         for key in sorted(set(itertools.chain(*messages)) - {"role", "content"}):
             if key not in str(self.tokenizer.chat_template):
                 warnings.warn(f"the chat template does not use {key!r} of the messages", stacklevel=2)
-        if examples[0].start is not None:
-            return [EncodedPrompt(example, ()) for example in examples]  # encoded when it begins
+        if self.cfg.env is not None or self.cfg.tools:
+            return [EncodedPrompt(example, ()) for example in examples]  # encoded when an episode begins
         encoded = [EncodedPrompt(example, tuple(self.encode(example))) for example in examples]
         limit = min(self.cfg.max_prompt_tokens or math.inf, context or math.inf)
         too_long = [prompt for prompt in encoded if len(prompt.tokens) > limit]
@@ -569,6 +571,10 @@ class TextTask:
         }
         """The objects, as ``gw.resume`` takes them again."""
 
+    def tool(self) -> Callable[[str], str | None] | None:
+        """The model's tool, as ``make_tool`` makes it; None if it has none."""
+        return make_tool(self.cfg, self.given["tool"]) if self.cfg.tool else None
+
     @classmethod
     def from_cfg(cls, cfg: TextTaskCfg, given: "UserObjects") -> "TextTask":
         """The task that the settings describe, with the objects that were given in Python."""
@@ -619,16 +625,12 @@ class TextTask:
         env = self.given["env"]
         return inspect.isclass(env) and not hasattr(env, "step") and not hasattr(env, "get_reward")
 
-    def tool(self) -> Callable[[str], str | None] | None:
-        """The model's tool, as ``make_tool`` makes it; None if it has none."""
-        return make_tool(self.cfg, self.given["tool"])
-
     def _examples(self, name: Literal["data", "eval_data"]) -> list[Example]:
         cfg, source = self.cfg, vars(self.cfg)[name]
         size, part = (cfg.data_size, "train") if name == "data" else (cfg.eval_size, "eval")
         if cfg.by_seeds:
-            return [Example("", {}, Start(derive_seed(0, "text env", part, number))) for number in range(size)]
-        if source.startswith(GYM):
+            examples = [Example("", {})] * size
+        elif source.startswith(GYM):
             examples = gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
         else:
             if source == GIVEN:
@@ -636,11 +638,24 @@ class TextTask:
                 if source is None:
                     raise ConfigError(f"the {name} were given in Python; fix: give them again as {name}=...")
             examples = load_examples(source, prompt_column=None if cfg.env else cfg.prompt_column)
-        if not cfg.has_env:
-            return examples
-        seeds = [derive_seed(0, "text env", part, number) for number in range(len(examples))]
-        rows = [one.columns if cfg.env else {cfg.prompt_column: one.prompt, **one.columns} for one in examples]
-        return [one._replace(start=Start(seed, row)) for one, seed, row in zip(examples, seeds, rows, strict=True)]
+        return (
+            [self._begun(example, part, number) for number, example in enumerate(examples)] if cfg.has_env else examples
+        )
+
+    def _begun(self, example: Example, part: str, number: int) -> Example:
+        """The example with the start of its episode; a ``DataError`` if it is of no environment."""
+        row, environment = dict(example.columns), ""
+        if self.cfg.env is None:
+            row[self.cfg.prompt_column] = example.prompt
+        if isinstance(several := self.given["env"], Mapping):
+            environment = row.pop("environment", None)
+            if environment not in several:
+                raise DataError(
+                    f"row {number} of the {part} data: environment = {environment!r:.80}: expected one of {', '.join(several)}; fix: a "
+                    "column 'environment'"
+                )
+        seed = derive_seed(0, "text env", part, number)
+        return example._replace(start=Start(seed, None if self.cfg.by_seeds else row, environment))
 
 
 def environment(completions: Sequence[object], episode_return: Sequence[float] = (), **columns: object) -> list[float]:

@@ -1,4 +1,4 @@
-"""Environments made of tools: functions, and classes as TRL's ``environment_factory`` takes them."""
+"""Environments made of tools: functions, classes as TRL's ``environment_factory`` takes them, and a ``Tool`` of the text."""
 
 import asyncio
 import copy
@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,9 +21,9 @@ from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, EnvError, GroupwiseError, UnknownNameError, require_extra
 from groupwise.plugins import TEXT_ENVS, TEXT_GAMES
 from groupwise.text.calls import Call, Schema, read_calls
-from groupwise.text.envs import MakeTextEnv, Observation, TextEnv
+from groupwise.text.envs import Makes, Observation, TextEnv
 from groupwise.text.rewards import Message, Prompt, make_registered
-from groupwise.text.tools import TOOLS, Tool
+from groupwise.text.tools import TOOLS, AnyTool, IsolatedTool, Tool, ask, make_tool
 
 # Tools
 
@@ -263,67 +264,31 @@ def _sample(schema: Mapping[str, Any], rng: np.random.Generator) -> Any:
     return str(rng.integers(10)) if rng.integers(2) else "".join(rng.choice([*"aeioustrnl"], 5))
 
 
-class OneOf(TextEnv):
-    """The environment that the column ``environment`` of each row names.
+class OneToolEnv(ToolEnv):
+    """Completions with a ``Tool``, which answers each turn in which it finds a call; a turn without one is the last.
 
     Args:
-        makes: what makes each, by name.
+        asking: held while the tool answers, which all instances share.
     """
 
-    def __init__(self, makes: Mapping[str, Callable[[], TextEnv]]) -> None:
-        self._makes, self._made = makes, dict[str, TextEnv]()
-        self.current: TextEnv = self
-
-    @property
-    def tools(self) -> Sequence[Schema]:  # type: ignore[override]
-        """Schemas of the tools of the row's environment."""
-        return () if self.current is self else self.current.tools
-
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Prompt, dict[str, Any]]:
-        """Begin an episode of the environment that the row names."""
-        row = dict(options or {})
-        name = row.pop("environment", None)
-        if name not in self._makes:
-            raise EnvError(
-                f"the row's environment is {name!r:.80}; expected one of {', '.join(self._makes)}; fix: a column 'environment'"
-            )
-        if name not in self._made:
-            self._made[name] = self._makes[name]()
-        self.current = self._made[name]
-        return self.current.reset(seed=seed, options=row)
+    def __init__(self, tool: AnyTool, asking: Lock, prompt_column: str = "prompt") -> None:
+        super().__init__(prompt_column=prompt_column)
+        self._tool, self._asking = tool, asking
+        self.stop = tool.stop if isinstance(tool, Tool) else ()
 
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Play a turn in it."""
-        return self.current.step(text)
-
-    @property
-    def unwrapped(self) -> Any:
-        """The row's environment."""
-        return self if self.current is self else self.current.unwrapped
-
-    def final_reward(self) -> float:
-        """The final reward of the row's environment."""
-        return self.current.final_reward()
-
-    def sample_action(self, rng: np.random.Generator) -> str:
-        """A turn of the row's environment."""
-        return self.current.sample_action(rng)
-
-    @property
-    def samples_turns(self) -> bool:
-        """Whether it samples turns."""
-        return self.current is not self and self.current.samples_turns
-
-    def state_key(self) -> str | None:
-        """The state of the row's environment."""
-        return self.current.state_key()
+        """Let the tool answer."""
+        with self._asking:
+            answer = ask(self._tool, text)
+        if answer is None:
+            return "", 0.0, True, False, {"ending": "no_call"}
+        return [{"role": "tool", "content": answer}], 0.0, False, False, {"counts": {"tool_calls": 1}}
 
     def close(self) -> None:
-        """Close all of them."""
-        for env in self._made.values():
-            env.close()
+        """End the tool's process, if it has one; the next call starts another."""
+        if isinstance(self._tool, IsolatedTool):
+            with self._asking:
+                self._tool.close()
 
 
 def awaited(result: Any) -> Any:
@@ -360,27 +325,32 @@ def _loop() -> asyncio.AbstractEventLoop:
 # The environment of a task
 
 
-def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) -> MakeTextEnv | None:
+def make_text_env(
+    cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] | None = None, tool: AnyTool | None = None
+) -> Makes | None:
     """Makes an instance of the environment that the settings name, or of what was given in Python; None if there is none.
 
     Args:
         env: a class or function, or several by the name that the column ``environment`` has.
         tools: those given in Python, in their order.
+        tool: the one that the settings describe.
 
     Raises:
         ConfigError: there is no such environment or tool, it does not take its settings, or it was given in Python and is missing.
     """
+    if cfg.tool is not None:
+        return partial(OneToolEnv, tool or make_tool(cfg), Lock(), cfg.prompt_column)
     if not cfg.has_env:
         return None
-    if cfg.tools.count(GIVEN) != len(tools):
+    given = [*(tools or ())]
+    if cfg.tools.count(GIVEN) != len(given):
         raise ConfigError(
-            f"{cfg.tools.count(GIVEN)} tool(s) were given in Python, but now {len(tools)}; fix: give them again, in their order, as tools=..."
+            f"{cfg.tools.count(GIVEN)} tool(s) were given in Python, but now {len(given)}; fix: give them again, in their order, as tools=..."
         )
-    given = iter(tools)
-    functions = [next(given) if name == GIVEN else _registered_tool(name) for name in cfg.tools]
-    for name, tool in zip(cfg.tools, functions, strict=True):
-        if isinstance(tool, Tool) or not (isinstance(tool, Tools) or callable(tool)):
-            what = repr(tool) if name == GIVEN else repr(name)
+    functions = [given.pop(0) if name == GIVEN else _registered_tool(name) for name in cfg.tools]
+    for name, one in zip(cfg.tools, functions, strict=True):
+        if isinstance(one, Tool) or not (isinstance(one, Tools) or callable(one)):
+            what = repr(one) if name == GIVEN else repr(name)
             raise ConfigError(
                 f"tools: {what:.80} is no function that a model calls by name; fix: tool=, for one that reads the turn's text"
             )
@@ -389,28 +359,29 @@ def make_text_env(cfg: TextTaskCfg, env: Any = None, tools: Sequence[Any] = ()) 
         name: getattr(cfg, name) for name in ("prompt_column", "max_parse_errors", "max_tool_calls", "on_tool_error")
     }
 
-    def whole(make: Callable[[], Any]) -> MakeTextEnv:
-        def made() -> TextEnv:
-            one = make()
-            if isinstance(one, TextEnv) and functions:
-                raise ConfigError(
-                    f"{type(one).__name__} is a TextEnv, which has tools of its own; fix: leave tools out"
-                )
-            return one if isinstance(one, TextEnv) else ToolEnv(one, **settings)
-
-        return made
+    def whole(make: Callable[[], Any]) -> TextEnv:
+        one = make()
+        if not isinstance(one, TextEnv):
+            return ToolEnv(one, **settings)
+        if functions:
+            raise ConfigError(f"{type(one).__name__} is a TextEnv, which has tools of its own; fix: leave tools out")
+        return one
 
     if cfg.env is None:
         return partial(ToolEnv, **settings)
-    if cfg.env != GIVEN:
-        family, colon, game = cfg.env.partition(":")
-        if colon and family in TEXT_GAMES:
-            kwargs = cfg.env_kwargs | {"game": game}
-            return whole(partial(make_registered, "text env", {cfg.env: _game(family)}, cfg.env, kwargs))
-        return whole(partial(make_registered, "text env", TEXT_ENVS, cfg.env, cfg.env_kwargs))
-    if env is None:
-        raise ConfigError("the environment was given in Python; fix: give it again as env=...")
-    return partial(OneOf, {name: whole(one) for name, one in env.items()}) if isinstance(env, Mapping) else whole(env)
+    if cfg.env == GIVEN:
+        if env is None:
+            raise ConfigError("the environment was given in Python; fix: give it again as env=...")
+        return (
+            {name: partial(whole, one) for name, one in env.items()}
+            if isinstance(env, Mapping)
+            else partial(whole, env)
+        )
+    family, colon, game = cfg.env.partition(":")
+    registry, kwargs = TEXT_ENVS, cfg.env_kwargs
+    if colon and family in TEXT_GAMES:
+        registry, kwargs = {cfg.env: _game(family)}, cfg.env_kwargs | {"game": game}
+    return partial(whole, partial(make_registered, "text env", registry, cfg.env, kwargs))
 
 
 def _registered_tool(name: str) -> Any:

@@ -47,15 +47,13 @@ def register_tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return register("tool", TOOLS, name)
 
 
-def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool | None:
-    """The tool that the settings describe, or that was ``given`` in Python; None if there is none.
+def make_tool(cfg: TextTaskCfg, given: AnyTool | None = None) -> AnyTool:
+    """The tool that the settings describe, or that was ``given`` in Python.
 
     Raises:
         ConfigError: there is no such tool, it does not take those settings, or it was given in Python and now is missing.
     """
-    if cfg.tool is None:
-        return None
-    made = given if cfg.tool == GIVEN else make_registered("tool", TOOLS, cfg.tool, cfg.tool_kwargs, "")
+    made = given if cfg.tool == GIVEN else make_registered("tool", TOOLS, cfg.tool or "", cfg.tool_kwargs, "")
     if made is None:
         raise ConfigError("the tool was given in Python; fix: give it again as tool=...")
     return made if cfg.tool_timeout is None else IsolatedTool(made, cfg.tool_timeout)

@@ -9,7 +9,6 @@ from gymnasium.envs.registration import EnvSpec
 from noisy_envs import Noisy
 from success_envs import TorchTouch, Touch, TouchEither
 
-import groupwise as gw
 from groupwise import check
 from groupwise.check import Finding, Training, check_env
 from groupwise.config.run import EnvCfg
@@ -269,68 +268,6 @@ def test_without_success_the_report_says_how(monkeypatch):
     monkeypatch.setattr(check, "_EPISODE_S", 0.01)
     endless = partial(Touch, None, length=10**9)
     assert "in 0.01 s, in which no episode ended" in check_env(endless).success.reason
-
-
-class Shown(Sound):
-    """Shows numbers of two boxes: below its bound by a third, and above by what rounding can do."""
-
-    observation_space = gymnasium.spaces.Dict(
-        {"far": gymnasium.spaces.Box(-3, np.inf, (2,)), "near": gymnasium.spaces.Box(0, 1, (1,), np.float64)}
-    )
-
-    def look(self):
-        return {"far": np.array([0, -4 if self.count == 5 else 3], np.float32), "near": np.array([1 + 1e-6])}
-
-
-def test_observations_outside_their_space_are_a_note():
-    report = check_env(Shown)
-    assert report.training.value is not None
-    assert report.bounds == Finding(
-        None,
-        "obs.far[1] was -4, and its space ends at -3; a larger Box would be right, but training works all the same",
-        "declare a larger Box",
-    )
-    assert "observations as declared  no: obs.far[1] was -4" in str(report)
-    assert (
-        check_env(Sound).bounds == check_env("CartPole-v1").bounds == check_env(TorchCartPole).bounds == Finding(True)
-    )
-
-
-class Converted(Sound):
-    """Shows whole numbers of 64 bits in a Box of bytes, from the first step on, and doubles in one of floats."""
-
-    observation_space = gymnasium.spaces.Dict(
-        {
-            "byte": gymnasium.spaces.Tuple([gymnasium.spaces.Box(0, 255, (1,), np.uint8)]),
-            "float": gymnasium.spaces.Box(-9, 9, (1,), np.float32),
-        }
-    )
-    wrong = "byte"
-
-    def look(self):
-        kinds = {"byte": np.uint8, "float": np.float32}
-        kinds |= {self.wrong: {"byte": np.int64, "float": np.float64}[self.wrong]} if self.count else {}
-        return {"byte": (np.ones(1, kinds["byte"]),), "float": np.ones(1, kinds["float"])}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "place"),
-    [
-        ("byte", "obs.byte.0 has dtype int64, its space uint8"),
-        ("float", "obs.float has dtype float64, its space float32"),
-    ],
-)
-def test_a_dtype_that_gymnasium_refuses_and_training_converts_is_a_note(tmp_path, monkeypatch, wrong, place):
-    monkeypatch.setattr(Converted, "wrong", wrong)
-    env = Converted()
-    env.reset(seed=0)
-    assert not env.observation_space.contains(env.step(0)[0])
-    report = check_env(Converted)
-    assert report.training.value is not None
-    assert report.bounds.reason.startswith(place)
-    assert "refuses; training converts it" in str(report)
-    quiet = {"logging": {"progress": "none"}, "evaluation": {"episodes": 1}}
-    gw.train(Converted, gw.PPOCfg(num_steps=8), total_steps=8, num_envs=1, run_dir=tmp_path / "run", **quiet)
 
 
 class Rounds(Sound):

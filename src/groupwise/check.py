@@ -1,15 +1,14 @@
 """Try out what an environment supports in training: spaces, start modes, success."""
 
 import logging
-import math
 import multiprocessing.spawn
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from groupwise.config import resolve
 from groupwise.config.base import GIVEN
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import DEFAULT_HORIZON, EnvCfg, StartMode
-from groupwise.data.spaces import allowed_action, flat_action, leaf_spaces, obs_spec, space_kind, subspaces
+from groupwise.data.spaces import allowed_action, flat_action, obs_spec, space_kind, subspaces
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import kept_space
 from groupwise.envs.make import make_env, make_one, makes_rows, of_sb3, step_limit
@@ -31,8 +30,6 @@ from groupwise.policies.heads import make_head
 NUM_ENVS = 8
 _EPISODE_S = 3.0
 _MIN_STEPS = 200
-_ROUNDING = 1e-4
-"""Share of a bound, or of 1, by which computed observations may leave their space."""
 
 T = TypeVar("T")
 Maker: TypeAlias = Callable[..., Any] | None
@@ -72,8 +69,7 @@ class EnvReport:
     ``observation``, ``action``: the spaces, if they are supported. ``max_episode_steps``: the step limit. ``success``:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
-    others as in a new environment. ``bounds``: whether observations are in their space, by dtype too. ``training``:
-    GRPO's defaults; its value is None where GRPO refuses the environment.
+    others as in a new environment. ``training``: GRPO's defaults; its value is None where GRPO refuses the environment.
     """
 
     env_id: str
@@ -84,7 +80,6 @@ class EnvReport:
     start_varies: Finding[bool]
     noise_varies: Finding[bool]
     forgets: Finding[bool]
-    bounds: Finding[bool]
     training: Finding[Training]
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +96,6 @@ class EnvReport:
             "start depends on the seed": self.start_varies,
             "steps are random": self.noise_varies,
             "episodes are independent": self.forgets,
-            "observations as declared": self.bounds,
             "training uses": self.training,
         }
         reasons = [finding.reason for finding in rows.values() if finding.value is None]
@@ -147,7 +141,6 @@ def check_env(env: object) -> EnvReport:
     own_rows = make is not None and makes_rows(make)
     rows = own_rows or cfg.vectorization == "torch"
     simple = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()} | ({} if rows else {"vectorization": "sync"})
-    cast: Finding[str] = Finding(None)
     plain, count = cfg.model_copy(update=simple), NUM_ENVS if rows else 1
     opened = partial(make_env, plain, grouped=True, num_envs=count, env=make, verify=False)
     if rows:
@@ -159,7 +152,6 @@ def check_env(env: object) -> EnvReport:
             name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
             space, _ = kept_space(one.observation_space, cfg.kept_keys)
             actions, max_steps = one.action_space, step_limit(one)
-            cast = _tried(lambda: _of_another_dtype(one))
 
     checked = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))
     refused = Finding[Any](None, checked.reason, checked.fix)
@@ -178,29 +170,15 @@ def check_env(env: object) -> EnvReport:
     limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
     played = _tried(partial(_played, opened))
     if played.value is None:
-        success = bounds = forgets = Finding[Any](None, played.reason, played.fix)
+        success = forgets = Finding[Any](None, played.reason, played.fix)
         training = training if training.value is None else success
     else:
-        success, bounds = played.value
-        if bounds.value and cast.value:
-            bounds = Finding(None, cast.value, "return the space's dtype")
+        success = played.value
         if not rows:
             forgets = _tried(lambda: _forgets(plain, make))
         else:  # the check of shared starts compares episodes after others, too
             forgets = Finding(True) if checked.value is not None else refused
-    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, bounds, training)
-
-
-def _of_another_dtype(env: Any) -> str:
-    """The first array of a reset and a step whose dtype Gymnasium refuses for its Box; empty if there is none."""
-    for obs in env.reset(seed=0)[0], env.step(env.action_space.sample())[0]:
-        for path, leaf in leaf_spaces(env.observation_space).items():
-            array = reduce(lambda part, key: part[int(key) if isinstance(part, tuple) else key], path, obs)
-            wrong = isinstance(array, np.ndarray) and not np.can_cast(array.dtype, leaf.dtype)
-            if wrong and space_kind(leaf) == "box":
-                what = f"{'.'.join(('obs', *path))} has dtype {array.dtype}, its space {leaf.dtype}"
-                return f"{what}, which Gymnasium's own check refuses; training converts it"
-    return ""
+    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, training)
 
 
 def _forgets(cfg: EnvCfg, make: Maker) -> bool:
@@ -210,14 +188,13 @@ def _forgets(cfg: EnvCfg, make: Maker) -> bool:
     return True
 
 
-def _played(opened: Callable[[], VectorEnv]) -> tuple[Finding[str], Finding[bool]]:
-    """Play random actions until an episode ended; whether it reports success, and whether observations stay in their space."""
-    success, steps, furthest, bounds = "", 0, (_ROUNDING, ""), Finding(True)
+def _played(opened: Callable[[], VectorEnv]) -> Finding[str]:
+    """Play random actions until an episode ended; whether it reports success."""
+    success, steps = "", 0
     with closing(opened()) as env:
         space, obs, over, ended, begun = env.action_space, env.reset(seed=0), False, False, time.perf_counter()
         space.seed(0)
         while (not ended or steps < _MIN_STEPS) and time.perf_counter() - begun < _EPISODE_S:
-            furthest = max([furthest, *_distances(env.observation_space, obs)])
             if over:
                 obs, over = env.reset(seed=steps), False
                 continue
@@ -231,28 +208,13 @@ def _played(opened: Callable[[], VectorEnv]) -> tuple[Finding[str], Finding[bool
                 has_names = bool(np.any(step.info.get("task", "") != ""))
                 success = f"reported at the end of episodes{', with the names of tasks' if has_names else ''}"
             ended |= over
-    if furthest[1]:
-        reason = f"{furthest[1]}; a larger Box would be right, but training works all the same"
-        bounds = Finding(None, reason, "declare a larger Box")
     if success:
-        return Finding(success), bounds
+        return Finding(success)
     where = "at the end of an episode" if ended else f"in {_EPISODE_S:g} s, in which no episode ended"
     reason = (
         f"no flag {where}: success metrics will be missing; report info['success'] at the last step of each episode "
     )
-    return Finding(None, f"{reason}(of a TorchGroupEnv: write its method success)"), bounds
-
-
-def _distances(space: Any, obs: Any) -> Iterator[tuple[float, str]]:
-    """The number of each Box of floats that is furthest outside: by what share of the bound, or of 1, and both numbers."""
-    for path, leaf in leaf_spaces(space).items():
-        if space_kind(leaf) == "box" and leaf.dtype.kind == "f" and math.prod(leaf.shape):
-            numbers = (obs[path] if path else obs).double().cpu().numpy()
-            bound = np.where(numbers < leaf.low, leaf.low, leaf.high)
-            beyond = np.maximum(leaf.low - numbers, numbers - leaf.high) / np.maximum(1, abs(bound))
-            place = np.unravel_index(np.nan_to_num(beyond).argmax(), beyond.shape)
-            name = f"{'.'.join(('obs', *path))}{[int(number) for number in place[1:]]}"
-            yield float(beyond[place]), f"{name} was {numbers[place]:.6g}, and its space ends at {bound[place]:.6g}"
+    return Finding(None, f"{reason}(of a TorchGroupEnv: write its method success)")
 
 
 def _tried(probe: Callable[[], T]) -> Finding[T]:

@@ -7,20 +7,16 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from secrets import token_urlsafe
 from typing import Any
 
-from packaging.requirements import Requirement
-
 from groupwise.cli.options import Parser
-from groupwise.errors import EnvError, GroupwiseError, RunFolderError, installing, require_extra
+from groupwise.errors import GroupwiseError, RunFolderError, require_extra
 from groupwise.report.folder import RunFolder, explained
 from groupwise.report.health import WORDS, Finding, diagnose
 from groupwise.report.page import answer, answer_of, write_page
-from groupwise.report.video import draw_one_frame
-from groupwise.system import num_cpus, show
+from groupwise.system import show
 
 HOST = "127.0.0.1"
 NICE = 10
@@ -76,8 +72,8 @@ def view_command(parser: Parser, argv: Sequence[str]) -> None:
 
 
 def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
-    """Name likely causes of a run's trouble, and what to change. Without a run: check the installation, and train for ten
-    seconds. Exit code 1: there is trouble.
+    """Name likely causes of a run's trouble, and what to change. Without a run: look at torch and the GPU, and train for
+    ten seconds. Exit code 1: there is trouble.
 
     Examples:
       groupwise doctor
@@ -85,8 +81,9 @@ def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
     """
     parser.add_argument("run", type=Path, nargs="?", help="folder of a run")
     options = parser.read(argv)
-    trouble, findings = False, check_installation()
-    if options.run is not None:
+    if options.run is None:
+        findings: Iterator[Finding] = (check() for check in (device, training))
+    else:
         with explained(options.run):
             folder = RunFolder.open(options.run)
             learned, metrics = answer_of(folder), folder.read_metrics()
@@ -95,7 +92,8 @@ def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
         if not sick:
             show("Nothing looks wrong." if metrics else "There is nothing to look at yet.")
         findings = iter(sick)
-    for finding in findings:  # printed as they come
+    trouble = False
+    for finding in findings:  # printed as they come: training takes some seconds
         show(f"{WORDS[finding.verdict]:<8} {finding.title}: {finding.text}")
         if finding.advice:
             show(f"{'':<8} fix: {finding.advice}")
@@ -103,18 +101,7 @@ def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
     return int(trouble)
 
 
-# Installation
-
-
-def check_installation() -> Iterator[Finding]:
-    """Findings on everything that a run needs; the last ones take some seconds."""
-    yield device()
-    yield threads()
-    yield packages()
-    yield rendering("CartPole-v1")
-    if not missing(Requirement("gymnasium[mujoco]")):
-        yield rendering("InvertedPendulum-v5")
-    yield training(SECONDS)
+# The installation
 
 
 def device() -> Finding:
@@ -136,72 +123,12 @@ def device() -> Finding:
     return Finding("Device", (), "good", f"{text}, on {torch.cuda.get_device_name()} with device='cuda'.")
 
 
-def threads() -> Finding:
-    """Torch must not use more threads than there are processors."""
-    import torch
-
-    cpus, used = num_cpus(), torch.get_num_threads()
-    text = f"{used} threads of torch on {cpus} processors."
-    good = Finding("Threads", (), "good", text)
-    return good if used <= cpus else good._replace(verdict="look", advice=f"OMP_NUM_THREADS={cpus}.")
-
-
-def packages() -> Finding:
-    """Packages that every run needs, and those of the extras."""
-    texts = requires("groupwise") or ()
-    extras = {text.partition('extra == "')[2].removesuffix('"') for text in texts} - {"", "dev", "docs"}
-    lacking = {name: _missing_of(texts, name) for name in sorted(extras)}
-    wrong = {name: text for name, found in lacking.items() for text in found if "expected" in text}
-    there, absent = (", ".join(name for name in lacking if bool(lacking[name]) == gone) or "none" for gone in (0, 1))
-    text = f"extras that are there: {there}; not complete: {absent}."
-    required = [one for one in map(Requirement, texts) if one.marker is None]
-    if found := [text for requirement in required for text in missing(requirement)]:
-        return Finding("Packages", (), "bad", f"{'; '.join(found)}.", "pip install -e . in the checkout.")
-    if wrong:
-        versions = "; ".join(f"of {name}, {found}" for name, found in wrong.items())
-        fix = "; ".join(map(installing, wrong))
-        return Finding("Packages", (), "look", f"{text} Wrong versions: {versions}.", f"{fix}.")
-    return Finding("Packages", (), "good", f"All required ones are there; {text}")
-
-
-def missing(requirement: Requirement) -> list[str]:
-    """Packages of a requirement and its extras that are not installed, or have another version."""
-    try:
-        found = version(requirement.name)
-    except PackageNotFoundError:
-        return [f"{requirement.name} is not installed"]
-    fits = requirement.specifier.contains(found, prereleases=True)
-    own = [] if fits else [f"{requirement.name} is {found}, expected {requirement.specifier}"]
-    return own + [text for extra in requirement.extras for text in _missing_of(requires(requirement.name) or (), extra)]
-
-
-def _missing_of(texts: Sequence[str], extra: str) -> list[str]:
-    """Missing packages of an extra, given the requirements of its package."""
-    asked = [
-        requirement
-        for requirement in map(Requirement, texts)
-        if (marker := requirement.marker) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
-    ]
-    return [text for requirement in asked for text in missing(requirement)]
-
-
-def rendering(env_id: str) -> Finding:
-    """Whether videos are drawn without a display."""
-    title = f"Pictures of {env_id}"
-    try:
-        draw_one_frame(env_id)
-    except EnvError as error:
-        text, _, fix = str(error).partition("; fix: ")
-        return Finding(title, (), "look", f"{text}.", f"{fix}.")
-    return Finding(title, (), "good", "They are drawn.")
-
-
-def training(seconds: float) -> Finding:
+def training() -> Finding:
     """Whether CartPole is learned, and a page is written about it."""
     from groupwise.run import train
 
-    title = f"Training for {seconds:g} seconds"
-    settings: dict[str, Any] = {"total_steps": 100_000, "speed": "off", "stop": {"time_limit": seconds}}
+    title = f"Training for {SECONDS:g} seconds"
+    settings: dict[str, Any] = {"total_steps": 100_000, "speed": "off", "stop": {"time_limit": SECONDS}}
     with tempfile.TemporaryDirectory() as place:
         try:
             run = train(run_dir=Path(place, "run"), logging={"progress": "none"}, **settings)

@@ -162,15 +162,6 @@ def play_episodes(
             return [_play(policy, made, cfg, start, reel, deterministic, most) for start in starts]
 
 
-def draw_one_frame(env_id: str) -> None:
-    """Draw the start of an episode, and forget it; an ``EnvError`` if the environment or its renderer fails."""
-    with no_display(), explained(env_id):
-        made = rendering_env(EnvCfg(id=env_id), None)
-        made.reset(seed=0)
-        draw(made)
-        made.close()
-
-
 def rendering_env(cfg: EnvCfg, env: object | None, mode: str = "rgb_array", *, masks: bool = True) -> "Env[Any, Any]":
     """One environment that renders to arrays, or ``human``: in a window; with its masks if asked. Arguments and errors as of ``film``."""
     import gymnasium

@@ -1,4 +1,4 @@
-"""``--launcher``: what is started, and what is refused."""
+"""``--launcher ray``: what is started, and what is refused."""
 
 import pytest
 
@@ -10,44 +10,24 @@ from groupwise.cli.options import Parser
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("train CartPole-v1 --workers 2", "--workers is for several processes"),
-        ("train CartPole-v1 --launcher torchrun --gpus 1", "--gpus is for --launcher ray"),
+        ("train CartPole-v1 --workers 2", "--workers is for --launcher ray"),
+        ("train CartPole-v1 --gpus 1", "--gpus is for --launcher ray"),
         ("train CartPole-v1 --launcher rya", "'ray'"),
         ("train CartPole-v1 --launcher ray", "--run-dir"),
-        ("train CartPole-v1 --launcher torchrun --run-dir .", "run folder '.' is taken"),
-        ("train CartPole-v1 --launcher torchrun --algorithm.gama 1 --run-dir x", "--algorithm.gama"),
+        ("train CartPole-v1 --launcher ray --run-dir .", "run folder '.' is taken"),
+        ("train CartPole-v1 --launcher ray --algorithm.gama 1 --run-dir x", "--algorithm.gama"),
         ("train CartPole-v1 --launcher ray --cpus nan", "--cpus nan"),
         ("train CartPole-v1 --launcher ray --gpus -1", "--gpus -1"),
         ("train CartPole-v1 --server-gpus 1", "--server-gpus is for --launcher ray"),
         ("train CartPole-v1 --launcher ray --run-dir x --profile", "--profile is not for --launcher ray"),
-        ("train CartPole-v1 --launcher torchrun --seeds 0-2", "--seeds has processes of its own"),
+        ("train CartPole-v1 --launcher ray --seeds 0-2", "--seeds has processes of its own"),
         ("resume runs/x --launcher ray --total-steps 9000", "takes the run folder alone"),
-        ("resume runs/x --launcher torchrun --fork runs/y", "--fork is of one process"),
+        ("resume runs/x --launcher ray --fork runs/y", "takes the run folder alone"),
     ],
 )
 def test_mistakes(words, message, capsys):
     assert cli.main(words.split()) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["train CartPole-v1 --run-dir runs/new", "resume runs/x"])
-def test_torchrun_gets_all_other_words(command, monkeypatch, tmp_path):
-    class ReplacedError(Exception):
-        """This process goes on as another program."""
-
-    def execv(program, words):
-        raise ReplacedError(words)
-
-    plugin = tmp_path / "mine.py"
-    plugin.write_text("")
-    monkeypatch.setattr(train.os, "execv", execv)
-    with pytest.raises(ReplacedError) as caught:
-        cli.main(f"{command} --total-steps 5 --launcher torchrun --workers 4 --plugin {plugin}".split())
-    [words] = caught.value.args
-    ours = words.index("groupwise")
-    launcher = "-P -m torch.distributed.run --standalone --nproc-per-node 4 --no-python"
-    assert words[1:ours] == [*launcher.split(), words[0], "-P", "-m"]
-    assert words[ours + 1 :] == f"{command} --total-steps 5 --plugin {plugin}".split()
 
 
 def test_ray_gets_what_it_keeps_for_workers_and_servers(capsys):

@@ -178,7 +178,6 @@ EVOLVE = f"evolve CartPole-v1 --run-dir runs --algorithm ppo --algorithm.num-ste
 PYTHONS = {
     "async": (0, f"train CartPole-v1 {SMALL} --env.vectorization async"),
     "seeds": (0, f"train CartPole-v1 {SMALL} --seeds 0"),
-    "torchrun": (0, f"train CartPole-v1 {SMALL} --launcher torchrun"),
     "evolve": (0, f"{EVOLVE} --population 2 --rounds 1 --round-steps 16 --episodes 1 --workers 1"),
     "serve": (2, f"serve model --python {sys.executable}"),  # which has no vLLM
 }

@@ -50,7 +50,6 @@ def stranger(trained, program, tmp_path):
 REFUSED = {
     "train": "train text.json --run-dir new",
     "seeds": "train text.json --run-dir new --seeds 0-1",
-    "torchrun": "train text.json --run-dir new --launcher torchrun",
     "evolve": "evolve text.json --run-dir new --population 2 --rounds 1 --round-steps 32 --search {search}",
     "resume": "resume run",
     "fork": "resume run --fork new --total-steps 128",

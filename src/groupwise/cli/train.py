@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from groupwise import plugins
 from groupwise import system as files
@@ -64,8 +64,8 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
 
     Options, with the defaults of this environment:
       --seeds 0-9                         or 0,3,5: one run per seed, in parallel
-      --launcher local                    or torchrun, ray: several processes (--workers 2; for Ray --cpus 1 --gpus 0,
-                                          with generation.python also --servers 1 --server-cpus 1 --server-gpus 0)
+      --launcher ray                      several processes (--workers 2 --cpus 1 --gpus 0; with generation.python also
+                                          --servers 1 --server-cpus 1 --server-gpus 0)
       --plugin FILE.py                    import your file first
       --allow-programs                    the file of settings may name programs to run (generation.python)
       --preset NAME                       credit and objective of a paper; see: groupwise list
@@ -74,8 +74,7 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
       --profile [3]                       record that many iterations with torch.profiler, into profile/ of the run folder
     """
     launch, words = parse_launch(parser, argv)
-    launcher = launch["launcher"]
-    if launcher != "local" and any(word.partition("=")[0] == "--seeds" for word in words):
+    if launch is not None and any(word.partition("=")[0] == "--seeds" for word in words):
         raise ConfigError("--seeds has processes of its own; fix: leave --launcher out")
     parser.add_argument("--seeds")
     parser.add_argument("--profile", type=count, nargs="?", const=3)
@@ -89,15 +88,12 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
             raise ConfigError("--profile is of a single run, got --seeds too; fix: one of them")
         return train_seeds(cfg, parse_seeds(options.seeds))
 
-    if launcher != "local":
+    if launch is not None:
         if cfg.run_dir is None:
             raise ConfigError("several processes need one run folder; fix: --run-dir")
-        RunFolder.check_free(cfg.run_dir)
-    if launcher == "torchrun":
-        torchrun(["train", *words], launch)
-    if launcher == "ray":
         if options.profile is not None:
-            raise ConfigError("--profile is not for --launcher ray; fix: --launcher torchrun")
+            raise ConfigError("--profile is not for --launcher ray; fix: leave it out")
+        RunFolder.check_free(cfg.run_dir)
         from groupwise.integrations.ray import train_from_config_on_ray
 
         return print_run(train_from_config_on_ray(cfg, **on_ray(launch)), quiet=options.progress == "none")
@@ -118,7 +114,6 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     Examples:
       groupwise resume runs/<run>
       groupwise resume runs/<run> --total-steps 200000
-      groupwise resume runs/<run> --launcher torchrun --workers 2
       groupwise resume runs/<population of evolve>
       groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
     """
@@ -138,17 +133,13 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
         return _print_population(population, quiet=found["progress"] == "none")
 
     launch, words = parse_launch(parser, argv)
-    if launch["launcher"] != "local" and any(word.partition("=")[0] == "--fork" for word in words):
-        raise ConfigError("--fork is of one process; fix: make a copy without --launcher, then resume that")
-    if launch["launcher"] == "torchrun":
-        torchrun(["resume", *words], launch)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
-    if launch["launcher"] == "ray":
+    if launch is not None:
         options, more = parser.parse_known_args(words)
         if more:
             got = " ".join(more)
-            raise ConfigError(f"--launcher ray takes the run folder alone, got {got!r}; fix: --launcher torchrun")
+            raise ConfigError(f"--launcher ray takes the run folder alone, got {got!r}; fix: leave it out")
         from groupwise.integrations.ray import resume_on_ray
 
         _set_output(options.progress)
@@ -238,41 +229,30 @@ def print_run(run: Any, quiet: bool = False) -> int:
     return 0
 
 
-# --launcher: what starts the processes of a run
+# --launcher ray: the processes of a run on a cluster
 
 
-def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The launcher with its options, and the words that are left for the processes that it starts."""
+def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, float] | None, list[str]]:
+    """What Ray keeps for the run, None without Ray; and the other words."""
     own = Parser(prog=parser.prog, add_help=False)
-    own.add_argument("--launcher", choices=("local", "torchrun", "ray"), default="local")
-    for name in ("--workers", "--servers"):
-        own.add_argument(name, type=count)
-    for name, kind in {"--cpus": float, "--gpus": int, "--server-cpus": float, "--server-gpus": int}.items():
-        own.add_argument(name, type=kind)
+    own.add_argument("--launcher", choices=("local", "ray"), default="local")
+    kinds = {"workers": count, "cpus": float, "gpus": int, "servers": count, "server-cpus": float, "server-gpus": int}
+    for name, kind in kinds.items():
+        own.add_argument(f"--{name}", type=kind)
     parser.flags += own.flags
     options, rest = own.parse_known_args(argv)
     launch = {name: value for name, value in vars(options).items() if value is not None}
+    on_cluster = launch.pop("launcher") == "ray"
     for name, value in launch.items():
         flag = f"--{name.replace('_', '-')}"
-        if name != "launcher" and not 0 <= value < math.inf:
-            raise ConfigError(f"{flag} {value:g}: expected a number of at least 0")
-        if name not in ("launcher", "workers") and launch["launcher"] != "ray":
+        if not on_cluster:
             raise ConfigError(f"{flag} is for --launcher ray; fix: leave it out")
-    if "workers" in launch and launch["launcher"] == "local":
-        raise ConfigError("--workers is for several processes; fix: --launcher torchrun, or ray")
-    return launch, rest
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{flag} {value:g}: expected a number of at least 0")
+    return launch if on_cluster else None, rest
 
 
-def torchrun(words: Sequence[str], launch: dict[str, Any]) -> NoReturn:
-    """Run a command in several processes of this machine, in place of this one: signals reach them."""
-    number = str(launch.get("workers", 2))
-    python = [sys.executable, "-P"]  # otherwise they would import modules from the working folder
-    launcher = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number, "--no-python"]
-    with_plugins = [*words, *shlex.split(plugins.options(plugins.loaded()))]
-    os.execv(sys.executable, [*launcher, *python, "-m", "groupwise", *with_plugins])  # noqa: S606
-
-
-def on_ray(launch: dict[str, Any]) -> dict[str, Any]:
+def on_ray(launch: dict[str, float]) -> dict[str, Any]:
     """The workers and servers of Ray; says how to follow them."""
     from groupwise.integrations.ray import Servers, Workers
 

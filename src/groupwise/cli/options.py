@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import shlex
 import shutil
 import textwrap
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
@@ -22,7 +21,6 @@ from groupwise import plugins
 from groupwise import system as files
 from groupwise.config import load as presets
 from groupwise.config import load_config, resolve
-from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import OTHER_NAMES, Cfg, Choice, meant
 from groupwise.config.load import SUFFIXES, Tree
 from groupwise.config.run import EnvCfg, RunCfg, TextRunCfg, TextTaskCfg
@@ -168,8 +166,8 @@ def parse_options(
     """
     asked, words = _HELP.intersection(argv), [word for word in argv if word not in _HELP]
     words = words or ["CartPole-v1"] * len(asked)
-    if (right := _in_order(words)) != words:
-        fix = f"{parser.prog} {shlex.join(right)}"
+    if not words or words[0].startswith("-"):
+        fix = f"{parser.prog} CartPole-v1 --seed 3"
         raise ConfigError(f"expected an environment id or a file of settings first, then options; fix: {fix}")
     target, *words = words
     given: dict[str, list[str]] = {}  # words after each option, by its path
@@ -180,7 +178,7 @@ def parse_options(
             values = given[outer + dot + last.removeprefix("no_")] = ["false"] if last.startswith("no_") else []
             values += [value] if equals else []
         elif not given:
-            raise ConfigError(f"{word!r} belongs to no option; fix: leave it out, or name its option (see --help)")
+            raise ConfigError(f"{word!r} belongs to no option; fix: name its option, as in --algorithm ppo (see --help)")
         else:
             values.append(word)
     if "model" in given:
@@ -195,21 +193,6 @@ def parse_options(
     if unknown := [path for path in given if path not in known]:
         raise unknown_option(unknown[0], [*known, *parser.flags, *(() if only else ("preset",))], "--help-all")
     return _resolve(target, preset, _tree(options, given), allow_programs=allow_programs)
-
-
-def _in_order(words: Sequence[str]) -> list[str]:
-    """The words with the target first, and ``--algorithm`` or ``--preset`` before a bare name of one."""
-    found = [part for word in words for part in (word.split("=", 1) if word.startswith("--env=") else [word])]
-    flags = dict.fromkeys(presets.objective_presets(), "--preset") | dict.fromkeys(AlgorithmCfg.known, "--algorithm")
-    if found and not found[0].startswith("-") and found[0] not in flags:
-        target = found.pop(0)
-    elif "--env" in found[:-1]:
-        del found[place := found.index("--env")]
-        target = found.pop(place)
-    else:
-        target = next((word for word in found if re.search(r"-v\d+$", word)), "CartPole-v1")
-        found = [word for word in found if word != target]
-    return [target, *(flags[word] for word in found[:1] if word in flags), *found]
 
 
 def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCfg:

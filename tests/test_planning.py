@@ -333,13 +333,3 @@ def test_parts_may_go_to_the_host(llama, engine, options):
 
 def test_nothing_helps_where_the_weights_alone_are_too_large(llama):
     assert fixes(planned(settings(llama), gpu=1.0)) == {}
-
-
-def test_a_server_must_hold_the_model(llama):
-    cfg = settings(llama, generation={"name": "server"})
-    assert planned(settings(llama)).server_rows is None
-    rows = planned(cfg, gpu=(4 * ALL + 2.5 * 16 * 64 * 4) / USABLE).server_rows  # the weights, and 2 rows of 16 tokens
-    assert rows == 2
-    small = planned(cfg, gpu=2 * ALL)
-    assert small.server_rows == 0
-    assert not small.fits

@@ -24,7 +24,7 @@ from groupwise.text.vocabulary import CHUNK_ELEMENTS
 GPUS = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9, "l40s": 48e9, "rtx4090": 24e9}
 """Bytes by the name that ``groupwise plan --gpu`` takes."""
 USABLE = 0.9
-"""Share of the memory that tensors may take, as CUDA and gaps between tensors need some; also what vLLM takes by default."""
+"""Share of the memory that tensors may take, as CUDA and gaps between tensors need some."""
 _QUANTIZED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}
 """Bytes of a weight. nf4 has a number in float32 for each block of 64."""
 _PROBE = 16
@@ -120,22 +120,13 @@ class Plan(NamedTuple):
         return USABLE * self.gpu
 
     @property
-    def server_rows(self) -> int | None:
-        """Completions whose cache fits on one server; 0 if the weights do not. None: the run has no servers."""
-        if self.cfg.generation.name == "native":
-            return None
-        element = 4 if self.cfg.model.precision == "float32" else 2
-        numbers = self.room / element - self.parameters["all"]
-        return max(math.floor(numbers / (self.sizes.kv_width * self.row)), 0)
-
-    @property
     def fits(self) -> bool:
-        """Whether there is room for the peak, and on a server for the model."""
-        return self.peak <= self.room and self.server_rows != 0
+        """Whether there is room for the peak."""
+        return self.peak <= self.room
 
 
 def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
-    """The plan of a run with one process on each of ``gpus``. Servers, if any, have a further GPU each.
+    """The plan of a run with one process on each of ``gpus``. Servers, if any, have GPUs of their own.
 
     Args:
         gpu: bytes of one.

@@ -259,7 +259,7 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
         memory = {name: getattr(plan, name) for name in ("kept", "passing", "host", "peak", "room")}
         tokens = {name: getattr(plan, name) for name in ("prompt", "completion", "row")}
         found = {"fits": plan.fits, "gpus": plan.ranks, "parameters": plan.parameters, "memory_bytes": memory}
-        found |= {"completions": plan.rows, "tokens": tokens, "server_rows": plan.server_rows, "fixes": changes}
+        found |= {"completions": plan.rows, "tokens": tokens, "fixes": changes}
         print(json.dumps(found))
     else:
         assumed = "" if options.prompt_tokens or cfg.task.max_prompt_tokens else " (assumed; --prompt-tokens)"
@@ -290,11 +290,6 @@ def _plan_lines(plan: Any, gpu: str, assumed: str, changes: dict[str, float]) ->
         yield f"\n{'Memory of the host, for each GPU':<{_LABEL}}{'GB':>8}"
         yield from (_row(_KEPT[name].format(**words), size) for name, size in plan.host.items())
     yield ""
-    if plan.server_rows is not None:
-        servers = len(plan.cfg.generation.urls)
-        room = f"{plan.server_rows:,} completions at once"
-        room = room if plan.server_rows else "no room for the model; fix: GPUs with more memory"
-        yield f"{servers} server{'s' if servers > 1 else ''}, each on a further GPU of this kind: {room}."
     if not plan.fits:
         yield f"It does not fit. fix: {'one of' if changes else 'GPUs with more memory, or a smaller model'}"
         yield from (_row(options, peak, "GB at the peak") for options, peak in changes.items())

@@ -17,7 +17,7 @@ from groupwise.config.evolution import Choices, EvolutionCfg, LaunchCfg, RangeCf
 from groupwise.config.run import CommonCfg, RunCfg, TextRunCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, DivergedError, RunFolderError, nearest
-from groupwise.report.folder import LOCK, WANDB, Count, RunFolder
+from groupwise.report.folder import LOCK, WANDB, Count, RunFolder, read_lines
 from groupwise.run import MAX_ERROR, evaluate, resume, train_from_config
 from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import is_fixed
@@ -470,19 +470,5 @@ def play(task: Round, given: UserObjects) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """A member's finished rounds; an incomplete last line is left out, another damaged line is a ``RunFolderError``."""
-    if not path.exists():
-        return []
-    results: list[dict[str, Any]] = []
-    try:
-        for line in files.read(path, files.MAX_SETTINGS).splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                result = files.parse_json(line)
-                _Result.model_validate(result)
-                results.append(result)
-    except (OSError, ValueError) as error:
-        why = explain(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
-        raise RunFolderError(
-            f"{path}, line {len(results) + 1} is damaged: {why:.200}; fix: delete that line, and its round is evaluated again"
-        ) from error
-    return results
+    """A member's finished rounds; errors of ``read_lines``."""
+    return read_lines(path, _Result, files.MAX_SETTINGS, "delete that line, and its round is evaluated again")

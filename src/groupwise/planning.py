@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from groupwise.config.algorithm import AdamCfg
-from groupwise.config.load import ADAPTER_CONFIG
-from groupwise.config.policy import LoRACfg, ModelCfg
-from groupwise.config.run import ServerGenerationCfg, TextRunCfg
+from groupwise.config.load import ADAPTER_CONFIG, merge
+from groupwise.config.policy import ModelCfg
+from groupwise.config.run import TextRunCfg
 from groupwise.errors import ConfigError
 from groupwise.text.load import failures, find_model, with_adapters
 from groupwise.text.policy import decoder_layers
@@ -178,32 +178,20 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
 
 
 def fixes(plan: Plan) -> dict[str, float]:
-    """Options with which the run fits, and the peak that is left; each changes one setting. Empty: none is enough alone."""
-    cfg, ranks = plan.cfg, plan.ranks
-    changes: list[tuple[bool, str, str, dict[str, Any]]] = [  # whether it is one, option, part of the settings, its values
-        (
-            cfg.algorithm.micro_batch_size != plan.row,
-            f"--algorithm.micro-batch-size {plan.row}", "algorithm", {"micro_batch_size": plan.row},
-        ),
-        (cfg.model.precision == "float32", "--model.precision bfloat16", "model", {"precision": "bfloat16"}),
-        (not cfg.model.gradient_checkpointing, "--model.gradient-checkpointing", "model", {"gradient_checkpointing": True}),
-        (ranks > 1 and cfg.engine != "fsdp" and cfg.model.quantization == "none", "--engine fsdp", "", {"engine": "fsdp"}),
-        (
-            cfg.generation.name == "native" and not cfg.sampling.has_filters,
-            "--generation server", "", {"generation": ServerGenerationCfg()},
-        ),
-        (ranks > 1 and cfg.engine == "fsdp" and not cfg.cpu_offload, "--cpu-offload", "", {"cpu_offload": True}),
-        (
-            ranks > 1 and cfg.engine != "fsdp" and cfg.model.quantization == "none",
-            "--engine fsdp --cpu-offload", "", {"engine": "fsdp", "cpu_offload": True},
-        ),
-        (cfg.model.lora is None, "--model.lora.r 16", "model", {"lora": LoRACfg()}),
-    ]  # fmt: skip
-    found: dict[str, float] = {}
-    for applies, option, part, values in changes:
-        if applies:
-            update = {part: getattr(cfg, part).model_copy(update=values)} if part else values
-            other = plan_run(cfg.model_copy(update=update), ranks, plan.gpu, plan.prompt)
+    """Options with which the run fits, and the peak that is left; each by itself. Empty: none is enough alone."""
+    options: dict[str, dict[str, Any]] = {
+        f"--algorithm.micro-batch-size {plan.row}": {"algorithm": {"micro_batch_size": plan.row}},
+        "--model.precision bfloat16": {"model": {"precision": "bfloat16"}},
+        "--model.gradient-checkpointing": {"model": {"gradient_checkpointing": True}},
+        "--engine fsdp": {"engine": "fsdp"},
+        "--generation server": {"generation": "server"},
+        "--engine fsdp --cpu-offload": {"engine": "fsdp", "cpu_offload": True},
+        "--model.lora.r 16": {"model": {"lora": {"r": 16}}},
+    }
+    settings, found = plan.cfg.model_dump(), dict[str, float]()
+    for option, changed in options.items():
+        with suppress(ConfigError):  # it does not go with the other settings
+            other = plan_run(TextRunCfg(**merge(settings, changed)), plan.ranks, plan.gpu, plan.prompt)
             found |= {option: other.peak} if other.fits else {}
     return found
 

@@ -28,17 +28,6 @@ def test_the_plan_is_a_table(run_file, capsys):
     assert all(word in out for word in shown)
 
 
-def test_the_plan_as_json(run_file, capsys):
-    assert cli.main(["plan", run_file, "--json", "--gpus", "2", "--prompt-tokens", "50"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"]
-    assert found["tokens"] == {"prompt": 50, "completion": 100, "row": 150}
-    assert found["parameters"] == {"all": 18_080, "trained": 18_080}
-    memory = found["memory_bytes"]
-    assert memory["peak"] == sum(memory["kept"].values()) + max(sum(p.values()) for p in memory["passing"].values())
-    assert found["fixes"] == {}
-
-
 def test_what_does_not_fit_ends_in_1_with_a_fix(run_file, capsys):
     assert cli.main(["plan", run_file, "--gpu", "rtx4090", "--num-prompts", "100000"]) == 1
     out = capsys.readouterr().out

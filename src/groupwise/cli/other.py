@@ -230,7 +230,7 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     Examples:
       groupwise plan text.json --gpus 8 --gpu h100
       groupwise plan text.json --gpus 8 --gpu h100 --engine fsdp --model.precision bfloat16
-      groupwise plan text.json --gpu l40s --model.lora.r 16 --json
+      groupwise plan text.json --gpu l40s --model.lora.r 16
 
     Further options are those of train: groupwise train FILE --help
     """
@@ -240,7 +240,6 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     parser.add_argument("--gpu", default="h100", help="h100 (the default), a100, h200, b200, l40s or rtx4090")
     prompt = "tokens of a prompt (default: task.max_prompt_tokens, or 256)"
     parser.add_argument("--prompt-tokens", type=count, help=prompt)
-    parser.add_argument("--json", action="store_true", help="print everything as JSON, in bytes")
     options, rest = parser.parse_known_args(argv)
     if not rest:
         raise ConfigError("expected a file of settings first, as in: groupwise plan text.json --gpus 8 --gpu h100")
@@ -254,17 +253,9 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
         raise UnknownNameError("GPU", options.gpu, GPUS)
     tokens_of_prompt = options.prompt_tokens or cfg.task.max_prompt_tokens or 256
     plan = plan_run(cfg, options.gpus, GPUS[options.gpu], tokens_of_prompt)
-    changes = {} if plan.fits else fixes(plan)
-    if options.json:
-        memory = {name: getattr(plan, name) for name in ("kept", "passing", "host", "peak", "room")}
-        tokens = {name: getattr(plan, name) for name in ("prompt", "completion", "row")}
-        found = {"fits": plan.fits, "gpus": plan.ranks, "parameters": plan.parameters, "memory_bytes": memory}
-        found |= {"completions": plan.rows, "tokens": tokens, "fixes": changes}
-        print(json.dumps(found))
-    else:
-        assumed = "" if options.prompt_tokens or cfg.task.max_prompt_tokens else " (assumed; --prompt-tokens)"
-        gpu = f"{options.gpus} x {options.gpu} ({plan.gpu / 1e9:g} GB)"
-        show(*_plan_lines(plan, gpu, assumed, changes))
+    assumed = "" if options.prompt_tokens or cfg.task.max_prompt_tokens else " (assumed; --prompt-tokens)"
+    gpu = f"{options.gpus} x {options.gpu} ({plan.gpu / 1e9:g} GB)"
+    show(*_plan_lines(plan, gpu, assumed, {} if plan.fits else fixes(plan)))
     return int(not plan.fits)
 
 

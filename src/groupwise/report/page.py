@@ -479,21 +479,13 @@ def _without_none(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _commands(folder: RunFolder, provenance: Mapping[str, Any]) -> dict[str, str]:
     """How the run was made, and how to make it again."""
-    given, resumed, own = provenance["given_in_python"], provenance["resumed"], plugins.options(provenance["plugins"])
-    budgets = [one["before"] for one in resumed[:1]] + [one["after"] for one in resumed]
+    given, found = provenance["given_in_python"], {"made by": str(provenance.get("command") or "")}
     if given:
-        calls = [", ".join([f"gw.train(..., seed={folder.read_config()['seed']}", *budgets[:1]]) + ")"]
-        calls += [f"gw.resume(run.path, {'=..., '.join([*given, total])})" for total in budgets[1:]]
-        again = f"in Python, where {' and '.join(given)} came from: {', then '.join(calls)}"
+        again = f"in Python, where {' and '.join(given)} came from: gw.train(..., seed={folder.read_config()['seed']})"
     else:
-        copy, flags = f"{folder.shown}-again", [f"--{total.replace('_', '-')}" for total in budgets]
-        words = [["train", folder.config, *flags[:1], *["--run-dir", copy][: 2 * len(flags)]]]
-        words += [["resume", copy, flag] for flag in flags[1:]]
-        again = " && ".join(f"{plugins.program()} {shlex.join(map(str, some))}{own}" for some in words)
-    cut = [f", interrupted at step {one['step']}" for one in resumed if one["cut"]]
-    found = {"made by": str(provenance.get("command") or "")}
-    if not provenance["forked_from"]:
-        found[f"repeat{''.join(cut)}"] = again
+        again = f"{plugins.program()} train {shlex.quote(str(folder.config))}{plugins.options(provenance['plugins'])}"
+    if not provenance["forked_from"] and not provenance["resumed"]:  # otherwise the sentences on these tell
+        found["repeat"] = again
     if folder.read_summary().get("stopped") not in BUDGETS:
         found["continue"] = plugins.resume_command(folder.shown, given, provenance["plugins"])
     return _without_none(found)

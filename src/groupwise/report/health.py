@@ -297,7 +297,7 @@ def examine_groups(
     """The findings on kept groups.
 
     Args:
-        files: columns as ``read_groups`` gives them, the latest last.
+        files: columns as ``read_groups`` gives them.
         last: the last entry of the metrics, which names the rewards.
     """
     found: list[Finding] = []
@@ -331,9 +331,4 @@ def examine_groups(
         text = f"Ranges of the weighted rewards: {', '.join(f'{name} {span:.3g}' for name, span in spans.items())}."
         advice = f"{widest} dominates, {drowned} hardly counts: other weights in task.rewards, or rewards of one scale."
         add("Sizes of rewards", text, bool(drowned), advice)
-    if values := sorted(ratio for columns in files[-1:] for ratio in columns["ratio"] if ratio is not None):
-        far, edge = sum(not 0.5 <= value <= 2 for value in values) / len(values), len(values) // 20
-        text = f"90 % of the ratios are from {values[edge]:.3f} to {values[-1 - edge]:.3f}; {100 * far:.1f} % outside of 0.5 to 2."
-        advice = "Single actions moved far: lower learning_rate, or fewer num_epochs."
-        add("Ratios after the update", text, far > 0.05, advice)
     return found

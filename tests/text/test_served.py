@@ -165,8 +165,11 @@ def test_answers_in_another_format_are_refused(model, double, tmp_path):
             generate(**TASK, sampling=SAMPLING["plain"])
 
 
-def groups_seeded_by_their_first(policy, prompts, seeds, *args, **how):
-    return complete(policy, prompts, seeds[:, :1] + torch.arange(seeds.shape[1]), *args, **how)
+def groups_seeded_by_their_first(policy, prompts, seeds, *args, pasts=None, **how):
+    """A request of servers begins a group; later turns are requests of single members."""
+    if not any(past is not None for past in pasts or ()):
+        seeds = seeds[:, :1] + torch.arange(seeds.shape[1])
+    return complete(policy, prompts, seeds, *args, pasts=pasts, **how)
 
 
 TURNS = {"tool": Count(), "max_turns": 3}
@@ -193,6 +196,38 @@ def test_a_run_on_a_server_is_the_native_run(model, double, tmp_path, monkeypatc
         assert one == pytest.approx(other, abs=1e-4)
     for name, value in weights(theirs).items():
         torch.testing.assert_close(weights(run)[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_no_member_waits_for_the_turns_of_another(model, double, tmp_path):
+    """The first member ends its first turn when the other has played all three of its own."""
+    begun, over = threading.Event(), threading.Event()
+
+    class Waits(gw.TextEnv):
+        def reset(self, *, seed=None, options=None):
+            self.left = 3
+            return "12", {}
+
+        def step(self, text):
+            self.left -= 1
+            if text != "check" and not begun.is_set():
+                begun.set()
+                assert over.wait(20), "the other member waits for this one"
+            elif text != "check" and not self.left:
+                over.set()
+            return "3", float(len(text)), not self.left, False, {}
+
+        def sample_action(self, rng):
+            return "check"
+
+    task = gw.TextTask(env=Waits, start_mode="none", max_turns=3, env_threads=2, data_size=2)
+    few = {"num_prompts": 1, "total_steps": None, "total_iterations": 1, "evaluation": {"interval": 1000, "prompts": 1}}
+    stops = {"max_new_tokens": 4, "stop": list("0123456789")}
+    cfg = gw.GRPOCfg(group_size=2, learning_rate=1e-3)
+    run = train(task, model, tmp_path / "run", cfg, generation=settings(double), sampling=stops, **few)
+    assert over.is_set()
+    [entry] = run.metrics()
+    assert entry["rollout/turns_mean"] == 3
+    assert entry["rollout/sampler_kl"] < 1e-8
 
 
 def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp_path):

@@ -426,6 +426,33 @@ def test_rows_choose_their_environment():
     envs.close()
 
 
+def test_an_environment_that_earns_nothing_needs_a_reward():
+    class Silent:
+        def reset(self, **row):
+            return "Say something."
+
+    with pytest.raises(ConfigError, match="there is no reward; fix: reward=my_function"):
+        gw.TextTask(env=Silent).rewards()
+    assert gw.TextTask(env=Wordle).rewards().names == ("environment",)
+
+
+def test_an_environment_that_needs_arguments_is_told_how_to_give_them():
+    class Sized(gw.TextEnv):
+        def __init__(self, size):
+            raise AssertionError(size)
+
+        def reset(self, **_):
+            raise AssertionError
+
+        step = reset
+
+    task = gw.TextTask(env=Sized)
+    with pytest.raises(
+        ConfigError, match=r"Sized: missing a required argument: 'size'; fix: env=lambda: Sized\(\.\.\.\)"
+    ):
+        make_text_env(task.cfg, task.given["env"])()
+
+
 @pytest.mark.parametrize("rows", [[{"environment": "chess"}], [{"level": 2}], ""])
 def test_a_row_of_no_environment_is_refused_before_training(rows):
     task = gw.TextTask(rows, env={"wordle": Wordle, "guess": Guess})

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -371,8 +372,15 @@ def open_group(
     return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
 
 
-def write(transcripts: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue) -> None:
-    """Generate every transcript to its end; members of a group share the encoding of their prompt."""
+def write(
+    transcripts: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue, at_once: int = 1
+) -> None:
+    """Generate every transcript to its end; members of a group share the encoding of their prompt.
+
+    Args:
+        at_once: after the generation of their first turn, as many go on by themselves if their environments play in threads, so that
+            none waits for another.
+    """
     running, pasts = list(transcripts), dict[int, Past | None]()
     has_turns = dialogue.envs is not None
     keeps_cache = has_turns and dialogue.encoder.cfg.keep_cache
@@ -396,6 +404,16 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
                 member.add_turn(completion, text)
                 pasts[id(member)] = completion.past
         if not has_turns:
+            return
+        if dialogue.envs is not None and dialogue.envs.threads > 1 and min(at_once, len(running)) > 1:
+
+            def go_on(member: Transcript) -> None:
+                more = dialogue.answer([member], sampling.max_new_tokens)
+                write(more, partial(generate, first=member.group), sampling, dialogue)
+
+            with ThreadPoolExecutor(min(at_once, len(running))) as pool:
+                for _ in pool.map(go_on, running):
+                    pass
             return
         running = dialogue.answer(running, sampling.max_new_tokens)
         pasts = {id(member): pasts[id(member)] for member in running}
@@ -538,6 +556,9 @@ class TextCollector(Collector):
     Prompts and completions depend on the seed and the position in the data alone. Each rank takes prompts of its own.
     """
 
+    at_once = 1
+    """Episodes that go on by themselves. 1: all take their turns together, in batches that are the same each time."""
+
     def __init__(
         self,
         policy: CausalLM,
@@ -636,7 +657,7 @@ class TextCollector(Collector):
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated; ``first`` groups of this rollout precede them."""
         groups = self._open(count, first)
-        write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue)
+        write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue, self.at_once)
         return groups
 
     def _open(self, count: int, first: int = 0, ahead: int = 0) -> list[list[Transcript]]:

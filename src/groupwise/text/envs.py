@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from threading import Lock
+from threading import Lock, Semaphore
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -354,6 +354,7 @@ class TextEnvs:
         """Instances that wait for an episode, by the name of the environment."""
         self._playing: list[TextEnv] = []
         self._changing = Lock()  # several rollouts may be written at the same time
+        self._room = Semaphore(self.threads)
 
     def others(self) -> "TextEnvs":
         """The same with other instances."""
@@ -416,7 +417,8 @@ class TextEnvs:
 
     def play(self, episode: TextEpisode, text: str) -> Sequence[Message]:
         """Play a turn; the messages that the model reads next, none where the environment failed."""
-        messages: Sequence[Message] = self._guarded(episode, partial(episode.step, text))
+        with self._room:
+            messages: Sequence[Message] = self._guarded(episode, partial(episode.step, text))
         return messages
 
     def finish(self, episode: TextEpisode, ending: Ending) -> None:

@@ -616,7 +616,7 @@ class TextTask:
             )
         given = iter(functions)
         made = [make_reward(cfg, next(given) if cfg.name == GIVEN else None) for cfg in cfgs]
-        if self.cfg.env is not None and not (made and self._rewards_nothing()):
+        if self.cfg.env is not None and not self._rewards_nothing():
             made.insert(0, make_reward(RewardCfg(name=GIVEN), environment))
         return RewardSet(made, on_nonfinite, self.cfg.reward_timeout)
 

@@ -360,6 +360,12 @@ def make_text_env(
     }
 
     def whole(make: Callable[[], Any]) -> TextEnv:
+        if inspect.isclass(make):
+            try:
+                inspect.signature(make).bind()
+            except TypeError as error:
+                name = make.__name__
+                raise ConfigError(f"the environment {name}: {error}; fix: env=lambda: {name}(...)") from None
         one = make()
         if not isinstance(one, TextEnv):
             return ToolEnv(one, **settings)

@@ -265,7 +265,7 @@ class VLAPolicy(Policy):
         num_tokens = self.low.numel()
         self.num_units = {"token": num_tokens, "action": self.num_actions, "chunk": 1}[cfg.unit]
         self.action_spec = TensorSpec((self.num_actions, self.num_dims), torch.int64)
-        self.distribution = Categorical(cfg.bins)
+        self.distribution = Categorical(np.array(cfg.bins), np.array(0))
         proprio = parts["proprio"].shape[0]
         image = parts["image"].shape
         self.model = PretrainedModel(cfg.path, cfg.lora, proprio) if cfg.path else NewModel(image, proprio, cfg)

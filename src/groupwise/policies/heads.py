@@ -71,57 +71,10 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class Categorical(ActionHead):
-    """One of ``n`` choices; ``params`` are logits, -inf forbids a choice.
+    """Independent choices; ``params`` are their logits, one choice after another, and -inf forbids an option.
 
     Args:
-        start: the environment's number of the first choice.
-    """
-
-    def __init__(self, n: int, start: int = 0) -> None:
-        super().__init__()
-        self.num_params = self.num_outputs = n
-        self.start = start
-        self.action_spec = TensorSpec((), torch.int64)
-
-    def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
-        """Random indices by the Gumbel-max trick; a choice of probability 0 is never taken."""
-        return _sample_index(params, generator)
-
-    def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
-        """Index of the largest logit, the first one on a tie."""
-        return params.argmax(dim=-1)
-
-    def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
-        """Log-softmax at the action."""
-        return _pick(torch.log_softmax(params, dim=-1), action)
-
-    def entropy(self, params: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
-        """Entropy of the softmax, ``-sum p log p``."""
-        return _categorical_entropy(torch.log_softmax(params, dim=-1))
-
-    def score(self, params: Float[Tensor, "*batch P"], action: Tensor) -> tuple[Tensor, Tensor]:
-        """``log_prob`` and ``entropy`` from one softmax."""
-        log_probs = torch.log_softmax(params, dim=-1)
-        return _pick(log_probs, action), _categorical_entropy(log_probs)
-
-    def kl(self, params: Float[Tensor, "*batch P"], other: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
-        """Exact KL of the softmaxes."""
-        return categorical_kl(params, other)
-
-    def env_action(self, action: Tensor) -> Tensor:
-        """The environment's numbers: indices from ``start``."""
-        return action + self.start if self.start else action
-
-    def own_action(self, action: Tensor) -> Tensor:
-        """Indices from 0."""
-        return action.to(torch.int64) - self.start
-
-
-class MultiCategorical(ActionHead):
-    """Independent choices; ``params`` are their logits, one choice after another in the order of ``nvec.ravel()``.
-
-    Args:
-        nvec: options of each choice, of any shape; the action has that shape.
+        nvec: options of each choice, of any shape; the action has that shape: () for a single choice.
         start: the environment's number of each choice's first option, shaped like ``nvec``.
     """
 
@@ -130,40 +83,46 @@ class MultiCategorical(ActionHead):
         sizes = nvec.ravel()
         self.num_params = self.num_outputs = int(sizes.sum())
         self.action_spec = TensorSpec(tuple(nvec.shape), torch.int64)
-        # logits of all choices as one table [choice, option]; short rows point at a column of impossible options
+        # logits of several choices as one table [choice, option]; short rows point at a column of impossible options
         option = np.arange(sizes.max())
         table = np.where(option < sizes[:, None], (sizes.cumsum() - sizes)[:, None] + option, self.num_params)
-        self.register_buffer("table", torch.from_numpy(table), persistent=False)
-        self.register_buffer("start", torch.from_numpy(np.array(start, np.int64)), persistent=False)
-        self.table: Tensor
-        self.start: Tensor
+        self.table: Tensor | None
+        self.register_buffer("table", torch.from_numpy(table) if len(table) > 1 else None, persistent=False)
+        self.start: Tensor | None
+        first = torch.from_numpy(np.array(start, np.int64))
+        self.register_buffer("start", first if first.any() else None, persistent=False)
 
     def _logits(self, params: Tensor) -> Float[Tensor, "*batch choice option"]:
-        return pad(params, (0, 1), value=_LOWEST)[..., self.table]
+        return params.unsqueeze(-2) if self.table is None else pad(params, (0, 1), value=_LOWEST)[..., self.table]
 
-    def _flat(self, action: Tensor) -> Tensor:
-        return action.reshape(*action.shape[: action.dim() - len(self.action_spec.shape)], len(self.table))
+    def _pick(self, log_probs: Float[Tensor, "*batch choice option"], action: Tensor) -> Float[Tensor, "*batch"]:
+        return log_probs.gather(-1, action.reshape(*log_probs.shape[:-1], 1)).squeeze(-1).sum(dim=-1)
 
     def sample(self, params: Float[Tensor, "*batch P"], generator: torch.Generator | None = None) -> Tensor:
-        """Random indices, each choice by the Gumbel-max trick."""
-        return self._shaped(_sample_index(self._logits(params), generator))
+        """Random indices, each by the Gumbel-max trick; an option of probability 0 is never taken."""
+        logits = self._logits(params).detach()
+        # argmax of logit - log(-log u); u = 0 would be noise of -inf, as if the option were forbidden
+        uniform = torch.rand(logits.shape, generator=generator, dtype=logits.dtype, device=logits.device)
+        return self._shaped((logits - uniform.clamp_(min=_TINY).log_().neg_().log_()).argmax(dim=-1))
 
     def mode(self, params: Float[Tensor, "*batch P"]) -> Tensor:
-        """Index of each choice's largest logit."""
+        """Index of each choice's largest logit, the first one on a tie."""
         return self._shaped(self._logits(params).argmax(dim=-1))
 
     def log_prob(self, params: Float[Tensor, "*batch P"], action: Tensor) -> Float[Tensor, "*batch"]:
         """Log-softmax at the action, summed over choices."""
-        return _pick(torch.log_softmax(self._logits(params), dim=-1), self._flat(action)).sum(dim=-1)
+        return self._pick(torch.log_softmax(self._logits(params), dim=-1), action)
 
     def entropy(self, params: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
-        """Entropy of the softmaxes, summed over choices."""
-        return _categorical_entropy(torch.log_softmax(self._logits(params), dim=-1)).sum(dim=-1)
+        """Entropy of the softmaxes, ``-sum p log p``, summed over choices."""
+        return self.score(params, self.mode(params))[1]
 
     def score(self, params: Float[Tensor, "*batch P"], action: Tensor) -> tuple[Tensor, Tensor]:
         """``log_prob`` and ``entropy`` from one softmax."""
         log_probs = torch.log_softmax(self._logits(params), dim=-1)
-        return _pick(log_probs, self._flat(action)).sum(dim=-1), _categorical_entropy(log_probs).sum(dim=-1)
+        log_prob = self._pick(log_probs, action)
+        # a forbidden option has p log p = 0 * -inf, whose limit is 0
+        return log_prob, -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(dim=-1).sum(dim=-1)
 
     def kl(self, params: Float[Tensor, "*batch P"], other: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
         """Exact KL of the softmaxes, summed over choices."""
@@ -171,11 +130,12 @@ class MultiCategorical(ActionHead):
 
     def env_action(self, action: Tensor) -> Tensor:
         """The environment's numbers: indices from ``start``."""
-        return action + self.start
+        return action if self.start is None else action + self.start
 
     def own_action(self, action: Tensor) -> Tensor:
         """Indices from 0."""
-        return action.to(torch.int64) - self.start
+        own = action.to(torch.int64)
+        return own if self.start is None else own - self.start
 
 
 class Bernoulli(ActionHead):
@@ -207,22 +167,6 @@ class Bernoulli(ActionHead):
     def kl(self, params: Float[Tensor, "*batch P"], other: Float[Tensor, "*batch P"]) -> Float[Tensor, "*batch"]:
         """Exact KL of the coins."""
         return bernoulli_kl(params, other)
-
-
-def _sample_index(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    # argmax of logit - log(-log u); u = 0 would be noise of -inf, as if the choice were forbidden
-    uniform = torch.rand(logits.shape, generator=generator, dtype=logits.dtype, device=logits.device)
-    noise = uniform.clamp_(min=_TINY).log_().neg_().log_()
-    return (logits.detach() - noise).argmax(dim=-1)
-
-
-def _pick(log_probs: Tensor, index: Tensor) -> Tensor:
-    return log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-
-
-def _categorical_entropy(log_probs: Tensor) -> Tensor:
-    # a forbidden choice has p log p = 0 * -inf, whose limit is 0
-    return -(log_probs.exp() * log_probs.clamp(min=_LOWEST)).sum(dim=-1)
 
 
 # Continuous actions
@@ -434,10 +378,9 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
         ConfigError: ``squash_output=True`` on a Box that is not bounded everywhere.
     """
     kind = space_kind(action_space)
-    if kind == "discrete":
-        return Categorical(int(action_space.n), int(action_space.start))
-    if kind == "multi_discrete":
-        return MultiCategorical(action_space.nvec, action_space.start)
+    if kind in ("discrete", "multi_discrete"):
+        nvec = action_space.n if kind == "discrete" else action_space.nvec
+        return Categorical(np.array(nvec), np.array(action_space.start))
     if kind == "multi_binary":
         return Bernoulli(tuple(action_space.shape))
     if kind == "box" and action_space.dtype.kind == "f":

@@ -1,6 +1,5 @@
 """Inference servers: calls over HTTP, vLLM's API, servers as child processes, and servers placed by a launcher."""
 
-import io
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import islice
 from pathlib import Path
 from random import SystemRandom
@@ -57,33 +56,6 @@ class RefusedError(ServerError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-class _Incoming(io.RawIOBase):
-    """Bytes that a socket receives until a point in time; a time limit of the socket would hold for each byte.
-
-    Args:
-        until: of ``time.monotonic``.
-    """
-
-    def __init__(self, connection: socket.socket, until: float) -> None:
-        self._connection, self._until = connection, until
-        self._file = connection.makefile("rb", buffering=0)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Receive something, or raise a ``TimeoutError``."""
-        if (left := self._until - time.monotonic()) <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left)
-        return self._file.readinto(buffer)
-
-    def close(self) -> None:
-        """Close its part of the socket, too."""
-        self._file.close()
-        super().close()
 
 
 class HttpClient:
@@ -150,8 +122,7 @@ class HttpClient:
         """End the calls that run, and all later ones, by a ``ServerError``."""
         self._closed.set()
         for connection in tuple(self._running.values()):
-            with suppress(OSError):  # it has just ended
-                connection.shutdown(socket.SHUT_RDWR)
+            _shut(connection)
 
     def _follow(self, locate: Callable[[], str | None]) -> None:
         """Wait until the server is healthy; a ``LostWeightsError`` if its address has changed."""
@@ -173,19 +144,27 @@ class HttpClient:
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=min(self.timeout, SECONDS_TO_CONNECT))
         data = None if body is None else json.dumps(body).encode()
-        until = time.monotonic() + self.timeout
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            if (running := self._running.get(connection)) is not None:
+                _shut(running)
+
+        timer = threading.Timer(self.timeout, end)  # a time limit of the socket would hold for each byte
+        timer.daemon = True
+        timer.start()
         try:
             try:
                 connection.connect()
             except TimeoutError:
                 raise NoAnswerError(f"no connection in {connection.timeout:g} s") from None
-            connection.sock.settimeout(max(0.001, until - time.monotonic()))
+            connection.sock.settimeout(None)
             self._running[connection] = connection.sock
-            if self._closed.is_set():  # checked last: ``close`` may not have seen this call
-                raise NoAnswerError("the client was closed")
+            if self._closed.is_set() or is_late.is_set():  # checked last: neither may have seen this call
+                raise ConnectionError("the client was closed")
             connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
-            self._wait(connection.sock, until)
-            connection.response_class = lambda sock, **how: _response(sock, until, **how)  # type: ignore[assignment]
+            self._wait(connection.sock)
             response = connection.getresponse()
             text = bytearray()
             while part := response.read1(2**16):
@@ -193,23 +172,23 @@ class HttpClient:
                 if len(text) > limit:
                     raise ServerError(f"{self.url}{path}: an answer of more than {limit:,} bytes")
             if response.length:  # read1 does not say that the connection was cut
-                raise NoAnswerError(f"the connection was cut, {response.length} bytes before the end of the answer")
-        except TimeoutError:
-            raise NoAnswerError(f"it took longer than {self.timeout:g} s") from None
+                raise ConnectionError(f"cut {response.length} bytes before the end of the answer")
         except (OSError, HTTPException) as error:
-            raise NoAnswerError(f"{type(error).__name__}: {error}") from None
+            if not is_late.is_set():
+                raise NoAnswerError(f"{type(error).__name__}: {error}") from None
         finally:
+            timer.cancel()
             self._running.pop(connection, None)
             connection.close()
+        if is_late.is_set():
+            raise NoAnswerError(f"it took longer than {self.timeout:g} s")
         return self._read(path, response.status, response.getheader("Content-Type") or "", bytes(text))
 
-    def _wait(self, connection: socket.socket, until: float) -> None:
+    def _wait(self, connection: socket.socket) -> None:
         """Return when an answer begins. A dead server may hold a call open, so its health is checked while waiting."""
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
-            while not selector.select(min(_HEALTH_INTERVAL, max(0.0, until - time.monotonic()))):
-                if time.monotonic() >= until:
-                    raise TimeoutError
+            while not selector.select(_HEALTH_INTERVAL):
                 # with a shorter time limit, this call is such a check itself
                 if self.timeout > _HEALTH_INTERVAL and not is_healthy(self.url):
                     raise NoAnswerError("it gives no answer, and is not healthy")
@@ -228,12 +207,10 @@ class HttpClient:
             raise ServerError(f"{self.url}{path} answered no JSON: {text[:200]!r}") from None
 
 
-def _response(connection: socket.socket, until: float, **how: Any) -> HTTPResponse:
-    """A response that ends by a ``TimeoutError`` where it is not complete in time."""
-    response = HTTPResponse(connection, **how)
-    response.fp.close()
-    response.fp = io.BufferedReader(_Incoming(connection, until))
-    return response
+def _shut(connection: socket.socket) -> None:
+    """End what a thread sends and receives there."""
+    with suppress(OSError):  # it has just ended
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # of TLS, too, which stays readable to its end
 
 
 def is_healthy(url: str) -> bool:

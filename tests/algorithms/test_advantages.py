@@ -217,11 +217,6 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ({"baseline": "greedy", "scale": "population_std"}, "baseline='greedy' needs .*; got scale='population_std'"),
         ({"baseline": "ema", "scale": "none", "reward": "parts"}, "got reward='parts', fix: reward='total'"),
         ({"group_key": {"singleton": "zero"}}, "group_key: unknown key 'singleton'"),
-        ({"baseline": "optimal_token"}, "got group_key='group', fix: group_key='group_step'"),
-        (
-            {"baseline": "optimal_token", **by_step(finished_members="zero")},
-            "finished_members='zero', fix: group_key.finished_members='mask'",
-        ),
         ({"baseline": "none", "scale": "none"}, "normalize='none', fix: normalize='batch'"),
         ({"baseline": "none", "scale": "none", "normalize": "informative"}, "normalize='informative', fix"),
         ({"normalize": "episodes", "returns": "process"}, "one advantage for each episode; got returns='process'.*fix"),

@@ -118,32 +118,6 @@ def test_gdpo_normalises_each_part():
         credit(rollout(TWO), **preset("gdpo"))
 
 
-CHANCE = [[0.5, 0.5, 1.0], [1.5, 0.5]]
-
-
-@pytest.mark.parametrize("per_row", [1, 2])
-def test_optimal_token_baseline(per_row):
-    # weights .5 1 2 | 1.5 2; t0: (3 * .5 + 1 * 1.5) / 2 = 1.5; t1: (2 * 1 + 1 * 2) / 3 = 4/3; t2: nobody else
-    expected = [[1.5, 0.666667, 0.0], [-0.5, -0.333333]]
-    assert_advantages(rollout(TWO, per_row=per_row, variance=CHANCE), expected, name="optimal_token_baseline")
-    # where everything was certain, the mean
-    certain = rollout(TWO, variance=[[0.0] * 3, [0.0] * 2])
-    assert_advantages(certain, [[1.0, 0.5, 0.0], [-1.0, -0.5]], name="optimal_token_baseline")
-    # the longest takes its episode's advantage, 3 - 2, at t2
-    fallback = [[1.5, 0.666667, 1.0], [-0.5, -0.333333]]
-    batch = rollout(TWO, variance=CHANCE)
-    assert_advantages(batch, fallback, name="optimal_token_baseline", group_key=TURNS)
-    with pytest.raises(DataError, match="needs distributions"):
-        credit(rollout(TWO), **preset("optimal_token_baseline"))
-
-
-def test_chance_of_steps_that_do_not_count_is_not_seen():
-    batch = rollout(TWO, variance=CHANCE)
-    batch["loss_mask"][0, 0] = False
-    # t0: one member left; t1: weights .5 and 2: (2 * .5 + 1 * 2) / 2.5 = 1.2
-    assert_advantages(batch, [[0.0, 0.8, 0.0], [0.0, -0.2]], name="optimal_token_baseline")
-
-
 OBS = [[[7.0], [8.0], [9.0]], [[8.0], [5.0]]]
 
 

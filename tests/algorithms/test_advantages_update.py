@@ -11,7 +11,6 @@ from small_updates import OBS
 from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import CreditCfg, GRPOCfg
 from groupwise.config.policy import PolicyCfg
-from groupwise.errors import DataError
 from groupwise.policies.actor_critic import ActorCritic
 
 
@@ -123,34 +122,6 @@ def test_a_weight_ratio_is_1_where_credit_is_made(placement):
     assert torch.equal(*out)
 
 
-def test_the_optimal_token_baseline_reads_the_policys_probabilities():
-    choices = {"group_key": "group_step", "returns": "return_to_go", "scale": "none"}
-    algorithm = build(moved=0.5, credit=CreditCfg(baseline="optimal_token", **choices))
-    rollout = make_rollout(algorithm.policy)
-    advantage, _ = updated(algorithm, rollout)
-    firsts = [(row, span.start) for row, span in episodes(rollout)][:4]
-    to_go = [float(rollout["reward"][e].sum()) for e in episodes(rollout)][:4]
-    weights = []
-    for at in firsts:
-        logits = algorithm.policy.evaluate({k: rollout[k][at][None] for k in ("obs", "action")}).dist[0]
-        p, action = logits.softmax(-1).tolist(), int(rollout["action"][at])
-        weights.append(1 - 2 * p[action] + sum(x * x for x in p))
-    baseline = sum(w * r for w, r in zip(weights, to_go, strict=True)) / sum(weights)
-    assert abs(baseline - sum(to_go) / 4) > 1e-3
-    for at, r in zip(firsts, to_go, strict=True):
-        assert abs(float(advantage[at]) - (r - baseline)) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "space", [gym.spaces.Box(-1, 1, (2,)), gym.spaces.MultiDiscrete([2, 3]), gym.spaces.MultiBinary(2)]
-)
-def test_the_optimal_token_baseline_needs_one_discrete_choice(space):
-    choices = {"group_key": "group_step", "returns": "return_to_go"}
-    algorithm = build(space, credit=CreditCfg(baseline="optimal_token", **choices))
-    with pytest.raises(DataError, match="'optimal_token' needs distributions of one discrete action"):
-        algorithm.update(make_rollout(algorithm.policy))
-
-
 def test_the_moving_average_goes_on_where_it_was():
     cfg = {"credit": CreditCfg(baseline="ema", scale="none"), "learning_rate": 1e-2}
     one = build(**cfg)
@@ -190,10 +161,7 @@ def test_the_moving_average_starts_at_the_first_rollout_with_episodes():
     assert algorithm.advantage.min() < 0, "never the raw scores"
 
 
-OPTIMAL = {"baseline": "optimal_token", "group_key": "group_step", "returns": "return_to_go", "scale": "none"}
-
-
-@pytest.mark.parametrize("credit", [{"kl_placement": "reward"}, {"kl_placement": "advantage"}, OPTIMAL])
+@pytest.mark.parametrize("credit", [{"kl_placement": "reward"}, {"kl_placement": "advantage"}])
 @pytest.mark.parametrize("micro_batch_size", [None, 5])
 def test_the_policy_is_scored_once_for_credit_and_objective(monkeypatch, credit, micro_batch_size):
     ends, scored = [], []

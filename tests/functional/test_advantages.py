@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from groupwise.functional.advantages import (
     baseline_relative,
-    choice_variance,
     finished_count,
     group_relative,
     kl_shaping,
@@ -275,26 +274,6 @@ def test_the_average_of_equal_scores_is_exactly_that_score(value, size):
     average = next_average(None, score, score == score, 0.95)
     assert average == score[0]
     assert next_average(average, score, score == score, 0.95) == score[0]
-
-
-def test_choice_variance_by_hand():
-    # probabilities .5 .25 .25: 1 - 2 * .5 + .375, and 1 - 2 * .25 + .375
-    logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(2, 3)
-    torch.testing.assert_close(choice_variance(logits, torch.tensor([0, 1])), torch.tensor([0.375, 0.875]))
-
-
-def test_choice_variance_is_the_square_of_the_score_function():
-    torch.manual_seed(0)
-    logits, action = torch.randn(5, 4, requires_grad=True), torch.tensor([0, 3, 1, 1, 2])
-    logits.log_softmax(-1).gather(1, action[:, None]).sum().backward()
-    torch.testing.assert_close(choice_variance(logits.detach(), action), logits.grad.square().sum(-1))
-
-
-def test_a_certain_choice_has_no_variance_and_none_that_is_negative():
-    logits = torch.tensor([[40.0, -40.0], [12.0, -12.0]])
-    out = choice_variance(logits, torch.tensor([0, 0]))
-    assert out[0] == 0.0
-    assert (out >= 0).all()
 
 
 def test_kl_shaping_by_hand():

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.functional.advantages import discounted_sum, episode_return, gae, return_to_go, running_sum
+from groupwise.functional.advantages import discounted_sum, episode_return, gae, return_to_go
 
 NAN = float("nan")
 SEEDS = st.integers(0, 2**31 - 1)
@@ -119,10 +119,3 @@ def test_episode_return_by_hand():
     reward = torch.tensor([[1.0, 2.0, 4.0, 8.0], [16.0, float("nan"), 0.0, 0.0]])
     episode_id = torch.tensor([[0, 0, -1, 1], [1, -1, -1, -1]])
     assert episode_return(reward, episode_id, 3).tolist() == [3.0, 24.0, 0.0]
-
-
-def test_running_sum_starts_anew_with_each_episode():
-    # episode 3: 1, 1 + 2; a dead slot; episode 0: 8, 8 + 16
-    x = torch.tensor([[1.0, 2.0, float("nan"), 8.0, 16.0]])
-    out = running_sum(x, torch.tensor([[3, 3, -1, 0, 0]]))[0].tolist()
-    assert out[:2] + out[3:] == [1.0, 3.0, 8.0, 24.0]

@@ -36,7 +36,6 @@ CALLS = {
     advantages.discounted_sum: ((X, Y), {}),
     advantages.return_to_go: ((X, MASK, 0.9), {}),
     advantages.episode_return: ((X, IDS, 4), {}),
-    advantages.running_sum: ((X, IDS), {}),
     advantages.gae: ((X, Y, Z, MASK, OFF), {"gamma": 0.9, "gae_lambda": 0.9}),
     advantages.group_relative: (
         (X, IDS, 4),
@@ -44,7 +43,6 @@ CALLS = {
     ),
     advantages.baseline_relative: ((X, Y), {"scale": "batch_std", "member": MASK}),
     advantages.next_average: ((PER_KEY[0], X, MASK, 0.9), {}),
-    advantages.choice_variance: ((X, STEP[:, 0]), {}),
     advantages.kl_shaping: ((X, IDS, 4, MASK), {}),
     advantages.finished_count: ((IDS, STEP, MASK, 4, 6), {}),
     reduce.kth_largest: ((X, COUNT, MASK), {}),

@@ -55,8 +55,6 @@ UPDATES = {
     "micro-batches": {"micro_batch_size": 10},
     "adaptive entropy": {"ent_coef": 0.01, "adaptive_entropy": {"target": 0.8, "step": 0.05}},
     "recomputed": {"objective": {"old_log_prob": "recomputed"}},
-    "optimal_token": compared("optimal_token"),
-    "optimal_token singleton": compared("optimal_token", singleton="trajectory"),
     "group_step zero": compared(finished_members="zero"),
     "group_step finished": compared(scale="std", finished_members="trajectory"),
     "group_step whole": compared(scale="batch_std", **WHOLE),

@@ -7,7 +7,6 @@ from variants import SETTINGS
 from groupwise.algorithms.advantages import CreditInput, advantages
 from groupwise.config.algorithm import CreditCfg
 from groupwise.engines import Engine
-from groupwise.policies.base import Evaluation
 
 
 def rollout(episodes, *, steps=None, per_row=1, **more):
@@ -49,15 +48,6 @@ def zeros_like_steps(values, shape):
     return torch.zeros((*shape, *one.shape), dtype=one.dtype)
 
 
-def at_start(batch):
-    """Scores of a policy of two actions, by which each step's action 0 has the variance that the batch says."""
-    if "variance" not in batch.keys():  # noqa: SIM118  iterating goes over rows
-        return None
-    p = 1 - (batch["variance"] / 2).sqrt()  # variance 2 (1 - p)^2
-    zeros = torch.zeros_like(batch["reward"])
-    return Evaluation(zeros, zeros, dist=torch.stack([p, 1 - p], dim=-1).log())
-
-
 def credit(batch, gamma=1.0, average=None, engine=None, **choices):
     return advantages(
         CreditInput(
@@ -69,7 +59,6 @@ def credit(batch, gamma=1.0, average=None, engine=None, **choices):
             num_episodes=int(batch["episode_id"].max()) + 1,
             engine=engine or Engine(),
             state=average,
-            evaluation=at_start(batch),
         )
     )
 

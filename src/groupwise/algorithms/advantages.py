@@ -23,18 +23,15 @@ from groupwise.errors import ConfigError, DataError, require_name
 from groupwise.functional.advantages import (
     Baseline,
     baseline_relative,
-    choice_variance,
     episode_return,
     finished_count,
     gae,
     group_relative,
     next_average,
     return_to_go,
-    running_sum,
 )
 from groupwise.functional.reduce import gather_segments, segment_mean, segment_min_max, segment_sum, whiten
 from groupwise.plugins import register
-from groupwise.policies.base import Evaluation
 
 
 class CreditInput(NamedTuple):
@@ -54,8 +51,6 @@ class CreditInput(NamedTuple):
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
     state: Tensor | None = None
     """Memory of the baseline from earlier rollouts."""
-    evaluation: Evaluation | None = None
-    """The policy's scores at the update's start, where the baseline needs them."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -215,8 +210,7 @@ def whole_episodes(credit: CreditInput, score: Float[Tensor, " episode"]) -> Flo
     """Advantage of each whole episode, at each of its steps."""
     group, scored = episode_groups(credit.batch, credit.num_episodes)
     scores = Scores(credit, score, group, credit.num_groups, scored)
-    advantage = minus_baseline(scores) if BASELINES[credit.cfg.baseline.name].episodes else scores.relative()
-    return gather_segments(advantage, credit.batch["episode_id"])
+    return gather_segments(minus_baseline(scores), credit.batch["episode_id"])
 
 
 def among_group(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
@@ -344,7 +338,6 @@ class BaselineRule(NamedTuple):
 
     function: Callable[..., Tensor]
     whole: bool
-    episodes: bool
     next_state: Callable[..., Tensor | None]
 
 
@@ -358,13 +351,11 @@ def register_baseline(
     name: str,
     *,
     whole: bool = False,
-    episodes: bool = True,
     next_state: Callable[..., Tensor | None] = lambda credit, **settings: None,
     needs: dict[str, tuple[str, ...]] | None = None,
     within_group: bool = True,
     discounts: bool = False,
     greedy_members: Literal[0, 1] = 0,
-    needs_scores: bool = False,
     check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: make a function available as ``credit.baseline=name``. Its parameters after the first are its settings.
@@ -373,13 +364,11 @@ def register_baseline(
 
     Args:
         whole: it maps a ``CreditInput`` to the advantage of every step instead.
-        episodes: it compares whole episodes, too. False: where rules fall back to these, the plain mean is subtracted.
         next_state: maps a ``CreditInput`` and the settings to the next rollout's ``CreditInput.state``.
         needs: required values of other settings of credit.
         within_group: a group of equal returns has advantages 0.
         discounts: it reads ``CreditInput.gamma``.
         greedy_members: further deterministic episodes of each group, not trained on.
-        needs_scores: it reads ``CreditInput.evaluation``, log-probabilities and entropies of all steps.
         check: called with the settings; raises a ``ValueError`` where they contradict each other.
 
     Raises:
@@ -398,9 +387,8 @@ def register_baseline(
                 within_group=within_group,
                 discounts=discounts,
                 greedy_members=greedy_members,
-                needs_scores=needs_scores,
             )
-        BASELINES[name] = BaselineRule(function, whole, episodes, next_state)
+        BASELINES[name] = BaselineRule(function, whole, next_state)
         return function
 
     return register
@@ -448,29 +436,6 @@ def length_weighted(scores: Scores) -> Tensor:
     batch, reward = scores.credit.batch, scores.credit.reward
     length = segment_sum(batch["loss_mask"].to(reward), batch["episode_id"], scores.credit.num_episodes)
     return scores.relative(weight=length)
-
-
-@register_baseline(
-    "optimal_token",
-    episodes=False,
-    needs={"group_key": ("group_step",), "returns": ("return_to_go",), "finished_members": ("mask",)},
-    needs_scores=True,
-)
-def optimal_token(scores: Scores) -> Tensor:
-    """The mean, weighted by the accumulated variance of the actions; one discrete action.
-
-    ``score - sum(w * score) / sum(w)``, with w the sum of action variances in the episode up to the step.
-
-    Source: https://github.com/volcengine/verl.
-    """
-    credit, action = scores.credit, scores.credit.batch["action"]
-    if credit.evaluation is None or credit.evaluation.dist is None or action.dim() > 2 or action.is_floating_point():
-        raise DataError(
-            f"credit.baseline='optimal_token' needs distributions of one discrete action, got {action.dtype} "
-            f"{list(action.shape)}; fix: baseline='mean'"
-        )
-    variance = choice_variance(credit.evaluation.dist, action).masked_fill(~credit.live, 0)
-    return scores.relative(weight=running_sum(variance, credit.batch["episode_id"]))
 
 
 @register_baseline(

@@ -78,13 +78,13 @@ class GRPO(BaseAlgorithm):
             inputs |= self._reference_scores(self.reference, inputs)
         kl_in_credit = self.reference is not None and cfg.credit.kl_placement != "loss"
         evaluation = None
-        if kl_in_credit or cfg.credit.baseline.needs_scores or cfg.top_entropy_quantile < 1:
+        if kl_in_credit or cfg.top_entropy_quantile < 1:
             evaluation = self.score(self.learner, inputs)
 
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)
         credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, num_groups, num_episodes, self.engine)
-        credit = credit._replace(parts=parts, state=self.baseline_state, evaluation=evaluation)
+        credit = credit._replace(parts=parts, state=self.baseline_state)
         distance = torch.zeros_like(reward)
         if kl_in_credit and evaluation is not None:
             distance = self._distance(inputs, evaluation)

@@ -162,14 +162,13 @@ class BaselineCfg(Choice, family="baseline", default="mean"):
     """Baseline, subtracted from the score: settings of a function registered with ``register_baseline``, which explains the attributes."""
 
     known: ClassVar = dict.fromkeys(
-        ("ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "optimal_token", "second_best"),
+        ("ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "second_best"),
         "groupwise.algorithms.advantages",
     )
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
     within_group: ClassVar[bool] = True
     discounts: ClassVar[bool] = False
     greedy_members: ClassVar[Literal[0, 1]] = 0
-    needs_scores: ClassVar[bool] = False
 
 
 class MeanCfg(BaselineCfg, name="mean", source="https://arxiv.org/abs/2402.03300"):
@@ -241,13 +240,12 @@ class CreditCfg(Cfg):
     def _check_together(self) -> "CreditCfg":
         by_step = isinstance(self.group_key, GroupStepCfg)
         for field, allowed in self.baseline.needs.items():
-            value = (vars(self.group_key) | vars(self)).get(field)
+            value = vars(self)[field]
             found = value.name if isinstance(value, Choice) else value
             if found not in allowed:
-                name = field if field in vars(self) else f"group_key.{field}"
                 raise ValueError(
-                    f"baseline={self.baseline.name!r} needs {name}={' or '.join(map(repr, allowed))}; got {name}={found!r}, "
-                    f"fix: {name}={allowed[0]!r}, or baseline='mean'"
+                    f"baseline={self.baseline.name!r} needs {field}={' or '.join(map(repr, allowed))}; got {field}={found!r}, "
+                    f"fix: {field}={allowed[0]!r}, or baseline='mean'"
                 )
         if by_step and self.returns not in ("return_to_go", "turn", "turn_to_go"):
             raise ValueError(

@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from groupwise.functional.reduce import AllSum, gather_segments, local, masked_mean, segment_min_max, segment_sum
 
@@ -54,12 +53,6 @@ def episode_return(
     Summed in float64, so that equal rewards in another order have the same sum.
     """
     return segment_sum(reward.double(), episode_id, num_episodes).to(reward.dtype)
-
-
-def running_sum(x: Float[Tensor, "row step"], episode_id: Int[Tensor, "row step"]) -> Float[Tensor, "row step"]:
-    """Sum of each episode's elements up to and including each step; an episode's steps are contiguous in its row."""
-    goes_on = pad((episode_id[:, 1:] == episode_id[:, :-1]).to(x), (1, 0))
-    return discounted_sum(x.flip(1), goes_on.flip(1)).flip(1)
 
 
 def gae(
@@ -212,18 +205,6 @@ def next_average(
         return mean
     count = all_sum(member.sum().to(score))
     return torch.lerp(mean, average, decay**count)
-
-
-def choice_variance(logits: Float[Tensor, "*batch action"], action: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """``1 - 2 p_a + sum_v p_v^2``: squared norm of the gradient of ``log p_a`` in the logits, with p their softmax.
-
-    Computed as ``sum_v (1[v = a] - p_v)^2``, which cannot cancel.
-
-    Source: verl's optimal token baseline, https://github.com/volcengine/verl.
-    """
-    probability = logits.softmax(dim=-1)
-    taken = torch.zeros_like(probability).scatter(-1, action.unsqueeze(-1), 1.0)
-    return (taken - probability).square().sum(dim=-1)
 
 
 def kl_shaping(

@@ -162,7 +162,6 @@ def test_the_kl_by_hand(estimator, value, gradient):
             MISMATCH | {"importance_sampling_correction": {"name": "tis", "low": 0.5}},
             "importance_sampling_correction: unknown key 'low'",
         ),
-        ({"adaptive_entropy": {"min_coef": 2.0}}, "fix: swap them"),
         ({"top_entropy_quantile": 0.0}, "greater than 0"),
     ],
 )

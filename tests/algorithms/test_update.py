@@ -181,7 +181,6 @@ def test_state_goes_on_where_it_was(kind, fast):
     cfg = {"optimizer": "adam", "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2, "fast": fast}
     if kind == "grpo":
         cfg |= {"kl_coef": 0.1, "sync_ref_model": {"mixup_alpha": 0.6}, "ent_coef": 0.01}
-        cfg |= {"adaptive_entropy": {"target": 1.0, "step": 0.013}}
     one = build(kind, **cfg)
     rollouts = [make_rollout(one.policy, seed=s) for s in range(3)]
     one.update(rollouts[0])
@@ -191,7 +190,6 @@ def test_state_goes_on_where_it_was(kind, fast):
         algorithm.update(rollouts[1])
         algorithm.update(rollouts[2])
     assert torch.equal(parameters(one), parameters(two))
-    assert one.state_dict()["entropy"] == two.state_dict()["entropy"]
 
 
 def test_compute_gae_takes_its_own_discount():

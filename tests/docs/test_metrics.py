@@ -66,7 +66,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     folder = tmp_path_factory.mktemp("metrics")
     short = {"total_steps": 64, "evaluation": {"interval": 32, "episodes": 2}, "num_envs": 4}
     everything = gw.GRPOCfg(
-        group_size=2, num_steps=8, kl_coef=0.1, adaptive_entropy={"target": 0.5}, on_nonfinite="drop",
+        group_size=2, num_steps=8, kl_coef=0.1, on_nonfinite="drop",
         objective={"old_log_prob": "recomputed"}, collection={"dynamic_sampling": 0, "on_env_error": "retry"},
     )  # fmt: skip
     truncating = gw.GRPOCfg(group_size=2, num_steps=8, collection={"partial_groups": "truncate"})

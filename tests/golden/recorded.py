@@ -53,7 +53,6 @@ def compared(baseline="mean", returns="return_to_go", scale="none", **fallback):
 
 UPDATES = {
     "micro-batches": {"micro_batch_size": 10},
-    "adaptive entropy": {"ent_coef": 0.01, "adaptive_entropy": {"target": 0.8, "step": 0.05}},
     "recomputed": {"objective": {"old_log_prob": "recomputed"}},
     "group_step zero": compared(finished_members="zero"),
     "group_step finished": compared(scale="std", finished_members="trajectory"),

@@ -63,9 +63,8 @@ class OwnLoss(gw.PPO):
 def test_what_is_no_function_of_the_micro_batch_is_not_compiled():
     assert compiled_gradient(make(*PPO))
     sequence = {"objective": {"ratio": "sequence"}}
-    adaptive = {"adaptive_entropy": {"target": 0.1}, "ent_coef": 0.01}
     scheduled = {"clip_coef": {"name": "linear", "start": 0.2}}
-    for settings in (sequence, adaptive, scheduled, {"objective": {"old_log_prob": "recomputed"}}):
+    for settings in (sequence, scheduled, {"objective": {"old_log_prob": "recomputed"}}):
         assert compiled_gradient(make("grpo", settings)) is None, settings
     hooked = make(*PPO)
     hooked.policy.actor.register_forward_hook(lambda module, inputs, output: None)

@@ -52,7 +52,6 @@ OTHERS = {
     "abs": {"kl_estimator": "abs"},
     "exact": {"kl_estimator": "exact"},
     "k3_unbiased": {"kl_estimator": "k3_unbiased"},
-    "adaptive_entropy": {"adaptive_entropy": {"target": 1.0, "step": 0.05}},
 }
 EVERY = REGIONS | OTHERS
 

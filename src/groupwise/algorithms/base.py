@@ -5,7 +5,7 @@ computed once for each optimiser step, over all micro-batches and ranks, so the 
 nor on the number of processes.
 
     optimize      the loop                          loss_inputs, score      inputs of the loss
-    _minibatches  cutting of a rollout              Schedule, EntropyBonus  changes while training
+    _minibatches  cutting of a rollout              Schedule                the learning rate
 """
 
 import logging
@@ -28,7 +28,6 @@ from groupwise.config.algorithm import (
     CosineCfg,
     ExponentialCfg,
     FixedLengthCfg,
-    GRPOCfg,
     LinearCfg,
     ScheduleCfg,
     StepCfg,
@@ -126,12 +125,6 @@ class BaseAlgorithm(ABC):
         """Clips the gradient's norm; returns the norm before."""
         self.clip_gradients = fast.clip if fast else partial(self.engine.clip_gradients, self.parameters)
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
-        self.entropy = EntropyBonus(cfg, policy.device)
-        if self.entropy.adaptive and "entropy" not in self.metric_names:
-            raise ConfigError(
-                f"adaptive_entropy needs the entropy, which {type(self).__name__} does not measure; "
-                "fix: None, or 'entropy' among its metric_names"
-            )
         self.layout = LAYOUTS[policy.scored_by](policy, finest_item(cfg.objective))
         self.own_micro_batches = MicroBatches(self.layout.item)
         """Micro-batches of computations by this rank alone; ``micro_batches`` is for those of all ranks together."""
@@ -182,7 +175,7 @@ class BaseAlgorithm(ABC):
         first, skipped = zeros, 0
         mismatch = zeros.new_zeros(2, len(DEPTHS), dtype=torch.float64)  # of the sampler, before any weight changes
         recomputed = cfg.objective.old_log_prob == "recomputed"
-        watched = cfg.target_kl is not None or self.schedule.adaptive or self.entropy.adaptive
+        watched = cfg.target_kl is not None or self.schedule.adaptive
         backward = self.gradient or self.backward
 
         def add_up(micro_batches: list[dict[str, Nested]]) -> tuple[list[dict[str, Nested]], list[Tensor]]:
@@ -209,8 +202,6 @@ class BaseAlgorithm(ABC):
             sums += of_step
             norms.append(norm)
             self.optimizer.step()
-            if self.entropy.adaptive:
-                self.entropy.adapt(means)
         self.optimizer_steps += len(norms)
         self.engine.publish(self.learner, self.policy)
 
@@ -226,7 +217,7 @@ class BaseAlgorithm(ABC):
             metrics["rollout/sampler_kl"] = first[names.index("approx_kl")]
         if skipped:
             metrics["train/skipped_steps"] = torch.tensor(float(skipped))
-        return metrics | ({"train/ent_coef": self.entropy.coef.clone()} if self.entropy.adaptive else {})
+        return metrics
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
         """Add the gradient of a micro-batch to that of the parameters; returns the sums of its metrics."""
@@ -388,7 +379,6 @@ class BaseAlgorithm(ABC):
         return {
             "optimizer": self.engine.whole(self.optimizer.state_dict()),
             "schedule": {"factor": self.schedule.factor},
-            "entropy": self.entropy.state_dict(),
             "iteration": self.iteration,
             "optimizer_steps": self.optimizer_steps,
         }
@@ -399,7 +389,6 @@ class BaseAlgorithm(ABC):
         own = self.engine.split(saved["state"], dict(enumerate(self.parameters)))
         self.optimizer.load_state_dict({**saved, "state": own})
         self.schedule.set_factor(state["schedule"]["factor"])
-        self.entropy.load_state_dict(state["entropy"])
         self.iteration = state["iteration"]
         self.optimizer_steps = state["optimizer_steps"]
 
@@ -482,48 +471,6 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             return cfg.decay ** math.floor(progress / cfg.interval + 1e-9)
         case _:
             return 1.0
-
-
-class EntropyBonus:
-    """The weight of the entropy bonus, constant or led by the measured entropy.
-
-    It changes after an optimiser step, for the next one: a step's own entropy is known only when all of its micro-batches and
-    ranks have been seen. The first step of a run has the bonus.
-
-    Source: Skywork-OR1, https://arxiv.org/abs/2505.22312, sec. 4.
-    """
-
-    def __init__(self, cfg: AlgorithmCfg, device: torch.device) -> None:
-        self.cfg = cfg.adaptive_entropy if isinstance(cfg, GRPOCfg) else None
-        self.adaptive = self.cfg is not None
-        self.enabled = self.adaptive or cfg.ent_coef != 0
-        self.coef = torch.tensor(cfg.ent_coef, dtype=torch.float32, device=device)
-        self.in_force = torch.ones((), device=device)
-        """1 or 0."""
-        self._bonus: Tensor | float = cfg.ent_coef
-
-    def loss(self, entropy: Tensor) -> Tensor:
-        """``-coef * entropy`` of each element while the bonus is on, else 0."""
-        return -self._bonus * entropy
-
-    def adapt(self, step_metrics: dict[str, Tensor]) -> None:
-        """Change the weight by the mean entropy of an optimiser step (0-dim, over all ranks)."""
-        assert self.cfg is not None
-        self.in_force = (step_metrics["entropy"] <= self.cfg.target).to(self.coef)
-        change = self.cfg.step * (2 * self.in_force - 1)
-        self.coef = (self.coef + change).clamp(self.cfg.min_coef, self.cfg.max_coef)
-        self._bonus = self.coef * self.in_force
-
-    def state_dict(self) -> dict[str, float]:
-        """Weight, and whether the bonus is on (1 or 0)."""
-        return {"coef": float(self.coef), "in_force": float(self.in_force)}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a saved ``state_dict``."""
-        self.coef = torch.full_like(self.coef, state["coef"])
-        self.in_force = torch.full_like(self.in_force, state["in_force"])
-        if self.adaptive:
-            self._bonus = self.coef * self.in_force
 
 
 # --- metrics ---

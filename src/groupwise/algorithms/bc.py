@@ -35,6 +35,6 @@ class BehaviorCloning(BaseAlgorithm):
     def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """``-log_prob - ent_coef * entropy`` of each step, or of each unit of a policy scored by ``token``."""
         loss = -evaluation.log_prob
-        if self.entropy.enabled:
-            loss = loss + self.entropy.loss(evaluation.entropy)
+        if self.cfg.ent_coef:
+            loss = loss - self.cfg.ent_coef * evaluation.entropy
         return LossOutput(loss, (loss, evaluation.entropy))

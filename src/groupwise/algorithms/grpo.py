@@ -98,7 +98,7 @@ class GRPO(BaseAlgorithm):
 
         region = cfg.objective.trust_region
         kl_in_loss = cfg.kl_coef > 0 and cfg.credit.kl_placement == "loss"
-        has_gradient = kl_in_loss or self.entropy.enabled or LOSSES[region.name].learns_alone(**region.parameters())
+        has_gradient = kl_in_loss or cfg.ent_coef or LOSSES[region.name].learns_alone(**region.parameters())
         if not has_gradient and not bool(all_sum(advantage.count_nonzero())):
             inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
         data = self.loss_inputs(batch, inputs, advantage, num_episodes, evaluation)
@@ -140,7 +140,7 @@ class GRPO(BaseAlgorithm):
     def _warn_of_equal_returns(self, advantage: Tensor) -> None:
         """Warn after a first update without advantages. A KL has no gradient yet; later this may be the end of learning."""
         self._is_first = False
-        if not self.entropy.enabled and not advantage.any():
+        if not self.cfg.ent_coef and not advantage.any():
             log.warning(
                 "update %d learns nothing: no group has members with different returns; "
                 "fix: a denser reward, a larger group_size, easier starts (docs/troubleshooting.md)",
@@ -156,8 +156,8 @@ class GRPO(BaseAlgorithm):
             distance = reference_kl(cfg.kl_estimator, self.policy, evaluation, batch)
             if cfg.credit.kl_placement == "loss":
                 loss = loss + cfg.kl_coef * distance
-        if self.entropy.enabled:
-            loss = loss + self.entropy.loss(evaluation.entropy)
+        if cfg.ent_coef:
+            loss = loss - cfg.ent_coef * evaluation.entropy
         return LossOutput(loss, (loss, policy, evaluation.entropy, distance, *measured))
 
     def state_dict(self) -> dict[str, object]:

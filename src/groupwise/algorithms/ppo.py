@@ -82,6 +82,6 @@ class PPO(BaseAlgorithm):
         assert not isinstance(cfg.clip_range_vf, LinearRangeCfg)  # ``at_progress`` puts a number there
         value = value_loss(evaluation.value, batch["returns"], batch["old_value"], cfg.clip_range_vf)
         loss = torch.add(policy, value, alpha=cfg.vf_coef)
-        if self.entropy.enabled:
-            loss = loss + self.entropy.loss(evaluation.entropy)
+        if cfg.ent_coef:
+            loss = loss - cfg.ent_coef * evaluation.entropy
         return LossOutput(loss, (loss, policy, value, evaluation.entropy, *measured))

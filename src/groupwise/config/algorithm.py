@@ -353,29 +353,6 @@ class AdaptiveKLCfg(ScheduleCfg, name="adaptive_kl"):
     """Greatest rate, as a multiple of ``learning_rate``."""
 
 
-class AdaptiveEntropyCfg(Cfg):
-    """A bonus that rises while the entropy is low (Skywork-OR1, https://arxiv.org/abs/2505.22312).
-
-    The weight rises by ``step`` after a minibatch with entropy at or below ``target`` and falls by ``step`` after any
-    other. The bonus is off until the entropy is at or below ``target`` again.
-    """
-
-    target: float = 0.2
-    """Entropy in nats per step, of the joint action; negative is possible for densities."""
-    step: Positive = 0.005
-    """Change of the weight in one optimiser step."""
-    min_coef: NonNegative = 0.0
-    """Least weight."""
-    max_coef: NonNegative = 1.0
-    """Greatest weight."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "AdaptiveEntropyCfg":
-        if self.min_coef > self.max_coef:
-            raise ValueError(f"got min_coef={self.min_coef} > max_coef={self.max_coef}; fix: swap them")
-        return self
-
-
 class SyncRefModelCfg(Cfg):
     """When and how the reference follows the policy."""
 
@@ -429,7 +406,7 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     gamma: Fraction = 0.99
     """Discount of a step or token, of a turn with ``credit.returns="turn_to_go"`` and with the baseline ``gigpo`` on texts. GRPO reads it with returns to go, that baseline, and in normalised rewards."""
     ent_coef: float = 0.0
-    """Weight of the entropy bonus; its first value with ``adaptive_entropy``."""
+    """Weight of the entropy bonus."""
     max_grad_norm: Positive | None = 0.5
     """Largest global norm of the gradient. None: no clipping."""
     target_kl: Positive | None = None
@@ -575,8 +552,6 @@ class GRPOCfg(AlgorithmCfg, name="grpo"):
     """Updates of the reference. None: it is frozen."""
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of the steps, those with the highest entropy, that have a policy loss (TRL). 1: all."""
-    adaptive_entropy: AdaptiveEntropyCfg | None = None
-    """Adapts ``ent_coef`` to the entropy. None: ``ent_coef`` is constant."""
 
     @property
     def reward_parts(self) -> tuple[str, ...]:

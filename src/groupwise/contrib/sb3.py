@@ -67,7 +67,7 @@ CFG_NAMES = {
     "clip_range": "clip_coef",
 }
 """Arguments that ``GRPOCfg`` has under another name."""
-OF_OBJECTIVE = ("objective", "kl_estimator", "top_entropy_quantile", "adaptive_entropy")
+OF_OBJECTIVE = ("objective", "kl_estimator", "top_entropy_quantile")
 """Settings that a preset which is named as ``objective`` has."""
 ELSEWHERE = {
     name: reason

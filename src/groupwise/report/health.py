@@ -223,7 +223,7 @@ RULES = (  # causes go before their consequences
         (lambda m, v: m["train/clip_fraction"].late > 0.4, "Lower learning_rate, or fewer num_epochs."),
     )),
     Rule("Entropy", ("train/entropy",), "From {v.first:.3g} at first to {v.late:.3g} nats per step.", bad=_decided, sick=(
-        (_decided, "It decided too early: lower learning_rate, ent_coef such as 0.01, or adaptive_entropy."),
+        (_decided, "It decided too early: lower learning_rate, or ent_coef such as 0.01."),
         (_undecided, "The policy acts as randomly as at first. A lower ent_coef; where it is 0, a higher learning_rate."),
     ), excuses=(SOLVED, (lambda m, v: _decided(m, v) and m.improved, "The policy has decided, and the return rose."),)),
     Rule("Gradient norm", ("train/grad_norm",), "{v.late:.3g} before clipping.", bad=True, sick=(

@@ -152,7 +152,6 @@ def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
         and finest_item(cfg.objective) == "transition"
         and cfg.objective.old_log_prob != "recomputed"
         and algorithm.range_schedules is None
-        and not algorithm.entropy.adaptive
         and not has_hooks(policy)
     )
     return CompiledBackward(algorithm) if pure else None

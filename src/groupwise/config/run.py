@@ -514,12 +514,6 @@ class RunCfg(CommonCfg):
         """The environment's id."""
         return self.env.id
 
-    def expected_steps(self, world_size: int = 1) -> int:
-        """Environment steps of the run, or about as many where the budget is one of iterations."""
-        if self.total_steps is not None:
-            return self.total_steps
-        return (self.total_iterations or 0) * self.env.num_envs * self.algorithm.num_steps * world_size
-
     @model_validator(mode="after")
     def _check(self) -> "RunCfg":
         algorithm = self.algorithm

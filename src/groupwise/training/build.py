@@ -599,5 +599,6 @@ def fast_paths(cfg: RunCfg, world_size: int = 1) -> dict[str, Any]:
         return {}
     elements = cfg.env.num_envs * world_size * cfg.algorithm.num_steps
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
-    steps = cfg.expected_steps(world_size) // elements * cfg.algorithm.num_epochs * minibatches
+    iterations = cfg.total_iterations or (cfg.total_steps or 0) // elements
+    steps = iterations * cfg.algorithm.num_epochs * minibatches
     return {"optimizer": flat_adam} | ({"gradient": compiled_gradient} if steps >= WORTH_STEPS else {})

@@ -75,15 +75,11 @@ def test_the_order_of_equal_rewards_gives_no_credit_from_the_first_step_on():
         assert out.any()
 
 
-@pytest.mark.parametrize(
-    ("baseline", "expected"),
-    # all scores are 0, which counts as one of two that is not: -4 / (1 / 2)
-    [("ema", [[-8.0], [-8.0], [0.0]]), ("greedy", [[-8.0], [-8.0], [0.0]])],
-)
-def test_the_share_of_scores_that_are_not_0_is_never_0(baseline, expected):
+def test_the_share_of_scores_that_are_not_0_is_never_0():
     batch = rollout([(0, [0.0], "terminated"), (0, [0.0], "terminated"), (0, [4.0], "greedy")])
-    out = credit(batch, average=torch.tensor(4.0), baseline=baseline, scale="nonzero_share")
-    assert per_episode(out, batch) == expected
+    out = credit(batch, baseline="greedy", scale="nonzero_share")
+    # all scores are 0, which counts as one of two that is not: -4 / (1 / 2)
+    assert per_episode(out, batch) == [[-8.0], [-8.0], [0.0]]
 
 
 @pytest.mark.parametrize("choices", [{}, {"scale": "batch_std"}, {"scale": "none", "normalize": "batch"}], ids=str)
@@ -208,14 +204,12 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', fix"),
         ({"baseline": "length_weighted", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
         ({"baseline": "second_best", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
-        ({"baseline": "ema", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
         (
-            {"baseline": "ema", "scale": "std"},
-            "baseline='ema' needs scale='none' or .*; got scale='std', fix: scale='none'",
+            {"baseline": "greedy", "scale": "std"},
+            "baseline='greedy' needs scale='none' or .*; got scale='std', fix: scale='none'",
         ),
         ({"baseline": "greedy", "scale": "mean"}, "baseline='greedy' needs .*; got scale='mean'"),
         ({"baseline": "greedy", "scale": "population_std"}, "baseline='greedy' needs .*; got scale='population_std'"),
-        ({"baseline": "ema", "scale": "none", "reward": "parts"}, "got reward='parts', fix: reward='total'"),
         ({"group_key": {"singleton": "zero"}}, "group_key: unknown key 'singleton'"),
         ({"baseline": "none", "scale": "none"}, "normalize='none', fix: normalize='batch'"),
         ({"baseline": "none", "scale": "none", "normalize": "informative"}, "normalize='informative', fix"),

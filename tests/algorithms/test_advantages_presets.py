@@ -6,8 +6,6 @@ from credit_rollouts import TWO, assert_advantages, credit, per_episode, preset,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms.advantages import BASELINES, CreditInput
-from groupwise.config.algorithm import CreditCfg
 from groupwise.errors import DataError
 
 TURNS = {"name": "group_step", "singleton": "trajectory"}
@@ -68,25 +66,6 @@ def test_remax_compares_with_the_greedy_episode():
     )
     with pytest.raises(DataError, match="no 'greedy'; fix"):
         credit(rollout(TWO), **preset("remax"))
-
-
-def test_rae_compares_with_the_past():
-    assert_advantages(rollout(TWO), [[1.0] * 3, [-1.0] * 2], name="rae")  # no past yet: the mean of what there is, 2
-    assert_advantages(rollout(TWO), [[2.5] * 3, [0.5] * 2], name="rae", average=torch.tensor(0.5))
-    lone = rollout([(0, [3.0], "terminated"), (1, [1.0], "unscorable")])
-    assert_advantages(lone, [[2.5], [0.0]], name="rae", average=torch.tensor(0.5))
-
-
-@pytest.mark.parametrize("decay", [0.5, 0.9])
-def test_the_average_takes_in_scorable_episodes(decay):
-    batch = rollout([*TWO, (0, [9.0], "unscorable")])
-    cfg = CreditCfg(baseline={"name": "ema", "decay": decay}, scale="none")
-    given = CreditInput(batch, batch["reward"], cfg, 1.0, 1, 3)
-    next_state = BASELINES["ema"].next_state
-    assert next_state(given, decay) == 2.0
-    # two episodes of mean 2
-    after = next_state(given._replace(state=torch.tensor(6.0)), decay)
-    torch.testing.assert_close(after, torch.tensor(2 + 4 * decay**2))
 
 
 PARTS = [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 3.0]]]

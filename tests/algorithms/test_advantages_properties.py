@@ -9,7 +9,7 @@ from variants import SETTINGS
 RULES = sorted({str(p["credit"]): name for name, p in SETTINGS.items()}.values())
 NEAR = {"knn"}
 """Of equally near states the first ones count, and many are equal here; any group's are near; cut returns go on."""
-OF_THE_BATCH = ["gdpo", "gpg", "lite_ppo", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+OF_THE_BATCH = ["gdpo", "gpg", "lite_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 def every_key(episodes, **kw):
@@ -74,7 +74,7 @@ def test_groups_do_not_see_each_other(name):
     "choices",
     [
         *(preset(name) for name in OF_THE_BATCH),
-        *(preset(name, scale="batch_std") for name in ("grpo", "gigpo", "remax", "rae", "embodichain", "agilerl_turn")),
+        *(preset(name, scale="batch_std") for name in ("grpo", "gigpo", "remax", "embodichain", "agilerl_turn")),
         preset("agilerl_turn", returns="turn_to_go"),
     ],
     ids=str,

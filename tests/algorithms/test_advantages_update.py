@@ -122,45 +122,6 @@ def test_a_weight_ratio_is_1_where_credit_is_made(placement):
     assert torch.equal(*out)
 
 
-def test_the_moving_average_goes_on_where_it_was():
-    cfg = {"credit": CreditCfg(baseline="ema", scale="none"), "learning_rate": 1e-2}
-    one = build(**cfg)
-    rollouts = [make_rollout(one.policy, seed) for seed in range(3)]
-    totals = [torch.stack([r["reward"][e].sum() for e in episodes(r)]) for r in rollouts]
-    one.update(rollouts[0])
-    assert one.state_dict()["baseline_state"] == one.baseline_state
-    torch.testing.assert_close(one.baseline_state, totals[0].mean())
-    two = build(**cfg)
-    two.policy.load_state_dict(one.policy.state_dict())
-    two.load_state_dict(copy.deepcopy(one.state_dict()))
-    before = one.baseline_state
-    for algorithm in (one, two):
-        algorithm.update(rollouts[1])
-    # the second rollout is measured against the first alone, and then enters: 8 episodes
-    first = next(iter(episodes(rollouts[1])))
-    torch.testing.assert_close(one.advantage[first][0], totals[1][0] - before)
-    share = 0.95**8
-    torch.testing.assert_close(one.baseline_state, share * before + (1 - share) * totals[1].mean())
-    for algorithm in (one, two):
-        algorithm.update(rollouts[2])
-    assert torch.equal(one.advantage, two.advantage)
-    assert torch.equal(one.baseline_state, two.baseline_state)
-
-
-def test_the_moving_average_starts_at_the_first_rollout_with_episodes():
-    algorithm = build(credit=CreditCfg(baseline="ema", scale="none"))
-    rollout = make_rollout(algorithm.policy)
-    empty = rollout.clone()
-    empty["loss_mask"].fill_(False)
-    algorithm.update(empty)
-    assert algorithm.baseline_state is None
-    algorithm.update(rollout)
-    torch.testing.assert_close(
-        algorithm.baseline_state, torch.stack([rollout["reward"][e].sum() for e in episodes(rollout)]).mean()
-    )
-    assert algorithm.advantage.min() < 0, "never the raw scores"
-
-
 @pytest.mark.parametrize("credit", [{"kl_placement": "reward"}, {"kl_placement": "advantage"}])
 @pytest.mark.parametrize("micro_batch_size", [None, 5])
 def test_the_policy_is_scored_once_for_credit_and_objective(monkeypatch, credit, micro_batch_size):

@@ -49,7 +49,7 @@ def test_the_random_choice_of_clip_cov_follows_the_steps_alone(seed):
     rollout = make_rollout(policy)
     torch.manual_seed(seed)
     rollout["reward"] = torch.where(rollout["valid"], torch.rand(rollout.shape), 0.0)
-    run = partial(updated, EVERY["clip_cov"], credit={"baseline": "ema", "scale": "none"})
+    run = partial(updated, EVERY["clip_cov"], credit={"baseline": "none", "scale": "none", "normalize": "batch"})
     expected, _ = run(rollout)
     renumbered = rollout.clone()
     renumbered["group_id"] = torch.where(rollout["valid"], 1 - rollout["group_id"], -1)

@@ -78,7 +78,7 @@ def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
     assert turns.algorithm.credit.returns == "turn"
 
 
-@pytest.mark.parametrize("preset", ["remax", "rae", "reinforce_plus_plus", "gdpo", "knn"])
+@pytest.mark.parametrize("preset", ["remax", "reinforce_plus_plus", "gdpo", "knn"])
 def test_groups_that_teach_although_equal_are_not_left_out(preset):
     with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*dynamic_sampling"):
         resolve("CartPole-v1", {"name": "grpo", "collection": {"dynamic_sampling": 0}}, preset=preset)

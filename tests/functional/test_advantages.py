@@ -10,7 +10,6 @@ from groupwise.functional.advantages import (
     finished_count,
     group_relative,
     kl_shaping,
-    next_average,
 )
 
 NAN = float("nan")
@@ -259,23 +258,6 @@ def test_baseline_relative_by_hand():
     assert out[0] < 3 / (16 / 3) ** 0.5  # eps is 1e-4 unless told
 
 
-def test_next_average_by_hand():
-    score, member = torch.tensor([1.0, 5.0, NAN]), torch.tensor([True, True, False])
-    assert next_average(None, score, member, 0.5) == 3.0
-    # two episodes of mean 3: 1/4 of the old 11 and 3/4 of 3
-    assert next_average(torch.tensor(11.0), score, member, 0.5) == 5.0
-    assert next_average(torch.tensor(11.0), score, ~member & member, 0.5) == 11.0
-
-
-@settings(deadline=None)
-@given(value=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 300))
-def test_the_average_of_equal_scores_is_exactly_that_score(value, size):
-    score = torch.full((size,), value)
-    average = next_average(None, score, score == score, 0.95)
-    assert average == score[0]
-    assert next_average(average, score, score == score, 0.95) == score[0]
-
-
 def test_kl_shaping_by_hand():
     # episode 0: 1, 2, 6, mean 3; episode 1: 5 alone, the other of its steps does not count
     distance = torch.tensor([[1.0, 2.0, 6.0], [5.0, 8.0, NAN]])
@@ -390,20 +372,6 @@ def test_equal_weights_are_none(seed):
     plain = advantage({"baseline": "mean", "scale": "std"}, score, key, member, lengths)
     even = {"baseline": "mean", "scale": "std", "weight": 1}
     torch.testing.assert_close(advantage(even, score, key, member, torch.full_like(lengths, 0.3)), plain)
-
-
-@pytest.mark.parametrize("average", [None, torch.tensor(7.0, dtype=torch.float64)])
-@over_seeds
-@given(seed=SEEDS)
-def test_the_average_over_two_ranks_is_that_of_the_union(two_ranks, average, seed):
-    score, _, member, _ = (x.flatten() for x in random_batch(seed))
-
-    def on_rank(score, member, all_sum):
-        return next_average(average, score, member, 0.9, all_sum=all_sum)
-
-    whole = next_average(average, score, member, 0.9)
-    parts = (score[:20], member[:20]), (score[20:], member[20:])
-    torch.testing.assert_close(two_ranks(on_rank, *parts), whole)
 
 
 def test_finished_count_by_hand():

@@ -42,7 +42,6 @@ CALLS = {
         {"baseline": "leave_one_out", "scale": "std", "member": MASK, "zeros": PER_KEY},
     ),
     advantages.baseline_relative: ((X, Y), {"scale": "batch_std", "member": MASK}),
-    advantages.next_average: ((PER_KEY[0], X, MASK, 0.9), {}),
     advantages.kl_shaping: ((X, IDS, 4, MASK), {}),
     advantages.finished_count: ((IDS, STEP, MASK, 4, 6), {}),
     reduce.kth_largest: ((X, COUNT, MASK), {}),

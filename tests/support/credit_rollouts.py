@@ -48,7 +48,7 @@ def zeros_like_steps(values, shape):
     return torch.zeros((*shape, *one.shape), dtype=one.dtype)
 
 
-def credit(batch, gamma=1.0, average=None, engine=None, **choices):
+def credit(batch, gamma=1.0, engine=None, **choices):
     return advantages(
         CreditInput(
             batch=batch.set("action", torch.zeros_like(batch["step"])),
@@ -58,7 +58,6 @@ def credit(batch, gamma=1.0, average=None, engine=None, **choices):
             num_groups=int(batch["group_id"].max()) + 1,
             num_episodes=int(batch["episode_id"].max()) + 1,
             engine=engine or Engine(),
-            state=average,
         )
     )
 
@@ -95,7 +94,7 @@ def by_step(**rules):
     return STEP | {"group_key": {"name": "group_step", **rules}}
 
 
-def assert_advantages(batch, expected, *, name, average=None, **changes):
-    got = per_episode(credit(batch, average=average, **preset(name, **changes)), batch)
+def assert_advantages(batch, expected, *, name, **changes):
+    got = per_episode(credit(batch, **preset(name, **changes)), batch)
     for have, want in zip(got, expected, strict=True):
         torch.testing.assert_close(have, want, atol=2e-6, rtol=0)

@@ -7,6 +7,7 @@ baseline, the scale, and rules for steps that members do not reach. A baseline i
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,7 +28,6 @@ from groupwise.functional.advantages import (
     finished_count,
     gae,
     group_relative,
-    next_average,
     return_to_go,
 )
 from groupwise.functional.reduce import gather_segments, segment_mean, segment_min_max, segment_sum, whiten
@@ -49,8 +49,6 @@ class CreditInput(NamedTuple):
     """Sums over all ranks, for statistics of the whole batch."""
     parts: Float[Tensor, "row step part"] | None = None
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
-    state: Tensor | None = None
-    """Memory of the baseline from earlier rollouts."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -136,11 +134,10 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages by the independent choices of ``CreditCfg``, with mean 0 and standard deviation 1 if it says so."""
     advantage = torch.zeros_like(credit.reward)
-    baseline = BASELINES[credit.cfg.baseline.name]
+    baseline = credit.cfg.baseline
+    function = partial(BASELINES[baseline.name], **baseline.parameters()) if baseline.whole else group_advantage
     for weight, reward in weighted_rewards(credit):
-        part = credit._replace(reward=reward)
-        found = baseline.function(part, **credit.cfg.baseline.parameters()) if baseline.whole else group_advantage(part)
-        advantage = advantage + weight * found
+        advantage = advantage + weight * function(credit._replace(reward=reward))
 
     cfg, counts, all_sum = credit.cfg, credit.batch["loss_mask"], credit.engine.sum
     match cfg.normalize:
@@ -201,9 +198,7 @@ def group_advantage(credit: CreditInput) -> Float[Tensor, "row step"]:
 def minus_baseline(scores: Scores) -> Float[Tensor, "*batch"]:
     """Advantages by the configured baseline; by the mean, where it is one of whole rollouts that compares groups, too."""
     cfg = scores.credit.cfg.baseline
-    baseline = BASELINES[cfg.name]
-    advantage: Tensor = scores.relative() if baseline.whole else baseline.function(scores, **cfg.parameters())
-    return advantage
+    return scores.relative() if cfg.whole else BASELINES[cfg.name](scores, **cfg.parameters())
 
 
 def whole_episodes(credit: CreditInput, score: Float[Tensor, " episode"]) -> Float[Tensor, "row step"]:
@@ -333,16 +328,8 @@ def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
 # --- baselines ---
 
 
-class BaselineRule(NamedTuple):
-    """A registered baseline: its function and properties; ``register_baseline`` explains the fields."""
-
-    function: Callable[..., Tensor]
-    whole: bool
-    next_state: Callable[..., Tensor | None]
-
-
-BASELINES: dict[str, BaselineRule] = {}
-"""Baselines by name."""
+BASELINES: dict[str, Callable[..., Tensor]] = {}
+"""Functions of the baselines by name."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -351,7 +338,6 @@ def register_baseline(
     name: str,
     *,
     whole: bool = False,
-    next_state: Callable[..., Tensor | None] = lambda credit, **settings: None,
     needs: dict[str, tuple[str, ...]] | None = None,
     within_group: bool = True,
     discounts: bool = False,
@@ -364,7 +350,6 @@ def register_baseline(
 
     Args:
         whole: it maps a ``CreditInput`` to the advantage of every step instead.
-        next_state: maps a ``CreditInput`` and the settings to the next rollout's ``CreditInput.state``.
         needs: required values of other settings of credit.
         within_group: a group of equal returns has advantages 0.
         discounts: it reads ``CreditInput.gamma``.
@@ -383,12 +368,13 @@ def register_baseline(
                 name,
                 BaselineCfg,
                 check,
+                whole=whole,
                 needs=needs or {},
                 within_group=within_group,
                 discounts=discounts,
                 greedy_members=greedy_members,
             )
-        BASELINES[name] = BaselineRule(function, whole, next_state)
+        BASELINES[name] = function
         return function
 
     return register
@@ -470,36 +456,6 @@ def greedy(scores: Scores) -> Tensor:
     average = segment_sum(score, scores.key, scores.num_keys, is_greedy) / number.clamp(min=1)
     has_greedy = gather_segments(number, scores.key) > 0
     return scores.above(gather_segments(average, scores.key), member=scores.member & has_greedy)
-
-
-def _moving_average(credit: CreditInput, decay: float) -> Tensor | None:
-    """The average with this rollout's episodes."""
-    episode, number, counts = credit.batch["episode_id"], credit.num_episodes, credit.batch["loss_mask"]
-    if not bool(credit.engine.sum(counts.sum())):
-        return credit.state
-    scored = segment_sum(counts.to(credit.reward), episode, number) > 0
-    score = episode_return(credit.reward, episode, number)
-    return next_average(credit.state, score, scored, decay, all_sum=credit.engine.sum)
-
-
-@register_baseline(
-    "ema",
-    next_state=_moving_average,
-    needs={"returns": ("outcome",), "scale": _SCALES_OF_BATCH, "reward": ("total",)},
-    within_group=False,
-)
-def ema(scores: Scores, decay: Fraction = 0.95) -> Tensor:
-    """A moving average over the iterations (RAE).
-
-    ``score - average``; in the first rollout with its own average.
-
-    Args:
-        decay: Decay of the moving average per episode. Default: SPIRAL's.
-
-    Source: https://arxiv.org/abs/2506.24119.
-    """
-    average = _moving_average(scores.credit, decay) if scores.credit.state is None else scores.credit.state
-    return scores.score if average is None else scores.above(average)
 
 
 @register_baseline("gigpo", whole=True, discounts=True)

@@ -15,7 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.algorithms.advantages import (
-    BASELINES,
     CREDIT_RULES,
     CreditInput,
     advantages,
@@ -55,7 +54,6 @@ class GRPO(BaseAlgorithm):
                 "single tokens; fix: 'k3'"
             )
         self.reference = self.engine.shard(policy.make_reference()) if cfg.kl_coef > 0 else None
-        self.baseline_state: Tensor | None = None
         self._is_first = True
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -84,14 +82,12 @@ class GRPO(BaseAlgorithm):
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)
         credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, num_groups, num_episodes, self.engine)
-        credit = credit._replace(parts=parts, state=self.baseline_state)
+        credit = credit._replace(parts=parts)
         distance = torch.zeros_like(reward)
         if kl_in_credit and evaluation is not None:
             distance = self._distance(inputs, evaluation)
         if cfg.credit.kl_placement == "reward":
             credit = credit._replace(reward=reward - distance.masked_fill(~mask, 0))
-        baseline = cfg.credit.baseline
-        self.baseline_state = BASELINES[baseline.name].next_state(credit, **baseline.parameters())
         advantage = advantages(credit)
         if cfg.credit.kl_placement == "advantage":
             advantage = advantage + kl_shaping(distance, episode, num_episodes, mask)
@@ -162,7 +158,7 @@ class GRPO(BaseAlgorithm):
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
-        state = super().state_dict() | {"baseline_state": self.baseline_state}
+        state = super().state_dict()
         return (
             state if self.reference is None else state | {"reference": self.engine.whole(self.reference.state_dict())}
         )
@@ -171,7 +167,5 @@ class GRPO(BaseAlgorithm):
         """Restore a saved ``state_dict``."""
         super().load_state_dict(state)
         self._is_first = not self.optimizer_steps
-        remembered = state["baseline_state"]
-        self.baseline_state = None if remembered is None else remembered.to(self.policy.device)
         if self.reference is not None:
             self.reference.load_state_dict(self.engine.split(state["reference"], self.reference.state_dict()))

@@ -162,9 +162,10 @@ class BaselineCfg(Choice, family="baseline", default="mean"):
     """Baseline, subtracted from the score: settings of a function registered with ``register_baseline``, which explains the attributes."""
 
     known: ClassVar = dict.fromkeys(
-        ("ema", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "second_best"),
+        ("gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "second_best"),
         "groupwise.algorithms.advantages",
     )
+    whole: ClassVar[bool] = False
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
     within_group: ClassVar[bool] = True
     discounts: ClassVar[bool] = False

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.functional.reduce import AllSum, gather_segments, local, masked_mean, segment_min_max, segment_sum
+from groupwise.functional.reduce import AllSum, gather_segments, local, segment_min_max, segment_sum
 
 Baseline = Literal["mean", "leave_one_out", "second_best"]
 BatchScale = Literal["batch_std", "nonzero_share", "none"]
@@ -181,30 +181,6 @@ def baseline_relative(
     exact = score.double()
     advantage = (exact - baseline) / _batch_scale(scale, exact, member, exact.new_zeros(1), eps, all_sum)
     return advantage.masked_fill(~member, 0).to(score.dtype)
-
-
-def next_average(
-    average: Float[Tensor, ""] | None,
-    score: Float[Tensor, "*batch"],
-    member: Bool[Tensor, "*batch"],
-    decay: float,
-    *,
-    all_sum: AllSum = local,
-) -> Float[Tensor, ""]:
-    """Exponential moving average after the n members of all ranks: ``decay^n * average + (1 - decay^n) * mean``.
-
-    These are n steps of ``average <- decay * average + (1 - decay) * score`` with the members' mean for each score, so
-    that their order means nothing. Without any, nothing changes.
-
-    Args:
-        average: None before the first batch: then it is the members' mean.
-    """
-    rough = masked_mean(score, member, all_sum)
-    mean = rough + masked_mean(score - rough, member, all_sum)  # exact where all scores are equal
-    if average is None:
-        return mean
-    count = all_sum(member.sum().to(score))
-    return torch.lerp(mean, average, decay**count)
 
 
 def kl_shaping(

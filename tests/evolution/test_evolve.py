@@ -219,12 +219,19 @@ def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, ca
     monkeypatch.setattr("groupwise.evolution.evolve.evolve_from_config", stand_in)
     (tmp_path / "search.yaml").write_text("algorithm.learning_rate: {min: 1e-5, max: 1e-2, log: true}\n")
     words = ["--search", str(tmp_path / "search.yaml"), "--population", "4", "--rounds", "5", "--round-steps", "1e3"]
-    words += ["--selection", '{"name": "tournament", "size": 3}', "--mutation", "log_normal", "--workers", "2"]
+    words += [
+        "--selection",
+        '{"name": "tournament", "size": 3}',
+        "--mutation",
+        '{"name": "grow_shrink", "grow": 2}',
+        "--workers",
+        "2",
+    ]
     words += ["--launcher", "ray", "--gpus", "0.25"]
     assert cli.main(["evolve", "CartPole-v1", *words, "--seed", "3", "--algorithm.gamma", "0.5"]) == 0
     assert seen["cfg"].search["algorithm.learning_rate"].max == 1e-2
     assert (seen["cfg"].population, seen["cfg"].rounds, seen["cfg"].round_steps) == (4, 5, 1000)
-    assert (seen["cfg"].selection.size, seen["cfg"].mutation.name) == (3, "log_normal")
+    assert (seen["cfg"].selection.size, seen["cfg"].mutation.grow) == (3, 2)
     assert seen["launch"] == LaunchCfg(workers=2, launcher="ray", gpus=0.25)
     assert (seen["base"].seed, seen["base"].algorithm.gamma) == (3, 0.5)
     out = capsys.readouterr().out

@@ -112,17 +112,6 @@ class GrowShrinkCfg(MutationCfg, name="grow_shrink", source="https://github.com/
         return random.choice((self.grow, self.shrink))
 
 
-class LogNormalCfg(MutationCfg, name="log_normal", source="https://doi.org/10.1023/A:1015059928466"):
-    """Numbers are multiplied by ``exp(N(0, std))``."""
-
-    std: Positive = 0.3
-    """Standard deviation of the logarithm."""
-
-    def scale(self, random: Random) -> float:
-        """The factor."""
-        return math.exp(random.gauss(0.0, self.std))
-
-
 class Place(NamedTuple):
     """A place in the next round."""
 

@@ -173,7 +173,7 @@ class BaseAlgorithm(ABC):
         sums: list[Tensor] = []  # of the metrics, of each micro-batch
         norms: list[Tensor] = []  # of the gradient, of each step that is taken
         first, skipped = zeros, 0
-        mismatch = zeros.new_zeros(2, len(DEPTHS), dtype=torch.float64)  # of the sampler, before any weight changes
+        mismatch = zeros.new_zeros(2, dtype=torch.float64)  # of the sampler, before any weight changes
         recomputed = cfg.objective.old_log_prob == "recomputed"
         watched = cfg.target_kl is not None or self.schedule.adaptive
         backward = self.gradient or self.backward
@@ -212,7 +212,8 @@ class BaseAlgorithm(ABC):
         rate = self.schedule.learning_rate * self.schedule.factor
         metrics["train/learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         if recomputed:
-            metrics |= sampler_kl(all_sum(mismatch))
+            total, count = all_sum(mismatch)
+            metrics["rollout/sampler_kl"] = total / count.clamp(min=1)
         elif "approx_kl" in names:  # no weight has changed yet in the first step
             metrics["rollout/sampler_kl"] = first[names.index("approx_kl")]
         if skipped:
@@ -309,7 +310,7 @@ class BaseAlgorithm(ABC):
         """Inputs of the scores of the transitions ``[N, T]``, and which of them count."""
         keys = {*self.policy.batch_keys, "loss_mask", "episode_id", *self.layout.keys}
         if self.cfg.objective.old_log_prob == "recomputed":
-            keys |= {"step", "sample_log_prob"}
+            keys.add("sample_log_prob")
         inputs = {key: batch[key] for key in keys}
         if "trained" in batch.keys():  # noqa: SIM118  iterating goes over rows
             inputs["loss_mask"] = inputs["loss_mask"] & batch["trained"]
@@ -473,25 +474,9 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
             return 1.0
 
 
-# --- metrics ---
-
-DEPTHS = (0, 128, 512, 2048, 8192, 32768)
-"""Tokens of context from which on the mismatch is reported separately: errors of caches and positions grow with it."""
-
-
 @torch.no_grad()
-def sampler_kl_sums(batch: Batch) -> Float[Tensor, "sum depth"]:
-    """KL of the sampler to the trainer, summed over the tokens at each of ``DEPTHS``, and their number."""
+def sampler_kl_sums(batch: Batch) -> Float[Tensor, "2"]:
+    """KL of the sampler to the trainer, summed over the steps that count, and their number."""
     mask = batch["loss_mask"]
-    depth = torch.bucketize(batch["step"][mask], torch.tensor(DEPTHS[1:], device=mask.device), right=True)
     distance = k3(batch["sample_log_prob"][mask], batch["old_log_prob"][mask]).double()
-    sums = distance.new_zeros(2, len(DEPTHS))
-    return sums.index_add(1, depth, torch.stack([distance, torch.ones_like(distance)]))
-
-
-def sampler_kl(sums: Float[Tensor, "sum depth"]) -> dict[str, Tensor]:
-    """``rollout/sampler_kl``, the mean over all tokens, and that of each depth; 0 where no token is so deep."""
-    total, count = sums
-    means = (total / count.clamp(min=1)).unbind()
-    by_depth = {f"rollout/sampler_kl_from_{depth}": mean for depth, mean in zip(DEPTHS, means, strict=True)}
-    return {"rollout/sampler_kl": total.sum() / count.sum().clamp(min=1)} | by_depth
+    return torch.stack([distance.sum(), mask.sum().to(distance)])

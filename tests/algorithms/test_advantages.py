@@ -4,7 +4,7 @@ import pytest
 import torch
 from credit_rollouts import STEP, TWO, by_step, credit, per_episode, preset, rollout, same_rewards_in_other_order
 
-from groupwise.algorithms.advantages import CREDIT_RULES, CreditInput, register_credit
+from groupwise.algorithms.advantages import CREDIT_RULES, CreditInput, Scores, register_credit
 from groupwise.config.algorithm import CreditCfg, GRPOCfg
 from groupwise.errors import ConfigError, DataError
 
@@ -80,6 +80,28 @@ def test_the_share_of_scores_that_are_not_0_is_never_0():
     out = credit(batch, baseline="greedy", scale="nonzero_share")
     # all scores are 0, which counts as one of two that is not: -4 / (1 / 2)
     assert per_episode(out, batch) == [[-8.0], [-8.0], [0.0]]
+
+
+def above(score, baseline, member, **choices):
+    compared = CreditInput(rollout(TWO), score, CreditCfg(**choices), 1.0, 1, 2)
+    return Scores(compared, score, torch.zeros(len(score), dtype=torch.long), 1, member).above(baseline)
+
+
+def test_scores_above_a_baseline_from_elsewhere_by_hand():
+    # scores 4, 1, 1 of members: mean 2, squares 4 + 1 + 1, deviation sqrt(3); 2 of 3 ... all three are not 0
+    score, member = torch.tensor([4.0, 1.0, 1.0, torch.nan]), torch.tensor([True, True, True, False])
+    baseline = torch.tensor([1.0, 1.0, 3.0, 3.0])
+    assert above(score, baseline, member, scale="none").tolist() == [3.0, 0.0, -2.0, 0.0]
+    out = above(score, baseline, member, scale="batch_std", eps=0.0)
+    torch.testing.assert_close(out, torch.tensor([3.0, 0.0, -2.0, 0.0]) / 3**0.5)
+    with pytest.raises(ConfigError, match=r"cannot divide by credit\.scale = 'std'; fix: one of none, "):
+        above(score, baseline, member, scale="std")
+    score = torch.tensor([4.0, 0.0, 0.0, 5.0])
+    out = above(score, torch.tensor(1.0), member, scale="nonzero_share")
+    torch.testing.assert_close(out, torch.tensor([9.0, -3.0, -3.0, 0.0]))
+    out = above(score, torch.tensor(1.0), member, scale="batch_std")
+    torch.testing.assert_close(out, torch.tensor([3.0, -1.0, -1.0, 0.0]) / (16 / 3) ** 0.5, rtol=1e-4, atol=0)
+    assert out[0] < 3 / (16 / 3) ** 0.5  # eps is 1e-4 unless told
 
 
 @pytest.mark.parametrize("choices", [{}, {"scale": "batch_std"}, {"scale": "none", "normalize": "batch"}], ids=str)

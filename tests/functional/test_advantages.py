@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.functional.advantages import (
-    baseline_relative,
     finished_count,
     group_relative,
     kl_shaping,
@@ -240,22 +239,6 @@ def test_an_absorbed_member_weighs_nothing():
     score, key, weight = torch.tensor([3.0, 1.0]), ONE_GROUP[:2], torch.tensor([3.0, 2.0])
     out = group_relative(score, key, 1, baseline="mean", scale="none", weight=weight, zeros=torch.ones(1))
     torch.testing.assert_close(out, torch.tensor([0.8, -1.2]))
-
-
-def test_baseline_relative_by_hand():
-    # scores 4, 1, 1 of members: mean 2, squares 4 + 1 + 1, deviation sqrt(3); 2 of 3 ... all three are not 0
-    score, member = torch.tensor([4.0, 1.0, 1.0, NAN]), torch.tensor([True, True, True, False])
-    baseline = torch.tensor([1.0, 1.0, 3.0, 3.0])
-    kw = {"member": member, "eps": 0.0}
-    assert baseline_relative(score, baseline, scale="none", **kw).tolist() == [3.0, 0.0, -2.0, 0.0]
-    out = baseline_relative(score, baseline, scale="batch_std", **kw)
-    torch.testing.assert_close(out, torch.tensor([3.0, 0.0, -2.0, 0.0]) / 3**0.5)
-    score = torch.tensor([4.0, 0.0, 0.0, 5.0])
-    out = baseline_relative(score, torch.tensor(1.0), scale="nonzero_share", **kw)
-    torch.testing.assert_close(out, torch.tensor([9.0, -3.0, -3.0, 0.0]))
-    out = baseline_relative(score, torch.tensor(1.0), scale="batch_std", member=member)
-    torch.testing.assert_close(out, torch.tensor([3.0, -1.0, -1.0, 0.0]) / (16 / 3 + 0.0) ** 0.5, rtol=1e-4, atol=0)
-    assert out[0] < 3 / (16 / 3) ** 0.5  # eps is 1e-4 unless told
 
 
 def test_kl_shaping_by_hand():

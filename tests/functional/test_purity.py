@@ -41,7 +41,7 @@ CALLS = {
         (X, IDS, 4),
         {"baseline": "leave_one_out", "scale": "std", "member": MASK, "zeros": PER_KEY},
     ),
-    advantages.baseline_relative: ((X, Y), {"scale": "batch_std", "member": MASK}),
+    advantages.batch_scale: (("batch_std", X, MASK, PER_KEY, 1e-4, reduce.local), {}),
     advantages.kl_shaping: ((X, IDS, 4, MASK), {}),
     advantages.finished_count: ((IDS, STEP, MASK, 4, 6), {}),
     reduce.kth_largest: ((X, COUNT, MASK), {}),

@@ -23,7 +23,7 @@ from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, require_name
 from groupwise.functional.advantages import (
     Baseline,
-    baseline_relative,
+    batch_scale,
     episode_return,
     finished_count,
     gae,
@@ -105,13 +105,14 @@ class Scores(NamedTuple):
         self, baseline: Float[Tensor, "*#batch"], member: Bool[Tensor, "*batch"] | None = None
     ) -> Float[Tensor, "*batch"]:
         """Each score less a baseline from elsewhere, over a scale of the batch."""
-        cfg, engine = self.credit.cfg, self.credit.engine
+        cfg, member = self.credit.cfg, self.member if member is None else member
         if cfg.scale not in ("batch_std", "nonzero_share", "none"):
             raise ConfigError(
                 f"this baseline cannot divide by credit.scale = {cfg.scale!r}; fix: one of {', '.join(_SCALES_OF_BATCH)}"
             )
-        member = self.member if member is None else member
-        return baseline_relative(self.score, baseline, scale=cfg.scale, member=member, eps=cfg.eps, all_sum=engine.sum)
+        exact = self.score.double()
+        scale = batch_scale(cfg.scale, exact, member, exact.new_zeros(1), cfg.eps, self.credit.engine.sum)
+        return ((exact - baseline) / scale).masked_fill(~member, 0).to(self.score)
 
 
 def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:

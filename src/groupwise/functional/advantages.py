@@ -146,7 +146,7 @@ def group_relative(
             per_element = gather_segments(mean, key)
             advantage = (advantage / per_element).masked_fill(per_element <= 0, 0)
         case _:
-            advantage = advantage / _batch_scale(scale, score, mask, zeros, eps, all_sum)
+            advantage = advantage / batch_scale(scale, score, mask, zeros, eps, all_sum)
     lowest, highest = segment_min_max(score, key, num_keys, mask)
     lowest = torch.where(zeros > 0, lowest.clamp(max=0), lowest)
     highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
@@ -162,25 +162,6 @@ def _above_second_best(
     _, below = segment_min_max(score, key, num_keys, mask & ~best)  # minus infinity for a member alone
     tied = segment_sum(best.to(score), key, num_keys) > 1
     return (score - gather_segments(torch.where(tied, highest, below), key)).clamp(min=0)
-
-
-def baseline_relative(
-    score: Float[Tensor, "*batch"],
-    baseline: Float[Tensor, "*#batch"],
-    *,
-    scale: BatchScale,
-    member: Bool[Tensor, "*batch"],
-    eps: float = 1e-4,
-    all_sum: AllSum = local,
-) -> Float[Tensor, "*batch"]:
-    """Score of each member less a baseline that comes from outside, over a scale of the batch; 0 for the others.
-
-    Args:
-        scale, eps: as in ``group_relative``.
-    """
-    exact = score.double()
-    advantage = (exact - baseline) / _batch_scale(scale, exact, member, exact.new_zeros(1), eps, all_sum)
-    return advantage.masked_fill(~member, 0).to(score.dtype)
 
 
 def kl_shaping(
@@ -221,7 +202,7 @@ def finished_count(
     return ends.reshape(num_groups, num_steps).cumsum(dim=1).flatten()
 
 
-def _batch_scale(
+def batch_scale(
     scale: BatchScale,
     score: Float[Tensor, "*batch"],
     mask: Bool[Tensor, "*batch"],
@@ -229,7 +210,7 @@ def _batch_scale(
     eps: float,
     all_sum: AllSum,
 ) -> Float[Tensor, ""]:
-    """The number that all advantages of the batch are divided by."""
+    """The number that all advantages of the batch are divided by; ``zeros`` further members have score 0."""
     match scale:
         case "none":
             return score.new_ones(())

@@ -225,7 +225,6 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', fix: kl_placement='loss'"),
         ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', fix"),
         ({"baseline": "length_weighted", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
-        ({"baseline": "second_best", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
         (
             {"baseline": "greedy", "scale": "std"},
             "baseline='greedy' needs scale='none' or .*; got scale='std', fix: scale='none'",

@@ -35,13 +35,6 @@ def test_reinforce_plus_plus_baseline():
     assert_advantages(more, verl, name="reinforce_plus_plus_baseline", normalize="batch")
 
 
-def test_one_step_that_differs_makes_a_group_informative():
-    # only the best learns: 2 and 0, mean 1, deviation sqrt(2)
-    batch = rollout([(0, [3.0], "terminated"), (0, [1.0], "terminated")])
-    one = 0.707107
-    assert_advantages(batch, [[one], [-one]], name="grpo_passk", scale="none", normalize="informative", eps=0.0)
-
-
 def test_opo_weighs_by_length():
     # (3 * 3 + 2 * 1) / 5 = 2.2
     assert_advantages(rollout(TWO), [[0.8] * 3, [-1.2] * 2], name="opo")

@@ -22,7 +22,7 @@ def test_every_preset_and_variant_is_valid_recorded_and_has_a_source():
         assert preset.source.startswith("https://"), name
         assert preset.settings.keys() >= {"credit", "objective"}, name
     assert {f"preset {name}" for name in SETTINGS} == {case for case in GOLDEN if case.startswith("preset ")}
-    assert len(VARIANTS) == 18
+    assert len(VARIANTS) == 17
     for name, (preset, settings) in VARIANTS.items():
         found, whole = resolve("CartPole-v1", settings, preset=preset).algorithm, GRPOCfg(**SETTINGS[name])
         assert name not in presets.objective_presets()

@@ -17,7 +17,6 @@ REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])  # mean .25, de
 ONE_GROUP = torch.zeros(8, dtype=torch.long)
 PLAIN = [(b, s) for b in ("mean", "leave_one_out") for s in ("std", "population_std", "batch_std", "none")]
 EVERY = [{"baseline": baseline, "scale": scale} for baseline, scale in PLAIN]
-EVERY += [{"baseline": "second_best", "scale": scale} for scale in ("none", "std")]
 EVERY += [{"baseline": "mean", "scale": scale} for scale in ("mean", "nonzero_share")]
 EVERY += [{"baseline": "mean", "scale": scale, "weight": "lengths"} for scale in ("none", "std")]
 every_rule = pytest.mark.parametrize("choices", EVERY, ids=str)
@@ -197,29 +196,6 @@ def test_nonzero_share_takes_negative_rewards_for_what_they_are():
     assert out.tolist() == [-1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("score", "scale", "expected"),
-    [
-        ([5.0, 2.0, 4.0, 2.0], "none", [1.0, 0.0, 0.0, 0.0]),
-        # mean 3.25, squares 3.0625 + 1.5625 + .5625 + 1.5625 = 6.75, deviation sqrt(2.25) = 1.5
-        ([5.0, 2.0, 4.0, 2.0], "std", [1 / 1.5, 0.0, 0.0, 0.0]),
-        ([5.0, 2.0, 5.0, 2.0], "none", [0.0, 0.0, 0.0, 0.0]),
-        ([-5.0, -2.0, -4.0], "none", [0.0, 2.0, 0.0]),
-        ([7.0], "none", [0.0]),
-    ],
-)
-def test_second_best_by_hand(score, scale, expected):
-    out = group_relative(torch.tensor(score), ONE_GROUP[: len(score)], 1, baseline="second_best", scale=scale, eps=0.0)
-    torch.testing.assert_close(out, torch.tensor(expected))
-
-
-def test_second_best_does_not_look_at_strangers_and_other_keys():
-    score, key = torch.tensor([1.0, 3.0, 2.5, 9.0, NAN]), torch.tensor([0, 0, 0, 1, -1])
-    member = torch.tensor([True, True, False, True, True])
-    out = group_relative(score, key, 2, baseline="second_best", scale="none", member=member)
-    assert out.tolist() == [0.0, 2.0, 0.0, 0.0, 0.0]
-
-
 def test_weighted_mean_by_hand():
     # key 0: (3 * 3 + 2 * 1) / 5 = 2.2; key 1 has no weight at all: plain mean 5
     score, key = torch.tensor([3.0, 1.0, 4.0, 6.0]), torch.tensor([0, 0, 1, 1])
@@ -259,7 +235,7 @@ def test_equal_scores_and_members_alone_get_exactly_zero(choices, value, size):
     out = advantage(choices, score, key, torch.arange(size + 3) < size + 2, torch.arange(1.0, size + 4), num_keys=2)
     assert not out[:size].any()
     assert out[size + 1] > 0
-    assert (out[size] < 0) == (choices["baseline"] != "second_best")
+    assert out[size] < 0
 
 
 @every_rule
@@ -301,7 +277,7 @@ def test_the_better_ones_of_a_group_are_praised(choices, seed):
                 assert torch.equal(out[mine] > 0, score[mine] > score[mine].mean())
 
 
-@pytest.mark.parametrize("choices", [rule for rule in EVERY if rule["baseline"] != "second_best"], ids=str)
+@every_rule
 @over_seeds
 @given(seed=SEEDS)
 def test_sums_to_zero_in_every_group(choices, seed):

@@ -58,7 +58,7 @@ CALLS = {
 }
 CHOICES = [
     *({"scale": scale} for scale in ("std", "population_std", "batch_std", "mean", "nonzero_share", "none")),
-    *({"baseline": baseline} for baseline in ("mean", "leave_one_out", "second_best")),
+    *({"baseline": baseline} for baseline in ("mean", "leave_one_out")),
     {"baseline": "mean", "weight": Y.abs()},
 ]
 EVERY = [pytest.param(f, args, kw, id=f.__name__) for f, (args, kw) in CALLS.items()]

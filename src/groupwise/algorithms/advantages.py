@@ -401,17 +401,6 @@ def leave_one_out(scores: Scores) -> Tensor:
     return scores.relative("leave_one_out")
 
 
-@register_baseline("second_best", needs={"returns": ("outcome",)})
-def second_best(scores: Scores) -> Tensor:
-    """The second best, for the best only (Pass@k).
-
-    The best gets its distance to the second best, all others get 0.
-
-    Source: https://arxiv.org/abs/2503.19595.
-    """
-    return scores.relative("second_best")
-
-
 @register_baseline("length_weighted", needs={"returns": ("outcome",)})
 def length_weighted(scores: Scores) -> Tensor:
     """The mean weighted by the episodes' lengths (OPO).

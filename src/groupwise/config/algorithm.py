@@ -162,7 +162,7 @@ class BaselineCfg(Choice, family="baseline", default="mean"):
     """Baseline, subtracted from the score: settings of a function registered with ``register_baseline``, which explains the attributes."""
 
     known: ClassVar = dict.fromkeys(
-        ("gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none", "second_best"),
+        ("gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "none"),
         "groupwise.algorithms.advantages",
     )
     whole: ClassVar[bool] = False

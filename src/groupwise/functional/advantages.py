@@ -12,7 +12,7 @@ from torch import Tensor
 
 from groupwise.functional.reduce import AllSum, gather_segments, local, segment_min_max, segment_sum
 
-Baseline = Literal["mean", "leave_one_out", "second_best"]
+Baseline = Literal["mean", "leave_one_out"]
 BatchScale = Literal["batch_std", "nonzero_share", "none"]
 """Scales that are one number for the whole batch."""
 Scale = Literal["std", "population_std", "mean"] | BatchScale
@@ -99,9 +99,8 @@ def group_relative(
     """Score of each element less a baseline of its key, over a scale if asked.
 
     ``baseline="mean"`` subtracts the mean of the key, ``"leave_one_out"`` the mean of its other members,
-    ``(sum - score) / (n - 1)``. ``"second_best"`` gives the best of a key what it is above the second best, and all
-    others 0. With equal scores there is nothing to compare, and the advantage is exactly 0: so it is for a member
-    alone in its key, and rounding errors are never divided by a tiny standard deviation.
+    ``(sum - score) / (n - 1)``. With equal scores there is nothing to compare, and the advantage is exactly 0: so it is
+    for a member alone in its key, and rounding errors are never divided by a tiny standard deviation.
 
     Args:
         key: 0..num_keys-1 in any order; keys may differ in size.
@@ -110,15 +109,15 @@ def group_relative(
             share of the batch's scores that are not 0 (``nonzero_share``), or nothing.
         eps: added to a standard deviation, in units of the score.
         member: elements that take part; the others get 0. None: all whose key is not -1.
-        zeros: how many further members with score 0 each key has; they do not count in ``second_best`` and weigh
-            nothing in a weighted mean. Members of a key without elements do not count at all.
+        zeros: how many further members with score 0 each key has; they weigh nothing in a weighted mean. Members of a
+            key without elements do not count at all.
         weight: of each element in the mean that ``baseline="mean"`` subtracts, ``sum(w * score) / sum(w)``; the plain
             mean where all weights of a key are 0.
 
     Source: mean and std: GRPO, https://arxiv.org/abs/2402.03300; without scale: Dr. GRPO,
         https://arxiv.org/abs/2503.20783; leave_one_out: RLOO, https://arxiv.org/abs/2402.14740; batch_std: Lite-PPO,
-        https://arxiv.org/abs/2508.08221; second_best: https://arxiv.org/abs/2503.19595; scale by the mean: MaxRL,
-        https://arxiv.org/abs/2602.02710; nonzero_share: GPG, as in verl, https://github.com/volcengine/verl.
+        https://arxiv.org/abs/2508.08221; scale by the mean: MaxRL, https://arxiv.org/abs/2602.02710; nonzero_share: GPG,
+        as in verl, https://github.com/volcengine/verl.
     """
     mask, dtype = key >= 0 if member is None else (key >= 0) & member, score.dtype
     score = score.double()  # squares of large scores would overflow, and means of nearly equal ones round
@@ -127,9 +126,7 @@ def group_relative(
     size = live + zeros
     mean = segment_sum(score, key, num_keys, mask) / size.clamp(min=1)
     centred = score - gather_segments(mean, key)
-    if baseline == "second_best":
-        advantage = _above_second_best(score, key, num_keys, mask)
-    elif baseline == "leave_one_out":
+    if baseline == "leave_one_out":
         advantage = centred * gather_segments(size / (size - 1).clamp(min=1), key)
     elif weight is not None:
         total = segment_sum(weight.double(), key, num_keys, mask)
@@ -152,16 +149,6 @@ def group_relative(
     highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
     all_equal = gather_segments((highest - lowest == 0).to(score), key) > 0  # infinite scores are never equal
     return advantage.masked_fill(~mask | all_equal, 0).to(dtype)
-
-
-def _above_second_best(
-    score: Float[Tensor, "*batch"], key: Int[Tensor, "*batch"], num_keys: int, mask: Bool[Tensor, "*batch"]
-) -> Float[Tensor, "*batch"]:
-    _, highest = segment_min_max(score, key, num_keys, mask)
-    best = mask & (score == gather_segments(highest, key))
-    _, below = segment_min_max(score, key, num_keys, mask & ~best)  # minus infinity for a member alone
-    tied = segment_sum(best.to(score), key, num_keys) > 1
-    return (score - gather_segments(torch.where(tied, highest, below), key)).clamp(min=0)
 
 
 def kl_shaping(

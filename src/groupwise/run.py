@@ -327,7 +327,6 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
     lines = [
         f"groupwise: {type(error).__name__} ended training on {parts.identity.env_id} {where} (step {trainer.env_steps:,})"
     ]
-    groups = of_groups.size > 1 and of_groups.collection.on_env_error == "raise"
     # gloo raises a RuntimeError that begins with the place in its sources
     lost_rank = isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
     if lost_rank:
@@ -337,12 +336,10 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         )
     again = (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError)
     lines.insert(1, _how_to_continue(folder, parts, comes_again=again and not lost_rank))
-    if (
-        collecting
-        and groups
-        and isinstance(parts.cfg, RunCfg)
-        and not (lost_rank or isinstance(error, DataError | SystemExit))
-    ):
+    in_env = (
+        collecting and isinstance(parts.cfg, RunCfg) and not (lost_rank or isinstance(error, DataError | SystemExit))
+    )
+    if in_env and of_groups.size > 1 and of_groups.collection.on_env_error == "raise":
         lines.append("if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'")
     return "; ".join(lines)
 

@@ -414,13 +414,6 @@ class LoggingCfg(Cfg):
     progress: Literal["auto", "bar", "lines", "iterations", "none"] = "auto"
     """``bar``: live; ``lines``: a plain line now and then; ``iterations``: one for each iteration; ``auto``: a bar on a terminal, otherwise lines; ``none``."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "LoggingCfg":
-        names = [tracker.name for tracker in self.report_to]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"report_to names {twice[0]!r} {len(twice)} times; fix: once")
-        return self
-
 
 class SamplerMismatchCfg(Cfg):
     """Limits of the KL between sampler and trainer at the start of an update, in nats per step or token."""

@@ -83,9 +83,8 @@ class Steps:
         mask, count = elements["loss_mask"], len(elements["loss_mask"])
         if self.item == "episode":
             return shuffle_items(elements["episode_id"], mask.long(), num_minibatches, most, generator)
-        edges = [
-            round(k * count / num_minibatches) for k in range(num_minibatches + 1)
-        ]  # sizes differ by one step at most
+        # sizes differ by one step at most
+        edges = [round(k * count / num_minibatches) for k in range(num_minibatches + 1)]
         minibatches = []
         for start, stop in pairwise(edges):
             width = most or max(stop - start, 1)

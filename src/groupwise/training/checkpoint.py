@@ -510,9 +510,8 @@ def fork_run(
     for name, values in changed.items():
         old, new = values.get("old"), values.get("new")
         if is_fixed(name) or (name == "algorithm.kl_coef" and not old):
-            fits = "policy" in settings and not name.startswith(
-                "policy."
-            )  # otherwise the weights do not, or it is text
+            # otherwise the weights do not, or it is text
+            fits = "policy" in settings and not name.startswith("policy.")
             begin = f" with policy.init_from={str(folder.path)!r}" if fits else ""
             raise ConfigError(
                 f"{name} cannot change from {old!r:.80} to {new!r:.80}: the checkpoint was made with it; fix: a new run{begin}"

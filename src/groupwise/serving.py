@@ -1,4 +1,4 @@
-"""Inference servers: calls over HTTP, vLLM's API, servers as child processes, and servers placed by a launcher."""
+"""Inference servers: calls over HTTP, vLLM's API, and servers as child processes."""
 
 import json
 import logging
@@ -66,20 +66,10 @@ class HttpClient:
         timeout: seconds of one try of a call, to the end of its answer. A connection gets ``SECONDS_TO_CONNECT`` of them.
         retries: how often a call is repeated that got no answer or an error of the server (5xx).
         last_lines: returns the last output of the server, to explain why it gives no answer.
-        locate: where the server was last ready, if something restarts it. Calls wait for that.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout: float,
-        retries: int,
-        last_lines: Callable[[], str] = str,
-        locate: Callable[[], str | None] | None = None,
-    ) -> None:
+    def __init__(self, url: str, *, timeout: float, retries: int, last_lines: Callable[[], str] = str) -> None:
         self.url, self.timeout, self.retries, self._last_lines = url, timeout, retries, last_lines
-        self._locate = locate
         self._warned = -_QUIET
         self._running: dict[HTTPConnection, socket.socket] = {}
         self._closed = threading.Event()
@@ -103,8 +93,6 @@ class HttpClient:
             except NoAnswerError as error:
                 last = error
                 self._of_thread.failures = self.failures + 1
-            if number < self.retries and self._locate is not None:
-                self._follow(self._locate)
             if self._closed.is_set():
                 raise ServerError(f"{self.url}{path}: the client was closed")
             if number < self.retries:
@@ -123,21 +111,6 @@ class HttpClient:
         self._closed.set()
         for connection in tuple(self._running.values()):
             _shut(connection)
-
-    def _follow(self, locate: Callable[[], str | None]) -> None:
-        """Wait until the server is healthy; a ``LostWeightsError`` if its address has changed."""
-        seconds = 2 * self.timeout  # for another start, and before for others to notice
-        until = time.monotonic() + seconds
-        while not self._closed.is_set():
-            url = locate() or self.url
-            if is_healthy(url):
-                if url == self.url:
-                    return
-                before, self.url = self.url, url
-                raise LostWeightsError(f"{before} was started again at {url}")
-            if time.monotonic() > until:
-                raise ServerError(f"{self.url} was lost, and not started again in {seconds:g} s{self._last_lines()}")
-            self._closed.wait(_FIRST_WAIT)
 
     def _try(self, path: str, body: Mapping[str, Any] | None, limit: int) -> Any:
         parts = urlsplit(self.url)
@@ -467,18 +440,15 @@ class LocalServer:
         words: the command line, without the address.
         log: file for the server's output.
         timeout: seconds that its start may take.
-        host: address of this machine at which it listens.
         port: 0 for a free one.
     """
 
-    def __init__(
-        self, words: Sequence[str], log: Path, timeout: float = 600.0, *, host: str = HOST, port: int = 0
-    ) -> None:
+    def __init__(self, words: Sequence[str], log: Path, timeout: float = 600.0, *, port: int = 0) -> None:
         if not Path(words[0]).is_file():
             raise ConfigError(f"python={words[0]!r} is no file; fix: the Python of an environment with vLLM")
-        self._address = (host, free_port(port, host))
-        self.url, self.log, self._timeout = f"http://{host}:{self._address[1]}", log, timeout
-        self.words = [*words, "--host", host, "--port", str(self._address[1])]
+        self._address = (HOST, free_port(port))
+        self.url, self.log, self._timeout = f"http://{HOST}:{self._address[1]}", log, timeout
+        self.words = [*words, "--host", HOST, "--port", str(self._address[1])]
         with log.open("wb") as file:
             self._process = subprocess.Popen(  # noqa: S603
                 # an absolute path, since a bare name would be one of PATH
@@ -525,77 +495,15 @@ def last_lines(log: Path) -> str:
     return "\n".join(["; its errors:", *errors, "its last lines:", *text.splitlines()[-_LAST_LINES:]])
 
 
-def free_port(port: int = 0, host: str = HOST) -> int:
+def free_port(port: int = 0) -> int:
     """A free port of this machine; raises ``ConfigError`` if the given one is in use."""
     for candidate in [port] if port else SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
             try:
-                probe.bind((host, candidate))
+                probe.bind((HOST, candidate))
             except OSError as error:
                 last = error
             else:
                 return candidate
     raise ConfigError(f"port {candidate} cannot be used ({last}); fix: another one, or end what listens there")
-
-
-# Servers of a run that a launcher starts on other machines, and restarts when they end
-
-FOLDER = "GROUPWISE_SERVERS"
-"""Environment variable with the folder, in the processes of the run."""
-_POLL = 0.2
-
-
-class PlacedServer:
-    """A server's part of the folder.
-
-    Args:
-        folder: its own, below that of all servers.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "server.log"
-        self._command, self._state = folder.parent / "command.json", folder / "state.json"
-
-    def command(self) -> list[str]:
-        """The command line of the server, without its address; waits until the run gives it."""
-        while not self._command.exists():
-            time.sleep(_POLL)
-        return list(json.loads(self._command.read_bytes()))
-
-    def say(self, **state: str) -> None:
-        """Say the "url" at which it is ready, or the "error" because of which it cannot start: calls of it end by that."""
-        files.write(self._state, json.dumps(state).encode())
-
-    def url(self) -> str | None:
-        """Address at which the server was last ready; None if it never was, a ``ServerError`` if it cannot start."""
-        if not self._state.exists():
-            return None
-        state = json.loads(self._state.read_bytes())
-        if "error" in state:
-            raise ServerError(state["error"])
-        return str(state["url"])
-
-    def wait(self, timeout: float) -> str:
-        """Wait until the server is ready for the first time; returns its address."""
-        until = time.monotonic() + timeout
-        while (url := self.url()) is None:
-            if time.monotonic() > until:
-                raise ServerError(f"a server of the run was not ready in {timeout:g} s; fix: more generation.timeout")
-            time.sleep(_POLL)
-        return url
-
-
-def in_folder(folder: Path) -> list[PlacedServer]:
-    """All servers of a folder."""
-    return [PlacedServer(path) for path in sorted(folder.glob("[0-9]*"), key=lambda path: int(path.name))]
-
-
-def give_command(folder: Path, words: Sequence[str]) -> None:
-    """Have the servers start."""
-    files.write(folder / "command.json", json.dumps(list(words)).encode())
-
-
-def folder_of_run() -> Path | None:
-    """The folder, if something places the servers of this process's run."""
-    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None

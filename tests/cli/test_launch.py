@@ -18,7 +18,6 @@ from groupwise.cli.options import Parser
         ("train CartPole-v1 --launcher ray --algorithm.gama 1 --run-dir x", "--algorithm.gama"),
         ("train CartPole-v1 --launcher ray --cpus nan", "--cpus nan"),
         ("train CartPole-v1 --launcher ray --gpus -1", "--gpus -1"),
-        ("train CartPole-v1 --server-gpus 1", "--server-gpus is for --launcher ray"),
         ("train CartPole-v1 --launcher ray --run-dir x --profile", "--profile is not for --launcher ray"),
         ("train CartPole-v1 --launcher ray --seeds 0-2", "--seeds has processes of its own"),
         ("resume runs/x --launcher ray --total-steps 9000", "takes the run folder alone"),
@@ -30,14 +29,14 @@ def test_mistakes(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_ray_gets_what_it_keeps_for_workers_and_servers(capsys):
+def test_ray_gets_what_it_keeps_for_workers(capsys):
     pytest.importorskip("ray")
-    from groupwise.integrations.ray import Servers, Workers
+    from groupwise.integrations.ray import Workers
 
-    words = "train text.json --launcher ray --cpus 3 --servers 2 --server-cpus 4 --server-gpus 1"
+    words = "train text.json --launcher ray --cpus 3 --gpus 1"
     launch, rest = train.parse_launch(Parser(), words.split())
     assert rest == ["train", "text.json"]
-    assert train.on_ray(launch) == {"workers": Workers(2, cpus=3), "servers": Servers(2, cpus=4, gpus=1)}
+    assert train.on_ray(launch) == Workers(2, cpus=3, gpus=1)
     launch, _ = train.parse_launch(Parser(), ["--launcher", "ray"])
-    assert train.on_ray(launch) == {"workers": Workers(2), "servers": None}
+    assert train.on_ray(launch) == Workers(2)
     assert capsys.readouterr().err.count("to follow it: groupwise view") == 2

@@ -1,5 +1,6 @@
 """Runs whose processes are workers of Ray Train, and populations whose members are tasks of Ray. Processes and nodes are killed."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import pytest
 from ray_kills import Killer, processes
 from run_folders import logged
 from small_populations import PPO, SMALL, check_same
+from text_runs import copying, save_model
 
 import groupwise as gw
 
@@ -77,6 +79,24 @@ def test_an_error_of_the_run_is_raised_at_once(cluster, tmp_path):
 
     with pytest.raises(gw.errors.ConfigError, match="NoSuchEnv-v0"):
         train_on_ray("NoSuchEnv-v0", GRPO, run_dir=tmp_path / "run", **OPTIONS)
+
+
+def test_an_error_of_one_worker_ends_all_of_them(ray, monkeypatch, tmp_path):
+    from groupwise.integrations.ray import Workers, train_on_ray
+
+    def reward(completions, trainer_state, **columns):
+        if os.environ["RANK"] == "1" and trainer_state.global_step == 2:
+            raise ValueError("no score")
+        return [0.0 if text else 1.0 for text in completions]
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # the reward's module
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    settings = {"num_prompts": 4, "sampling": {"max_new_tokens": 4}, "logging": {"progress": "none"}}
+    options = {"model": str(save_model(tmp_path / "model")), "workers": Workers(2), "total_steps": 1000, **settings}
+    grpo = gw.GRPOCfg(group_size=4, learning_rate=1e-3)
+    with pytest.raises(gw.errors.RewardError, match="no score"):
+        train_on_ray(copying(reward), grpo, run_dir=tmp_path / "run", **options)
+    ray.shutdown()
 
 
 def test_a_worker_has_as_many_processes_for_environments_as_cores(cluster, tmp_path):

@@ -1,8 +1,6 @@
 """Training on completions of servers: equal to the native generator, and what faults and restarts do."""
 
-import contextlib
 import shutil
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -346,87 +344,8 @@ def test_a_run_has_a_server_of_its_own_whose_errors_end_it(model, tmp_path):
     assert entry["rollout/sampler_kl"] < 1e-8
 
 
-class Moving:
-    """A server that is started again at another address, by ``move``."""
-
-    def __init__(self, model):
-        self.model, self.stack = model, contextlib.ExitStack()
-        self.double = self.stack.enter_context(VLLMDouble(model))
-
-    def url(self):
-        return self.double.url
-
-    def move(self):
-        before, self.double = self.double, self.stack.enter_context(VLLMDouble(self.model))
-        self.double._paused = False
-        before.__exit__()
-        return "drop"
-
-    def move_at(self, path):
-        """In mid-call."""
-        first, fault, lock = self.double, self.double.fault, threading.Lock()
-
-        def move_once(called):  # requests come at the same time
-            with lock:
-                if called != path:
-                    return fault(called)
-                return self.move() if self.double is first else "drop"
-
-        first.fault = move_once
-
-
-@pytest.fixture
-def moving(model):
-    server = Moving(model)
-    with server.stack:
-        yield server
-
-
-def generator_of(moving, tmp_path):
-    policy = moved(load_causal_lm(gw.ModelCfg(path=str(moving.model)), SamplingCfg(max_new_tokens=4)))
-    client = HttpClient(moving.url(), timeout=20.0, retries=2, locate=moving.url)
-    return ServedGenerator([VLLMServer(client, adapters=False)], policy, tmp_path / "weights")
-
-
-@pytest.mark.parametrize("path", [VLLMDouble.generate_path, VLLMDouble.load_path, "/update_weight_version", "/resume"])
-def test_a_server_that_is_started_again_elsewhere_gets_its_weights_again(moving, tmp_path, path):
-    generate = generator_of(moving, tmp_path)
-    before = moving.url()
-    moving.move_at(path)
-    generate.update(0)
-    assert_native(generate)
-    assert generate.servers[0].url == moving.url() != before
-
-
-def test_a_server_that_takes_long_to_start_again_is_waited_for(moving, tmp_path):
-    generate = generator_of(moving, tmp_path)
-    generate.update(0)
-    moving.double.__exit__()
-    timer = threading.Timer(0.5, moving.move)  # all tries of a call take 0.03 s
-    timer.start()
-    assert_native(generate)
-    moving.double.__exit__()
-    generate.servers[0]._client.timeout = 0.2
-    with pytest.raises(gw.errors.ServerError, match=r"http://.* was lost, and not started again in 0\.4 s"):
-        generate(**TASK, sampling=SAMPLING["plain"])
-
-
-def test_a_run_that_begins_after_a_restart_finds_the_new_address(moving, tmp_path):
-    (tmp_path / "0").mkdir()
-    (place,) = http.in_folder(tmp_path)
-    before = moving.url()
-    place.say(url=before)
-    moving.move()
-    timer = threading.Timer(0.3, place.say, kwargs={"url": moving.url()})
-    timer.start()
-    client = build._client_of(place, {"timeout": 20.0, "retries": 2})
-    timer.join()
-    assert client.url == moving.url() != before
-    VLLMServer(client, adapters=False).check()
-
-
-def test_without_retries_no_restart_is_waited_for_and_calls_of_other_threads_do_not_repeat_an_update():
-    client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0, locate=lambda: pytest.fail("no call follows"))
+def test_failures_of_calls_count_for_their_thread_alone():
+    client = HttpClient("http://127.0.0.1:9", timeout=5.0, retries=0)
 
     def fail():
         with pytest.raises(gw.errors.ServerError, match="no answer in 1 tries"):

@@ -64,8 +64,7 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
 
     Options, with the defaults of this environment:
       --seeds 0-9                         or 0,3,5: one run per seed, in parallel
-      --launcher ray                      several processes (--workers 2 --cpus 1 --gpus 0; with generation.python also
-                                          --servers 1 --server-cpus 1 --server-gpus 0)
+      --launcher ray                      several processes (--workers 2 --cpus 1 --gpus 0)
       --plugin FILE.py                    import your file first
       --allow-programs                    the file of settings may name programs to run (generation.python)
       --preset NAME                       credit and objective of a paper; see: groupwise list
@@ -96,7 +95,7 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
         RunFolder.check_free(cfg.run_dir)
         from groupwise.integrations.ray import train_from_config_on_ray
 
-        return print_run(train_from_config_on_ray(cfg, **on_ray(launch)), quiet=options.progress == "none")
+        return print_run(train_from_config_on_ray(cfg, workers=on_ray(launch)), quiet=options.progress == "none")
 
     from groupwise.run import train_from_config
 
@@ -144,7 +143,7 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
 
         _set_output(options.progress)
         how = {"allow_programs": options.allow_programs, "progress": options.progress}
-        return print_run(resume_on_ray(options.run, **how, **on_ray(launch)), quiet=options.progress == "none")
+        return print_run(resume_on_ray(options.run, on_ray(launch), **how), quiet=options.progress == "none")
 
     for name, kind in {"steps": count, "iterations": count, "epochs": float}.items():
         parser.add_argument(f"--total-{name}", type=kind, help=f"new total budget in {name} (default: unchanged)")
@@ -236,33 +235,28 @@ def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, float] 
     """What Ray keeps for the run, None without Ray; and the other words."""
     own = Parser(prog=parser.prog, add_help=False)
     own.add_argument("--launcher", choices=("local", "ray"), default="local")
-    kinds = {"workers": count, "cpus": float, "gpus": int, "servers": count, "server-cpus": float, "server-gpus": int}
-    for name, kind in kinds.items():
-        own.add_argument(f"--{name}", type=kind)
+    own.add_argument("--workers", type=count)
+    own.add_argument("--cpus", type=float)
+    own.add_argument("--gpus", type=int)
     parser.flags += own.flags
     options, rest = own.parse_known_args(argv)
     launch = {name: value for name, value in vars(options).items() if value is not None}
     on_cluster = launch.pop("launcher") == "ray"
     for name, value in launch.items():
-        flag = f"--{name.replace('_', '-')}"
         if not on_cluster:
-            raise ConfigError(f"{flag} is for --launcher ray; fix: leave it out")
+            raise ConfigError(f"--{name} is for --launcher ray; fix: leave it out")
         if not 0 <= value < math.inf:
-            raise ConfigError(f"{flag} {value:g}: expected a number of at least 0")
+            raise ConfigError(f"--{name} {value:g}: expected a number of at least 0")
     return launch if on_cluster else None, rest
 
 
-def on_ray(launch: dict[str, float]) -> dict[str, Any]:
-    """The workers and servers of Ray; says how to follow them."""
-    from groupwise.integrations.ray import Servers, Workers
-
-    def chosen(**names: str) -> dict[str, Any]:
-        return {ours: launch[name] for ours, name in names.items() if name in launch}
+def on_ray(launch: dict[str, float]) -> Any:
+    """The ``Workers`` of Ray; says how to follow them."""
+    from groupwise.integrations.ray import Workers
 
     show("training on Ray; to follow it: groupwise view", to="stderr")
-    servers = chosen(number="servers", cpus="server_cpus", gpus="server_gpus")
-    workers = Workers(**chosen(number="workers", cpus="cpus", gpus="gpus"))
-    return {"workers": workers, "servers": Servers(**servers) if servers else None}
+    names = {"number": "workers", "cpus": "cpus", "gpus": "gpus"}
+    return Workers(**{ours: launch[name] for ours, name in names.items() if name in launch})
 
 
 # --seeds: a process and a folder for each seed

@@ -1,1 +1,1 @@
-"""Runs under other libraries: workers and servers on Ray."""
+"""Runs under other libraries: processes and members of populations on Ray."""

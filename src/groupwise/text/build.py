@@ -63,38 +63,24 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
         raise ConfigError("vLLM takes no DoRA adapters; fix: generation='native', or model.lora.dora=False")
     limits: dict[str, Any] = {"timeout": how.timeout, "retries": how.retries}
     with ExitStack() as stack:
-        if (placed := serving.folder_of_run()) is not None:
-            folder = placed
-            if engine.rank == 0:
-                serving.give_command(placed, _command(cfg, how, policy))
-            clients = [_client_of(server, limits) for server in serving.in_folder(placed)]
-        else:
-            folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
-            folder.mkdir(parents=True, exist_ok=True)
-            clients = [serving.HttpClient(url, **limits) for url in how.urls]
-            if how.python is not None:
-                if engine.world_size > 1:
-                    raise ConfigError(
-                        f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
-                    )
-                own = serving.LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
-                stack.callback(own.close)
-                own.wait()
-                clients = [serving.HttpClient(own.url, **limits, last_lines=partial(serving.last_lines, own.log))]
+        folder = how.weights_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        clients = [serving.HttpClient(url, **limits) for url in how.urls]
+        if how.python is not None:
+            if engine.world_size > 1:
+                raise ConfigError(
+                    f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
+                )
+            own = serving.LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
+            stack.callback(own.close)
+            own.wait()
+            clients = [serving.HttpClient(own.url, **limits, last_lines=partial(serving.last_lines, own.log))]
         how_loaded = {"adapters": policy.has_adapters, "in_flight_updates": how.in_flight_updates}
         servers = [serving.VLLMServer(client, **how_loaded) for client in clients]
         kind, cleanup = AsyncCollector if how.max_staleness else ServedCollector, ExitStack()
         collector = kind(ServedGenerator(servers, policy, folder, engine), cleanup, *parts, **options)
         cleanup.enter_context(stack.pop_all())  # an error before ends the server at once
     return collector
-
-
-def _client_of(server: serving.PlacedServer, limits: dict[str, Any]) -> serving.HttpClient:
-    url = server.wait(2 * limits["timeout"])
-    client = serving.HttpClient(url, **limits, last_lines=partial(serving.last_lines, server.log), locate=server.url)
-    with suppress(serving.LostWeightsError):  # the address was that of an earlier start
-        client.call(serving.HEALTH)
-    return client
 
 
 def _command(cfg: TextRunCfg, how: ServerGenerationCfg, policy: CausalLM) -> list[str]:

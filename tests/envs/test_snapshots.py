@@ -135,22 +135,6 @@ def breakout(stickiness: float) -> gymnasium.Env:
     return env
 
 
-LEFT, RIGHT = 3, 2
-
-
-def test_the_action_that_sticks_is_restored() -> None:
-    """At 0.9 an action goes on for ten frames, so what was paused before the restore would show."""
-    to_the_left, to_the_right = breakout(0.9), breakout(0.9)
-    play(to_the_left, [1, *[LEFT] * 12])
-    play(to_the_right, [1, *[RIGHT] * 12])
-    adapter = adapter_for(to_the_left)
-    assert adapter is not None
-    snapshot = adapter.capture(to_the_left)
-    expected = play(to_the_left, [RIGHT] * 20)
-    adapter.restore(to_the_right, snapshot)
-    assert play(to_the_right, [RIGHT] * 20) == expected
-
-
 @pytest.mark.parametrize("make", [ALE[0], ALE[2], made("CliffWalkingSlippery-v1"), OWN[0]])
 def test_noise_follows_from_its_seed_alone(make: Make) -> None:
     env, other = under_way(make, seed=3, steps=7), under_way(make, seed=4, steps=11)
@@ -205,15 +189,6 @@ def test_sticky_actions_are_those_of_a_game_loaded_with_the_seed() -> None:
     loaded.load_game()
     generators = [env.ale.cloneState(include_rng=True).serialize()[-6000:] for env in (reseeded, loaded)]
     assert generators[0] == generators[1]
-
-
-def test_capturing_changes_nothing_that_follows() -> None:
-    watched, alone = breakout(0.5), breakout(0.5)
-    adapter = adapter_for(watched)
-    assert adapter is not None
-    for action in [1, LEFT, LEFT, RIGHT, LEFT, RIGHT, RIGHT, LEFT] * 3:
-        adapter.capture(watched)
-        assert play(watched, [action]) == play(alone, [action])
 
 
 @pytest.mark.parametrize("id", ["LunarLander-v3", "BipedalWalker-v3"])

@@ -133,7 +133,7 @@ def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
     layers = list(_layers(env))
     own = next((number for number, layer in enumerate(layers) if isinstance(layer, HasState)), None)
     if own in (None, len(layers) - 1) and attribute(env, ALE) is not None:
-        return _Ale()  # Atari's own pair leaves the sticky actions out
+        return _Ale()  # Atari's own pair leaves the action that sticks out
     if own is not None:
         return _Own(own)
     is_mujoco = attribute(env, MUJOCO_DATA) is not None and attribute(env, _MUJOCO_MODEL) is not None
@@ -217,12 +217,12 @@ class _Mujoco(SnapshotAdapter):
 
 
 class _Ale(SnapshotAdapter):
-    """The Atari machine, with the action that sticks."""
+    """The Atari machine."""
 
-    def capture_simulator(self, env: gymnasium.Env) -> atari.AleState:
+    def capture_simulator(self, env: gymnasium.Env) -> bytes:
         return atari.capture_ale(attribute(env, ALE))
 
-    def restore_simulator(self, env: gymnasium.Env, state: atari.AleState) -> None:
+    def restore_simulator(self, env: gymnasium.Env, state: bytes) -> None:
         atari.restore_ale(attribute(env, ALE), state)
 
 

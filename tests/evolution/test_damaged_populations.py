@@ -1,7 +1,6 @@
 """Populations of a stranger, damaged ones, and those of a killed search: refused by one clear error, or continued."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -11,7 +10,7 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.config import resolve
 from groupwise.config.evolution import EvolutionCfg
-from groupwise.evolution.population import Member, Population, read_results
+from groupwise.evolution.population import Member, Population
 
 NAMES = ["../../mine", "/tmp/mine", "r0-0/../../../mine", ".", "", "r0-0\n", "best", "wandb", 3, None]
 
@@ -52,7 +51,7 @@ def test_members_have_plain_names(folder, name, capsys):
 
 
 @pytest.mark.parametrize(
-    "place", ["members", "members/r0-0", "members/r0-0/evolution.jsonl", "members/r1-0", "members.log", "best", "x"]
+    "place", ["members", "members/r0-0", "members/r0-0/metrics.jsonl", "members/r1-0", "members.log", "best", "x"]
 )
 def test_links_out_of_a_population_are_refused(folder, tmp_path, place, capsys):
     mine, link = tmp_path / "mine", folder / place
@@ -145,33 +144,6 @@ def test_a_file_that_is_no_state_is_one_clear_error(folder, text, capsys):
     refused(folder, "population.json is damaged: ", capsys)
 
 
-def test_the_results_of_a_member_may_be_torn_at_the_end_but_not_elsewhere(folder):
-    whole = (folder / "members/r0-0/evolution.jsonl").read_text()
-    results = folder / "members/r0-0/evolution.jsonl"
-    results.write_text(whole + '{"round": 1, "sta')
-    [known] = read_results(results)
-    assert f"{json.dumps(known)}\n" == whole
-    for damage in ("{", "[]", '{"round": 0, "status": "ok", "mean": "much", "env_steps": 1}', "\0"):
-        results.write_text(f"{whole}{damage}\n")
-        with pytest.raises(gw.errors.RunFolderError, match=r"evolution.jsonl, line 2 is damaged: .*; fix: delete"):
-            read_results(results)
-    results.unlink()
-    os.mkfifo(results)
-    with pytest.raises(gw.errors.RunFolderError, match="it is no regular file"):
-        read_results(results)
-
-
-def test_a_torn_line_is_replaced_by_that_of_the_next_round(folder):
-    for member in (folder / "members").iterdir():
-        with (member / "evolution.jsonl").open("a") as file:
-            file.write('{"round": 1, "sta')
-    with in_this_process():
-        found = Population.resume(folder)
-    for name in found.goes_on:
-        results = [json.loads(line) for line in (found.folder(name) / "evolution.jsonl").read_text().splitlines()]
-        assert [result["status"] for result in results] == ["ok"] * (2 - found.members[name].born)
-
-
 def test_a_finished_population_without_its_best_member_is_one_clear_error(whole, tmp_path):
     path = shutil.copytree(whole.path, tmp_path / "population")
     shutil.rmtree(path / "members" / whole.best().name)
@@ -209,7 +181,8 @@ def test_a_search_of_many_members_and_rounds_is_read_again(tmp_path):
             name, parent = f"r{born}-{place}", None if born == 0 else f"r{born - 1}-{place}"
             settings = {"algorithm.learning_rate": 0.0012345678901234567, "algorithm.num_epochs": 1}
             result = {"round": born, "status": "ok", "env_steps": 128, "mean": 12.345678901234567, "ci95": [1.5, 2.5]}
-            found.members[name] = Member(name, parent, born, settings, {born: result})
+            member = {"name": name, "parent": parent, "born": born, "settings": settings, "results": {born: result}}
+            found.members[name] = Member.model_validate(member)
     found.goes_on, found.round = [f"r59-{place}" for place in range(100)], 60
     found.save()
     assert (tmp_path / "population.json").stat().st_size > 2_000_000

@@ -100,7 +100,7 @@ def test_a_quiet_search_shows_no_rounds(tmp_path, capsys, progress, shown):
 def test_a_member_that_diverges_is_replaced_and_named_and_where_all_do_the_search_ends(tmp_path, caplog):
     search = {"algorithm.vf_coef": [0.5, 3e38]}
     found = evolve(tmp_path / "p", search=search, population=4, selection="truncation", seed=1)
-    lost = {name for name, member in found.members.items() if member.results[member.born]["status"] == "diverged"}
+    lost = {name for name, member in found.members.items() if member.results[member.born].status == "diverged"}
     first = {name for name in lost if found.members[name].born == 0}
     assert 0 < len(first) < 4
     assert len(found.goes_on) == 4
@@ -136,7 +136,7 @@ def test_a_member_that_crashes_three_times_ends_the_search_and_fewer_times_chang
     small = SMALL | {"population": 2, "round_steps": 64, "workers": 1}
     with pytest.raises(gw.errors.MemberError, match=r"r0-0 failed 3 times in round 1: .* exit code 7"):
         gw.evolve(three, PPO, run_dir=tmp_path / "three/p", **small)
-    assert len(list(tmp_path.glob("three/p/members/*/evolution.jsonl"))) == 1  # the other is saved
+    assert len(list(tmp_path.glob("three/p/members/*/checkpoints/latest"))) == 1  # the other is saved
     with in_this_process():
         found = Population.resume(tmp_path / "three/p", env=three)
     caplog.clear()
@@ -193,7 +193,7 @@ def test_members_that_are_ahead_of_a_round_wait_for_the_next(tmp_path):
     assert [row["env_steps"] for row in rows] == [80, 80, 160, 160, 160, 160, 240, 240]
     assert {row["member"] for row in rows[4:6]} == {row["member"] for row in rows[6:]}  # nothing was known to select by
     clone = next(member for member in found.active() if member.born == 2)
-    assert clone.results[2]["mean"] == found.members[clone.parent].results[1]["mean"]  # no noise yet
+    assert clone.results[2].mean == found.members[clone.parent].results[1].mean  # no noise yet
     assert load_checkpoint(found.folder(clone.name) / "checkpoints/latest").state["callbacks"]["AddNoise"]["added"]
 
 
@@ -212,7 +212,9 @@ def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, ca
     def stand_in(cfg, base, **options):
         seen.update(cfg=cfg, base=base, **options)
         found = Population(tmp_path / "p", cfg, base)
-        found.members["r0-0"] = Member("r0-0", None, 0, {"algorithm.gamma": 0.9}, {0: {"status": "ok", "mean": 3.0}})
+        result = {"round": 0, "status": "ok", "mean": 3.0, "env_steps": 9}
+        member = {"name": "r0-0", "parent": None, "born": 0, "settings": {"algorithm.gamma": 0.9}}
+        found.members["r0-0"] = Member.model_validate(member | {"results": {0: result}})
         found.round = 1
         return found
 

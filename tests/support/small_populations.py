@@ -57,8 +57,6 @@ def after_first_round(path):
         member["results"].pop("1", None)
         if member["born"] == 1:
             shutil.rmtree(path / "members" / member["name"])
-    for member in (path / "members").iterdir():
-        (member / "evolution.jsonl").write_text((member / "evolution.jsonl").read_text().splitlines()[0] + "\n")
     (path / "population.json").write_text(json.dumps(tree))
     return path
 

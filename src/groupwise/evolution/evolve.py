@@ -1,8 +1,7 @@
 """Evolution: rounds of training, evaluation on common starts, selection and mutation.
 
 Every member is a run folder. The decisions of a round follow from the seed and the members' scores alone, so
-neither the number of processes nor a kill changes them. ``population.json`` is written when a round has ended, and each
-member records the rounds that it finished.
+neither the number of processes nor a kill changes them. ``population.json`` is written when a round has ended.
 """
 
 import gc
@@ -36,6 +35,7 @@ from groupwise.evolution.population import (
     Member,
     OnMutation,
     Population,
+    Result,
     Round,
     check_count,
     check_search,
@@ -68,14 +68,14 @@ class Pool(Protocol):
     def begin(self, task: Round) -> Any:
         """Start a round; returns its worker."""
 
-    def answers(self) -> Iterable[tuple[Any, dict[str, Any] | str]]:
+    def answers(self) -> Iterable[tuple[Any, Result | str]]:
         """Results of busy workers, or why there is none; waits for at least one."""
 
     def close(self) -> None:
         """End all workers."""
 
 
-def play_all(pool: Pool, rounds: Sequence[Round], output: Path) -> Iterator[tuple[Round, dict[str, Any]]]:
+def play_all(pool: Pool, rounds: Sequence[Round], output: Path) -> Iterator[tuple[Round, Result]]:
     """Results as they come. A member whose worker was lost continues from its last checkpoint.
 
     Raises:
@@ -122,7 +122,7 @@ class Processes:
         worker.send(task)
         return worker
 
-    def answers(self) -> Iterator[tuple[Any, dict[str, Any] | str]]:
+    def answers(self) -> Iterator[tuple[Any, Result | str]]:
         """Answers of processes, which are idle again unless they died."""
         ready: list[Any] = connection.wait(list(self.busy))
         for worker in ready:
@@ -141,7 +141,7 @@ class Processes:
             processes.kill(process)
 
 
-def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> dict[str, Any] | str:
+def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Result | str:
     """The result of a round, or its error, which is printed, too.
 
     Args:
@@ -248,7 +248,7 @@ def evolve_from_config(
             for name, space in cfg.search.items()
         }
         with_settings(base, values)  # possible together
-        population.members[f"r0-{place}"] = Member(f"r0-{place}", None, 0, values)
+        population.members[f"r0-{place}"] = Member(name=f"r0-{place}", parent=None, born=0, settings=values)
     population.goes_on = list(population.members)
     path.mkdir(parents=True, exist_ok=True)
     for leftover in path.glob(f".{FILE}.*.partial"):  # of a search that was killed here
@@ -315,14 +315,14 @@ def _select(population: Population, active: list[Member], number: int, on_mutati
     cfg, base, random = population.cfg, population.base, Random(_seed(population.base, "selection", number))
     order = random.sample(range(len(active)), len(active))  # decides ties
     ranking = sorted(order, key=lambda place: -population.fitness(active[place], number))
-    lost = [member for member in active if member.results[number]["status"] != "ok"]
+    lost = [member for member in active if member.results[number].status != "ok"]
     if len(lost) == len(active):
-        raise DivergedError.because(f"all members in round {number + 1} ({lost[0].results[number]['reason']})")
+        raise DivergedError.because(f"all members in round {number + 1} ({lost[0].results[number].reason})")
     for member in lost:
-        log.warning("%s diverged in round %d: %s", member.name, number + 1, member.results[number]["reason"])
+        log.warning("%s diverged in round %d: %s", member.name, number + 1, member.results[number].reason)
     if number + 1 == cfg.rounds:
         return
-    steps = min(member.results[number].get("env_steps", math.inf) for member in active)
+    steps = min(member.results[number].env_steps or math.inf for member in active)
     if number == 0 and steps >= 2 * cfg.round_steps:  # the last iteration of each is longer than a round
         raise ConfigError(_too_short(cfg.round_steps, int(steps)))
     if all(population.waited(member, number) for member in active):
@@ -338,7 +338,7 @@ def _select(population: Population, active: list[Member], number: int, on_mutati
                 if wrong := misfit(cfg.search, settings):
                     raise ConfigError(f"on_mutation gave {wrong}; expected a value of the search space")
             with_settings(base, settings)  # possible together
-            member = Member(name, member.name, number + 1, settings)
+            member = Member(name=name, parent=member.name, born=number + 1, settings=settings)
         population.members[member.name] = member
         population.goes_on.append(member.name)
 

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,59 +32,52 @@ OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[s
 """Called with a clone's name, its parent's settings and its own; may return others."""
 
 
-class _Result(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
-    """A member's round on disk."""
+class Result(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
+    """What a member reached in a round."""
 
     round: Count
     status: Literal["ok", "diverged"]
     mean: float | None = None
+    """Mean of the evaluation."""
     ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Interval of the mean."""
     env_steps: Count | None = None
+    """Environment steps that the member was trained for; None if it diverged."""
     reason: str = ""
+    """How it diverged."""
 
     @model_validator(mode="after")
-    def _check(self) -> "_Result":
+    def _check(self) -> "Result":
         if self.status == "ok" and (self.mean is None or self.env_steps is None):
             raise ValueError("status 'ok' without mean or env_steps")
         return self
 
 
-class _Member(BaseModel, strict=True, extra="forbid"):
-    """A ``Member`` on disk. Its name is that of a folder."""
+class Member(BaseModel, strict=True, extra="forbid"):
+    """A run of the population."""
 
     name: Annotated[str, Field(pattern=r"^r[0-9]{1,9}-[0-9]{1,9}$")]
+    """Name of its folder in ``members/``: ``r2-0`` was born in round 2."""
     parent: str | None
+    """The member that it was cloned from."""
     born: Count
+    """First round of the member, from 0."""
     settings: dict[str, Value]
-    results: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], _Result]
+    """Values of the searched settings, by path."""
+    results: dict[Annotated[int, Field(strict=False, ge=0)], Result] = {}
+    """Results by round."""
 
 
 class _State(BaseModel, strict=True, extra="forbid"):
     """``population.json``."""
 
-    format: Literal[1]
+    format: Literal[1] = 1
     search: dict[str, Any]
     run: dict[str, Any]
     hooked: bool
     round: Count
     active: Annotated[list[str], Field(min_length=1)]
-    members: list[_Member]
-
-
-@dataclass
-class Member:
-    """A run of the population."""
-
-    name: str
-    """Name of its folder in ``members/``: ``r2-0`` was born in round 2."""
-    parent: str | None
-    """The member that it was cloned from."""
-    born: int
-    """First round of the member, from 0."""
-    settings: dict[str, Value]
-    """Values of the searched settings, by path."""
-    results: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Results by round: ``mean`` and ``ci95`` of the evaluation, ``env_steps``, and ``status`` (``ok`` or ``diverged``)."""
+    members: list[Member]
 
 
 @dataclass(repr=False, eq=False)
@@ -140,17 +133,14 @@ class Population:
         """A population from its folder; a ``RunFolderError`` if there is none, or it is damaged."""
         path = Path(path)
         try:
-            tree = files.parse_json(files.read(path / FILE, MAX_POPULATION))
-            _State.model_validate(tree)
+            state = _State.model_validate(files.parse_json(files.read(path / FILE, MAX_POPULATION)))
             if (link := files.link_out_of(path, without=WANDB, depth=2)) is not None:
                 raise ValueError(f"{link} is a link that leads out of it")
-            base = (TextRunCfg if "task" in tree["run"] else RunCfg).model_validate(tree["run"])
-            found = cls(path.absolute(), EvolutionCfg.model_validate(tree["search"]), base)
-            for member in tree["members"]:
-                results = {int(number): result for number, result in member.pop("results").items()}
-                found.members[member["name"]] = Member(**member, results=results)
-            found.goes_on, found.round, found.hooked = tree["active"], tree["round"], tree["hooked"]
-            found._check(len(tree["members"]))
+            base = (TextRunCfg if "task" in state.run else RunCfg).model_validate(state.run)
+            found = cls(path.absolute(), EvolutionCfg.model_validate(state.search), base)
+            found.members = {member.name: member for member in state.members}
+            found.goes_on, found.round, found.hooked = state.active, state.round, state.hooked
+            found._check(len(state.members))
         except (OSError, ValueError) as error:
             why = explain(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
             why = why.partition("; fix: ")[0]  # of a file that the user did not write
@@ -182,16 +172,15 @@ class Population:
 
     def save(self) -> None:
         """Write ``population.json``."""
-        tree = {
-            "format": 1,
-            "search": self.cfg.model_dump(mode="json"),
-            "run": self.base.model_dump(mode="json"),
-            "hooked": self.hooked,
-            "round": self.round,
-            "active": self.goes_on,
-            "members": [asdict(member) for member in self.members.values()],
-        }
-        data = f"{json.dumps(tree, indent=2)}\n".encode()
+        state = _State(
+            search=self.cfg.model_dump(mode="json"),
+            run=self.base.model_dump(mode="json"),
+            hooked=self.hooked,
+            round=self.round,
+            active=self.goes_on,
+            members=list(self.members.values()),
+        )
+        data = f"{json.dumps(state.model_dump(), indent=2)}\n".encode()
         try:
             files.check_size(len(data), MAX_POPULATION)
             files.parse_json(data)
@@ -212,10 +201,9 @@ class Population:
     def fitness(self, member: Member, number: int) -> float:
         """Score that ranks a member after a round; minus infinity where it diverged."""
         result = member.results[number]
-        if result["status"] != "ok":
+        if result.mean is None:
             return -math.inf
-        by_bound = self.cfg.fitness == "lower_bound" and result["ci95"] is not None
-        return float(result["ci95"][0] if by_bound else result["mean"])
+        return result.ci95[0] if self.cfg.fitness == "lower_bound" and result.ci95 else result.mean
 
     def best(self) -> Member:
         """The best member of the last finished round."""
@@ -231,18 +219,18 @@ class Population:
         for number in range(self.round):
             for member in self.ranked(number):
                 result = member.results[number]
-                low, high = result.get("ci95") or (None, None)
-                score = {"status": result["status"], "mean": result.get("mean"), "ci95_low": low, "ci95_high": high}
+                low, high = result.ci95 or (None, None)
+                score = {"status": result.status, "mean": result.mean, "ci95_low": low, "ci95_high": high}
                 who = {"round": number, "member": member.name, "parent": member.parent}
-                yield who | {"env_steps": result.get("env_steps")} | score | member.settings
+                yield who | {"env_steps": result.env_steps} | score | member.settings
 
     def waited(self, member: Member, number: int) -> bool:
         """Whether a member did not train in a round, since an iteration before took it further."""
         if number == 0:
             return False
         before = member if member.parent is None or member.born < number else self.members[member.parent]
-        steps = member.results[number].get("env_steps")
-        return steps is not None and steps == before.results[number - 1].get("env_steps")
+        steps = member.results[number].env_steps
+        return steps is not None and steps == before.results[number - 1].env_steps
 
     def line(self, number: int) -> str:
         """A round in one line."""
@@ -358,10 +346,8 @@ def setting_at(base: CommonCfg, path: str) -> Any:
     return found
 
 
-# One round of one member: train, evaluate, write the result
+# One round of one member: train and evaluate
 
-RESULTS = "evolution.jsonl"
-"""File in a member's folder with a line for each of its rounds."""
 NOISY_SHARE = 0.1
 """Share of a clone's weights that get noise."""
 
@@ -437,19 +423,13 @@ class PauseAt(Callback):
         self.on_training_start(trainer)
 
 
-def play(task: Round, given: UserObjects) -> dict[str, Any]:
-    """The result of a round: scores with their interval, or how the member diverged. A finished round is read again."""
-    path = task.folder / RESULTS
-    known = read_results(path)
-    for result in known:
-        if result["round"] == task.number:
-            return result
+def play(task: Round, given: UserObjects) -> Result:
+    """The result of a round. A member that was trained before a kill is evaluated again."""
     callbacks: list[Callback] = []
     if task.until < (task.cfg.total_steps or 0):  # otherwise the budget ends it
         callbacks.append(PauseAt(task.until))
     if task.noise is not None:
         callbacks.append(AddNoise(*task.noise))
-    found: dict[str, Any] = {"round": task.number, "status": "ok"}
     try:
         if RunFolder(task.folder).config.exists():
             allow = len(task.cfg.named_programs()) > 0  # those of the search; a member has no others
@@ -462,13 +442,7 @@ def play(task: Round, given: UserObjects) -> dict[str, Any]:
         if mean is None or not math.isfinite(mean):
             raise DivergedError.because(f"the score of an evaluation is {mean}")
         ci95 = score.success_ci95 if by_success else score.ci95
-        found |= {"env_steps": run.summary["env_steps"], "mean": mean, "ci95": ci95 and list(ci95)}
+        bounds, steps = ci95 and list(ci95), run.summary["env_steps"]
+        return Result(round=task.number, status="ok", mean=mean, ci95=bounds, env_steps=steps)
     except DivergedError as error:
-        found |= {"status": "diverged", "reason": str(error)[:MAX_ERROR]}
-    files.write(path, "".join(f"{json.dumps(result)}\n" for result in [*known, found]).encode())
-    return found
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """A member's finished rounds; errors of ``read_lines``."""
-    return read_lines(path, _Result, files.MAX_SETTINGS, "delete that line, and its round is evaluated again")
+        return Result(round=task.number, status="diverged", reason=str(error)[:MAX_ERROR])

@@ -22,7 +22,7 @@ from groupwise.config.run import CommonCfg, TextRunCfg
 from groupwise.engines import backend_of
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
 from groupwise.evolution.evolve import answered
-from groupwise.evolution.population import Round
+from groupwise.evolution.population import Result, Round
 from groupwise.report.folder import RunFolder
 from groupwise.run import Run, read_settings, reopen, resume, train_from_config
 from groupwise.system import NUM_CPUS
@@ -215,7 +215,7 @@ class RayMembers:
         task = replace(task, folder=task.folder.absolute())
         return self._play.remote(task, self._stored, tuple(plugins.loaded()), self._output, self._folder)
 
-    def answers(self) -> Iterator[tuple[Any, dict[str, Any] | str]]:
+    def answers(self) -> Iterator[tuple[Any, Result | str]]:
         """Answers of tasks that ended."""
         for task in ray.wait(list(self.busy))[0]:
             try:
@@ -230,7 +230,7 @@ class RayMembers:
         self._connection.close()
 
 
-def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str, folder: str) -> dict[str, Any] | str:
+def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str, folder: str) -> Result | str:
     with suppress(FileNotFoundError):  # another machine may not have it
         os.chdir(folder)  # for relative paths
     with TextIOWrapper(files.appending(Path(output)), "utf-8") as file, redirect_stdout(file), redirect_stderr(file):

@@ -386,7 +386,7 @@ def test_names_and_links(kind, folder, trained, populations, demos, data):
             chosen.symlink_to(target)
     before = everything(place / "mine")
     with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr("groupwise.evolution.evolve.play_all", stop_at_once)
+        patch.setattr("groupwise.evolution.population.play_all", stop_at_once)
         only(GroupwiseError, lambda: CALLS[kind](path))
     assert everything(place / "mine") == before
     assert (place / "mine" / "file").read_text() == "mine"

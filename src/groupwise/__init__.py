@@ -24,7 +24,7 @@ _NAMES = {
     "embodied.vla": "VLAPolicy",
     "envs.make": "make_env",
     "envs.torch_env": "TorchGroupEnv",
-    "evolution.evolve": "evolve",
+    "evolution.population": "evolve",
     "plugins": "register_text_env",
     "policies.actor_critic": "ActorCritic",
     "run": "Run evaluate resume sample train",

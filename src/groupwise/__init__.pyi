@@ -30,7 +30,7 @@ from groupwise.embodied.torch_sim import from_torch_sim as from_torch_sim
 from groupwise.embodied.vla import VLAPolicy as VLAPolicy
 from groupwise.envs.make import make_env as make_env
 from groupwise.envs.torch_env import TorchGroupEnv as TorchGroupEnv
-from groupwise.evolution.evolve import evolve as evolve
+from groupwise.evolution.population import evolve as evolve
 from groupwise.plugins import register_text_env as register_text_env
 from groupwise.policies.actor_critic import ActorCritic as ActorCritic
 from groupwise.run import Run as Run

@@ -18,8 +18,7 @@ from small_populations import PPO, SMALL, TINY, check_same, evolve, in_this_proc
 import groupwise as gw
 from groupwise import cli
 from groupwise.config.evolution import LaunchCfg
-from groupwise.evolution.evolve import answered
-from groupwise.evolution.population import AddNoise, Member, Population, Round
+from groupwise.evolution.population import AddNoise, Member, Population, Round, answered
 from groupwise.plugins import pickled
 from groupwise.run import read_settings
 from groupwise.training.checkpoint import load_checkpoint
@@ -218,7 +217,7 @@ def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, ca
         found.round = 1
         return found
 
-    monkeypatch.setattr("groupwise.evolution.evolve.evolve_from_config", stand_in)
+    monkeypatch.setattr("groupwise.evolution.population.evolve_from_config", stand_in)
     (tmp_path / "search.yaml").write_text("algorithm.learning_rate: {min: 1e-5, max: 1e-2, log: true}\n")
     words = ["--search", str(tmp_path / "search.yaml"), "--population", "4", "--rounds", "5", "--round-steps", "1e3"]
     words += [

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ["groupwise.run", "groupwise.training.build", "groupwise.text.build", "groupwise.evolution.evolve", "peft"]
+PRELOADED = [
+    "groupwise.run",
+    "groupwise.training.build",
+    "groupwise.text.build",
+    "groupwise.evolution.population",
+    "peft",
+]
 CONTEXT = multiprocessing.get_context("forkserver")
 
 

@@ -8,7 +8,7 @@ import pytest
 from run_folders import same_weights
 
 import groupwise as gw
-from groupwise.evolution.evolve import answered
+from groupwise.evolution.population import answered
 from groupwise.plugins import pickled
 
 PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 1, "minibatch_size": 64}
@@ -38,7 +38,7 @@ class InThisProcess:
 def in_this_process():
     """Members play here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("groupwise.evolution.evolve.start_pool", InThisProcess)
+        patch.setattr("groupwise.evolution.population.start_pool", InThisProcess)
         yield
 
 

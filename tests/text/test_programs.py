@@ -41,7 +41,8 @@ def stranger(trained, program, tmp_path):
     (tmp_path / "run" / "config.json").write_text(json.dumps(tree | {"total_steps": 64}))
     base = gw.load_config(tmp_path / "text.json", allow_programs=True)
     search = EvolutionCfg(search=SEARCH, population=2, rounds=1, round_steps=32)
-    members = {name: Member(name, None, 0, {"algorithm.learning_rate": 1e-3}) for name in ("r0-0", "r0-1")}
+    rate = {"algorithm.learning_rate": 1e-3}
+    members = {n: Member(name=n, parent=None, born=0, settings=rate) for n in ("r0-0", "r0-1")}
     (tmp_path / "population" / "members").mkdir(parents=True)
     Population(tmp_path / "population", search, base, members, [*members]).save()
     return tmp_path
@@ -89,7 +90,7 @@ def test_commands_that_start_none_need_no_leave(stranger, words, monkeypatch):
 )
 def test_a_program_that_the_user_allows_or_names_runs(stranger, words, monkeypatch, capfd):
     monkeypatch.chdir(stranger)
-    monkeypatch.setattr("groupwise.evolution.evolve.MAX_CRASHES", 1)
+    monkeypatch.setattr("groupwise.evolution.population.MAX_CRASHES", 1)
     assert cli.main(words.split()) == 2
     assert "names a program" not in capfd.readouterr().err
     assert "started" in (stranger / "ran").read_text()

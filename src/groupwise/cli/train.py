@@ -392,7 +392,7 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
     launch = LaunchCfg(**{name: values.pop(name) for name in LaunchCfg.model_fields if name in values})
     cfg = EvolutionCfg(search=search, **values)
 
-    from groupwise.evolution.evolve import evolve_from_config
+    from groupwise.evolution.population import evolve_from_config
 
     population = evolve_from_config(cfg, base, run_dir=base.run_dir, launch=launch)
     return _print_population(population, quiet=found.progress == "none")

@@ -21,8 +21,7 @@ from groupwise.config.evolution import LaunchCfg
 from groupwise.config.run import CommonCfg, TextRunCfg
 from groupwise.engines import backend_of
 from groupwise.errors import ConfigError, GroupwiseError, require_extra
-from groupwise.evolution.evolve import answered
-from groupwise.evolution.population import Result, Round
+from groupwise.evolution.population import Result, Round, answered
 from groupwise.report.folder import RunFolder
 from groupwise.run import Run, read_settings, reopen, resume, train_from_config
 from groupwise.system import NUM_CPUS

@@ -12,7 +12,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
 import groupwise as gw
-from groupwise.contrib.sb3_starts import SharedStart, Start, insert_shared_start, verify_shared_start
+from groupwise.contrib.sb3 import SharedStart, Start, insert_shared_start, verify_shared_start
 from groupwise.errors import EnvError, GroupStartError
 
 

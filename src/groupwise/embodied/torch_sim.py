@@ -278,9 +278,8 @@ class TorchSimGroups(GroupEnv):
     """
 
     def __init__(self, sim: TorchSim, start_mode: StartMode) -> None:
-        self.env_id, self.num_envs, self.device = sim.env_id, sim.num_envs, sim.device
-        self.observation_space, self.action_space, self.obs_spec = sim.observation_space, sim.action_space, sim.obs_spec
-        self.max_episode_steps = sim.max_episode_steps
+        spaces = sim.observation_space, sim.action_space
+        super().__init__(sim.env_id, sim.num_envs, spaces, sim.max_episode_steps, sim.device)
         self.notes = sim.notes
         self.start_mode = start_mode
         self.block_size = sim.num_envs if sim.row_option is None else 1

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from groupwise.config.run import StartMode
 from groupwise.data.rollout import Nested, Spec
+from groupwise.data.spaces import obs_spec
 from groupwise.errors import DataError, EnvError, GroupStartError, GroupwiseError
 
 Mask = npt.NDArray[np.bool_]
@@ -64,6 +65,14 @@ class VectorEnv(ABC):
     """Where episodes depend on earlier ones, so that new environments show a policy something else; empty: not found, or not looked for."""
     notes: tuple[str, ...] = ()
     """Lines that a run prints about it when training starts."""
+
+    def __init__(
+        self, env_id: str, num_envs: int, spaces: tuple[Any, Any], max_steps: int | None, device: torch.device | str
+    ) -> None:
+        self.env_id, self.num_envs, self.max_episode_steps = env_id, num_envs, max_steps
+        self.observation_space, self.action_space = spaces
+        self.obs_spec = obs_spec(self.observation_space)
+        self.device = torch.device(device)
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:

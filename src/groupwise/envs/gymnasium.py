@@ -22,7 +22,6 @@ from groupwise.data.spaces import (
     has_mask,
     leaf_spaces,
     nested_action,
-    obs_spec,
     obs_to_tensor,
     options,
     space_kind,
@@ -88,19 +87,14 @@ class GymnasiumVectorEnv(VectorEnv):
         max_episode_steps: int | None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.env_id = env_id
-        self.num_envs = env.num_envs
-        self.observation_space, self.notes = kept_space(env.single_observation_space, None)
-        self.action_space = env.single_action_space
-        self.obs_spec = obs_spec(self.observation_space)
-        self.max_episode_steps = max_episode_steps
+        space, self.notes = kept_space(env.single_observation_space, None)
+        super().__init__(env_id, env.num_envs, (space, env.single_action_space), max_episode_steps, device)
         mode = env.metadata.get("autoreset_mode")
         if not isinstance(mode, AutoresetMode):
             raise EnvError(
                 f"metadata['autoreset_mode'] of {env_id} is {mode!r}; fix: set it to a gymnasium.vector.AutoresetMode"
             )
         self.autoreset = cast(Autoreset, mode.name.lower())
-        self.device = torch.device(device)
         self._env = env
         self._seeds_rows = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
 

@@ -437,15 +437,9 @@ class RowsGroupEnv(GroupEnv):
     """
 
     def __init__(self, cfg: RowCfg, num_envs: int, *, num_workers: int = 0, device: torch.device | str = "cpu") -> None:
-        self.env_id = cfg.env_id
-        self.num_envs = num_envs
-        self.observation_space = cfg.observation_space
-        self.action_space = cfg.action_space
-        self.obs_spec = obs_spec(cfg.observation_space)
-        self.max_episode_steps = cfg.max_episode_steps
-        self.start_mode = cfg.start_mode
-        self.device = torch.device(device)
-        self.notes = cfg.notes
+        spaces = cfg.observation_space, cfg.action_space
+        super().__init__(cfg.env_id, num_envs, spaces, cfg.max_episode_steps, device)
+        self.start_mode, self.notes = cfg.start_mode, cfg.notes
         self._cfg = cfg
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._live_rows = np.flatnonzero(self._live)

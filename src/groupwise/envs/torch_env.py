@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from groupwise.data.rollout import Nested
-from groupwise.data.spaces import obs_spec
 from groupwise.envs import snapshots as states
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.errors import EnvError
@@ -68,13 +67,8 @@ class TorchGroupEnv(GroupEnv):
         env_id: str | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.env_id = env_id or type(self).__name__
-        self.num_envs = num_envs
-        self.observation_space = observation_space
-        self.action_space = action_space
-        self.obs_spec = obs_spec(observation_space)
-        self.max_episode_steps = max_episode_steps
-        self.device = torch.device(device)
+        name, spaces = env_id or type(self).__name__, (observation_space, action_space)
+        super().__init__(name, num_envs, spaces, max_episode_steps, device)
         self._is_single = False  # whether the user's state is one tensor, stored as {"": tensor}
         zeros = torch.zeros(num_envs, dtype=torch.int64, device=device)
         paused = torch.ones(num_envs, dtype=torch.bool, device=device)
@@ -281,13 +275,8 @@ class CartPoleGroupEnv(GroupEnv):
     start_mode = "native"
 
     def __init__(self, env: CartPoleVectorEnv, *, env_id: str, device: torch.device | str = "cpu") -> None:
-        self.env_id = env_id
-        self.num_envs = env.num_envs
-        self.observation_space = env.single_observation_space
-        self.action_space = env.single_action_space
-        self.obs_spec = obs_spec(self.observation_space)
-        self.max_episode_steps = env.max_episode_steps
-        self.device = torch.device(device)
+        spaces = env.single_observation_space, env.single_action_space
+        super().__init__(env_id, env.num_envs, spaces, env.max_episode_steps, device)
         self._env: Any = env  # Gymnasium declares its public state as None
         self._paused: Mask = np.zeros(env.num_envs, dtype=np.bool_)
         self.reset(seed=0)

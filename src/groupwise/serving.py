@@ -323,7 +323,7 @@ class VLLMServer:
         in_flight, call = self._in_flight_updates, self._client.call
         for _ in range(self._client.retries + 1):
             failures = self._client.failures
-            with self._reading(), suppress(LostWeightsError):
+            with self._reading():
                 call(f"/pause?mode={'keep' if in_flight else 'wait'}", {})  # requests are held back, or finished
                 if self._adapters:
                     adapter = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}

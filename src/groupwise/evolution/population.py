@@ -144,7 +144,7 @@ class Population:
             fields: ``workers``, ``launcher``, ``cpus`` and ``gpus``, as of ``gw.evolve``, and the Python objects that the
                 runs were given, as in ``gw.resume``.
         """
-        launch = LaunchCfg(**{name: fields.pop(name) for name in LaunchCfg.model_fields if name in fields})
+        launch = LaunchCfg(**_taken(fields, LaunchCfg))
         population = cls.load(path)
         if not allow_programs:
             check_programs(population.base, population.path / FILE)

@@ -123,8 +123,8 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Ru
     job = {"folder": os.getcwd(), "path": path, "payload": plugins.pickled((cfg, given)), "plugins": plugins.loaded()}
     job["cpus"] = str(math.ceil(workers.cpus))
     each = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
-    with ExitStack() as stack:
-        stack.enter_context(connected())
+    # reports are of Ray; the run's own are in its folder
+    with connected(), tempfile.TemporaryDirectory() as reports:
         cpus, gpus = (ray.cluster_resources().get(kind, 0) for kind in ("CPU", "GPU"))
         if cpus < workers.number * workers.cpus or gpus < workers.number * workers.gpus:
             raise ConfigError(
@@ -132,7 +132,6 @@ def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Ru
                 f"cores and {gpus:g} GPUs; fix: ask for less"
             )  # otherwise Ray would wait without a word
         job["errors"] = ray.remote(_Errors).options(num_cpus=0).remote()
-        reports = stack.enter_context(tempfile.TemporaryDirectory())  # of Ray; the run's own are in its folder
         result = TorchTrainer(
             _work,
             train_loop_config=job,

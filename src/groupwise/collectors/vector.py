@@ -258,6 +258,14 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
     Args:
         ranks: the episodes that each rank averages, whose number weights its means, and its metrics.
     """
+    pooled = ranks[0][1] if len(ranks) == 1 else _pooled(ranks)
+    if not any(episode.task for episodes, _ in ranks for episode in episodes):
+        return pooled
+    tasks = successes_by_task((episode.task, episode.success) for episodes, _ in ranks for episode in episodes)
+    return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}
+
+
+def _pooled(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) -> dict[str, float]:
     pooled = {}
     for name in dict.fromkeys(name for _, metrics in ranks for name in metrics):
         values = [metrics[name] for _, metrics in ranks if name in metrics]
@@ -270,8 +278,7 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
             pooled[name] = min(values)
         else:
             pooled[name] = sum(v * (weight / sum(weights)) for v, weight in zip(values, weights, strict=True))
-    tasks = successes_by_task((episode.task, episode.success) for episodes, _ in ranks for episode in episodes)
-    return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}
+    return pooled
 
 
 # Writer of rollouts, step by step

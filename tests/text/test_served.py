@@ -1,6 +1,7 @@
 """Training on completions of servers: equal to the native generator, and what faults and restarts do."""
 
 import shutil
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -231,7 +231,7 @@ def print_run(run: Any, quiet: bool = False) -> int:
 # --launcher ray: the processes of a run on a cluster
 
 
-def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, float] | None, list[str]]:
+def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """What Ray keeps for the run, None without Ray; and the other words."""
     own = Parser(prog=parser.prog, add_help=False)
     own.add_argument("--launcher", choices=("local", "ray"), default="local")
@@ -250,7 +250,7 @@ def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, float] 
     return launch if on_cluster else None, rest
 
 
-def on_ray(launch: dict[str, float]) -> Any:
+def on_ray(launch: dict[str, Any]) -> Any:
     """The ``Workers`` of Ray; says how to follow them."""
     from groupwise.integrations.ray import Workers
 

@@ -319,7 +319,19 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """One dictionary per iteration; an incomplete last line is left out, another damaged line an error."""
-        return read_lines(self.metrics, _Entry, MAX_METRICS, "delete that line")
+        found: list[dict[str, Any]] = []
+        if not self.metrics.exists():
+            return found
+        try:
+            with files.reading(self.metrics, MAX_METRICS) as file:
+                while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
+                    entry = files.parse_json(line)
+                    _Entry.model_validate(entry)
+                    found.append(entry)
+                files.check_size(len(line), MAX_LINE)
+        except (OSError, ValueError) as error:
+            raise _damaged(f"{self.metrics}, line {len(found) + 1}", error, "delete that line") from error
+        return found
 
     def truncate_metrics(self, iteration: int) -> None:
         """Drop the log after ``iteration``; a resumed run writes it again."""
@@ -394,26 +406,6 @@ def _read_object(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
     return data
-
-
-def read_lines(path: Path, kind: type[BaseModel], limit: int, fix: str) -> list[dict[str, Any]]:
-    """JSON objects that have what ``kind`` needs, a line each; none without a file. An incomplete last line is left out.
-
-    A ``RunFolderError`` names another line that is damaged, and the ``fix``.
-    """
-    found: list[dict[str, Any]] = []
-    if not path.exists():
-        return found
-    try:
-        with files.reading(path, limit) as file:
-            while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
-                entry = files.parse_json(line)
-                kind.model_validate(entry)
-                found.append(entry)
-            files.check_size(len(line), MAX_LINE)
-    except (OSError, ValueError) as error:
-        raise _damaged(f"{path}, line {len(found) + 1}", error, fix) from error
-    return found
 
 
 def _damaged(place: object, error: Exception, fix: str = "restore it, or train again") -> RunFolderError:

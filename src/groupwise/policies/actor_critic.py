@@ -451,9 +451,17 @@ class ActorCritic(Policy):
             DataError: an observation of the wrong shape or structure, or one that is not finite.
         """
         tensor, batched = self._read(obs)
-        normalized = tensor if self.obs_normalizer is None else self.obs_normalizer(tensor)
-        params, _ = self._heads(self.encoder(normalized), None, tensor)
+        params = self._actor_params(tensor)
         return self._written(self.head.mode(params) if deterministic else self.head.sample(params), batched)
+
+    @torch.no_grad()
+    def mode(self, obs: Nested) -> Tensor:
+        """The most likely actions for B observations, without gradient and without the critic."""
+        return self.head.mode(self._actor_params(obs))
+
+    def _actor_params(self, obs: Nested) -> Tensor:
+        normalized = obs if self.obs_normalizer is None else self.obs_normalizer(obs)
+        return self._heads(self.encoder(normalized), None, obs)[0]
 
     def env_action(self, action: Tensor) -> Tensor:
         """The environment's action: numbered from ``start``, clipped or squashed into the box."""

@@ -14,6 +14,7 @@ from groupwise.config.run import EvaluationMetric
 from groupwise.data.rollout import all_finite, allocate
 from groupwise.envs.base import GroupEnv, successes_by_task
 from groupwise.errors import DataError, EnvError
+from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.report.folder import mean_ci95, wilson_95
 from groupwise.seeding import derive_seed
@@ -196,7 +197,11 @@ def evaluate_policy(
             generator = None
             if not deterministic:
                 generator = torch.Generator(policy.device).manual_seed(derive_seed(seed, "act", step))
-            action = policy.env_action(act(batch, deterministic, generator).action)[played]
+            if deterministic and on_nonfinite == "stop" and type(policy) is ActorCritic:
+                action = policy.mode(batch)  # what act gives, in half of its time
+            else:
+                action = act(batch, deterministic, generator).action
+            action = policy.env_action(action)[played]
             if action.is_floating_point() and not all_finite(action):
                 bad = running[played] & ~action.isfinite().flatten(1).all(dim=1).cpu().numpy()
                 if bad.any():

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.errors import ConfigError, DataError
 from groupwise.text.load import with_adapters
 
 SHORT = {"max_new_tokens": 4}
@@ -277,3 +278,59 @@ def test_an_agent_of_a_chat_model_reads_messages():
         (ids,), (mask,) = agent.get_action([prompt])
         prompts.append(ids[0, : int(mask[0].long().argmax()) + 1].tolist())
     assert prompts[0] == prompts[1] == prompts[2]
+
+
+# Episodes of several turns
+
+
+class Halves(gw.TextEnv):
+    """Two turns, of which each earns for the digits that its text repeats from the observation."""
+
+    def reset(self, *, seed=None, options=None):
+        self.digit, self.left = str(seed % 10), 2
+        return self.digit, {}
+
+    def step(self, text):
+        self.left -= 1
+        return self.digit, text.count(self.digit) / 4, not self.left, False, {"success": self.digit in text}
+
+    def sample_action(self, rng):
+        return str(rng.integers(10))
+
+
+PLAYED = {"max_turns": 2, "data_size": 40, "eval_size": 6}
+TURNS = {"max_new_tokens": 4, "stop": list("0123456789")}
+
+
+def test_episodes_by_hand_are_those_of_gw_train_bit_for_bit(model, tmp_path):
+    agent, env = agent_of(model, sampling=TURNS), gw.PromptEnv(env=Halves, batch_size=4, **PLAYED)
+    env.reset()
+    turns = 0
+    for _ in range(2):
+        completions, masks = agent.play(env)
+        for ids, mask, group in zip(completions, masks, completions.groups, strict=True):
+            turns = max(turns, *(member.turns for member in group))
+            assert mask.shape == (4, ids.shape[1] - 1)
+            assert mask.sum(dim=1).tolist() == [member.written for member in group]
+            assert len({tuple(member.prompt.tokens) for member in group}) == 1
+        _, rewards = env.step(completions)
+        totals = [[member.episode.total for member in group] for group in completions.groups]
+        torch.testing.assert_close(rewards, torch.tensor(totals))
+        agent.learn((completions, masks, rewards))
+    assert turns == 2
+    more = QUIET | {"num_prompts": 4, "total_iterations": 2, "sampling": TURNS, "evaluation": {"prompts": 2}}
+    fields = {"group_size": 4, "learning_rate": 1e-3}
+    run = gw.train(gw.TextTask(env=Halves, **PLAYED), fields, model=str(model), run_dir=tmp_path / "run", **more)
+    assert_equal(agent.policy, run.policy)
+    before = env.batch
+    assert 0 <= agent.test(env) <= 2
+    assert env.batch is before
+    env.close()
+
+
+def test_a_batch_of_episodes_is_played_and_one_of_prompts_is_not(model):
+    agent, env = agent_of(model, sampling=TURNS), gw.PromptEnv(env=Halves, batch_size=2, **PLAYED)
+    with pytest.raises(DataError, match=r"the completions are of no episodes; fix: agent.play\(env\)"):
+        env.step(agent.get_action([prompt or "1" for prompt in env.reset()])[0])
+    with pytest.raises(ConfigError, match=r"there are no episodes to play; fix: PromptEnv\(env=...\), or get_action"):
+        agent.play(digits())

@@ -35,8 +35,10 @@ from groupwise.text.collector import (
     score,
     text_rollout,
     training_row,
+    verified_envs,
     write,
 )
+from groupwise.text.envs import TextEnvs
 from groupwise.text.evaluation import read_prompts
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
@@ -62,21 +64,22 @@ class Completions(list[Tensor]):
         return [[member.text for member in group] for group in self.groups]
 
 
-# Prompts and rewards as an environment of one step
+# Prompts, or starts of episodes, and their rewards
 
-_SETTINGS = ("data_kwargs", "data_size", "eval_size", "eval_overlap", "prompt_column", "reward_timeout")
+_OF_PROMPTS = ("chat", "chat_template_kwargs", "max_prompt_tokens", "system_prompt")
+"""Settings of the task that are the agent's."""
 
 
 class PromptEnv:
     """Gives prompts, and rewards for groups of completions; with a training set and a held-out set.
 
-    Training prompts come in the order of ``gw.train`` with this seed, ``num_prompts=batch_size``.
+    Training prompts come in the order of ``gw.train`` with this seed, ``num_prompts=batch_size``. With ``env``, ``tools`` or
+    ``tool`` a batch is the starts of as many groups of episodes, which ``LanguageAgent.play`` plays side by side.
 
     Args:
-        data, eval_data, reward, reward_weights: as ``TextTask`` takes them.
+        data, eval_data, reward, reward_weights, env, tools, tool: as ``TextTask`` takes them.
         batch_size: prompts at a time.
-        settings: ``prompt_column``, ``data_size``, ``eval_size``, ``data_kwargs``, ``eval_overlap`` and ``reward_timeout`` of
-            ``TextTaskCfg``.
+        settings: other fields of ``TextTaskCfg``, but those of the agent.
 
     Raises:
         ConfigError: a setting is unknown or impossible, or there is no reward.
@@ -85,7 +88,7 @@ class PromptEnv:
 
     def __init__(
         self,
-        data: object,
+        data: object = "",
         eval_data: object = None,
         *,
         reward: object = None,
@@ -94,19 +97,27 @@ class PromptEnv:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        refuse_unknown(settings, (*_SETTINGS, "reward", "reward_weights", "batch_size", "seed"), "PromptEnv")
+        named = {*TextTaskCfg.model_fields, "reward", "reward_weights", "batch_size", "seed"} - {
+            "rewards",
+            *_OF_PROMPTS,
+        }
+        refuse_unknown(settings, named, "PromptEnv")
         require_count("batch_size", batch_size)
-        task = TextTask(data, reward=reward, eval_data=eval_data, reward_weights=reward_weights, **settings)
+        self.task = TextTask(data, reward=reward, eval_data=eval_data, reward_weights=reward_weights, **settings)
         self.batch_size, self.seed = batch_size, seed
-        self.rewards = task.rewards()
-        self.train_set, self.eval_set = task.load()
+        self.rewards = self.task.rewards()
+        self.train_set, self.eval_set = self.task.load()
+        self.envs: TextEnvs | None = None
+        """Instances of the environment, since the first ``play``."""
+        of_episodes = ("environments", "episode_return") if self.task.cfg.has_env else ()
         for examples, name in ((self.train_set, "data"), (self.eval_set, "eval_data")):
             if examples:
-                self.rewards.check_columns(examples[0].columns, name)
+                self.rewards.check_columns((*examples[0].columns, *of_episodes), name)
         self.logged: dict[str, float] = {}
         """Means of metrics that functions logged by ``log_metric`` at the last step."""
+        self.batch: list[Example] = []
+        """The examples of the prompts that are to be answered."""
         self._evaluating = False
-        self._batch: list[Example] = []
         self._trained = self._evaluated = 0  # prompts before the batch
 
     def __len__(self) -> int:
@@ -143,17 +154,26 @@ class PromptEnv:
         """
         groups = completions.groups if isinstance(completions, Completions) else [*map(_transcripts, completions)]
         count, sizes = len(groups), {len(group) for group in groups}
-        if count != len(self._batch) or len(sizes) != 1:
+        if count != len(self.batch) or len(sizes) != 1:
             raise DataError(
-                f"{count} groups, of {sorted(sizes)} completions, for {len(self._batch)} prompts; fix: reset(), then one for "
+                f"{count} groups, of {sorted(sizes)} completions, for {len(self.batch)} prompts; fix: reset(), then one for "
                 "each, of equally many"
             )
-        prompts = [EncodedPrompt(example, ()) for example in self._batch]
-        members = [replace(one, prompt=prompt) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+        prompts, members = [EncodedPrompt(example, ()) for example in self.batch], list(chain(*groups))
+        if self.task.cfg.has_env:
+            if any(member.episode is None for member in members):
+                raise DataError("the completions are of no episodes; fix: agent.play(env), in place of get_action")
+        else:
+            members = [
+                replace(one, prompt=prompt) for prompt, group in zip(prompts, groups, strict=True) for one in group
+            ]
         steps = 0 if self._evaluating else self._trained
         score(members, self.rewards, TrainingState(steps // self.batch_size, epoch=steps / len(self.train_set)))
         rewards = torch.tensor([math.nan if one.reward is None else one.reward for one in members]).view(count, -1)
         self.logged = self.rewards.take_logged()
+        for member in members:
+            if member.episode is not None and self.envs is not None:
+                self.envs.release(member.episode)
         if self._evaluating:
             self._evaluated += count
         else:
@@ -169,24 +189,26 @@ class PromptEnv:
         """
         if not self.eval_set:
             raise ConfigError("no prompts are held out; fix: PromptEnv(data, eval_data, ...)")
-        kept = self._evaluating, self._batch
-        self._evaluating, self._batch, self._evaluated = True, [], 0
+        kept = self._evaluating, self.batch
+        self._evaluating, self.batch, self._evaluated = True, [], 0
         try:
             yield
         finally:
-            self._evaluating, self._batch = kept
+            self._evaluating, self.batch = kept
 
     def close(self) -> None:
-        """Free the resources of the reward functions."""
+        """Free the resources of the reward functions, and close the environments."""
         self.rewards.close()
+        if self.envs is not None:
+            self.envs.close()
 
     def _next(self) -> list[Prompt]:
         if self._evaluating:
-            self._batch = self.eval_set[self._evaluated : self._evaluated + self.batch_size]
+            self.batch = self.eval_set[self._evaluated : self._evaluated + self.batch_size]
         else:
             numbers = range(self._trained, self._trained + self.batch_size)
-            self._batch = [in_order(self.train_set, number, self.seed) for number in numbers]
-        return [example.prompt for example in self._batch]
+            self.batch = [in_order(self.train_set, number, self.seed) for number in numbers]
+        return [example.prompt for example in self.batch]
 
 
 def _transcripts(texts: Sequence[str]) -> list[Transcript]:
@@ -196,7 +218,6 @@ def _transcripts(texts: Sequence[str]) -> list[Transcript]:
 
 Experiences = tuple[Any, Sequence[Tensor], Any]
 """Completions and masks of ``get_action``, and their rewards ``[B, G]``."""
-_OF_PROMPTS = ("chat", "chat_template_kwargs", "max_prompt_tokens", "system_prompt")
 _OF_RUN = ("device", "mask_truncated_completions", "overlong_buffer", "sampler_mismatch")
 
 
@@ -246,7 +267,9 @@ class LanguageAgent:
             )
         for name in ("tool", "tools", "env"):
             if several := vars(cfg.task)[name]:
-                raise ConfigError(f"a LanguageAgent writes one turn; got {name}={several!r}, fix: gw.train")
+                raise ConfigError(
+                    f"a LanguageAgent plays the episodes of a PromptEnv; got {name}={several!r}, fix: PromptEnv({name}=...)"
+                )
         self.cfg = filled_in(cfg, (1.0,))
         """The settings, as those of a run."""
         self.index = index
@@ -279,9 +302,30 @@ class LanguageAgent:
         Raises:
             DataError: a prompt is too long, or neither a text nor messages.
         """
+        return self._write([Example(prompt, {}) for prompt in read_prompts(prompts)], training, Dialogue(self._encoder))
+
+    def play(self, env: PromptEnv, training: bool = True) -> tuple[Completions, list[Tensor]]:
+        """Episodes from each start of the environment's batch, and masks of the tokens that are the model's, as of ``get_action``.
+
+        Before the first ones, it is checked that members of a group share a start.
+
+        Raises:
+            EnvError: they do not, or the environment failed.
+            DataError: a first observation is too long.
+        """
+        of_prompts = {name: vars(self.cfg.task)[name] for name in _OF_PROMPTS}
+        cfg = self.cfg.model_copy(update={"task": env.task.cfg.model_copy(update=of_prompts)})
+        encoder = PromptEncoder(self.policy.tokenizer, cfg.task)
+        env.envs = env.envs or verified_envs(cfg, env.task, encoder, self.policy, env.train_set)
+        if env.envs is None:
+            raise ConfigError("there are no episodes to play; fix: PromptEnv(env=...), or get_action")
+        return self._write(env.batch, training, Dialogue(encoder, self.policy.context_length, env.envs))
+
+    def _write(
+        self, examples: Sequence[Example], training: bool, dialogue: Dialogue
+    ) -> tuple[Completions, list[Tensor]]:
         cfg = self.cfg
-        examples = [Example(prompt, {}) for prompt in read_prompts(prompts)]
-        encoded = self._encoder.select(examples, self.policy.max_prompt_length(cfg.sampling.max_new_tokens))
+        encoded = dialogue.encoder.select(examples, self.policy.max_prompt_length(cfg.sampling.max_new_tokens))
         stream = "completion", 0, self.iteration  # as the collector's, of rank 0
         groups = [
             open_group(prompt, number, cfg.algorithm, cfg.seed, *stream)
@@ -289,15 +333,13 @@ class LanguageAgent:
             else [Transcript(prompt, number, 0, greedy=True)]
             for number, prompt in enumerate(encoded)
         ]
-        write(list(chain(*groups)), partial(complete, self.policy), cfg.sampling, Dialogue(self._encoder))
+        write(list(chain(*groups)), partial(complete, self.policy), cfg.sampling, dialogue)
         self.iteration += training
-        completions, masks = Completions(groups), []
-        for ids, group in zip(completions, groups, strict=True):
-            first = torch.tensor([len(member.prompt.tokens) for member in group])[:, None] - 1
-            count = torch.tensor([len(member.tokens) for member in group])[:, None]
-            place = torch.arange(ids.shape[1] - 1)
-            masks.append((place >= first) & (place < first + count))
-        return completions, masks
+        masks = []
+        for group in groups:
+            written = [[False] * (len(one.prompt.tokens) - 1) + [turn >= 0 for turn in one.turn] for one in group]
+            masks.append(pad_sequence([torch.tensor(mask) for mask in written], batch_first=True))
+        return Completions(groups), masks
 
     def learn(self, experiences: Experiences) -> tuple[float, float]:
         """Update the policy; returns the loss, and the KL to the reference, 0 without one.
@@ -333,7 +375,8 @@ class LanguageAgent:
         with env.eval_mode():
             prompts = env.reset()
             while prompts:
-                prompts, scored = env.step(self.get_action(prompts, training=False)[0])
+                act = partial(self.play, env) if env.task.cfg.has_env else partial(self.get_action, prompts)
+                prompts, scored = env.step(act(training=False)[0])
                 rewards.append(scored.flatten())
         mean = float(torch.cat(rewards).double().nanmean())
         if math.isnan(mean):

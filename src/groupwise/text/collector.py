@@ -411,9 +411,12 @@ def write(
                 more = dialogue.answer([member], sampling.max_new_tokens)
                 write(more, partial(generate, first=member.group), sampling, dialogue)
 
-            with ThreadPoolExecutor(min(at_once, len(running))) as pool:
+            pool = ThreadPoolExecutor(min(at_once, len(running)))
+            try:
                 for _ in pool.map(go_on, running):
                     pass
+            finally:  # after an error the others end with the servers' clients
+                pool.shutdown(wait=False, cancel_futures=True)
             return
         running = dialogue.answer(running, sampling.max_new_tokens)
         pasts = {id(member): pasts[id(member)] for member in running}

@@ -110,11 +110,12 @@ class GroupTracker:
         """Count the step that every running row took; returns it with the episodes that ``horizon`` truncates."""
         self.steps += len(self._in_row)
         self.step += 1
-        if self._cfg.horizon is None:
-            return step
+        return step if self._cfg.horizon is None else self._cut_long(step, self._cfg.horizon)
+
+    def _cut_long(self, step: EnvStep, horizon: int) -> EnvStep:
         is_long = torch.zeros(len(self.running), dtype=torch.bool)
         for row, member in self._in_row.items():
-            is_long[row] = self.step - member.start >= self._cfg.horizon
+            is_long[row] = self.step - member.start >= horizon
         goes_on = ~step.terminated if step.failed is None else ~(step.terminated | step.failed)
         return step._replace(truncated=step.truncated | is_long.to(step.truncated.device) & goes_on)
 

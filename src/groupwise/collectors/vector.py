@@ -16,7 +16,7 @@ from torch import Tensor
 from groupwise.data.rollout import Nested, TensorDict, all_finite, find_nonfinite, lengthen
 from groupwise.data.spaces import check_dtypes
 from groupwise.envs.base import EnvStep, Mask, VectorEnv, successes_by_task
-from groupwise.errors import ConfigError, EnvError
+from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
 
@@ -320,11 +320,14 @@ class RolloutWriter:
         _write(self._columns["sample_log_prob"], step, action.log_prob)
         if action.value is not None:
             _write(self._columns["value"], step, action.value)
-        numbers = action.action  # on a GPU the check would be a host sync
+        numbers = action.action
         if numbers.is_floating_point() and numbers.device.type == "cpu" and not all_finite(numbers):
-            slots = torch.zeros_like(self.rollout["valid"])
-            slots[:, step] = True
-            raise find_nonfinite(self.rollout, slots)[0].error()
+            raise self._nonfinite(step)  # on a GPU the check would be a host sync
+
+    def _nonfinite(self, step: int) -> DataError:
+        slots = torch.zeros_like(self.rollout["valid"])
+        slots[:, step] = True
+        return find_nonfinite(self.rollout, slots)[0].error()
 
     def outcome(self, step: int, outcome: EnvStep) -> None:
         """Write the outcome of a step."""

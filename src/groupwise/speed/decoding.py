@@ -51,10 +51,14 @@ class FastDecoder(Decoder):
             del steps, ours, theirs  # they hold caches of their own
             self.used = "llama" if off <= policy.rounding else "transformers"
             if self.used == "transformers":
-                why = f"log-probabilities of the fast step differ by {off:.2g}, at most {policy.rounding} is rounding"
-                message = f"{type(policy.network).__name__} decodes with transformers (no fast step): {why}"
-                warnings.warn(message, SlowPathWarning, stacklevel=3)
+                _warn_of_other_numbers(policy, off)
         return LlamaStep(policy, prompts) if self.used == "llama" else Step(policy, prompts)
+
+
+def _warn_of_other_numbers(policy: CausalLM, off: float) -> None:
+    message = f"{type(policy.network).__name__} decodes with transformers (no fast step)"
+    why = f"log-probabilities of the fast step differ by {off:.2g}, at most {policy.rounding} is rounding"
+    warnings.warn(f"{message}: {why}", SlowPathWarning, stacklevel=4)
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:

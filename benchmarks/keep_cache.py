@@ -1,6 +1,6 @@
 """What the cache of earlier turns saves: SmolLM2-135M in episodes of six turns, ``task.keep_cache`` on against off.
 
-    python benchmarks/keep_cache.py                  about a quarter of an hour of a core; writes results/keep_cache.json
+    python benchmarks/keep_cache.py                  about twenty minutes of a core; writes results/keep_cache.json
     python benchmarks/keep_cache.py --smallest --out FILE
 
 The prompt has about 100 tokens; the model says a sentence, of at most 24 tokens, and reads one of about 25, six times. Both arms
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--smallest", action="store_true", help="one pair of one iteration")
     options = parser.parse_args()
-    pairs, iterations = (1, 1) if options.smallest else (3, 2)
+    pairs, iterations = (1, 1) if options.smallest else (2, 2)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         model = options.smollm2 or Path(scratch) / "smollm2"

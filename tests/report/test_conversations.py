@@ -103,6 +103,8 @@ def test_the_answers_of_a_tool_are_shown(model, tmp_path):
         answer for group in groups.values() for m in group["members"] for t in m["turns"] for answer in t["answers"]
     ]
     told = [message["content"] for member in members for message in member.messages if message["role"] == "tool"]
+    unread = [member.episode.answer for member in members if member.messages[-1]["role"] == "assistant"]
+    told += [message["content"] for answer in unread for message in answer if message["content"]]
     assert sorted(answer["text"] for answer in shown) == sorted(told) != []
     assert {answer["role"] for answer in shown} == {"tool"}
     assert {m["won"] for group in groups.values() for m in group["members"]} == {None}

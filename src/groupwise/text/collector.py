@@ -6,7 +6,6 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -252,14 +251,16 @@ class Dialogue:
 
     def __init__(self, encoder: PromptEncoder, context: int | None = None, envs: TextEnvs | None = None) -> None:
         self.encoder, self.envs = encoder, envs
+        self.keeps_cache = envs is not None and encoder.cfg.keep_cache
         self._context = context
 
-    def stopping(self, members: Sequence[Transcript], sampling: SamplingCfg) -> SamplingCfg:
-        """The sampling with turns that also end as the environments have it."""
+    def begin(self, members: Sequence[Transcript], sampling: SamplingCfg) -> SamplingCfg:
+        """Begin the episodes; returns the sampling with turns that also end as the environments have it."""
+        self._open(members, sampling.max_new_tokens)
         ends = [end for one in members if one.episode and one.episode.env for end in one.episode.env.stop]
         return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *ends)))}) if ends else sampling
 
-    def begin(self, members: Sequence[Transcript], max_new_tokens: int) -> None:
+    def _open(self, members: Sequence[Transcript], max_new_tokens: int) -> None:
         """Begin the episodes of groups, whose first observations are their prompts."""
         assert self.envs is not None
         longest = min(self.encoder.cfg.max_prompt_tokens or math.inf, (self._context or math.inf) - max_new_tokens)
@@ -372,54 +373,44 @@ def open_group(
     return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
 
 
-def write(
-    transcripts: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue, at_once: int = 1
-) -> None:
-    """Generate every transcript to its end; members of a group share the encoding of their prompt.
+Pasts = dict[int, Past | None]
+"""Keys and values of the texts so far, by ``id`` of the transcript."""
 
-    Args:
-        at_once: after the generation of their first turn, as many go on by themselves if their environments play in threads, so that
-            none waits for another.
-    """
-    running, pasts = list(transcripts), dict[int, Past | None]()
-    has_turns = dialogue.envs is not None
-    keeps_cache = has_turns and dialogue.encoder.cfg.keep_cache
-    if has_turns:
-        dialogue.begin(transcripts, sampling.max_new_tokens)
-        sampling = dialogue.stopping(transcripts, sampling)
+
+def write(transcripts: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue) -> None:
+    """Generate every transcript to its end, all turns of the same number together."""
+    running, pasts = list(transcripts), Pasts()
+    if dialogue.envs is not None:
+        sampling = dialogue.begin(transcripts, sampling)
     while running:
-        # members with the same text so far are encoded once; such sets of one size are generated in one call
-        alike, calls = defaultdict[Any, list[Transcript]](list), defaultdict[Any, list[list[Transcript]]](list)
-        for member in running:
-            alike[member.greedy, member.group, (*member.prompt.tokens, *member.tokens)].append(member)
-        for members in alike.values():
-            calls[members[0].greedy, len(members)].append(members)
-        for (greedy, _), groups in calls.items():
-            texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
-            seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
-            known = [pasts.get(id(members[0])) for members in groups] if keeps_cache else None
-            written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy, pasts=known)
-            for member, completion in zip(chain(*groups), chain(*written), strict=True):
-                text = dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-                member.add_turn(completion, text)
-                pasts[id(member)] = completion.past
-        if not has_turns:
-            return
-        if dialogue.envs is not None and dialogue.envs.threads > 1 and min(at_once, len(running)) > 1:
-
-            def go_on(member: Transcript) -> None:
-                more = dialogue.answer([member], sampling.max_new_tokens)
-                write(more, partial(generate, first=member.group), sampling, dialogue)
-
-            pool = ThreadPoolExecutor(min(at_once, len(running)))
-            try:
-                for _ in pool.map(go_on, running):
-                    pass
-            finally:  # after an error the others end with the servers' clients
-                pool.shutdown(wait=False, cancel_futures=True)
+        write_turn(running, generate, sampling, dialogue, pasts)
+        if dialogue.envs is None:
             return
         running = dialogue.answer(running, sampling.max_new_tokens)
         pasts = {id(member): pasts[id(member)] for member in running}
+
+
+def write_turn(
+    running: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue, pasts: Pasts
+) -> None:
+    """Generate the next turn of each transcript.
+
+    Members with the same text so far are encoded once; such sets of one size are generated in one call.
+    """
+    alike, calls = defaultdict[Any, list[Transcript]](list), defaultdict[Any, list[list[Transcript]]](list)
+    for member in running:
+        alike[member.greedy, member.group, (*member.prompt.tokens, *member.tokens)].append(member)
+    for members in alike.values():
+        calls[members[0].greedy, len(members)].append(members)
+    for (greedy, _), groups in calls.items():
+        texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
+        seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
+        known = [pasts.get(id(members[0])) for members in groups] if dialogue.keeps_cache else None
+        written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy, pasts=known)
+        for member, completion in zip(chain(*groups), chain(*written), strict=True):
+            text = dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            member.add_turn(completion, text)
+            pasts[id(member)] = completion.past
 
 
 def verified_envs(
@@ -559,9 +550,6 @@ class TextCollector(Collector):
     Prompts and completions depend on the seed and the position in the data alone. Each rank takes prompts of its own.
     """
 
-    at_once = 1
-    """Episodes that go on by themselves. 1: all take their turns together, in batches that are the same each time."""
-
     def __init__(
         self,
         policy: CausalLM,
@@ -660,7 +648,7 @@ class TextCollector(Collector):
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
         """Groups of the next prompts, generated; ``first`` groups of this rollout precede them."""
         groups = self._open(count, first)
-        write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue, self.at_once)
+        write([*chain(*groups)], self.generate, self._cfg.sampling, self._dialogue)
         return groups
 
     def _open(self, count: int, first: int = 0, ahead: int = 0) -> list[list[Transcript]]:
@@ -683,7 +671,7 @@ def conversation_of(member: Transcript) -> Conversation:
     if episode is None:
         return Conversation(start, messages)
     if messages[-1]["role"] == "assistant" and len(episode.observations) == member.turns:
-        messages.append({"role": "tool" if episode.tools else "user", "content": episode.observations[-1]})
+        messages += [message for message in episode.answer if message["content"]]
     rewards = list(episode.rewards)
     if episode.final_reward:
         rewards[-1:] = [sum(rewards[-1:]) + episode.final_reward]

@@ -157,6 +157,8 @@ class TextEpisode:
     """Reward at the end."""
     observations: list[str] = field(default_factory=list)
     """The answer to each turn."""
+    answer: Sequence[Message] = ()
+    """The last one as messages."""
     success: bool | None = None
     """Whether it was won; None if the environment does not say."""
     ending: Ending | None = None
@@ -208,6 +210,7 @@ class TextEpisode:
         messages = read_prompt(f"{self._name}.step()", found) if found else ()
         assert not isinstance(messages, str)
         self.rewards.append(self._number("step", reward))
+        self.answer = messages
         self.observations.append("\n".join(message["content"] for message in messages))
         self.counts.update(info.get("counts", {}))
         if terminated or truncated:

@@ -267,19 +267,26 @@ def past_of(cache: Any, valid: Bool[Tensor, "row width"], row: int) -> Past:
     return torch.stack(halves)[:, :, :, valid[row]]
 
 
-def fill(cache: Any, pasts: Sequence[Past | None]) -> Bool[Tensor, "row width"]:
-    """Fill an empty cache with a text's keys and values in each row, none for None; returns the mask, False at padding on the left."""
+def fill(
+    cache: Any, pasts: Sequence[Past | None], prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Int[Tensor, "row step"], Bool[Tensor, "row context"]]:
+    """Fill an empty cache with keys and values of each prompt's beginning, none for None; the tokens that are left to read, and
+    the mask of both, False at padding.
+    """
     lengths = [0 if past is None else past.shape[3] for past in pasts]
-    width, some = max(lengths, default=0), next((past for past in pasts if past is not None), torch.empty(0))
-    if width:
-        layers, _, heads, _, size = some.shape
-        whole = some.new_zeros(layers, 2, len(pasts), heads, width, size)
-        for row, past in enumerate(pasts):
-            if past is not None:
-                whole[:, :, row, :, width - past.shape[3] :] = past
-        for number, (keys, values) in enumerate(whole):
-            cache.update(keys, values, number)
-    return torch.arange(width, device=some.device) >= width - torch.tensor(lengths, device=some.device)[:, None]
+    tokens, valid = left_padded([prompt[length:] for prompt, length in zip(prompts, lengths, strict=True)], device)
+    if (width := max(lengths)) == 0:
+        return tokens, valid
+    some = next(past for past in pasts if past is not None)
+    layers, _, heads, _, size = some.shape
+    whole = some.new_zeros(layers, 2, len(pasts), heads, width, size)
+    for row, (past, length) in enumerate(zip(pasts, lengths, strict=True)):
+        if past is not None:
+            whole[:, :, row, :, width - length :] = past
+    for number, (keys, values) in enumerate(whole):
+        cache.update(keys, values, number)
+    known = torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]
+    return tokens, torch.cat([known, valid], dim=1)
 
 
 class Decoder:
@@ -325,10 +332,7 @@ def complete(
         cache: Any = DynamicCache(config=policy.network.config)
         keeps = pasts is not None and holds_all(cache)
         if pasts is not None and keeps:
-            known = fill(cache, pasts).to(policy.device)
-            rest = [prompt[length:] for prompt, length in zip(prompts, known.sum(dim=1).tolist(), strict=True)]
-            tokens, new = left_padded(rest, policy.device)
-            valid = torch.cat([known, new], dim=1)
+            tokens, valid = fill(cache, pasts, prompts, policy.device)
         hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
         token, unfinished = state.write(head(hidden).repeat_interleave(size, dim=0))
         ended = (~unfinished).nonzero()[:, 0].tolist() if keeps else ()

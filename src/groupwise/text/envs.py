@@ -292,9 +292,9 @@ class TextEpisode:
                 self.busy, self.slowest = self.busy + took, max(self.slowest, took)
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The result of a call in a thread, which is left to itself where it takes longer; then an ``EnvTimeoutError``."""
-    done: Future[Any] = Future()
+def _in_thread(call: Callable[[], Made]) -> Future[Made]:
+    """The result of a call in a thread, for which a program that ends does not wait."""
+    done: Future[Made] = Future()
 
     def run() -> None:
         try:
@@ -302,7 +302,13 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="environment").start()  # at its end the program does not wait for it
+    threading.Thread(target=run, daemon=True, name="environment").start()
+    return done
+
+
+def _within(seconds: float, call: Callable[[], Made]) -> Made:
+    """The result of a call, which is left to itself where it takes longer; then an ``EnvTimeoutError``."""
+    done = _in_thread(call)
     if not wait([done], seconds).done:
         raise EnvTimeoutError(f"took longer than {seconds:g} seconds")
     return done.result()
@@ -368,21 +374,16 @@ class TextEnvs:
         """Results of the function for each item, in threads."""
         if min(self.threads, len(items)) < 2:
             return [*map(function, items)]
-        places, done = iter(range(len(items))), [Future[Made]() for _ in items]
+        places, made = iter(range(len(items))), dict[int, Made]()
 
         def work() -> None:
             for place in places:
-                try:
-                    done[place].set_result(function(items[place]))
-                except BaseException as error:
-                    done[place].set_exception(error)
-                    return
+                made[place] = function(items[place])
 
-        for _ in range(min(self.threads, len(items))):  # an interrupted program does not wait for them
-            threading.Thread(target=work, daemon=True, name="environments").start()
-        for one in wait(done, return_when=FIRST_EXCEPTION).done:
+        workers = [_in_thread(work) for _ in range(min(self.threads, len(items)))]
+        for one in wait(workers, return_when=FIRST_EXCEPTION).done:
             one.result()
-        return [one.result() for one in done]
+        return [made[place] for place in range(len(items))]
 
     def open(self, start: Start, count: int) -> tuple[list[TextEpisode], list[Prompt]]:
         """The episodes of a group and their first observations; an ``ApartError`` if these differ but should not."""
@@ -410,7 +411,7 @@ class TextEnvs:
         try:
             episode.reset(start)
         except EnvError as error:
-            self._discard(episode)
+            self.release(episode, failed=True)
             if self.on_error == "raise":
                 raise
             log.warning("%s; it is tried again in another instance", error)
@@ -436,7 +437,7 @@ class TextEnvs:
             if self.on_error == "raise" and not isinstance(error, EnvTimeoutError):
                 raise
             episode.counts["env_errors"] += 1
-            self._discard(episode)
+            self.release(episode, failed=True)
             log.warning("%s (on_env_error=%r)", error, self.on_error)
             try:
                 if self.on_error == "retry":
@@ -444,51 +445,38 @@ class TextEnvs:
                     episode.play_again(self._take(episode.start, new=True), count)
                     return action()
             except EnvError as another:
-                self._discard(episode)
+                self.release(episode, failed=True)
                 error = another
             episode.broken = True
             episode.ending = "timeout" if isinstance(error, EnvTimeoutError) else "env_error"
             return ()
 
-    def release(self, episode: TextEpisode) -> None:
-        """Take back the environment of an episode that is over."""
+    def release(self, episode: TextEpisode, *, failed: bool = False) -> None:
+        """Take back the environment of an episode that is over; no other one plays in an instance that failed."""
         env, episode.env = episode.env, None
         if env is None:
             return
         with self._changing:
             self._playing = [other for other in self._playing if other is not env]
-            if self.mode in ("seed", "none") and episode.start is not None:
+            if self.mode in ("seed", "none") and episode.start is not None and not failed:
                 self._free[episode.start.environment].append(env)
                 return
-        self._close(env)
+        _close(env, self.seconds)
 
     def close(self) -> None:
         """Close all instances, also those of episodes that an error ended."""
         for instances in (*self._free.values(), self._playing):
             while instances:
-                self._close(instances.pop())
+                _close(instances.pop(), self.seconds)
 
     def _take(self, start: Start, *, new: bool = False) -> TextEnv:
         with self._changing:
-            if (free := self._free[start.environment]) and not new:
-                env = free.pop()
-                self._playing.append(env)
-                return env
-        env = make_for(self.make, start)
+            free = self._free[start.environment]
+            env = free.pop() if free and not new else None
+        env = make_for(self.make, start) if env is None else env
         with self._changing:
             self._playing.append(env)
         return env
-
-    def _discard(self, episode: TextEpisode) -> None:
-        """Close the instance of an episode that failed, which no other one plays in."""
-        env, episode.env = episode.env, None
-        with self._changing:
-            self._playing = [other for other in self._playing if other is not env]
-        if env is not None:
-            self._close(env)
-
-    def _close(self, env: TextEnv) -> None:
-        _close(env, self.seconds)
 
 
 def _close(env: TextEnv, seconds: float | None) -> None:

@@ -17,7 +17,7 @@ from vllm_double import VLLMDouble
 import groupwise as gw
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, DataError, EnvError
-from groupwise.text import tool_env, tools
+from groupwise.text import rewards, tool_env, tools
 from groupwise.text.calls import Call
 from groupwise.text.envs import TextEnvs, TextEpisode, TextStartReport, check_text_env, check_text_starts, play_samples
 from groupwise.text.task import Start
@@ -281,12 +281,12 @@ def test_an_async_tool_that_exits_is_an_error_of_the_environment():
 
 def test_all_async_tools_run_in_one_loop(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", slowly(threading.Thread.start))
-    tool_env._loop.cache_clear()
+    rewards._loop.cache_clear()
     found, together = [], threading.Barrier(4)
 
     def look():
         together.wait()
-        found.append(tool_env.awaited(where()))
+        found.append(rewards.awaited(where()))
 
     async def where():
         return asyncio.get_running_loop()

@@ -35,7 +35,7 @@ from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
 from groupwise.text.task import Example, PromptEncoder, Start, TextTask, demonstration
-from groupwise.text.tool_env import make_text_env
+from groupwise.text.tool_env import env_of
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, initialize, load_checkpoint, load_policy
@@ -221,7 +221,7 @@ def _cloning_components(
     assert isinstance(policy, CausalLM)
     assert isinstance(policy.action_spec, TensorSpec)
     encoder, stops = PromptEncoder(policy.tokenizer, cfg.task), list(policy.sampling.stop)
-    if (make := make_text_env(cfg.task, task.given["env"], task.given["tools"], task.tool())) is not None:
+    if (make := env_of(task)) is not None:
         with closing(make_for(make, Start(0))) as env:
             stops += env.stop
     rows, others = (demonstrated_rows(part, encoder, policy, tuple(stops)) if part else [] for part in demos)

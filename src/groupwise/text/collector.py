@@ -40,7 +40,7 @@ from groupwise.text.generation import Completion, Generate, Past, complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask
-from groupwise.text.tool_env import make_text_env
+from groupwise.text.tool_env import env_of
 
 # Texts as a rollout: tokens are the observations, next tokens the actions
 
@@ -420,7 +420,7 @@ def verified_envs(
 
     The check plays turns that the environment samples, else turns of the policy. An ``EnvError`` if members differ.
     """
-    if (make := make_text_env(cfg.task, task.given["env"], task.given["tools"], task.tool())) is None:
+    if (make := env_of(task)) is None:
         return None
     limits: dict[str, Any] = {"threads": cfg.task.env_threads, "seconds": cfg.task.env_timeout}
     limits["on_error"] = cfg.algorithm.groups.collection.on_env_error

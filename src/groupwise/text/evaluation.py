@@ -32,7 +32,7 @@ from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
 from groupwise.text.rewards import Prompt
 from groupwise.text.task import EncodedPrompt, Example, PromptEncoder, Start, TextTask, demonstration, read_prompt
-from groupwise.text.tool_env import make_text_env
+from groupwise.text.tool_env import env_of
 from groupwise.training.evaluation import EvaluationResult, shown
 
 _PROMPTS_AT_ONCE = 32
@@ -225,7 +225,7 @@ def fresh_envs(task: TextTask) -> TextEnvs | None:
 
     Each has generators of its own, where it draws from the process.
     """
-    make, seconds = make_text_env(task.cfg, task.given["env"], task.given["tools"], task.tool()), task.cfg.env_timeout
-    if make is None:
+    if (make := env_of(task)) is None:
         return None
+    seconds = task.cfg.env_timeout
     return TextEnvs(make, "fresh", () if seconds else tuple(GENERATORS), seconds=seconds)

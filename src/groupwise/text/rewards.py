@@ -8,6 +8,7 @@ Source: the signature is that of TRL 1.16's ``GRPOTrainer``.
 """
 
 import asyncio
+import functools
 import inspect
 import logging
 import threading
@@ -27,7 +28,7 @@ from groupwise import plugins
 from groupwise import system as processes
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import RewardCfg
-from groupwise.errors import ConfigError, DataError, RewardError, UnknownNameError, nearest
+from groupwise.errors import ConfigError, DataError, EnvError, RewardError, UnknownNameError, nearest
 from groupwise.plugins import register
 
 Message = dict[str, Any]
@@ -144,6 +145,38 @@ def _serve(connection: Connection, payload: bytes) -> None:
     processes.serve(connection, calls())
 
 
+# Async functions, for rewards and tools
+
+
+def awaited(result: Any) -> Any:
+    """The result, awaited if it is a coroutine."""
+    return in_loop(result).result() if inspect.iscoroutine(result) else result
+
+
+def in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Its result, from one loop for all calls, as async clients are bound to it; in a thread, as notebooks run their own loop."""
+
+    async def run() -> Any:
+        try:
+            return await coroutine
+        except SystemExit as error:  # which would end the loop
+            raise EnvError(f"an async function raised SystemExit: {error}; fix: another error") from error
+
+    with _MAKING_LOOP:
+        loop = _loop()
+    return asyncio.run_coroutine_threadsafe(run(), loop)
+
+
+_MAKING_LOOP = threading.Lock()  # threads may ask for the first time together
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="async calls").start()
+    return loop
+
+
 # Reward functions: arguments, columns of the data, process
 
 Reward = Callable[..., Any]
@@ -188,7 +221,6 @@ class RewardFunction:
         """Whether its calls run while other functions are called."""
         self.isolated: Isolated | None = None
         """The process that it runs in, if it has one of its own."""
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._unlogged: set[str] = set()
         """Columns of texts that it gave to ``log_extra``."""
 
@@ -234,10 +266,7 @@ class RewardFunction:
         """Scores and logged metrics, in the process of its own."""
         logged: list[tuple[str, float]] = []
         result = self(keywords, lambda name, value: logged.append((name, float(value))))
-        if inspect.iscoroutine(result):
-            self._loop = self._loop or asyncio.new_event_loop()
-            result = self._loop.run_until_complete(result)
-        return numbers(self.name, result, len(keywords["prompts"])), logged
+        return numbers(self.name, awaited(result), len(keywords["prompts"])), logged
 
     def _one_by_one(self, keywords: Mapping[str, Any]) -> Any:
         """The score of each completion, from a function of one."""
@@ -348,7 +377,6 @@ class RewardSet:
         counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
         self.names = tuple(f"{name}_{count}" if count > 1 else name for name, count in zip(names, counts, strict=True))
         self.weights = tuple(function.weight for function in functions)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics: dict[str, list[float]] = defaultdict(list)
         for name, function in zip(self.names, self.functions, strict=True):
             function.name = name
@@ -404,7 +432,7 @@ class RewardSet:
         for function in sorted(self.functions, key=lambda function: not function.is_async):
             with _blaming(function.name, completions):
                 result = function(keywords, self._log)
-                results[function] = self._begin(result) if inspect.iscoroutine(result) else result
+                results[function] = in_loop(result) if inspect.iscoroutine(result) else result
         scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         rewards: list[float | None] = []
         for member in zip(*scores, strict=True):
@@ -421,13 +449,6 @@ class RewardSet:
                 f"of {len(name):,} characters, after {len(self._metrics)} others; write more to a file of your own"
             )
         self._metrics[name].append(float(value))
-
-    def _begin(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run it while other functions are called, in one loop for all calls, as async clients are bound to it."""
-        if self._loop is None:  # in a thread, as notebooks run their own loop
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="rewards").start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _finish(self, name: str, result: Any, completions: Sequence[Completion]) -> list[Score]:
         """The scores of a function. Failed ones are logged; those that are not finite are handled as ``on_nonfinite`` says."""
@@ -455,17 +476,9 @@ class RewardSet:
         return logged
 
     def close(self) -> None:
-        """End the event loop, and close the reward objects."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        """Close the reward objects, and end the processes."""
         for function in self.functions:
             function.close()
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
 
 
 @contextmanager

@@ -1,14 +1,10 @@
 """Environments made of tools: functions, classes as TRL's ``environment_factory`` takes them, and a ``Tool`` of the text."""
 
-import asyncio
 import copy
-import functools
 import inspect
 import json
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, Literal, NamedTuple
@@ -22,7 +18,8 @@ from groupwise.errors import ConfigError, EnvError, GroupwiseError, UnknownNameE
 from groupwise.plugins import TEXT_ENVS, TEXT_GAMES
 from groupwise.text.calls import Call, Schema, read_calls
 from groupwise.text.envs import Makes, Observation, TextEnv
-from groupwise.text.rewards import Message, Prompt, make_registered
+from groupwise.text.rewards import Message, Prompt, awaited, make_registered
+from groupwise.text.task import TextTask
 from groupwise.text.tools import TOOLS, AnyTool, IsolatedTool, Tool, ask, make_tool
 
 # Tools
@@ -291,38 +288,12 @@ class OneToolEnv(ToolEnv):
                 self._tool.close()
 
 
-def awaited(result: Any) -> Any:
-    """The result, awaited if it is a coroutine: in one loop for all calls, as async clients are bound to it."""
-    if not inspect.iscoroutine(result):
-        return result
-    return in_loop(result).result()
-
-
-def in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-    """Its result, from a loop in a thread of its own, as notebooks run their own loop."""
-
-    async def run() -> Any:
-        try:
-            return await coroutine
-        except SystemExit as error:  # which would end the loop
-            raise EnvError(f"an async tool raised SystemExit: {error}; fix: another error, or a text") from error
-
-    with _MAKING_LOOP:
-        loop = _loop()
-    return asyncio.run_coroutine_threadsafe(run(), loop)
-
-
-_MAKING_LOOP = threading.Lock()  # threads may ask for the first time together
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="tools").start()
-    return loop
-
-
 # The environment of a task
+
+
+def env_of(task: TextTask) -> Makes | None:
+    """Makes an instance of the task's environment, if only of its tools; None if it has none. Errors as ``make_text_env``."""
+    return make_text_env(task.cfg, task.given["env"], task.given["tools"], task.given["tool"])
 
 
 def make_text_env(
@@ -333,13 +304,12 @@ def make_text_env(
     Args:
         env: a class or function, or several by the name that the column ``environment`` has.
         tools: those given in Python, in their order.
-        tool: the one that the settings describe.
 
     Raises:
         ConfigError: there is no such environment or tool, it does not take its settings, or it was given in Python and is missing.
     """
     if cfg.tool is not None:
-        return partial(OneToolEnv, tool or make_tool(cfg), Lock(), cfg.prompt_column)
+        return partial(OneToolEnv, make_tool(cfg, tool), Lock(), cfg.prompt_column)
     if not cfg.has_env:
         return None
     given = [*(tools or ())]
@@ -397,19 +367,14 @@ def _registered_tool(name: str) -> Any:
 
 
 def _game(family: str) -> type[TextEnv]:
-    """The adapter of a family of public games, imported when it is asked for."""
-    if family == "textarena":
-        from groupwise.text.games.textarena import TextArena
+    """The adapter of a family of public games."""
+    from groupwise.text.games import gem, skyrl, textarena, textworld
 
-        return TextArena
-    if family == "gem":
-        from groupwise.text.games.gem import Gem
-
-        return Gem
-    if family == "textworld":
-        from groupwise.text.games.textworld import TextWorld
-
-        return TextWorld
-    from groupwise.text.games.skyrl import SkyRL
-
-    return SkyRL
+    match family:
+        case "textarena":
+            return textarena.TextArena
+        case "gem":
+            return gem.Gem
+        case "textworld":
+            return textworld.TextWorld
+    return skyrl.SkyRL

@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import validate_call
 
 from groupwise.errors import EnvError, require_extra
-from groupwise.text.tool_env import BoundTool, Tools, in_loop
+from groupwise.text.rewards import in_loop
+from groupwise.text.tool_env import BoundTool, Tools
 
 _LONGEST_OUTPUT = 100_000
 """Characters."""

@@ -18,8 +18,7 @@ from groupwise.config.policy import ModelCfg, SamplingCfg
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.seeding import derive_seed
-from groupwise.text.cloning import demonstrated_rows
-from groupwise.text.collector import text_rollout
+from groupwise.text.collector import demonstrated_rows, text_rollout
 from groupwise.text.load import load_causal_lm
 from groupwise.text.task import Example, PromptEncoder, demonstration
 

@@ -69,7 +69,7 @@ def collector(script, *, functions=(value,), group_size=2, credit=None, collecti
 
 
 def collect(of):
-    buffer = TextBuffer(of.policy.action_spec)
+    buffer = TextBuffer()
     rollout = of.collect(0, buffer.start_rollout())
     buffer.add(rollout)
     assert buffer.start_rollout().shape == (0, 0)  # nothing is allocated

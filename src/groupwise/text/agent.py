@@ -21,7 +21,7 @@ from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.base import refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
-from groupwise.data.rollout import TensorDict, TensorSpec
+from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError, require_count
 from groupwise.report.folder import RunFolder
@@ -282,9 +282,7 @@ class LanguageAgent:
         self._given_in_python = ["policy"] if given else []
         self._encoder = PromptEncoder(self.policy.tokenizer, self.cfg.task)
         self._mismatch = CheckSamplerMismatch(self.cfg.sampler_mismatch, SAMPLER_FIX)
-        assert isinstance(self.policy.action_spec, TensorSpec)
-        on_nonfinite, device = self.cfg.algorithm.on_nonfinite, self.policy.device
-        self._buffer = TextBuffer(self.policy.action_spec, on_nonfinite=on_nonfinite, device=device)
+        self._buffer = TextBuffer(on_nonfinite=self.cfg.algorithm.on_nonfinite, device=self.policy.device)
 
     @property
     def policy(self) -> CausalLM:

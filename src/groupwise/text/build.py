@@ -6,7 +6,7 @@ require_extra("transformers", "text")
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,23 @@ from groupwise import serving
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import BCCfg, with_max_length, with_rewards
 from groupwise.config.run import ServerGenerationCfg, TextRunCfg
-from groupwise.data.rollout import TensorSpec
+from groupwise.data.rollout import TensorDict, transition_view
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
 from groupwise.speed.decoding import FastDecoder
-from groupwise.text.cloning import CompletionCollector, CompletionScores, demonstrated_rows
-from groupwise.text.collector import Dialogue, TextBuffer, TextCollector, verified_envs
+from groupwise.text.collector import (
+    CompletionCollector,
+    Dialogue,
+    TextBuffer,
+    TextCollector,
+    TextRow,
+    demonstrated_rows,
+    text_rollout,
+    verified_envs,
+)
 from groupwise.text.envs import TextEnvs, make_for
 from groupwise.text.evaluation import TextEvaluator
 from groupwise.text.generation import complete
@@ -39,7 +47,7 @@ from groupwise.text.tool_env import env_of
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, initialize, load_checkpoint, load_policy
-from groupwise.training.trainer import Callback
+from groupwise.training.trainer import Callback, Trainer
 
 # Collectors whose completions come from servers
 
@@ -199,10 +207,7 @@ def build_text_components(
             "generation.max_staleness=0, or a generator of its own, as np.random.default_rng(seed)"
         )
     dialogue = Dialogue(encoder, policy.context_length, envs)
-    assert isinstance(policy.action_spec, TensorSpec)
-    buffer = TextBuffer(
-        policy.action_spec, value=not policy.actor_only, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device
-    )
+    buffer = TextBuffer(value=not policy.actor_only, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device)
     make: Callable[..., TextCollector] = partial(connect, cfg, policy, engine)
     if cfg.generation.name == "native":
         make = partial(TextCollector, policy, partial(complete, policy))
@@ -219,17 +224,39 @@ def _cloning_components(
     algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
     policy = algorithm.policy
     assert isinstance(policy, CausalLM)
-    assert isinstance(policy.action_spec, TensorSpec)
     encoder, stops = PromptEncoder(policy.tokenizer, cfg.task), list(policy.sampling.stop)
     if (make := env_of(task)) is not None:
         with closing(make_for(make, Start(0))) as env:
             stops += env.stop
     rows, others = (demonstrated_rows(part, encoder, policy, tuple(stops)) if part else [] for part in demos)
     collector = CompletionCollector(policy, rows, cfg, engine)
-    buffer = TextBuffer(policy.action_spec, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device)
+    buffer = TextBuffer(on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device)
     scores = CompletionScores(algorithm, others, cfg.evaluation.interval)
     identity = identity_of(cfg, policy)
     return TextComponents(cfg, given, algorithm, collector, buffer, identity, task, held_out, more_callbacks=(scores,))
+
+
+_SCORED_AT_ONCE = 32
+"""Number of held-out rows in one forward pass."""
+
+
+class CompletionScores(Callback):
+    """Adds the loss of held-out rows to the metrics, whenever an evaluation is due."""
+
+    def __init__(self, algorithm: BaseAlgorithm, rows: Sequence[TextRow], interval: int | None) -> None:
+        self.algorithm, self.rows, self.interval = algorithm, rows, interval
+
+    @torch.no_grad()
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """Add ``eval/demo_loss``, the mean of ``-log_prob`` over all tokens of the model's turns."""
+        if not self.rows or not (trainer.passed(self.interval) or trainer.is_done()):
+            return
+        policy, losses = self.algorithm.policy, []
+        for first in range(0, len(self.rows), _SCORED_AT_ONCE):
+            some = text_rollout(self.rows[first : first + _SCORED_AT_ONCE], device=policy.device)
+            inputs = self.algorithm.policy_inputs(transition_view(some))
+            losses.append(-self.algorithm.score(policy, inputs).log_prob[inputs["loss_mask"]])
+        metrics["eval/demo_loss"] = float(torch.cat(losses).double().mean())
 
 
 def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine, *, restored: bool = False) -> BaseAlgorithm:

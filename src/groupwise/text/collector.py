@@ -6,11 +6,12 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from groupwise.collectors.vector import Collector, Conversation, Episode
 from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
-from groupwise.data.rollout import RolloutBuffer, TensorDict, TensorSpec
+from groupwise.data.rollout import RolloutBuffer, TensorDict
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.seeding import derive_seed
 from groupwise.text.calls import Call, read_calls
@@ -37,7 +39,7 @@ from groupwise.text.envs import (
     play_samples,
 )
 from groupwise.text.generation import Completion, Generate, Past, complete
-from groupwise.text.policy import CausalLM
+from groupwise.text.policy import TOKEN, CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask
 from groupwise.text.tool_env import env_of
@@ -161,8 +163,8 @@ class TextBuffer(RolloutBuffer):
 
     row_name = "completion"
 
-    def __init__(self, action_spec: TensorSpec, **settings: Any) -> None:
-        super().__init__(0, 0, obs_spec=action_spec, action_spec=action_spec, **settings)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(0, 0, obs_spec=TOKEN, action_spec=TOKEN, **settings)
 
     def start_rollout(self) -> TensorDict:
         """An empty rollout, which the collector replaces."""
@@ -544,10 +546,39 @@ def in_order(items: Sequence[Item], number: int, seed: int) -> Item:
     return items[shuffled(len(items), derive_seed(seed, "data"), epoch)[place]]
 
 
-class TextCollector(Collector):
+class DataCollector(Collector, Generic[Item]):
+    """Takes what it collects from data, in the order of the seed; each rank takes items of its own."""
+
+    def __init__(self, policy: CausalLM, items: Sequence[Item], cfg: TextRunCfg, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.policy: CausalLM = policy
+        self.data_size = len(items)
+        self.rank, self.world_size = rank, world_size
+        self._items, self._cfg = items, cfg
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, of all ranks together."""
+        return self.position * self.world_size / self.data_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, over all ranks."""
+        return super().state_dict() | {"position": self.position * self.world_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved ``state_dict``; other numbers of ranks may repeat the last items."""
+        super().load_state_dict(state)
+        self.position = state["position"] // self.world_size
+
+    def _next(self, number: int) -> Item:
+        """The item ``number`` places on from the position."""
+        return in_order(self._items, (self.position + number) * self.world_size + self.rank, self._cfg.seed)
+
+
+class TextCollector(DataCollector[EncodedPrompt]):
     """Generates and scores ``num_prompts`` groups per iteration.
 
-    Prompts and completions depend on the seed and the position in the data alone. Each rank takes prompts of its own.
+    Prompts and completions depend on the seed and the position in the data alone.
     """
 
     def __init__(
@@ -562,15 +593,11 @@ class TextCollector(Collector):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(policy, prompts, cfg, rank, world_size)
         self.members: list[Transcript] = []
         """Completions of the last rollout, those of filtered groups included."""
-        self.position = 0
-        self.data_size = len(prompts)
-        self.policy: CausalLM = policy
         self.generate, self.prompts, self.rewards = generate, prompts, rewards
-        self.rank, self.world_size = rank, world_size
-        self._cfg, self._dialogue = cfg, dialogue
+        self._dialogue = dialogue
         self._unscored = 0
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
@@ -578,7 +605,7 @@ class TextCollector(Collector):
         kept, filtered = list[list[Transcript]](), list[list[Transcript]]()
         num_prompts, dynamic = self._cfg.num_prompts, self._cfg.algorithm.groups.collection.dynamic_sampling
         budget, taken, wanted = int(num_prompts * (1 + (dynamic or 0))), 0, num_prompts
-        state = TrainingState(self.iteration, epoch=self.position * self.world_size / self.data_size)
+        state = TrainingState(self.iteration, epoch=self.epoch)
         while wanted:
             groups = self._written(wanted, first=taken)
             score([*chain(*groups)], self.rewards, state)
@@ -606,7 +633,7 @@ class TextCollector(Collector):
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
         self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
         self._metrics["rollout/filtered_groups"] = float(len(filtered))
-        self._metrics["rollout/epoch"] = self.position * self.world_size / self.data_size
+        self._metrics["rollout/epoch"] = self.epoch
         rows = [training_row(member, self._cfg) for member in chain(*kept)]
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows, device=self.policy.device)
@@ -631,15 +658,6 @@ class TextCollector(Collector):
         # SentencePiece marks the space before a word, and decoding a word alone drops it
         return [f" {text}" if piece.startswith("\u2581") else text for piece, text in zip(pieces, texts, strict=True)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data, over all ranks."""
-        return super().state_dict() | {"position": self.position * self.world_size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved ``state_dict``; other numbers of ranks may repeat the last prompts."""
-        super().load_state_dict(state)
-        self.position = state["position"] // self.world_size
-
     def close(self) -> None:
         """End the processes of the reward functions, and close the environments."""
         self.rewards.close()
@@ -655,10 +673,70 @@ class TextCollector(Collector):
         """Groups of the next prompts, not generated yet; ``ahead`` rollouts are between this one and theirs."""
         stream, groups = ("completion", self.rank, self.iteration + ahead), list[list[Transcript]]()
         for number in range(first, first + count):
-            place = (self.position + ahead * self._cfg.num_prompts + number) * self.world_size + self.rank
-            prompt = in_order(self.prompts, place, self._cfg.seed)
+            prompt = self._next(ahead * self._cfg.num_prompts + number)
             groups.append(open_group(prompt, number, self._cfg.algorithm, self._cfg.seed, *stream))
         return groups
+
+
+# Demonstrations, in place of sampled completions
+
+
+def demonstrated_rows(
+    demos: Sequence[Example], encoder: PromptEncoder, policy: CausalLM, stops: tuple[str, ...] = ()
+) -> list[TextRow]:
+    """Rows in the tokens that rollouts of the demonstrations would have: only the model's turns have a loss. A turn ends by the token of
+    the chat template, or the end of text, unless its text ends by one of the stop strings.
+
+    Raises:
+        DataError: one has no room in the model's context.
+    """
+    rows = list[TextRow]()
+    end = policy.eos_ids[0] if policy.eos_ids else None
+    with suppress(ConfigError, ValueError):  # a template without turns after the assistant's
+        for first in encoder.encode_answer([{"role": "user", "content": "?"}])[:1] if encoder.conversational else ():
+            end = first if first in policy.eos_ids or encoder.tokenizer.decode([first]) in stops else end
+    for example, prompt in encoder.select(demos, policy.context_length):
+        tokens, numbers, closed = list[int](), list[int](), end
+        for number, message in enumerate(example.turns):
+            text, answers = message["content"], number % 2 == 1
+            if answers:
+                more = encoder.encode_answer([message], closed)
+            else:
+                closed = None if text.endswith(stops) else end
+                more = encoder.encode_turn(text, closed)
+            tokens += more
+            numbers += [-1 if answers else number // 2] * len(more)
+        if policy.context_length is not None and len(prompt) + len(tokens) > policy.context_length:
+            raise DataError(
+                f"prompt and completion have {len(prompt) + len(tokens)} tokens, and the model has positions for "
+                f"{policy.context_length}: {str(example.prompt)[:80]!r}; fix: leave the row out"
+            )
+        rows.append(TextRow(prompt, tokens, [0.0] * len(tokens), 0.0, terminated=True, group=len(rows), turn=numbers))
+    return rows
+
+
+class CompletionCollector(DataCollector):
+    """Hands out ``num_prompts`` demonstrated rows per iteration, in the order in which ``TextCollector`` takes prompts."""
+
+    prompts = ()  # that completions would be sampled for
+
+    def __init__(self, policy: CausalLM, rows: Sequence[TextRow], cfg: TextRunCfg, engine: Engine) -> None:
+        super().__init__(policy, rows, cfg, engine.rank, engine.world_size)
+
+    def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
+        """The rollout of the next rows; a step is a token that is learned."""
+        rows = [self._next(number)._replace(group=number) for number in range(self._cfg.num_prompts)]
+        rollout = text_rollout(rows, device=self.policy.device)
+        self.position, self.iteration = self.position + len(rows), self.iteration + 1
+        self.last_steps = int(rollout["loss_mask"].sum())
+        self._metrics = {"rollout/epoch": self.epoch}
+        return rollout
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+# What completions show: texts and metrics
 
 
 def conversation_of(member: Transcript) -> Conversation:

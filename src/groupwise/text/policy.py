@@ -95,6 +95,8 @@ def find_prefixes(
     )
 
 
+TOKEN = TensorSpec((), torch.int64)
+"""An observation, and an action."""
 _TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit; bfloat16 rounds to 0.004."""
 _ROUNDING = {"float32": 1e-3, "coarse": 0.1}
@@ -140,7 +142,7 @@ class CausalLM(Policy):
         self.model: Any = model
         self.sampling = sampling or SamplingCfg()
         self.actor_only, self.tokenizer, self.autocast = actor_only, tokenizer, autocast
-        self.action_spec = TensorSpec((), torch.int64)
+        self.action_spec = TOKEN
         self.batch_keys += ("support",) * self.sampling.has_filters + ("turn_id",) * self.sampling.has_penalties
         peft = sys.modules.get("peft")  # imported by the code that made a model with adapters
         self.has_adapters = peft is not None and isinstance(model, peft.PeftModel)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -546,20 +546,14 @@ def in_order(items: Sequence[Item], number: int, seed: int) -> Item:
     return items[shuffled(len(items), derive_seed(seed, "data"), epoch)[place]]
 
 
-class DataCollector(Collector, Generic[Item]):
-    """Takes what it collects from data, in the order of the seed; each rank takes items of its own."""
+class DataCollector(Collector):
+    """Takes what it collects from data; each rank takes items of its own."""
 
-    def __init__(self, policy: CausalLM, items: Sequence[Item], cfg: TextRunCfg, rank: int, world_size: int) -> None:
+    def __init__(self, policy: CausalLM, data_size: int, cfg: TextRunCfg, rank: int, world_size: int) -> None:
         super().__init__()
         self.policy: CausalLM = policy
-        self.data_size = len(items)
-        self.rank, self.world_size = rank, world_size
-        self._items, self._cfg = items, cfg
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far, of all ranks together."""
-        return self.position * self.world_size / self.data_size
+        self.data_size, self.rank, self.world_size = data_size, rank, world_size
+        self._cfg = cfg
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, over all ranks."""
@@ -570,12 +564,8 @@ class DataCollector(Collector, Generic[Item]):
         super().load_state_dict(state)
         self.position = state["position"] // self.world_size
 
-    def _next(self, number: int) -> Item:
-        """The item ``number`` places on from the position."""
-        return in_order(self._items, (self.position + number) * self.world_size + self.rank, self._cfg.seed)
 
-
-class TextCollector(DataCollector[EncodedPrompt]):
+class TextCollector(DataCollector):
     """Generates and scores ``num_prompts`` groups per iteration.
 
     Prompts and completions depend on the seed and the position in the data alone.
@@ -593,7 +583,7 @@ class TextCollector(DataCollector[EncodedPrompt]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__(policy, prompts, cfg, rank, world_size)
+        super().__init__(policy, len(prompts), cfg, rank, world_size)
         self.members: list[Transcript] = []
         """Completions of the last rollout, those of filtered groups included."""
         self.generate, self.prompts, self.rewards = generate, prompts, rewards
@@ -605,7 +595,7 @@ class TextCollector(DataCollector[EncodedPrompt]):
         kept, filtered = list[list[Transcript]](), list[list[Transcript]]()
         num_prompts, dynamic = self._cfg.num_prompts, self._cfg.algorithm.groups.collection.dynamic_sampling
         budget, taken, wanted = int(num_prompts * (1 + (dynamic or 0))), 0, num_prompts
-        state = TrainingState(self.iteration, epoch=self.epoch)
+        state = TrainingState(self.iteration, epoch=self.position * self.world_size / self.data_size)
         while wanted:
             groups = self._written(wanted, first=taken)
             score([*chain(*groups)], self.rewards, state)
@@ -633,7 +623,7 @@ class TextCollector(DataCollector[EncodedPrompt]):
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
         self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
         self._metrics["rollout/filtered_groups"] = float(len(filtered))
-        self._metrics["rollout/epoch"] = self.epoch
+        self._metrics["rollout/epoch"] = self.position * self.world_size / self.data_size
         rows = [training_row(member, self._cfg) for member in chain(*kept)]
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows, device=self.policy.device)
@@ -673,7 +663,8 @@ class TextCollector(DataCollector[EncodedPrompt]):
         """Groups of the next prompts, not generated yet; ``ahead`` rollouts are between this one and theirs."""
         stream, groups = ("completion", self.rank, self.iteration + ahead), list[list[Transcript]]()
         for number in range(first, first + count):
-            prompt = self._next(ahead * self._cfg.num_prompts + number)
+            place = (self.position + ahead * self._cfg.num_prompts + number) * self.world_size + self.rank
+            prompt = in_order(self.prompts, place, self._cfg.seed)
             groups.append(open_group(prompt, number, self._cfg.algorithm, self._cfg.seed, *stream))
         return groups
 
@@ -721,15 +712,17 @@ class CompletionCollector(DataCollector):
     prompts = ()  # that completions would be sampled for
 
     def __init__(self, policy: CausalLM, rows: Sequence[TextRow], cfg: TextRunCfg, engine: Engine) -> None:
-        super().__init__(policy, rows, cfg, engine.rank, engine.world_size)
+        super().__init__(policy, len(rows), cfg, engine.rank, engine.world_size)
+        self.rows = rows
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """The rollout of the next rows; a step is a token that is learned."""
-        rows = [self._next(number)._replace(group=number) for number in range(self._cfg.num_prompts)]
+        places = [(self.position + n) * self.world_size + self.rank for n in range(self._cfg.num_prompts)]
+        rows = [in_order(self.rows, place, self._cfg.seed)._replace(group=n) for n, place in enumerate(places)]
         rollout = text_rollout(rows, device=self.policy.device)
         self.position, self.iteration = self.position + len(rows), self.iteration + 1
         self.last_steps = int(rollout["loss_mask"].sum())
-        self._metrics = {"rollout/epoch": self.epoch}
+        self._metrics = {"rollout/epoch": self.position * self.world_size / self.data_size}
         return rollout
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, 
 from groupwise.seeding import derive_seed
 from groupwise.text.calls import PROBE, Call, CallForm, Schema, call_form, describe
 from groupwise.text.rewards import Message, Prompt, RewardSet, make_reward
-from groupwise.text.tools import encodable
+from groupwise.text.tools import encodable, make_tool
 
 if TYPE_CHECKING:
     from groupwise.text.tool_env import Tools
@@ -570,6 +570,10 @@ class TextTask:
             "env": None if isinstance(env, str) else env,
         }
         """The objects, as ``gw.resume`` takes them again."""
+
+    def tool(self) -> Callable[[str], str | None] | None:
+        """The model's tool, as ``make_tool`` makes it; None if it has none."""
+        return make_tool(self.cfg, self.given["tool"]) if self.cfg.tool else None
 
     @classmethod
     def from_cfg(cls, cfg: TextTaskCfg, given: "UserObjects") -> "TextTask":

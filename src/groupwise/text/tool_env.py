@@ -293,7 +293,7 @@ class OneToolEnv(ToolEnv):
 
 def env_of(task: TextTask) -> Makes | None:
     """Makes an instance of the task's environment, if only of its tools; None if it has none. Errors as ``make_text_env``."""
-    return make_text_env(task.cfg, task.given["env"], task.given["tools"], task.given["tool"])
+    return make_text_env(task.cfg, task.given["env"], task.given["tools"], task.tool())
 
 
 def make_text_env(
@@ -304,12 +304,13 @@ def make_text_env(
     Args:
         env: a class or function, or several by the name that the column ``environment`` has.
         tools: those given in Python, in their order.
+        tool: the one that the settings describe.
 
     Raises:
         ConfigError: there is no such environment or tool, it does not take its settings, or it was given in Python and is missing.
     """
     if cfg.tool is not None:
-        return partial(OneToolEnv, make_tool(cfg, tool), Lock(), cfg.prompt_column)
+        return partial(OneToolEnv, tool or make_tool(cfg), Lock(), cfg.prompt_column)
     if not cfg.has_env:
         return None
     given = [*(tools or ())]

@@ -47,13 +47,13 @@ def test_the_hand_follows_the_action(vectorization):
 
 
 def test_the_reward_is_that_of_the_distance_to_the_goal():
-    sparse, dense = rows("FetchReach-v4", 8), rows("FetchReachDense-v4", 8)
+    sparse, dense = rows("FetchReach-v4", 4), rows("FetchReachDense-v4", 4)
     for env in (sparse, dense):
-        obs = env.start(np.ones(8, bool), np.arange(8), np.arange(8))
+        obs = env.start(np.ones(4, bool), np.arange(4), np.arange(4))
     seen = set()
     for _ in range(30):
         to_goal = obs["desired_goal"] - obs["achieved_goal"]
-        action = torch.cat([(20 * to_goal).clamp(-1, 1), torch.zeros(8, 1)], dim=1)
+        action = torch.cat([(20 * to_goal).clamp(-1, 1), torch.zeros(4, 1)], dim=1)
         reward = sparse.step(action).reward.clone()
         obs, dense_reward = dense.step(action)[:2]
         distance = (obs["desired_goal"] - obs["achieved_goal"]).norm(dim=1)

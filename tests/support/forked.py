@@ -11,8 +11,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+import quick_imports  # noqa: F401  (first of all)
 
 PRELOADED = [
+    "forked",
     "groupwise.run",
     "groupwise.training.build",
     "groupwise.text.build",
@@ -25,7 +27,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 def preload():
     """Start the process that others are forked from, those of the library, too."""
     CONTEXT.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # where this file is found
+        forkserver.ensure_running()
 
 
 def without_pictures(patch):

@@ -126,7 +126,8 @@ def test_example(name: str, tmp_path: Path):
     arguments, check = CASES[name]
     run_dir = tmp_path / "run"
     script, ranks = EXAMPLES / f"{name}.py", 2 if name == "distributed" else 1
-    out = run_script(script, *arguments, "--run-dir", run_dir, folder=tmp_path, ranks=ranks)
+    two = name == "robot_arm"  # whose environments take longest to make
+    out = run_script(script, *arguments, "--run-dir", run_dir, folder=tmp_path, ranks=ranks, two_episodes=two)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     check(out, run_dir)
 

@@ -39,6 +39,17 @@ def without_pictures(patch):
     patch.setattr("groupwise.run.plot_curve", lambda *args: None)
 
 
+def with_two_episodes(patch):
+    """Evaluations of trainings are of two episodes: environments of more of them take most of a short training."""
+    from groupwise.training.build import EnvEvaluator
+
+    def evaluator(cfg, *args, **options):
+        two = cfg.evaluation.model_copy(update={"episodes": 2})
+        return EnvEvaluator(cfg.model_copy(update={"evaluation": two}), *args, **options)
+
+    patch.setattr("groupwise.training.build.EnvEvaluator", evaluator)
+
+
 class Script:
     """A script that runs: code, or the path of a file.
 
@@ -46,16 +57,19 @@ class Script:
         args: what follows in ``sys.argv``.
         ranks: processes, which find each other as under torchrun.
         pictures: whether runs draw them.
+        two_episodes: whether evaluations of trainings are that short.
     """
 
-    def __init__(self, script, *args, folder=None, ranks=1, pictures=False):
+    def __init__(self, script, *args, folder=None, ranks=1, pictures=False, two_episodes=False):
         self._folder = tempfile.TemporaryDirectory(prefix="script-")
         self._out = Path(self._folder.name)
         port = _free_port()
         environments = [_rank(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
         argv = ["script", *map(str, args)]
         self.processes = [
-            CONTEXT.Process(target=_run, args=(script, argv, folder, env, self._out / str(rank), pictures))
+            CONTEXT.Process(
+                target=_run, args=(script, argv, folder, env, self._out / str(rank), pictures, two_episodes)
+            )
             for rank, env in enumerate(environments)
         ]
         for process in self.processes:
@@ -99,7 +113,7 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-def _run(script, argv, folder, env, out, pictures):
+def _run(script, argv, folder, env, out, pictures, two_episodes):
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(env)
@@ -107,6 +121,8 @@ def _run(script, argv, folder, env, out, pictures):
     warnings.filterwarnings("default", module="torch.distributed")
     if not pictures:
         without_pictures(pytest.MonkeyPatch())
+    if two_episodes:
+        with_two_episodes(pytest.MonkeyPatch())
     if folder is not None:
         os.chdir(folder)
     sys.argv = argv

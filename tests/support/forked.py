@@ -119,6 +119,7 @@ def _run(script, argv, folder, env, out, pictures, two_episodes):
     os.environ.update(env)
     warnings.simplefilter("error")
     warnings.filterwarnings("default", module="torch.distributed")
+    warnings.filterwarnings("default", r"`torch\.jit\.", DeprecationWarning)  # of torch's compiler when it is imported
     if not pictures:
         without_pictures(pytest.MonkeyPatch())
     if two_episodes:

@@ -52,6 +52,11 @@ def test_a_discount_and_names_of_parts_that_nothing_reads_are_refused():
             resolve_text({setting: value}, task={"data": "prompts.jsonl"}, model={"path": "model"})
 
 
+def test_a_tool_has_a_time_limit_of_its_own():
+    with pytest.raises(ConfigError, match=r"env_timeout=2 leaves a tool that hangs to itself, .*; fix: tool_timeout"):
+        resolve_text(task={"tool": "calculator", "env_timeout": 2.0})
+
+
 @pytest.mark.parametrize("name", ["gigpo", "knn"])
 def test_texts_have_no_states_to_compare(name):
     """Their observations are single tokens: for ``6 7 8`` and ``9 7 4`` the two 7 would count as one state."""

@@ -334,3 +334,44 @@ def test_a_batch_of_episodes_is_played_and_one_of_prompts_is_not(model):
         env.step(agent.get_action([prompt or "1" for prompt in env.reset()])[0])
     with pytest.raises(ConfigError, match=r"there are no episodes to play; fix: PromptEnv\(env=...\), or get_action"):
         agent.play(digits())
+    with pytest.raises(DataError, match=r"the environment has no batch; fix: env.reset\(\)"):
+        agent.play(gw.PromptEnv(env=Halves, **PLAYED))
+    with pytest.raises(
+        ConfigError, match=r"env: a LanguageAgent plays the episodes of a PromptEnv; fix: PromptEnv\(env="
+    ):
+        agent_of(model, env=Halves)
+
+
+def test_episodes_that_are_played_anew_leave_no_environment_behind(model):
+    class Counted(Halves):
+        alive = 0
+
+        def __init__(self):
+            Counted.alive += 1
+
+        def close(self):
+            Counted.alive -= 1
+
+    agent, env = agent_of(model, sampling=TURNS), gw.PromptEnv(env=Counted, batch_size=2, **PLAYED)
+    env.reset()
+    agent.play(env)
+    many = Counted.alive
+    for _ in range(3):
+        agent.play(env)
+    assert Counted.alive == many
+    env.close()
+    assert Counted.alive == 0
+
+
+def test_an_agent_goes_on_from_a_run_on_an_environment(model, tmp_path):
+    more = QUIET | {"num_prompts": 2, "total_iterations": 1, "sampling": TURNS, "evaluation": {"prompts": 2}}
+    task, fields = gw.TextTask(env=Halves, **PLAYED), {"group_size": 4, "learning_rate": 1e-3}
+    run = gw.train(task, fields, model=str(model), run_dir=tmp_path / "run", **more)
+    agent = gw.LanguageAgent.load(run.path)
+    assert_equal(agent.policy, run.policy)
+    env = gw.PromptEnv(env=Halves, batch_size=2, **PLAYED)
+    env.reset()
+    completions, masks = agent.play(env)
+    agent.learn((completions, masks, env.step(completions)[1]))
+    agent.save(tmp_path / "agent")
+    assert_equal(gw.LanguageAgent.load(tmp_path / "agent").policy, agent.policy)

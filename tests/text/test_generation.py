@@ -115,9 +115,38 @@ def test_same_seed_same_text_whatever_else_is_written(backend):
     )
 
 
+ENDS = range(3, 40, 4)
+"""Tokens that end a turn."""
+
+
+def in_turns(generate, sampling, counting=None, turns=4):
+    """Turns with answers of one or two tokens between them, read from the cache and read whole."""
+    texts, pasts = [list(prompt) for prompt in PROMPTS for _ in range(2)], [None] * 6
+    for turn in range(turns):
+        whole = generate(texts, seeds(6, first=10 * turn), sampling)
+        if counting is not None:
+            counting.clear()
+        kept = generate(texts, seeds(6, first=10 * turn), sampling, pasts=pasts)
+        new = [len(text) - (0 if past is None else past.shape[3]) for text, past in zip(texts, pasts, strict=True)]
+        if counting is not None:
+            assert counting[0] == (6, max(new))
+        pasts = [c.past for (c,) in kept]
+        for number, ((one,), (other,), text) in enumerate(zip(kept, whole, texts, strict=True)):
+            assert (one.tokens, one.stop) == (other.tokens, other.stop)
+            assert other.past is None
+            torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-5)
+            text += one.tokens
+            if one.stop == "length":
+                assert one.past is None, "a turn that is cut is the last"
+            else:
+                assert one.past.shape[3] == len(text) - 1, "all but the last token was read"
+            text += [8, 9][: 1 + number % 2]
+    return new
+
+
 @pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3}, {"top_k": 3}], ids=str)
 def test_a_turn_goes_on_from_what_was_read_before(backend, sampling):
-    policy = CausalLM(sharp_model())
+    policy = CausalLM(sharp_model(), eos_ids=ENDS)
     generate = backend(policy)
     read, hidden_states = [], policy.hidden_states
 
@@ -126,41 +155,39 @@ def test_a_turn_goes_on_from_what_was_read_before(backend, sampling):
         return hidden_states(tokens, valid, cache)
 
     policy.hidden_states = counting
-    sampling = SamplingCfg(max_new_tokens=7, temperature=1.3, **sampling)
-    texts, pasts = [list(prompt) for prompt in PROMPTS for _ in range(2)], [None] * 6
-    for turn in range(4):
-        whole = generate(texts, seeds(6, first=10 * turn), sampling)
-        read.clear()
-        kept = generate(texts, seeds(6, first=10 * turn), sampling, pasts=pasts)
-        assert read[0] == ((6, 12) if turn == 0 else (6, 3)), "the last token of a turn, and the answer of two"
-        pasts = [c.past for (c,) in kept]
-        for (one,), (other,), text in zip(kept, whole, texts, strict=True):
-            assert (one.tokens, one.stop) == (other.tokens, other.stop)
-            assert other.past is None
-            torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-5)
-            text += one.tokens
-            assert one.past.shape == (2, 2, 2, len(text) - 1, 8), "all but the last token was read"
-            text += [7, 8]
+    new = in_turns(generate, SamplingCfg(max_new_tokens=24, temperature=1.3, **sampling), read)
+    assert set(new) == {2, 3}, "the last token of a turn, and the answer"
+
+
+@pytest.mark.parametrize("kind", ["mpt", "gpt_neo"])
+def test_models_that_count_places_read_no_hole(kind):
+    """Attention by ALiBi, or in a local window, counts places of the cache and not positions."""
+    shape = {"mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2}, "gpt_neo": {}}[kind]
+    if kind == "gpt_neo":
+        shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+        shape |= {"window_size": 6}
+    config = AutoConfig.for_model(kind, vocab_size=40, **shape)
+    torch.manual_seed(1)
+    policy = CausalLM(moved(AutoModelForCausalLM.from_config(config), 0.1), eos_ids=ENDS)
+    in_turns(partial(complete, policy), SamplingCfg(max_new_tokens=24, temperature=1.3))
 
 
 def test_a_turn_may_end_at_its_first_token_and_some_texts_have_no_past(backend):
-    generate, sampling = backend(CausalLM(sharp_model())), SamplingCfg(max_new_tokens=1)
+    generate, sampling = backend(CausalLM(sharp_model(), eos_ids=range(40))), SamplingCfg(max_new_tokens=4)
     texts = [[5, 6, 7], [9], [10, 11]]
     first = generate(texts, seeds(3), sampling, pasts=[None] * 3)
     pasts = [c.past for (c,) in first]
     assert [past.shape[3] for past in pasts] == [3, 1, 2]
-    texts = [
-        [*text, *c.tokens, 4, 4][: 9 - number] for number, (text, (c,)) in enumerate(zip(texts, first, strict=True))
-    ]
-    longer = SamplingCfg(max_new_tokens=5)
-    kept = generate(texts, seeds(3, 2), longer, pasts=[pasts[0], None, pasts[2]])
-    whole = generate(texts, seeds(3, 2), longer)
+    texts = [[*text, *c.tokens, 4, 4][: 9 - n] for n, (text, (c,)) in enumerate(zip(texts, first, strict=True))]
+    generate = backend(CausalLM(sharp_model()))
+    kept = generate(texts, seeds(3, 2), sampling, pasts=[pasts[0], None, pasts[2]])
+    whole = generate(texts, seeds(3, 2), sampling)
     assert [[c.tokens for c in group] for group in kept] == [[c.tokens for c in group] for group in whole]
 
 
 def test_models_with_other_states_read_the_text_again(family):
     model = sharp_model(family)
-    generate = partial(complete, CausalLM(model))
+    generate = partial(complete, CausalLM(model, eos_ids=range(40)))
     [(first,), *_] = generate(PROMPTS, seeds(3), SamplingCfg(max_new_tokens=3), pasts=[None] * 3)
     assert (first.past is None) == (family in SLIDING)
 

@@ -1,5 +1,6 @@
 """Training on completions of servers: equal to the native generator, and what faults and restarts do."""
 
+import itertools
 import shutil
 import threading
 import time
@@ -227,6 +228,69 @@ def test_no_member_waits_for_the_turns_of_another(model, double, tmp_path):
     [entry] = run.metrics()
     assert entry["rollout/turns_mean"] == 3
     assert entry["rollout/sampler_kl"] < 1e-8
+
+
+class Steps(gw.TextEnv):
+    """Two turns; ``happening`` is called in each, with the turn's text."""
+
+    happening = None
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 2
+        return "12", {}
+
+    def step(self, text):
+        self.left -= 1
+        if text != "check":
+            type(self).happening()
+        return "3", float(len(text)), not self.left, False, {}
+
+    def sample_action(self, rng):
+        return "check"
+
+
+def many(model, tmp_path, double, env, **more):
+    task = gw.TextTask(env=env, start_mode="none", max_turns=2, env_threads=8, data_size=2)
+    few = {"num_prompts": 1, "total_steps": None, "total_iterations": 1, "evaluation": {"interval": 1000, "prompts": 1}}
+    few["sampling"] = {"max_new_tokens": 4, "stop": list("0123456789")}
+    cfg = gw.GRPOCfg(group_size=8, learning_rate=1e-3)
+    return train(task, model, tmp_path / "run", cfg, generation=settings(double), **few | more)
+
+
+def test_a_server_that_lost_its_weights_gets_them_once_however_many_members_find_out(model, double, tmp_path, caplog):
+    lock, calls = threading.Barrier(8, timeout=20), itertools.count()
+
+    def restart():
+        if (number := next(calls)) >= 8:  # a later turn
+            return
+        lock.wait()
+        if number == 7:
+            double.restart()
+        lock.wait()
+
+    class Restarts(Steps):
+        happening = staticmethod(restart)
+
+    many(model, tmp_path, double, Restarts)
+    assert caplog.text.count("it gets the weights again") == 1
+
+
+def test_an_error_of_one_member_ends_the_rollout_at_once(model, double, tmp_path):
+    first, over = itertools.count(), threading.Event()
+
+    def fail():
+        if next(first):
+            over.wait(60)
+        raise ValueError("broken")
+
+    class Breaks(Steps):
+        happening = staticmethod(fail)
+
+    begun = time.monotonic()
+    with pytest.raises(gw.errors.EnvError, match="broken"):
+        many(model, tmp_path, double, Breaks)
+    assert time.monotonic() - begun < 50
+    over.set()
 
 
 def test_a_run_whose_server_dies_is_resumed_and_loses_nothing(model, double, tmp_path):

@@ -426,6 +426,23 @@ def test_rows_choose_their_environment():
     envs.close()
 
 
+def test_a_run_on_several_environments_is_resumed_and_sampled_with_them(model, tmp_path):
+    class Other(Guess):
+        pass
+
+    rows = [{"environment": name} for name in ("one", "two") * 4]
+    task = gw.TextTask(rows, env={"one": Guess, "two": Other}, max_turns=2)
+    more = {"num_prompts": 2, "sampling": {"max_new_tokens": 2}, "logging": {"progress": "none"}}
+    run = gw.train(
+        task, gw.GRPOCfg(group_size=2), model=str(model), total_iterations=1, run_dir=tmp_path / "run", **more
+    )
+    again = gw.resume(run.path, total_iterations=2, env=task.given["env"], data=rows)
+    assert len(again.metrics()) == 2
+    assert len(gw.sample(run.path, count=2, env=task.given["env"])) == 2
+    with pytest.raises(ConfigError, match="a run is given its Python objects again"):
+        gw.resume(run.path, total_iterations=3, env={"num_envs": 2}, data=rows)
+
+
 def test_an_environment_that_earns_nothing_needs_a_reward():
     class Silent:
         def reset(self, **row):
@@ -453,7 +470,7 @@ def test_an_environment_that_needs_arguments_is_told_how_to_give_them():
         make_text_env(task.cfg, task.given["env"])()
 
 
-@pytest.mark.parametrize("rows", [[{"environment": "chess"}], [{"level": 2}], ""])
+@pytest.mark.parametrize("rows", [[{"environment": "chess"}], [{"level": 2}], [{"environment": ["guess"]}], ""])
 def test_a_row_of_no_environment_is_refused_before_training(rows):
     task = gw.TextTask(rows, env={"wordle": Wordle, "guess": Guess})
     with pytest.raises(DataError, match=r"row 0 of the train data: environment = .*: expected one of wordle, guess"):

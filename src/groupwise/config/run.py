@@ -272,6 +272,10 @@ class TextTaskCfg(Cfg):
         if self.tool and (self.env or self.tools):
             both = f"env={self.env!r}" if self.env else f"tools={self.tools!r}"
             raise ValueError(f"{both} and tool={self.tool!r} both answer the model; fix: one of the two")
+        if self.tool and self.env_timeout is not None:
+            raise ValueError(
+                f"env_timeout={self.env_timeout:g} leaves a tool that hangs to itself, which all members share; fix: tool_timeout"
+            )
         gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)
         if self.env and (gym or gym_eval):
             raise ValueError(

@@ -97,10 +97,8 @@ class PromptEnv:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        named = {*TextTaskCfg.model_fields, "reward", "reward_weights", "batch_size", "seed"} - {
-            "rewards",
-            *_OF_PROMPTS,
-        }
+        others = {"rewards", "on_long_prompt", *_OF_PROMPTS}
+        named = {*TextTaskCfg.model_fields, "reward", "reward_weights", "batch_size", "seed"} - others
         refuse_unknown(settings, named, "PromptEnv")
         require_count("batch_size", batch_size)
         self.task = TextTask(data, reward=reward, eval_data=eval_data, reward_weights=reward_weights, **settings)
@@ -109,6 +107,8 @@ class PromptEnv:
         self.train_set, self.eval_set = self.task.load()
         self.envs: TextEnvs | None = None
         """Instances of the environment, since the first ``play``."""
+        self.playing: list[Transcript] = []
+        """Episodes whose rewards are still to come."""
         of_episodes = ("environments", "episode_return") if self.task.cfg.has_env else ()
         for examples, name in ((self.train_set, "data"), (self.eval_set, "eval_data")):
             if examples:
@@ -171,9 +171,7 @@ class PromptEnv:
         score(members, self.rewards, TrainingState(steps // self.batch_size, epoch=steps / len(self.train_set)))
         rewards = torch.tensor([math.nan if one.reward is None else one.reward for one in members]).view(count, -1)
         self.logged = self.rewards.take_logged()
-        for member in members:
-            if member.episode is not None and self.envs is not None:
-                self.envs.release(member.episode)
+        self.release()
         if self._evaluating:
             self._evaluated += count
         else:
@@ -195,6 +193,13 @@ class PromptEnv:
             yield
         finally:
             self._evaluating, self.batch = kept
+
+    def release(self) -> None:
+        """Take back the environments of episodes that were played."""
+        for member in self.playing:
+            if member.episode is not None and self.envs is not None:
+                self.envs.release(member.episode)
+        self.playing = []
 
     def close(self) -> None:
         """Free the resources of the reward functions, and close the environments."""
@@ -252,6 +257,11 @@ class LanguageAgent:
         index: int = 0,
         **settings: Any,
     ) -> None:
+        for name in ("tool", "tools", "env"):
+            if name in settings:
+                raise ConfigError(
+                    f"{name}: a LanguageAgent plays the episodes of a PromptEnv; fix: PromptEnv({name}=...)"
+                )
         refuse_unknown(settings, (*_OF_PROMPTS, *_OF_RUN), "LanguageAgent")
         given = model if isinstance(model, CausalLM) else None
         task = TextTaskCfg(**{name: settings.pop(name) for name in _OF_PROMPTS if name in settings})
@@ -265,11 +275,6 @@ class LanguageAgent:
             raise ConfigError(
                 "collection.dynamic_sampling chooses groups while they are collected; fix: gw.train, or leave it out"
             )
-        for name in ("tool", "tools", "env"):
-            if several := vars(cfg.task)[name]:
-                raise ConfigError(
-                    f"a LanguageAgent plays the episodes of a PromptEnv; got {name}={several!r}, fix: PromptEnv({name}=...)"
-                )
         self.cfg = filled_in(cfg, (1.0,))
         """The settings, as those of a run."""
         self.index = index
@@ -317,7 +322,12 @@ class LanguageAgent:
         env.envs = env.envs or verified_envs(cfg, env.task, encoder, self.policy, env.train_set)
         if env.envs is None:
             raise ConfigError("there are no episodes to play; fix: PromptEnv(env=...), or get_action")
-        return self._write(env.batch, training, Dialogue(encoder, self.policy.context_length, env.envs))
+        if not env.batch:
+            raise DataError("the environment has no batch; fix: env.reset()")
+        env.release()
+        completions, masks = self._write(env.batch, training, Dialogue(encoder, self.policy.context_length, env.envs))
+        env.playing = [*chain(*completions.groups)]
+        return completions, masks
 
     def _write(
         self, examples: Sequence[Example], training: bool, dialogue: Dialogue
@@ -428,9 +438,10 @@ class LanguageAgent:
         settings = folder.read_config()
         if "task" not in settings:
             raise ConfigError(f"{path} is a run on an environment, without a language model; fix: gw.Run.load")
-        agent = cls.__new__(cls)
-        agent._build(TextRunCfg(**settings), model, 0)
-        saved = load_checkpoint(folder.latest, identity_of(agent.cfg, agent.policy), agent.policy)
+        agent, cfg = cls.__new__(cls), TextRunCfg(**settings)
+        task = TextTaskCfg(**{name: vars(cfg.task)[name] for name in _OF_PROMPTS})  # the rest is of a PromptEnv
+        agent._build(cfg.model_copy(update={"task": task}), model, 0)
+        saved = load_checkpoint(folder.latest, identity_of(cfg, agent.policy), agent.policy)
         load_policy(agent.policy, saved.policy, folder.latest)
         agent.algorithm.load_state_dict(saved.state["algorithm"])
         agent.iteration, agent.index = saved.state["iteration"], saved.state.get("index", 0)

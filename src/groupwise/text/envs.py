@@ -370,9 +370,10 @@ class TextEnvs:
         how = {"threads": self.threads, "seconds": self.seconds, "on_error": self.on_error}
         return TextEnvs(self.make, self.mode, self.kept, self.report, **how)  # type: ignore[arg-type]
 
-    def each(self, function: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
-        """Results of the function for each item, in threads."""
-        if min(self.threads, len(items)) < 2:
+    def each(self, function: Callable[[Item], Made], items: Sequence[Item], at_once: int | None = None) -> list[Made]:
+        """Results of the function for each item, in ``at_once`` threads, or as many as environments have."""
+        count = min(at_once or self.threads, len(items))
+        if count < 2:
             return [*map(function, items)]
         places, made = iter(range(len(items))), dict[int, Made]()
 
@@ -380,7 +381,7 @@ class TextEnvs:
             for place in places:
                 made[place] = function(items[place])
 
-        workers = [_in_thread(work) for _ in range(min(self.threads, len(items)))]
+        workers = [_in_thread(work) for _ in range(count)]
         for one in wait(workers, return_when=FIRST_EXCEPTION).done:
             one.result()
         return [made[place] for place in range(len(items))]
@@ -421,8 +422,7 @@ class TextEnvs:
 
     def play(self, episode: TextEpisode, text: str) -> Sequence[Message]:
         """Play a turn; the messages that the model reads next, none where the environment failed."""
-        with self._room:
-            messages: Sequence[Message] = self._guarded(episode, partial(episode.step, text))
+        messages: Sequence[Message] = self._guarded(episode, partial(episode.step, text))
         return messages
 
     def finish(self, episode: TextEpisode, ending: Ending) -> None:
@@ -432,7 +432,8 @@ class TextEnvs:
     def _guarded(self, episode: TextEpisode, action: Callable[[], Any]) -> Any:
         count = len(episode.turns)
         try:
-            return action()
+            with self._room:
+                return action()
         except EnvError as error:
             if self.on_error == "raise" and not isinstance(error, EnvTimeoutError):
                 raise

@@ -272,8 +272,13 @@ def fill(
 ) -> tuple[Int[Tensor, "row step"], Bool[Tensor, "row context"]]:
     """Fill an empty cache with keys and values of each prompt's beginning, none for None; the tokens that are left to read, and
     the mask of both, False at padding.
+
+    As many tokens are read in each row as in the one with most: padding between the two parts would move what models with
+    ALiBi or local attention count by places.
     """
     lengths = [0 if past is None else past.shape[3] for past in pasts]
+    most = max(len(prompt) - length for prompt, length in zip(prompts, lengths, strict=True))
+    lengths = [min(length, max(0, len(prompt) - most)) for prompt, length in zip(prompts, lengths, strict=True)]
     tokens, valid = left_padded([prompt[length:] for prompt, length in zip(prompts, lengths, strict=True)], device)
     if (width := max(lengths)) == 0:
         return tokens, valid
@@ -282,7 +287,7 @@ def fill(
     whole = some.new_zeros(layers, 2, len(pasts), heads, width, size)
     for row, (past, length) in enumerate(zip(pasts, lengths, strict=True)):
         if past is not None:
-            whole[:, :, row, :, width - length :] = past
+            whole[:, :, row, :, width - length :] = past[:, :, :, :length]
     for number, (keys, values) in enumerate(whole):
         cache.update(keys, values, number)
     known = torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]
@@ -348,7 +353,8 @@ def complete(
             token, unfinished = state.write(head(step(token)))
             ended = (~unfinished).nonzero()[:, 0].tolist() if keeps else ()
             found |= {int(numbers[place]): step.past(place) for place in ended}
-    flat = [one._replace(past=found.get(row)) for row, one in enumerate(state.completions())]
+    numbered = enumerate(state.completions())  # a turn that is cut is the last
+    flat = [one._replace(past=found.get(row) if one.stop != "length" else None) for row, one in numbered]
     return [flat[i : i + size] for i in range(0, len(flat), size)]
 
 

@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -49,6 +49,8 @@ class ServedGenerator:
     ) -> None:
         self.servers, self.policy, self.engine = servers, policy, engine or Engine()
         self._loading = Lock()
+        self._reloads = Counter[VLLMServer]()
+        """How often each server has lost its weights."""
         # the versions of another run on the same servers are others
         self.folder, self._run = self.engine.gather_objects((folder.absolute(), secrets.token_hex(4)))[0]
         self.policy_version = -1
@@ -104,13 +106,17 @@ class ServedGenerator:
                 zip(prompts, seeds[:, 0].tolist(), strict=True), self.engine.rank + first
             )
         ]
+        with self._loading:  # not while a server loads
+            before = self._reloads.copy()
         answers = _at_once(_ask, asked)
         lost = [number for number, answer in enumerate(answers) if isinstance(answer, LostWeightsError)]
         if lost:
-            log.warning("%s; it gets the weights again", answers[lost[0]])
-            with self._loading:
-                again = partial(self._load, iteration=self.policy_version)
-                _at_once(again, [*dict.fromkeys(asked[number][0] for number in lost)])
+            with self._loading:  # unless another thread has found out before
+                servers = {asked[number][0] for number in lost}
+                if servers := {server for server in servers if self._reloads[server] == before[server]}:
+                    log.warning("%s; it gets the weights again", answers[lost[0]])
+                    _at_once(partial(self._load, iteration=self.policy_version), [*servers])
+                    self._reloads.update(servers)
             for number, answer in zip(lost, _at_once(_ask, [asked[number] for number in lost]), strict=True):
                 if isinstance(answer, LostWeightsError):
                     raise answer
@@ -166,8 +172,8 @@ class ServedCollector(TextCollector):
 
     def close(self) -> None:
         """End the run's own server, too."""
+        self.generator.close()  # so that members that go on by themselves end
         super().close()
-        self.generator.close()
         self._cleanup.close()
 
     def _written(self, count: int, first: int) -> list[list[Transcript]]:
@@ -179,7 +185,8 @@ class ServedCollector(TextCollector):
         """After its first turn each member goes on by itself, if environments play in threads: servers batch by themselves."""
         dialogue, sampling = self._dialogue, self._cfg.sampling
         if dialogue.envs is None or dialogue.envs.threads < 2:
-            return write(transcripts, self.generate, sampling, dialogue)
+            write(transcripts, self.generate, sampling, dialogue)
+            return
         sampling = dialogue.begin(transcripts, sampling)
         write_turn(transcripts, self.generate, sampling, dialogue, {})
 
@@ -187,12 +194,7 @@ class ServedCollector(TextCollector):
             more = dialogue.answer([member], sampling.max_new_tokens)
             write(more, partial(self.generate, first=member.group), sampling, dialogue)
 
-        pool = ThreadPoolExecutor(min(len(transcripts), _AT_ONCE))
-        try:
-            for _ in pool.map(go_on, transcripts):
-                pass
-        finally:  # after an error the others end with the servers' clients
-            pool.shutdown(wait=False, cancel_futures=True)
+        dialogue.envs.each(go_on, transcripts, _AT_ONCE)
 
     def _give_weights(self) -> None:
         start = time.perf_counter()

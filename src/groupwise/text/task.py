@@ -649,10 +649,10 @@ class TextTask:
             row[self.cfg.prompt_column] = example.prompt
         if isinstance(several := self.given["env"], Mapping):
             environment = row.pop("environment", None)
-            if environment not in several:
+            if not isinstance(environment, str) or environment not in several:
                 raise DataError(
-                    f"row {number} of the {part} data: environment = {environment!r:.80}: expected one of {', '.join(several)}; fix: a "
-                    "column 'environment'"
+                    f"row {number} of the {part} data: environment = {environment!r:.80}: expected one of {', '.join(several)}; fix: data "
+                    "with a column 'environment'"
                 )
         seed = derive_seed(0, "text env", part, number)
         return example._replace(start=Start(seed, None if self.cfg.by_seeds else row, environment))

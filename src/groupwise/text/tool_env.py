@@ -331,7 +331,7 @@ def make_text_env(
     }
 
     def whole(make: Callable[[], Any]) -> TextEnv:
-        if inspect.isclass(make):
+        if inspect.isroutine(make) or inspect.isclass(make):
             try:
                 inspect.signature(make).bind()
             except TypeError as error:

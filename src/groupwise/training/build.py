@@ -84,7 +84,9 @@ class UserObjects(NamedTuple):
                 raise ConfigError(
                     f"unknown argument {name!r}{hint}; fix: {', '.join(cls._fields)}, or one of the function's own"
                 )
-            if name not in cls._fields or (name in ("env", "policy") and isinstance(value, str | Mapping | Cfg)):
+            several = isinstance(value, Mapping) and all(map(callable, value.values()))  # text environments by name
+            is_setting = isinstance(value, str | Mapping | Cfg) and not (name == "env" and several)
+            if name not in cls._fields or (name in ("env", "policy") and is_setting):
                 raise ConfigError(
                     f"{name} = {value!r:.80}: a run is given its Python objects again ({', '.join(cls._fields)}), and has its "
                     f"settings; fix: leave it out, or change a setting in a new run: gw.fork(run, new_folder, {name}=...)"

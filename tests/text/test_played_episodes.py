@@ -153,7 +153,7 @@ def test_samples_of_a_run_with_tools_call_them(model, tmp_path, monkeypatch):
         logging={"progress": "none"},
     )  # fmt: skip
 
-    def scripted(policy, texts, seeds, sampling, deterministic=False):
+    def scripted(policy, texts, seeds, sampling, deterministic=False, pasts=None):
         calls = ["7" in tokenizer.decode(text) for text in texts]
         turns = ["It is 7." if answered else str(Call("add", {"a": 2, "b": 5})) for answered in calls]
         ids = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]

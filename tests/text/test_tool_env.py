@@ -430,17 +430,18 @@ def test_a_run_on_several_environments_is_resumed_and_sampled_with_them(model, t
     class Other(Guess):
         pass
 
-    rows = [{"environment": name} for name in ("one", "two") * 4]
-    task = gw.TextTask(rows, env={"one": Guess, "two": Other}, max_turns=2)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"environment": "{name}"}}\n' for name in ("one", "two") * 4))
+    task = gw.TextTask(str(rows), env={"one": Guess, "two": Other}, max_turns=2)
     more = {"num_prompts": 2, "sampling": {"max_new_tokens": 2}, "logging": {"progress": "none"}}
     run = gw.train(
         task, gw.GRPOCfg(group_size=2), model=str(model), total_iterations=1, run_dir=tmp_path / "run", **more
     )
-    again = gw.resume(run.path, total_iterations=2, env=task.given["env"], data=rows)
+    again = gw.resume(run.path, total_iterations=2, env=task.given["env"])
     assert len(again.metrics()) == 2
     assert len(gw.sample(run.path, count=2, env=task.given["env"])) == 2
     with pytest.raises(ConfigError, match="a run is given its Python objects again"):
-        gw.resume(run.path, total_iterations=3, env={"num_envs": 2}, data=rows)
+        gw.resume(run.path, total_iterations=3, env={"num_envs": 2})
 
 
 def test_an_environment_that_earns_nothing_needs_a_reward():

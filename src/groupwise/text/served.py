@@ -25,7 +25,7 @@ from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
 from groupwise.serving import Answer, GroupRequest, LostWeightsError, VLLMServer
 from groupwise.text.collector import TextCollector, Transcript, write, write_turn
-from groupwise.text.generation import Completion
+from groupwise.text.generation import Completion, Generate
 from groupwise.text.policy import CausalLM
 
 log = logging.getLogger(__name__)
@@ -182,19 +182,24 @@ class ServedCollector(TextCollector):
         return groups
 
     def _write(self, transcripts: Sequence[Transcript]) -> None:
-        """After its first turn each member goes on by itself, if environments play in threads: servers batch by themselves."""
+        """After the first turn, which is one request for a group, each member has its own: in threads as environments have them, none
+        waits for another, as servers batch by themselves.
+        """
         dialogue, sampling = self._dialogue, self._cfg.sampling
-        if dialogue.envs is None or dialogue.envs.threads < 2:
+        if dialogue.envs is None:
             write(transcripts, self.generate, sampling, dialogue)
             return
         sampling = dialogue.begin(transcripts, sampling)
         write_turn(transcripts, self.generate, sampling, dialogue, {})
 
-        def go_on(member: Transcript) -> None:
-            more = dialogue.answer([member], sampling.max_new_tokens)
-            write(more, partial(self.generate, first=member.group), sampling, dialogue)
+        def go_on(members: Sequence[Transcript], generate: Generate) -> None:
+            while members := dialogue.answer(members, sampling.max_new_tokens):
+                write_turn(members, generate, sampling, dialogue, {}, alone=True)
 
-        dialogue.envs.each(go_on, transcripts, _AT_ONCE)
+        if dialogue.envs.threads < 2:
+            go_on(transcripts, self.generate)
+        else:
+            dialogue.envs.each(lambda one: go_on([one], partial(self.generate, first=one.group)), transcripts, _AT_ONCE)
 
     def _give_weights(self) -> None:
         start = time.perf_counter()

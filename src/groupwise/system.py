@@ -1,5 +1,6 @@
 """Files, processes and the terminal. Imports no torch."""
 
+import atexit
 import errno
 import io
 import json
@@ -387,10 +388,14 @@ class SafeStream:
 
 
 def prepare() -> None:
-    """Makes all output, warnings and log messages of this process printable, also in ASCII and from libraries."""
+    """Makes all output, warnings and log messages of this process printable, also in ASCII and from libraries.
+
+    What stderr cannot take is no error at the end of the process either, when Python writes what is left.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    atexit.register(lambda: setattr(sys, "stderr", SafeStream(sys.stderr)))
     logging.setLogRecordFactory(_PrintableRecord)
     warnings.formatwarning = _warning_line
 

@@ -36,9 +36,13 @@ datetime.datetime = Back
 """
 
 
+BUFFERED = {"PYTHONUNBUFFERED": ""}
+"""As most have it: what an output cannot take is then tried again at the end of the process."""
+
+
 def run(folder: Path, *words: str, code: str = "", **options: Any) -> "subprocess.CompletedProcess[bytes]":
     """The end of a command, or of Python code."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
+    env = os.environ | BUFFERED | {"OMP_NUM_THREADS": "1"} | options.pop("env", {})
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     program = ["-c", code] if code else ["-m", "groupwise", *words]
     return subprocess.run([sys.executable, *program], cwd=folder, env=env, check=False, **options)
@@ -89,7 +93,7 @@ def test_a_terminal_that_is_closed_saves_the_run(tmp_path: Path):
     take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
         [sys.executable, "-c", take, *command, "--run-dir", "run", "--total-steps", "10000000"],
-        cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=os.environ | BUFFERED,
     )  # fmt: skip
     os.close(theirs)
     metrics = tmp_path / "run/metrics.jsonl"

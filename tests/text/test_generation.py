@@ -119,6 +119,12 @@ ENDS = range(3, 40, 4)
 """Tokens that end a turn."""
 
 
+def num_tokens(past):
+    """Tokens of a text that is kept; those of all layers are as many."""
+    (number,) = {half.shape[1] for layer in past for half in layer}
+    return number
+
+
 def in_turns(generate, sampling, counting=None, turns=4):
     """Turns with answers of one or two tokens between them, read from the cache and read whole."""
     texts, pasts = [list(prompt) for prompt in PROMPTS for _ in range(2)], [None] * 6
@@ -127,7 +133,7 @@ def in_turns(generate, sampling, counting=None, turns=4):
         if counting is not None:
             counting.clear()
         kept = generate(texts, seeds(6, first=10 * turn), sampling, pasts=pasts)
-        new = [len(text) - (0 if past is None else past.shape[3]) for text, past in zip(texts, pasts, strict=True)]
+        new = [len(text) - (0 if past is None else num_tokens(past)) for text, past in zip(texts, pasts, strict=True)]
         if counting is not None:
             assert counting[0] == (6, max(new))
         pasts = [c.past for (c,) in kept]
@@ -139,7 +145,7 @@ def in_turns(generate, sampling, counting=None, turns=4):
             if one.stop == "length":
                 assert one.past is None, "a turn that is cut is the last"
             else:
-                assert one.past.shape[3] == len(text) - 1, "all but the last token was read"
+                assert num_tokens(one.past) == len(text) - 1, "all but the last token was read"
             text += [8, 9][: 1 + number % 2]
     return new
 
@@ -159,17 +165,29 @@ def test_a_turn_goes_on_from_what_was_read_before(backend, sampling):
     assert set(new) == {2, 3}, "the last token of a turn, and the answer"
 
 
-@pytest.mark.parametrize("kind", ["mpt", "gpt_neo"])
-def test_models_that_count_places_read_no_hole(kind):
-    """Attention by ALiBi, or in a local window, counts places of the cache and not positions."""
-    shape = {"mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2}, "gpt_neo": {}}[kind]
-    if kind == "gpt_neo":
-        shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
-        shape |= {"window_size": 6}
-    config = AutoConfig.for_model(kind, vocab_size=40, **shape)
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
+KINDS = {
+    "mpt": {"vocab_size": 40, "d_model": 32, "n_heads": 4, "n_layers": 2},
+    "gpt_neo": {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 6,
+    },
+    "deepseek_v3": SIZES | _LATENT | {"num_key_value_heads": 4},
+}
+"""Attention by ALiBi and in a local window, which count places of the cache and not positions; values narrower than keys."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_other_attention_go_on_too(kind):
     torch.manual_seed(1)
-    policy = CausalLM(moved(AutoModelForCausalLM.from_config(config), 0.1), eos_ids=ENDS)
-    in_turns(partial(complete, policy), SamplingCfg(max_new_tokens=24, temperature=1.3))
+    model = moved(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind])), 0.1)
+    generate = partial(complete, CausalLM(model, eos_ids=ENDS))
+    in_turns(generate, SamplingCfg(max_new_tokens=24, temperature=1.3))
 
 
 def test_a_turn_may_end_at_its_first_token_and_some_texts_have_no_past(backend):
@@ -177,7 +195,7 @@ def test_a_turn_may_end_at_its_first_token_and_some_texts_have_no_past(backend):
     texts = [[5, 6, 7], [9], [10, 11]]
     first = generate(texts, seeds(3), sampling, pasts=[None] * 3)
     pasts = [c.past for (c,) in first]
-    assert [past.shape[3] for past in pasts] == [3, 1, 2]
+    assert [*map(num_tokens, pasts)] == [3, 1, 2]
     texts = [[*text, *c.tokens, 4, 4][: 9 - n] for n, (text, (c,)) in enumerate(zip(texts, first, strict=True))]
     generate = backend(CausalLM(sharp_model()))
     kept = generate(texts, seeds(3, 2), sampling, pasts=[pasts[0], None, pasts[2]])

@@ -136,6 +136,11 @@ def test_numbers_of_a_callback_can_be_read_again_and_others_are_refused(parts, t
         set_to["mine/value"] = value
         with pytest.raises(TypeError, match=r"a callback set metrics\['mine/value'\] to .*expected a number; fix: "):
             parts.trainer(adds, MetricsLog(folder.metrics), total_steps=10).train()
+    set_to = {f"{number:099}": 1.0 for number in range(10_000)}
+    with pytest.raises(
+        gw.errors.RunFolderError, match=r"10,\d+ metrics of iteration 1 .* more than 1,048,576 bytes.*; fix: "
+    ):
+        parts.trainer(adds, MetricsLog(folder.metrics), total_steps=10).train()
     assert len(folder.read_metrics()) == 1
     assert caplog.messages == []  # lines of an earlier run are no missing ones
 

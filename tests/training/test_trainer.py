@@ -295,13 +295,21 @@ def test_callbacks_come_as_a_list_of_instances(callbacks, message):
         check_callbacks(callbacks)
 
 
+def yields(self, trainer, rollout, metrics):
+    yield
+
+
+async def waits(self, trainer, rollout):
+    pass
+
+
 @pytest.mark.parametrize(
     ("name", "method", "message"),
     [
         (
             "on_iteration_end",
             lambda self: None,
-            r"Mine\.on_iteration_end: .*; fix: def on_iteration_end\(self, trainer, rollout",
+            r"Mine\.on_iteration_end\(\): .*; fix: def on_iteration_end\(self, trainer, rollout",
         ),
         ("on_training_end", lambda self, a, b: None, r"missing .*'b'; fix: def on_training_end\(self, trainer\)$"),
         (
@@ -313,8 +321,14 @@ def test_callbacks_come_as_a_list_of_instances(callbacks, message):
         ("on_epoch", lambda self, *a: None, "Mine.on_epoch is no event"),
         (
             "on_iteration_end",
+            yields,
+            r"on_iteration_end has yield or async, so a call would not run it; fix: def on_it",
+        ),
+        ("on_rollout_end", waits, r"on_rollout_end has yield or async"),
+        (
+            "on_iteration_end",
             None,
-            r"Mine.on_iteration_end: None is not a callable.*; fix: def on_iteration_end\(self, ",
+            r"Mine.on_iteration_end = None: expected a method; fix: def on_iteration_end\(self, ",
         ),
     ],
 )

@@ -232,7 +232,7 @@ def print_run(run: Any, quiet: bool = False) -> int:
 
 
 def parse_launch(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """What Ray keeps for the run, None without Ray; and the other words."""
+    """Options of ``--launcher ray``, None without it; and the other words."""
     own = Parser(prog=parser.prog, add_help=False)
     own.add_argument("--launcher", choices=("local", "ray"), default="local")
     own.add_argument("--workers", type=count)

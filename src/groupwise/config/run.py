@@ -230,7 +230,7 @@ class TextTaskCfg(Cfg):
     max_observation_tokens: PositiveInt | None = None
     """Most tokens of an observation. None: limited by the model's context only."""
     keep_cache: bool = True
-    """Whether a turn goes on from the keys and values of the turns before it, or reads them again, which takes less memory. Servers keep a cache of their own."""
+    """Keep the keys and values of earlier turns, so that they are not computed again. False: less memory. Servers have a cache of their own."""
     on_long_observation: Literal["cut", "end"] = "cut"
     """Observations that are too long: cut out the middle, and say so in its place; or end the episode."""
     max_tool_calls: PositiveInt | None = None

@@ -57,7 +57,7 @@ OnMutation = Callable[[str, Mapping[str, Value], Mapping[str, Value]], Mapping[s
 
 
 class Result(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
-    """What a member reached in a round."""
+    """Result of a member in a round."""
 
     round: Count
     status: Literal["ok", "diverged"]

@@ -146,8 +146,14 @@ class LlamaStep(Step):
 
     def past(self, row: int) -> Past:
         """Keys and values of a row."""
-        past = torch.stack([store[:, row, :, : self._length] for store in self._stores]).to(self._dtype)
-        return past if self._mask is None else past[:, :, :, self._mask[row, 0, 0, : self._length] == 0]
+        past = []
+        for store in self._stores:
+            both = store[:, row, :, : self._length].to(
+                self._dtype, copy=True
+            )  # a part of the store would keep all of it
+            keys, values = both if self._mask is None else both[:, :, self._mask[row, 0, 0, : self._length] == 0]
+            past.append((keys, values))
+        return past
 
     def _attention(
         self, layer: _Layer, store: Tensor, x: Tensor, rotary: Sequence[Tensor], mask: Tensor | None

@@ -393,16 +393,15 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
 
 
 def write_turn(
-    running: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue, pasts: Pasts,
-    *, alone: bool = False,
-) -> None:  # fmt: skip
+    running: Sequence[Transcript], generate: Generate, sampling: SamplingCfg, dialogue: Dialogue, pasts: Pasts
+) -> None:
     """Generate the next turn of each transcript.
 
-    Members with the same text so far are encoded once, unless ``alone``; such sets of one size are generated in one call.
+    Members with the same text so far are encoded once; such sets of one size are generated in one call.
     """
     alike, calls = defaultdict[Any, list[Transcript]](list), defaultdict[Any, list[list[Transcript]]](list)
     for member in running:
-        alike[member.greedy, alone and id(member), member.group, (*member.prompt.tokens, *member.tokens)].append(member)
+        alike[member.greedy, member.group, (*member.prompt.tokens, *member.tokens)].append(member)
     for members in alike.values():
         calls[members[0].greedy, len(members)].append(members)
     for (greedy, _), groups in calls.items():

@@ -93,7 +93,7 @@ class TextEnv(ABC):
 
 MakeTextEnv = Callable[[], TextEnv]
 Makes = MakeTextEnv | Mapping[str, MakeTextEnv]
-"""What makes an instance; of several environments, by the name that a start has."""
+"""Makers of instances: one, or several by the name that a start has."""
 
 
 def make_for(make: Makes, start: Start) -> TextEnv:
@@ -443,8 +443,9 @@ class TextEnvs:
             try:
                 if self.on_error == "retry":
                     assert episode.start is not None
-                    episode.play_again(self._take(episode.start, new=True), count)
-                    return action()
+                    with self._room:
+                        episode.play_again(self._take(episode.start, new=True), count)
+                        return action()
             except EnvError as another:
                 self.release(episode, failed=True)
                 error = another

@@ -51,8 +51,8 @@ _TINY = 1e-30
 _STOPS: tuple[Literal["length", "eos", "stop"], ...] = ("length", "eos", "stop")
 
 
-Past = Float[Tensor, "layer 2 head _token channel"]
-"""Keys and values of a text that the model has read, without padding."""
+Past = list[tuple[Float[Tensor, "_head _token _channel"], Float[Tensor, "_head _token _channel"]]]
+"""Keys and values of a text that the model has read, of each layer, without padding."""
 
 
 class Completion(NamedTuple):
@@ -68,7 +68,7 @@ class Completion(NamedTuple):
     policy_version: list[int] | None = None
     """Iteration whose policy generated each token, for completions from servers."""
     past: Past | None = None
-    """Of the prompt and the completion, for the next turn."""
+    """Keys and values of prompt and completion, for the next turn."""
 
 
 class DecodingState:
@@ -255,7 +255,7 @@ class Step:
 
 
 def holds_all(cache: Any) -> bool:
-    """Whether a cache of transformers is the keys and values of every token, alike in all layers."""
+    """Whether a cache of transformers is the keys and values of every token, in all layers."""
     from transformers.cache_utils import DynamicLayer
 
     return all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -263,8 +263,8 @@ def holds_all(cache: Any) -> bool:
 
 def past_of(cache: Any, valid: Bool[Tensor, "row width"], row: int) -> Past:
     """Keys and values of a row of a cache."""
-    halves = [torch.stack([layer.keys[row], layer.values[row]]) for layer in cache.layers]
-    return torch.stack(halves)[:, :, :, valid[row]]
+    read = valid[row]
+    return [(layer.keys[row][:, read], layer.values[row][:, read]) for layer in cache.layers]
 
 
 def fill(
@@ -276,19 +276,18 @@ def fill(
     As many tokens are read in each row as in the one with most: padding between the two parts would move what models with
     ALiBi or local attention count by places.
     """
-    lengths = [0 if past is None else past.shape[3] for past in pasts]
+    lengths = [0 if past is None else past[0][0].shape[1] for past in pasts]
     most = max(len(prompt) - length for prompt, length in zip(prompts, lengths, strict=True))
     lengths = [min(length, max(0, len(prompt) - most)) for prompt, length in zip(prompts, lengths, strict=True)]
     tokens, valid = left_padded([prompt[length:] for prompt, length in zip(prompts, lengths, strict=True)], device)
     if (width := max(lengths)) == 0:
         return tokens, valid
-    some = next(past for past in pasts if past is not None)
-    layers, _, heads, _, size = some.shape
-    whole = some.new_zeros(layers, 2, len(pasts), heads, width, size)
-    for row, (past, length) in enumerate(zip(pasts, lengths, strict=True)):
-        if past is not None:
-            whole[:, :, row, :, width - length :] = past[:, :, :, :length]
-    for number, (keys, values) in enumerate(whole):
+    for number, layer in enumerate(next(past for past in pasts if past is not None)):
+        keys, values = (half.new_zeros(len(pasts), half.shape[0], width, half.shape[2]) for half in layer)
+        for row, (past, length) in enumerate(zip(pasts, lengths, strict=True)):
+            if past is not None:
+                keys[row, :, width - length :] = past[number][0][:, :length]
+                values[row, :, width - length :] = past[number][1][:, :length]
         cache.update(keys, values, number)
     known = torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]
     return tokens, torch.cat([known, valid], dim=1)

@@ -25,7 +25,7 @@ from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
 from groupwise.serving import Answer, GroupRequest, LostWeightsError, VLLMServer
 from groupwise.text.collector import TextCollector, Transcript, write, write_turn
-from groupwise.text.generation import Completion, Generate
+from groupwise.text.generation import Completion
 from groupwise.text.policy import CausalLM
 
 log = logging.getLogger(__name__)
@@ -91,13 +91,19 @@ class ServedGenerator:
         *,
         deterministic: bool = False,
         pasts: object = None,
+        alone: bool = False,
         first: int = 0,
     ) -> list[list[Completion]]:
         """Completions of each prompt, as by ``complete``; the first seed of a group stands for all. Servers keep their own cache.
 
         Args:
+            alone: make a request of each completion, with its own seed.
             first: number of the first prompt, which chooses its server.
         """
+        if alone:
+            size, each = seeds.shape[1], [prompt for prompt in prompts for _ in range(seeds.shape[1])]
+            ones = self(each, seeds.reshape(-1, 1), sampling, deterministic=deterministic, first=first)
+            return [[one for (one,) in ones[place : place + size]] for place in range(0, len(ones), size)]
         version = self._version(self.policy_version)
         fixed = (sampling, tuple(self.policy.eos_ids), len(self.policy.head), version, deterministic)
         asked = [
@@ -111,7 +117,7 @@ class ServedGenerator:
         answers = _at_once(_ask, asked)
         lost = [number for number, answer in enumerate(answers) if isinstance(answer, LostWeightsError)]
         if lost:
-            with self._loading:  # unless another thread has found out before
+            with self._loading:  # unless another thread has done it
                 servers = {asked[number][0] for number in lost}
                 if servers := {server for server in servers if self._reloads[server] == before[server]}:
                     log.warning("%s; it gets the weights again", answers[lost[0]])
@@ -172,7 +178,7 @@ class ServedCollector(TextCollector):
 
     def close(self) -> None:
         """End the run's own server, too."""
-        self.generator.close()  # so that members that go on by themselves end
+        self.generator.close()  # which ends the episodes that still run in threads
         super().close()
         self._cleanup.close()
 
@@ -192,14 +198,14 @@ class ServedCollector(TextCollector):
         sampling = dialogue.begin(transcripts, sampling)
         write_turn(transcripts, self.generate, sampling, dialogue, {})
 
-        def go_on(members: Sequence[Transcript], generate: Generate) -> None:
+        def finish(members: Sequence[Transcript], first: int) -> None:
             while members := dialogue.answer(members, sampling.max_new_tokens):
-                write_turn(members, generate, sampling, dialogue, {}, alone=True)
+                write_turn(members, partial(self.generate, alone=True, first=first), sampling, dialogue, {})
 
         if dialogue.envs.threads < 2:
-            go_on(transcripts, self.generate)
+            finish(transcripts, 0)
         else:
-            dialogue.envs.each(lambda one: go_on([one], partial(self.generate, first=one.group)), transcripts, _AT_ONCE)
+            dialogue.envs.each(lambda one: finish([one], one.group), transcripts, _AT_ONCE)
 
     def _give_weights(self) -> None:
         start = time.perf_counter()

@@ -84,8 +84,8 @@ class UserObjects(NamedTuple):
                 raise ConfigError(
                     f"unknown argument {name!r}{hint}; fix: {', '.join(cls._fields)}, or one of the function's own"
                 )
-            several = isinstance(value, Mapping) and all(map(callable, value.values()))  # text environments by name
-            is_setting = isinstance(value, str | Mapping | Cfg) and not (name == "env" and several)
+            several = isinstance(value, Mapping) and value and all(map(callable, value.values()))
+            is_setting = isinstance(value, str | Mapping | Cfg) and not (name == "env" and several)  # text ones by name
             if name not in cls._fields or (name in ("env", "policy") and is_setting):
                 raise ConfigError(
                     f"{name} = {value!r:.80}: a run is given its Python objects again ({', '.join(cls._fields)}), and has its "

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from groupwise import system as files
 from groupwise.config.base import flat
 from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg, StopCfg
 from groupwise.data.rollout import Nested, TensorDict, transition_view
-from groupwise.errors import DivergedError, SamplerMismatchError
-from groupwise.report.folder import MAX_WIDTH, SCORES, RunFolder, Values, kept_iterations, write_groups
+from groupwise.errors import DivergedError, RunFolderError, SamplerMismatchError
+from groupwise.report.folder import MAX_LINE, MAX_WIDTH, SCORES, RunFolder, Values, kept_iterations, write_groups
 from groupwise.system import SafeStream, printable
 from groupwise.training.checkpoint import (
     Checkpoint,
@@ -187,6 +187,7 @@ class MetricsLog(Callback):
 
     Raises:
         TypeError: a callback set a metric to something other than a number.
+        RunFolderError: there are too many metrics to be read again.
     """
 
     def __init__(self, path: Path, saves: SaveCheckpoints | None = None) -> None:
@@ -217,7 +218,8 @@ class MetricsLog(Callback):
             position = {"iteration": trainer.iteration, "env_steps": trainer.env_steps}
             floats = {k: v if type(v) is float else _to_float(k, v) for k, v in trainer.metrics.items()}
             entry = position | {name: number for name, number in floats.items() if math.isfinite(number)} | position
-            self.waiting.append(f"{json.dumps(entry)}\n")
+            line = f"{json.dumps(entry)}\n"
+            self.waiting.append(line if len(line) <= MAX_LINE else _too_long(entry))
         elif not self.waiting:
             return
         try:
@@ -240,6 +242,13 @@ def _to_float(name: str, value: Any) -> float:
         raise TypeError(
             f"a callback set metrics[{name!r}] to {value!r:.100}, expected a number; fix: write it to a file of your own"
         ) from error
+
+
+def _too_long(entry: Mapping[str, Any]) -> NoReturn:
+    raise RunFolderError(
+        f"{len(entry):,} metrics of iteration {entry['iteration']} ({', '.join(entry):.100} ...) are a line of more than "
+        f"{MAX_LINE:,} bytes, which cannot be read again; fix: fewer metrics, or shorter names"
+    )
 
 
 def check_weights(trainer: "Trainer") -> None:

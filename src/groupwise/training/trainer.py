@@ -59,11 +59,18 @@ def _check_event(callback: "Callback", name: str) -> None:
     if name not in events:
         near = nearest(name.lstrip("_"), events)
         raise ConfigError(f"{what} is no event, and is never called{near}; events: {', '.join(events)}; {_OF_SB3}")
-    taken = [*inspect.signature(getattr(Callback, name)).parameters]
+    taken, called = [*inspect.signature(getattr(Callback, name)).parameters], getattr(callback, name)
+    if not callable(called):
+        raise ConfigError(f"{what} = {called!r:.80}: expected a method; fix: def {name}({', '.join(taken)})")
+    if inspect.isgeneratorfunction(called) or inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        raise ConfigError(
+            f"{what} has yield or async, so a call would not run it; fix: def {name}({', '.join(taken)}) without"
+        )
+    method = inspect.signature(called)
     try:
-        inspect.signature(getattr(callback, name)).bind(*taken[1:])
+        method.bind(*taken[1:])
     except TypeError as error:
-        raise ConfigError(f"{what}: {error}; fix: def {name}({', '.join(taken)})") from error
+        raise ConfigError(f"{what}{method}: {error}; fix: def {name}({', '.join(taken)})") from error
 
 
 class Callback:

@@ -23,7 +23,6 @@ from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.load import with_adapters
 from groupwise.text.policy import CausalLM
-from groupwise.text.vocabulary import CHUNK_ELEMENTS
 
 BODY, HEAD, NORMS, ALL = 2 * 7680, 1280, 160, 18_080
 HERE = Path(__file__).parent
@@ -237,7 +236,7 @@ def test_passes_by_hand(llama):
     assert planned(cfg).passing == {
         "update": {
             "activations of 128 tokens": fixed + 128 * of_token,
-            "logits and gradient of the head": 4 * (3 * CHUNK_ELEMENTS + 2 * 128 * 32 + HEAD),
+            "logits and gradient of the head": 4 * (3 * 128 * HEAD // 32 + 2 * 128 * 32 + HEAD),
         },
         "generation": {"cache of 8 completions": 8 * 16 * 64 * 4, "weights for decoding": 4 * BODY + 4 * HEAD},
     }
@@ -262,7 +261,7 @@ def test_tokens_of_a_micro_batch(llama, algorithm, fields, tokens):
 def test_passes_of_adapters_and_of_parts_by_hand(llama):
     frozen = planned(settings(llama, model={"lora": {"r": 2}})).passing
     assert frozen["generation"]["weights for decoding"] == 4 * HEAD
-    assert frozen["update"]["logits and gradient of the head"] == 4 * (3 * CHUNK_ELEMENTS + 2 * 128 * 32)
+    assert frozen["update"]["logits and gradient of the head"] == 4 * (3 * 128 * HEAD // 32 + 2 * 128 * 32)
     # head, embeddings and the last norm; three times a layer with its two norms
     parts = planned(settings(llama, engine="fsdp"), gpus=2).passing["update"]
     assert parts["layers, whole for a pass"] == 4 * (2 * HEAD + 32) + 3 * 4 * (7_680 + 64)

@@ -161,7 +161,8 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
         stream = 2 if cfg.model.precision == "bfloat16" else 4
         activations = fixed + of_token * tokens / layers + layers * tokens * sizes.width * stream
     # logits exist in chunks, three copies of one; hidden states and their gradient are in float32
-    logits = 3 * CHUNK_ELEMENTS + 2 * tokens * sizes.width + (sizes.head if sizes.trains_head else 0)
+    chunk = min(CHUNK_ELEMENTS[True], tokens * sizes.head // sizes.width)
+    logits = 3 * chunk + 2 * tokens * sizes.width + (sizes.head if sizes.trains_head else 0)
     update = {f"activations of {tokens:,} tokens": activations, "logits and gradient of the head": 4 * logits}
     if parts > 1:  # the next layer is fetched while one computes; its gradient is whole until it is summed
         update["layers, whole for a pass"] = total_bytes(sizes.rest) + 3 * max(map(total_bytes, sizes.blocks))

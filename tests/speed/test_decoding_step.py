@@ -9,7 +9,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 from groupwise.config.policy import LoRACfg, SamplingCfg
 from groupwise.errors import SlowPathWarning
 from groupwise.speed import decoding as decoding_step
-from groupwise.speed.decoding import FastDecoder, LlamaStep
+from groupwise.speed.decoding import FastDecoder, LlamaStep, StaticStep
 from groupwise.text import generation
 from groupwise.text.generation import Prompts, Step, complete
 from groupwise.text.load import with_adapters
@@ -77,13 +77,13 @@ def fast(model, sampling, **more):
 
 
 @torch.no_grad()
-def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80):
+def both(policy, lengths=(5, 2, 9), group_size=2, max_new_tokens=80, kinds=(LlamaStep, Step)):
     """The fast step and transformers', behind the same prompts."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(40, (n,), generator=generator).tolist() for n in lengths]
     tokens, valid = generation.left_padded(prompts, policy.device)
     steps = []
-    for kind in (LlamaStep, Step):
+    for kind in kinds:
         cache = DynamicCache(config=policy.network.config)
         policy.hidden_states(tokens, valid, cache)
         assert decoding_step.has_llama_shape(policy.network, cache)
@@ -99,6 +99,14 @@ def test_hidden_states_are_those_of_transformers_while_rows_leave_and_caches_gro
     )  # at 0.2, rounding moves adapters' outputs by more than what `exact` allows
     policy = CausalLM(moved(MODELS[name](), by=by))
     read_in_turn(*both(policy), policy.device)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "adapters"])
+@pytest.mark.parametrize("lengths", [(5, 2, 9), (4, 4)], ids=["padding", "no padding"])
+def test_places_of_fixed_size_change_nothing(name, lengths):
+    policy = CausalLM(moved(MODELS[name](), by=0.1))
+    steps = both(policy, lengths, group_size=6 // len(lengths), kinds=(LlamaStep, StaticStep))
+    read_in_turn(*steps, policy.device)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -17,7 +17,7 @@ from transformers import (
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, DataError
-from groupwise.speed.decoding import FastDecoder
+from groupwise.speed.decoding import FastDecoder, StaticStep
 from groupwise.text.generation import Decoder, DecodingState, complete
 from groupwise.text.policy import CausalLM
 
@@ -45,7 +45,7 @@ def sharp_model(family="llama", vocab_size=40):
     return model
 
 
-@pytest.fixture(params=[Decoder, FastDecoder])
+@pytest.fixture(params=[Decoder, FastDecoder, partial(FastDecoder, StaticStep)], ids=["model", "fast", "static"])
 def backend(request):
     """Makes the generation of a policy."""
 
@@ -380,16 +380,65 @@ def test_nothing_ends_before_the_minimum(backend):
     assert not any(3 <= token < 30 for c in completions for token in c.tokens[:5])
 
 
+def test_what_does_not_fit_is_generated_in_parts(backend, caplog):
+    policy, sampling = CausalLM(sharp_model(), eos_ids=ENDS), SamplingCfg(max_new_tokens=8)
+    generate, read = backend(policy), policy.hidden_states
+
+    def small(tokens, valid, cache=None):
+        if len(tokens) > 2 and tokens.shape[1] > 1:  # all prompts
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return read(tokens, valid, cache)
+
+    for size in (1, 3):
+        policy.hidden_states, policy.decoder.most_rows = read, None
+        whole = generate(PROMPTS, seeds(3, size), sampling, pasts=[None] * 3)
+        policy.hidden_states = small
+        parts = generate(PROMPTS, seeds(3, size), sampling, pasts=[None] * 3)
+        assert [[c.tokens for c in group] for group in parts] == [[c.tokens for c in group] for group in whole]
+        assert policy.decoder.most_rows == 3 * size // 2
+        assert f"at most {3 * size // 2} rows at once" in caplog.text
+
+
+def test_members_of_one_prompt_are_parted_and_the_last_error_says_what_to_do(backend):
+    policy, sampling = CausalLM(sharp_model()), SamplingCfg(max_new_tokens=4)
+    generate = backend(policy)
+    whole = generate(PROMPTS[:1], seeds(1, 5), sampling)
+
+    policy.decoder.most_rows = 2
+    parts = generate(PROMPTS[:1], seeds(1, 5), sampling)
+    assert [c.tokens for c in parts[0]] == [c.tokens for c in whole[0]]
+
+    def none_fits(tokens, valid, cache=None):
+        raise MemoryError
+
+    policy.hidden_states = none_fits
+    with pytest.raises(MemoryError) as caught:
+        generate(PROMPTS, seeds(3, 2), sampling)
+    assert caught.value.__notes__ == [
+        "no row fits; fix: a smaller sampling.max_new_tokens, shorter prompts or a smaller model"
+    ]
+    policy.decoder.most_rows = None
+
+    def other(tokens, valid, cache=None):
+        raise RuntimeError("no such kernel")
+
+    policy.hidden_states = other
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        generate(PROMPTS, seeds(3, 2), sampling)
+
+
 def written(texts, sampling, tokenizer):
     """What becomes of the texts when the model's logits leave it no choice but their tokens."""
     scripts = [tokenizer(text)["input_ids"] for text in texts]
     writing = DecodingState(torch.arange(len(texts)), sampling, [EOS], tokenizer)
     for step in range(sampling.max_new_tokens):
-        logits = torch.full((len(writing.running), len(tokenizer)), -60.0)
-        for place, row in enumerate(writing.running.tolist()):
+        logits = torch.full((len(writing.rows), len(tokenizer)), -60.0)
+        for place, row in enumerate(writing.rows.tolist()):
             logits[place, scripts[row][step]] = 60.0
         writing.write(logits)
-        if not len(writing.running):
+        kept = writing.unfinished
+        writing.rows, writing.unfinished = writing.rows[kept], kept[kept]
+        if not len(writing.rows):
             break
     return writing.completions()
 

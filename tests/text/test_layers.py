@@ -117,7 +117,7 @@ def test_the_parts_hold_every_token_of_the_rows_once_in_its_place(texts, data):
     found = find_prefixes(tokens, valid, group)
     if found is None:
         return
-    again = found.gather(found.head[..., None].float(), found.tail[..., None].float(), valid)
+    again = found.gather(found.head[..., None].float(), found.tail[..., None].float(), *valid.nonzero(as_tuple=True))
     assert torch.equal(again[:, 0], tokens[valid])
     assert len(found.head) == len(set(groups))
     assert bool((found.tail_valid.sum(dim=1) > 0).all())

@@ -107,8 +107,8 @@ def test_huge_logits_lose_nothing_but_their_own_rounding(trained):
 
 def test_what_has_no_gradient_costs_no_second_pass(monkeypatch):
     calls = []
-    compute = vocabulary._logits
-    monkeypatch.setattr(vocabulary, "_logits", lambda *args: calls.append(1) or compute(*args))
+    compute = vocabulary.logits_of
+    monkeypatch.setattr(vocabulary, "logits_of", lambda *args: calls.append(1) or compute(*args))
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
     scores = token_scores(hidden, weight, torch.tensor([0, 1, 2]))
     torch.autograd.grad(scores.log_prob.sum(), hidden, retain_graph=True)

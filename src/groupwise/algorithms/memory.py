@@ -16,6 +16,11 @@ T = TypeVar("T")
 Batch = dict[str, Nested]
 
 
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether the error is that memory ran out: on a GPU, in Python, or torch's on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 class MicroBatches:
     """Micro-batches, halved once more each time that memory runs out.
 
@@ -37,8 +42,7 @@ class MicroBatches:
 
     def _halve(self, batches: Sequence[Batch], error: Exception) -> None:
         """Make micro-batches smaller, or raise the error if that does not help."""
-        kinds = (torch.OutOfMemoryError, MemoryError)  # on a GPU, in Python, and torch's on a CPU
-        if not isinstance(error, kinds) and "DefaultCPUAllocator" not in str(error):
+        if not ran_out_of_memory(error):
             raise error
         count = len(self._parts(batches))
         self.halvings += 1

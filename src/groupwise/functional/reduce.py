@@ -32,9 +32,11 @@ def segment_sum(
     num_segments: int,
     mask: Bool[Tensor, "*batch"] | None = None,
 ) -> Float[Tensor, " segment"]:
-    """Sum of each segment's elements; those with id -1 or outside the mask do not count."""
-    total = x.new_zeros(num_segments + 1)
-    return total.index_add(0, _bins(segment, num_segments, mask), x.flatten())[:num_segments]
+    """Sum of each segment's elements, in their order; those with id -1 or outside the mask do not count."""
+    bins = _bins(segment, num_segments, mask)
+    if x.is_cuda and x.is_floating_point():  # `index_add` adds in any order there
+        return _ordered_sum(x.flatten(), bins, num_segments)
+    return x.new_zeros(num_segments + 1).index_add(0, bins, x.flatten())[:num_segments]
 
 
 def segment_mean(
@@ -164,6 +166,15 @@ def _bins(
     """Flat ids in which every element that does not count goes to one more segment behind the last."""
     absent = segment < 0 if mask is None else (segment < 0) | ~mask
     return segment.masked_fill(absent, num_segments).flatten()
+
+
+def _ordered_sum(
+    x: Float[Tensor, " element"], bins: Int[Tensor, " element"], num_segments: int
+) -> Float[Tensor, " segment"]:
+    """Sums of the segments 0 to ``num_segments`` - 1, the same in each call on every device."""
+    bins, order = bins.sort(stable=True)
+    ends = torch.searchsorted(bins, torch.arange(num_segments + 1, device=bins.device))
+    return torch.segment_reduce(x[order], "sum", offsets=ends, unsafe=True)
 
 
 def _mean_and_count(

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from groupwise.algorithms.memory import ran_out_of_memory
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
 from groupwise.text.generation import Decoder, Head, Past, Prompts, Step, holds_all
@@ -31,9 +32,14 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 
 
 class FastDecoder(Decoder):
-    """Decodes with ``LlamaStep`` if the model is of the Llama family and the first step agrees with transformers."""
+    """Decodes with ``LlamaStep`` if the model is of the Llama family and the first step agrees with transformers.
 
-    def __init__(self) -> None:
+    Args:
+        fast: by default ``StaticStep`` on CUDA, and ``LlamaStep`` elsewhere.
+    """
+
+    def __init__(self, fast: "type[LlamaStep] | None" = None) -> None:
+        self._fast = fast
         self.used: Literal["untried", "llama", "transformers"] = "untried"
 
     def step(self, policy: CausalLM, prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
@@ -44,15 +50,28 @@ class FastDecoder(Decoder):
         """
         if not has_llama_shape(policy.network, prompts.cache):
             return Step(policy, prompts)
+        fast = self._fast or (StaticStep if token.is_cuda else LlamaStep)
         if self.used == "untried":
-            steps = (LlamaStep(policy, prompts), Step(policy, prompts._replace(cache=deepcopy(prompts.cache))))
-            ours, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
+            steps = (fast(policy, prompts), Step(policy, prompts._replace(cache=deepcopy(prompts.cache))))
+            try:
+                ours, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
+            except RuntimeError as error:
+                if fast is not StaticStep or ran_out_of_memory(error):
+                    raise
+                self._fast = LlamaStep
+                why = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+                warnings.warn(
+                    f"tokens are not decoded by a CUDA graph: {why}; speed='off' is silent",
+                    SlowPathWarning,
+                    stacklevel=4,
+                )
+                return self.step(policy, prompts, token, head)
             off = float((ours - theirs).square().mean().sqrt())
             del steps, ours, theirs  # they hold caches of their own
             self.used = "llama" if off <= policy.rounding else "transformers"
             if self.used == "transformers":
                 _warn_of_other_numbers(policy, off)
-        return LlamaStep(policy, prompts) if self.used == "llama" else Step(policy, prompts)
+        return fast(policy, prompts) if self.used == "llama" else Step(policy, prompts)
 
 
 def _warn_of_other_numbers(policy: CausalLM, off: float) -> None:
@@ -95,20 +114,23 @@ class LlamaStep(Step):
     """Extends each row by one token.
 
     It copies the weights when it is made: make one for each call that generates.
+
+    Args:
+        places: tokens that the caches have room for at first. None: a few more than the prompts have.
     """
 
-    def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
+    def __init__(self, policy: CausalLM, prompts: Prompts, places: int | None = None) -> None:
         base, cached = policy.network.base_model, prompts.cache.layers
         valid, most = prompts.valid.repeat_interleave(prompts.group_size, dim=0), prompts.max_new_tokens
         self._embed, self._norm = base.embed_tokens, _norm(base.norm.weight, base.norm.variance_epsilon)
         self._layers = [_layer(policy, layer) for layer in base.layers]
         self._head_width, self._groups = cached[0].keys.shape[-1], cached[0].keys.shape[1]
-        self._stores = [_store(layer, prompts.group_size) for layer in cached]
-        self._dtype = cached[0].keys.dtype
-        self._length, self._position = valid.shape[1], valid.sum(dim=1)
+        self._start = self._length = valid.shape[1]
+        self._stores = [_store(layer, prompts.group_size, places or self._start + ROOM) for layer in cached]
+        self._dtype, self._position = cached[0].keys.dtype, valid.sum(dim=1)
         # cosine and sine of each position; the sine of a head's first half is negated
-        places = torch.arange(self._length + most, device=valid.device)[None]
-        cos, sin = base.rotary_emb(self._embed(places[:, :1]), places)
+        positions = torch.arange(self._length + most, device=valid.device)[None]
+        cos, sin = base.rotary_emb(self._embed(positions[:, :1]), positions)
         half = self._head_width // 2
         sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
         self._rotary = torch.stack([cos[0], sin], dim=1)[:, :, None]
@@ -125,51 +147,123 @@ class LlamaStep(Step):
             for number, store in enumerate(self._stores):
                 grown = self._stores[number] = store.new_empty(*store.shape[:3], self._length + ROOM, self._head_width)
                 grown[:, :, :, : self._length] = store
-        mask = None if self._mask is None else self._mask[:, :, :, : self._length + 1]
-        with autocast_off(token.device.type):
-            hidden = self._embed(token)
-            rotary = self._rotary[self._position].unbind(1)
-            for layer, store in zip(self._layers, self._stores, strict=True):
-                hidden = hidden + self._attention(layer, store, layer.norm(hidden), rotary, mask)
-                gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-                hidden = hidden + layer.down(layer.act(gate) * up)
-            hidden = self._norm(hidden)
-        self._length, self._position = self._length + 1, self._position + 1
+        place, self._length = self._length, self._length + 1
+        mask = None if self._mask is None else self._mask[:, :, :, : self._length]
+        hidden = self._hidden(
+            token, slice(place, self._length), [store[:, :, :, : self._length] for store in self._stores], mask
+        )
+        self._position = self._position + 1
         return hidden
 
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
         """Drop the other rows."""
-        for number, store in enumerate(self._stores):
-            self._stores[number] = store[:, kept]
+        self._stores = [store[:, kept] for store in self._stores]
         self._position = self._position[kept]
         self._mask = None if self._mask is None else self._mask[kept]
 
-    def past(self, row: int) -> Past:
-        """Keys and values of a row."""
-        past = []
-        for store in self._stores:
-            both = store[:, row, :, : self._length].to(
-                self._dtype, copy=True
-            )  # a part of the store would keep all of it
-            keys, values = both if self._mask is None else both[:, :, self._mask[row, 0, 0, : self._length] == 0]
-            past.append((keys, values))
-        return past
+    def past(self, row: int, count: int) -> Past:
+        """Keys and values of a row: of its prompt, and of ``count`` tokens."""
+        read = slice(self._start + count)
+        mask = slice(None) if self._mask is None else self._mask[row, 0, 0, read] == 0
+        # a part of the store would keep all of it
+        parts = (store[:, row, :, read].to(self._dtype, copy=True)[:, :, mask] for store in self._stores)
+        return [(keys, values) for keys, values in parts]
 
-    def _attention(
-        self, layer: _Layer, store: Tensor, x: Tensor, rotary: Sequence[Tensor], mask: Tensor | None
-    ) -> Float[Tensor, "row width"]:
-        qkv = layer.qkv(x).view(len(x), -1, self._head_width)
-        qk, value = qkv.tensor_split([-self._groups], dim=1)
-        if layer.head_norm is not None:
-            qk = layer.head_norm(qk)
-        qk = torch.addcmul(qk * rotary[0], qk.roll(self._head_width // 2, dims=-1), rotary[1])
-        query, key = qk.tensor_split([-self._groups], dim=1)
-        keys, values = store[:, :, :, : self._length + 1].unbind(0)
-        keys[:, :, -1], values[:, :, -1] = key, value
-        # the queries of a group are like several tokens of one head
-        query = query.reshape(len(x), self._groups, -1, self._head_width).to(store.dtype)
-        out = functional.scaled_dot_product_attention(query, keys, values, mask)
-        return layer.out(out.reshape(len(x), -1).to(value.dtype))
+    def _hidden(self, token: Tensor, place: Any, stores: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+        """The last hidden state of each row; keys and values of its token go to this place of the stores."""
+        with autocast_off(token.device.type):
+            hidden = self._embed(token)
+            rotary = self._rotary[self._position].unbind(1)
+            for layer, store in zip(self._layers, stores, strict=True):
+                qkv = layer.qkv(layer.norm(hidden)).view(len(hidden), -1, self._head_width)
+                qk, value = qkv.tensor_split([-self._groups], dim=1)
+                if layer.head_norm is not None:
+                    qk = layer.head_norm(qk)
+                qk = torch.addcmul(qk * rotary[0], qk.roll(self._head_width // 2, dims=-1), rotary[1])
+                query, key = qk.tensor_split([-self._groups], dim=1)
+                keys, values = store.unbind(0)
+                keys[:, :, place], values[:, :, place] = key.unsqueeze(2), value.unsqueeze(2)
+                # the queries of a group are like several tokens of one head
+                query = query.reshape(len(hidden), self._groups, -1, self._head_width).to(store.dtype)
+                out = functional.scaled_dot_product_attention(query, keys, values, mask)
+                hidden = hidden + layer.out(out.reshape(len(hidden), -1).to(value.dtype))
+                gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+                hidden = hidden + layer.down(layer.act(gate) * up)
+            return self._norm(hidden)
+
+
+class StaticStep(LlamaStep):
+    """``LlamaStep`` on tensors of fixed shapes and places, which a GPU replays as one graph: launched one by one, its many small
+    kernels leave a GPU idle most of the time.
+
+    The stores have room for all tokens, and the mask is of all places. Rows that have ended stay in the batch until half of it has,
+    as a smaller batch is another graph.
+    """
+
+    patience = 16
+    share = 0.5
+
+    def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
+        most = prompts.valid.shape[1] + prompts.max_new_tokens
+        super().__init__(policy, prompts, -(-most // ROOM) * ROOM)
+        store, rows = self._stores[0], len(self._position)
+        mask = torch.full((rows, 1, 1, store.shape[3]), -torch.inf, device=store.device, dtype=store.dtype)
+        mask[..., : self._start] = 0 if self._mask is None else self._mask[..., : self._start]
+        self._mask: Tensor = mask
+        self._place = torch.full((1,), self._start, device=store.device)
+        self._token = torch.zeros(rows, dtype=torch.int64, device=store.device)
+        self._replay: Callable[[], Tensor] | None = None
+
+    def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
+        """The last hidden state of each row, after its token; the next call writes over it."""
+        self._token.copy_(token)
+        if self._replay is None:
+            self._replay = recorded(self._step, (self._mask, self._place, self._position))
+        return self._replay()
+
+    def keep(self, kept: Bool[Tensor, " row"]) -> None:
+        """Drop the other rows."""
+        super().keep(kept)
+        self._token, self._replay = self._token[kept], None
+
+    def _step(self) -> Tensor:
+        self._mask.index_fill_(3, self._place, 0.0)
+        hidden = self._hidden(self._token, self._place, self._stores, self._mask)
+        self._place += 1
+        self._position += 1
+        return hidden
+
+
+def recorded(function: Callable[[], Tensor], state: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """The function as a CUDA graph; on other devices the function itself.
+
+    Args:
+        function: works on the same tensors in each call. What it returns is written over by the next call.
+        state: tensors that it changes, which must not change while it warms up.
+    """
+    device = state[0].device
+    if device.type != "cuda":
+        return function
+    saved = [tensor.clone() for tensor in state]
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # libraries allocate what they need in their first calls, which no graph may hold
+        function()
+    torch.cuda.current_stream(device).wait_stream(side)
+    for tensor, before in zip(state, saved, strict=True):
+        tensor.copy_(before)
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    try:
+        with torch.cuda.graph(graph):
+            output = function()
+    finally:
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
 
 
 def autocast_off(device: str) -> AbstractContextManager:
@@ -227,12 +321,11 @@ def _linear(policy: CausalLM, *modules: Any) -> _Map:
     return lambda x: functional.linear(x if policy.autocast is None else x.to(dtype), weight, bias)
 
 
-def _store(layer: Any, group_size: int) -> Float[Tensor, "2 row group room width"]:
+def _store(layer: Any, group_size: int, places: int) -> Float[Tensor, "2 row group place width"]:
     """Keys and values of a layer, repeated for each row, with room; float32 on CPUs, where bfloat16 attention is slow."""
     prompts, groups, length, width = layer.keys.shape
     dtype = torch.float32 if layer.values.device.type == "cpu" else layer.values.dtype
-    shape = (2, prompts * group_size, groups, length + ROOM, width)
-    store = torch.empty(shape, dtype=dtype, device=layer.values.device)
+    store = torch.zeros(2, prompts * group_size, groups, places, width, dtype=dtype, device=layer.values.device)
     for half, cached in zip(store, (layer.keys, layer.values), strict=True):
         half[:, :, :length] = cached.repeat_interleave(group_size, dim=0)
     return store

@@ -1,21 +1,25 @@
 """Generation of completions: each group's prompt goes through the model once (prefix sharing)."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from groupwise.algorithms.memory import ran_out_of_memory
 from groupwise.config.policy import MAX_KEPT, SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.random import hash_pair, mix, unit
-from groupwise.text.vocabulary import penalized
+from groupwise.text.vocabulary import logits_of, penalized, widened
 
 if TYPE_CHECKING:
     from groupwise.text.policy import CausalLM
+
+log = logging.getLogger(__name__)
 
 
 # Filters that keep the likeliest tokens
@@ -72,7 +76,7 @@ class Completion(NamedTuple):
 
 
 class DecodingState:
-    """The state of decoding: all completions; each step adds a token to every unfinished one.
+    """The state of decoding: all completions; each step adds a token to every row of the batch.
 
     A row's choices follow from its seed and its own tokens alone, up to the rounding of logits in another batch. The tokenizer
     is only needed for stop strings.
@@ -90,41 +94,49 @@ class DecodingState:
         if sampling.stop and tokenizer is None:
             raise ConfigError(f"stop={sampling.stop!r} needs a tokenizer; fix: give the policy one, or stop=()")
         count, device = len(seeds), seeds.device
-        self.running = torch.arange(count, device=device)
-        """Rows that are unfinished."""
+        self.rows = torch.arange(count, device=device)
+        """Rows of the batch. What is drawn for those that have ended does not count."""
+        self.unfinished = torch.ones(count, dtype=torch.bool, device=device)
+        """Which of them have not ended."""
+        self.length = 0
+        """Tokens of each unfinished row."""
         self._sampling, self._tokenizer, self._deterministic = sampling, tokenizer, deterministic
         # of all steps at once: one by one, a small model would spend a tenth of its time on this
         self._chances = unit(hash_pair(mix(seeds)[:, None], torch.arange(sampling.max_new_tokens, device=device)))
         self._ends = torch.tensor(eos_ids, dtype=torch.long, device=device)
-        self._step = 0
         self._tokens = torch.zeros(count, sampling.max_new_tokens, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(count, sampling.max_new_tokens, device=device)
         self._supports: list[tuple[Tensor, Tensor]] = []
         self._lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
 
-    def write(
-        self, logits: Float[Tensor, "running vocabulary"]
-    ) -> tuple[Int[Tensor, " running"], Bool[Tensor, " running"]]:
-        """The next token of each unfinished row, and whether the row is still unfinished."""
-        rows, step = self.running, self._step
-        chance = self._chances[rows, step]
+    def write(self, logits: Float[Tensor, "batch vocabulary"]) -> Int[Tensor, " batch"]:
+        """The next token of each row of the batch. Without filters and stop strings, nothing waits for the device."""
+        rows, place = self.rows, self.length
+        chance = self._chances[rows, place]
         token, log_prob, support = draw(logits, chance, self._sampling, deterministic=self._deterministic)
-        self._tokens[rows, step], self._log_probs[rows, step] = token, log_prob
+        self._tokens[rows, place], self._log_probs[rows, place] = token, log_prob
         if support is not None:
             self._supports.append((rows, support.int()))
-        self._step = step + 1
+        self.length += 1
         stop = torch.isin(token, self._ends).long()
-        if self._sampling.stop and self._step > self._sampling.min_new_tokens:
+        if self._sampling.stop and self.length > self._sampling.min_new_tokens:
             stop[self._has_stop_string() & (stop == 0)] = _STOPS.index("stop")
-        self._stops[rows], self._lengths[rows] = stop, self._step
-        unfinished = (stop == 0) & (self._step < self._sampling.max_new_tokens)
-        self.running = rows[unfinished]
-        return token, unfinished
+        self._stops[rows] = torch.where(self.unfinished, stop, self._stops[rows])
+        self._lengths[rows] += self.unfinished
+        self.unfinished = self.unfinished & (stop == 0)
+        return token
 
-    def _has_stop_string(self) -> Bool[Tensor, " running"]:
+    def ended(self) -> list[tuple[int, int, int]]:
+        """Rows of the batch that have ended: place, number and tokens of each. Waits for the device."""
+        if all(unfinished := self.unfinished.tolist()):
+            return []
+        rows = enumerate(zip(unfinished, self.rows.tolist(), self._lengths[self.rows].tolist(), strict=True))
+        return [(place, row, length) for place, (going, row, length) in rows if not going]
+
+    def _has_stop_string(self) -> Bool[Tensor, " batch"]:
         strings = self._sampling.stop
         window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
-        last = self._tokens[self.running, max(0, self._step - window) : self._step].tolist()
+        last = self._tokens[self.rows, max(0, self.length - window) : self.length].tolist()
         decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
         texts, known = map(decode, last), [0] * len(last)
         # A string within the minimum stays: only what the last token completes counts.
@@ -133,7 +145,7 @@ class DecodingState:
         found = [
             any(s in text[max(0, n + 1 - len(s)) :] for s in strings) for text, n in zip(texts, known, strict=True)
         ]
-        return torch.tensor(found, device=self.running.device)
+        return torch.tensor(found, device=self.rows.device)
 
     def completions(self) -> list[Completion]:
         """Completions of all rows, in their order; unfinished ones have their tokens so far."""
@@ -143,7 +155,7 @@ class DecodingState:
             for row, ids in zip(numbers.tolist(), support.cpu(), strict=True):
                 supports[row].append(ids)
         rows = zip(*(column.tolist() for column in columns), supports, strict=True)
-        return [Completion(t[:n], lp[:n], _STOPS[stop], support or None) for t, lp, stop, n, support in rows]
+        return [Completion(t[:n], lp[:n], _STOPS[stop], support[:n] or None) for t, lp, stop, n, support in rows]
 
 
 class PenalizedState(DecodingState):
@@ -153,10 +165,10 @@ class PenalizedState(DecodingState):
         super().__init__(seeds, *args, **options)
         self._prompt = tokens.masked_fill(~valid, -1).repeat_interleave(len(seeds) // len(tokens), dim=0)
 
-    def write(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, logits: Tensor) -> Tensor:
         """The next tokens, drawn from the logits after the penalties."""
-        written = self._tokens[self.running, : self._step]
-        text = torch.cat([self._prompt[self.running], written], dim=1)
+        written = self._tokens[self.rows, : self.length]
+        text = torch.cat([self._prompt[self.rows], written], dim=1)
         return super().write(penalized(logits, self._sampling, text, written, self._ends))
 
 
@@ -233,6 +245,11 @@ class Prompts(NamedTuple):
 class Step:
     """Extends each row by one token, through the model's own modules."""
 
+    patience: ClassVar[int] = 1
+    """Tokens after which it is found out which rows have ended; finding out waits for the device."""
+    share: ClassVar[float] = 0.0
+    """Share of the batch that has ended before it leaves the batch."""
+
     def __init__(self, policy: "CausalLM", prompts: Prompts) -> None:
         self._policy, self._cache = policy, prompts.cache
         self._valid = prompts.valid.repeat_interleave(prompts.group_size, dim=0)
@@ -249,8 +266,8 @@ class Step:
         self._valid = self._valid[kept]
         self._cache.reorder_cache(kept.nonzero()[:, 0])
 
-    def past(self, row: int) -> Past:
-        """Keys and values of a row."""
+    def past(self, row: int, count: int) -> Past:
+        """Keys and values of a row: of its prompt, and of ``count`` tokens."""
         return past_of(self._cache, self._valid, row)
 
 
@@ -296,6 +313,21 @@ def fill(
 class Decoder:
     """The decoding step of a policy: its model's own modules. ``speed/`` replaces ``policy.decoder``."""
 
+    most_rows: int | None = None
+    """Rows that fit in memory at once, if more did not."""
+
+    def refuse_rows(self, rows: int, error: Exception) -> None:
+        """Generate fewer rows at once from now on if the error is that memory ran out; else raise it."""
+        if not ran_out_of_memory(error):
+            raise error
+        if rows == 1:
+            error.add_note("no row fits; fix: a smaller sampling.max_new_tokens, shorter prompts or a smaller model")
+            raise error
+        self.most_rows = rows // 2
+        log.warning(
+            "out of memory in generation: at most %d rows at once from now on, which changes no text", rows // 2
+        )
+
     def step(self, policy: "CausalLM", prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:
         """The step that extends the rows, whose first tokens are ``token``."""
         return Step(policy, prompts)
@@ -318,17 +350,40 @@ def complete(
         pasts: of the beginning of each prompt, which is not read again, by the completion that it continues. Completions then have
             a ``past``, unless the model keeps another state of a text than keys and values. None: they have none.
     """
+    sampling, rows, most = sampling or policy.sampling, seeds.numel(), policy.decoder.most_rows
+    if most is None or rows <= most:
+        try:
+            return _complete(policy, prompts, seeds, sampling, deterministic, pasts)
+        except (RuntimeError, MemoryError) as error:
+            policy.decoder.refuse_rows(rows, error)
+    # fewer rows at once, in the order of all
+    if len(prompts) > 1:
+        halves = [slice(len(prompts) // 2), slice(len(prompts) // 2, None)]
+        parts = ((prompts[half], seeds[half], None if pasts is None else pasts[half]) for half in halves)
+        more = {"deterministic": deterministic}
+        return [
+            group for one, seed, past in parts for group in complete(policy, one, seed, sampling, pasts=past, **more)
+        ]
+    members = [
+        complete(policy, prompts, part, sampling, deterministic=deterministic, pasts=pasts)[0]
+        for part in seeds.chunk(2, dim=1)
+    ]
+    return [members[0] + members[1]]
+
+
+def _complete(
+    policy: "CausalLM",
+    prompts: Sequence[Sequence[int]],
+    seeds: Int[Tensor, "prompt member"],
+    sampling: SamplingCfg,
+    deterministic: bool,
+    pasts: Sequence[Past | None] | None,
+) -> list[list[Completion]]:
+    """``complete`` in one batch."""
     from transformers.cache_utils import DynamicCache
 
-    sampling = sampling or policy.sampling
     size = seeds.shape[1]
     with torch.no_grad(), policy.computing():
-        weight = policy.head.float()  # half precision is converted here once, not at each token
-
-        def head(hidden: Tensor) -> Tensor:
-            with torch.autocast(hidden.device.type, enabled=False):
-                return functional.linear(hidden.float(), weight)
-
         tokens, valid = left_padded(prompts, policy.device)
         rows = seeds.reshape(-1).to(policy.device)
         make = partial(PenalizedState, tokens, valid) if sampling.has_penalties else DecodingState
@@ -338,22 +393,34 @@ def complete(
         if pasts is not None and keeps:
             tokens, valid = fill(cache, pasts, prompts, policy.device)
         hidden = policy.hidden_states(tokens, valid, cache)[:, -1]
-        token, unfinished = state.write(head(hidden).repeat_interleave(size, dim=0))
-        ended = (~unfinished).nonzero()[:, 0].tolist() if keeps else ()
-        found = {row: past_of(cache, valid, row // size) for row in ended}
-        if len(state.running):
-            step = policy.decoder.step(policy, Prompts(cache, valid, size, sampling.max_new_tokens), token, head)
-            del cache  # it is the step's
-        while len(state.running):
-            if len(state.running) < len(token):  # finished rows leave the batch
-                token = token[unfinished]
-                step.keep(unfinished)
-            numbers = state.running
-            token, unfinished = state.write(head(step(token)))
-            ended = (~unfinished).nonzero()[:, 0].tolist() if keeps else ()
-            found |= {int(numbers[place]): step.past(place) for place in ended}
-    numbered = enumerate(state.completions())  # a turn that is cut is the last
-    flat = [one._replace(past=found.get(row) if one.stop != "length" else None) for row, one in numbered]
+        weight = widened(policy.head, hidden)  # half precision is converted here once, not at each token
+
+        def head(hidden: Tensor) -> Tensor:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return logits_of(hidden, weight)
+
+        token = state.write(head(hidden).repeat_interleave(size, dim=0))
+        most, step, found = sampling.max_new_tokens, None, dict[int, Past]()
+        while True:
+            if step is None or state.length == most or state.length % step.patience == 0:
+                ended = state.ended()
+                for place, row, length in ended if keeps else ():
+                    if row not in found:
+                        found[row] = (
+                            past_of(cache, valid, row // size) if step is None else step.past(place, length - 1)
+                        )
+                if state.length == most or len(ended) == len(token):
+                    break
+                if step is None:
+                    step = policy.decoder.step(policy, Prompts(cache, valid, size, most), token, head)
+                    del cache  # it is the step's
+                if ended and len(ended) >= step.share * len(token):  # they leave the batch
+                    kept = state.unfinished
+                    token = token[kept]
+                    step.keep(kept)
+                    state.rows, state.unfinished = state.rows[kept], kept[kept]
+            token = state.write(head(step(token)))
+    flat = [one._replace(past=found.get(row)) for row, one in enumerate(state.completions())]
     return [flat[i : i + size] for i in range(0, len(flat), size)]
 
 

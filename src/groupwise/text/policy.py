@@ -9,8 +9,8 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -50,10 +51,10 @@ class Prefixes(NamedTuple):
         self,
         head: Float[Tensor, "prefix head width"],
         tail: Float[Tensor, "row tail width"],
-        mask: Bool[Tensor, "row step"],
+        row: Int[Tensor, " token"],
+        place: Int[Tensor, " token"],
     ) -> Float[Tensor, "token width"]:
-        """The values at the slots of the mask, in their order, from the two parts."""
-        row, place = mask.nonzero().unbind(dim=1)
+        """The values at these slots, from the two parts."""
         length, number = self.length[row], self.number[row]
         in_head = number * head.shape[1] + head.shape[1] - length + place
         in_tail = head.shape[0] * head.shape[1] + row * tail.shape[1] + place - length
@@ -67,9 +68,12 @@ def find_prefixes(
 ) -> Prefixes | None:
     """The longest common prefix of each group's rows, which are padded on the right; None if no two rows share one.
 
-    A row keeps at least one token for itself, so that every suffix has a part in the second pass.
+    A row keeps at least one token for itself, so that every suffix has a part in the second pass. All of it is computed on the CPU:
+    on a GPU, each size would be waited for.
     """
-    rows, place = torch.arange(len(tokens), device=tokens.device), torch.arange(tokens.shape[1], device=tokens.device)
+    device = tokens.device
+    tokens, valid, group = tokens.cpu(), valid.cpu(), group.cpu()
+    rows, place = torch.arange(len(tokens)), torch.arange(tokens.shape[1])
     known, number = torch.unique(group[:, 0], return_inverse=True)
     if len(known) == len(tokens):
         return None
@@ -83,9 +87,9 @@ def find_prefixes(
     if int(shared.min()) < 1:
         return None
     width, length = int(shared.max()), shared[number]
-    back = torch.arange(width, device=tokens.device) - width + shared[:, None]
-    ahead = torch.arange(int((total - length).max()), device=tokens.device) + length[:, None]
-    return Prefixes(
+    back = torch.arange(width) - width + shared[:, None]
+    ahead = torch.arange(int((total - length).max())) + length[:, None]
+    found = Prefixes(
         number=number,
         head=tokens[first].gather(1, back.clamp(min=0)),
         head_valid=back >= 0,
@@ -93,10 +97,12 @@ def find_prefixes(
         tail_valid=ahead < total[:, None],
         length=length,
     )
+    return Prefixes._make(part.to(device, non_blocking=True) for part in found)
 
 
 TOKEN = TensorSpec((), torch.int64)
 """An observation, and an action."""
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit; bfloat16 rounds to 0.004."""
 _ROUNDING = {"float32": 1e-3, "coarse": 0.1}
@@ -225,14 +231,15 @@ class CausalLM(Policy):
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
         mask, sampling = batch["loss_mask"], self.sampling
-        hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], mask)
+        place = mask.nonzero(as_tuple=True)
+        hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], *place)
         score = token_scores
         if sampling.has_penalties:
             eos = torch.tensor(self.eos_ids, dtype=torch.long, device=mask.device)
             score = functools.partial(penalized_scores, batch, sampling, eos=eos)
-        support = batch["support"][mask] if sampling.has_filters else None
-        scores = score(hidden, self.head, batch["action"][mask], temperature=sampling.temperature, support=support)
-        log_prob, entropy = (torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, one) for one in scores)
+        support = batch["support"][place] if sampling.has_filters else None
+        scores = score(hidden, self.head, batch["action"][place], temperature=sampling.temperature, support=support)
+        log_prob, entropy = (torch.zeros_like(mask, dtype=torch.float32).index_put(place, one) for one in scores)
         return Evaluation(log_prob, entropy, None if self.value_head is None else self._value(hidden, mask))
 
     @torch.no_grad()
@@ -243,7 +250,7 @@ class CausalLM(Policy):
         """
         filled = rollout["valid"].clone()
         filled[:, 1:] |= rollout["valid"][:, :-1]
-        hidden = self._hidden(rollout["obs"], filled, rollout["group_id"], filled)
+        hidden = self._hidden(rollout["obs"], filled, rollout["group_id"], *filled.nonzero(as_tuple=True))
         return self._value(hidden, filled)
 
     def hidden_states(
@@ -268,9 +275,18 @@ class CausalLM(Policy):
         layers = decoder_layers(self.network)
         return layers if self.value_head is None else [*layers, self.value_head]
 
-    def computing(self) -> AbstractContextManager:
-        """The autocast context of every forward pass. Around several passes without gradient, weights are cast once."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The context of every forward pass: autocast, and on GPUs no attention by cuDNN, which plans anew for each shape.
+
+        Around several passes without gradient, weights are cast once.
+        """
+        device = self.device.type
+        with (
+            nullcontext() if self.autocast is None else torch.autocast(device, self.autocast),
+            sdpa_kernel(_ATTENTION) if device == "cuda" else nullcontext(),
+        ):
+            yield
 
     @torch.no_grad()
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:
@@ -317,23 +333,25 @@ class CausalLM(Policy):
         more = {"save_embedding_layers": False} if self.has_adapters else {}
         self.model.save_pretrained(folder, **more)
 
-    def _hidden(self, tokens: Tensor, valid: Tensor, group: Tensor, mask: Tensor) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask."""
+    def _hidden(
+        self, tokens: Tensor, valid: Tensor, group: Tensor, row: Tensor, place: Tensor
+    ) -> Float[Tensor, "token width"]:
+        """Hidden states at these tokens."""
         prefixes = find_prefixes(tokens, valid, group)
         if prefixes is not None and self.shares_prefixes:
-            return self._hidden_shared(prefixes, mask)
+            return self._hidden_shared(prefixes, row, place)
         width = max(1, int(valid.sum(dim=1).max()))  # these rows may be shorter than the rollout's widest
-        return self.hidden_states(tokens[:, :width], valid[:, :width])[mask[:, :width]]
+        return self.hidden_states(tokens[:, :width], valid[:, :width])[row, place]
 
-    def _hidden_shared(self, prefixes: Prefixes, mask: Tensor) -> Float[Tensor, "token width"]:
-        """Hidden states at the tokens of the mask, each prefix encoded once; a ``ConfigError`` if the cache forbids it."""
+    def _hidden_shared(self, prefixes: Prefixes, row: Tensor, place: Tensor) -> Float[Tensor, "token width"]:
+        """Hidden states at these tokens, each prefix encoded once; a ``ConfigError`` if the cache forbids it."""
         cache = prefix_cache(self.network.config)
         with self.computing():  # around both, so that weights are cast once
             head = self.hidden_states(prefixes.head, prefixes.head_valid, cache)
             cache = suffix_cache(self.network.config, cache, prefixes.number)
             context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
             tail = self.hidden_states(prefixes.tail, context, cache)
-        return prefixes.gather(head, tail, mask)
+        return prefixes.gather(head, tail, row, place)
 
     @functools.cached_property
     @torch.no_grad()
@@ -346,7 +364,8 @@ class CausalLM(Policy):
         prefixes = find_prefixes(tokens, valid, group)
         assert prefixes is not None
         try:
-            ways = (self._hidden_shared(prefixes, valid), self.hidden_states(tokens, valid)[valid])
+            shared = self._hidden_shared(prefixes, *valid.nonzero(as_tuple=True))
+            ways = (shared, self.hidden_states(tokens, valid)[valid])
         except ConfigError as error:
             why = str(error)
         else:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from groupwise.config.policy import SamplingCfg
 from groupwise.policies.base import Batch
 
-CHUNK_ELEMENTS = 2**22
-"""Logits held at once: 16 MiB, of which two or three copies exist for a moment."""
+CHUNK_ELEMENTS = {False: 2**22, True: 2**25}
+"""Logits held at once, by whether they are on a GPU, which small products leave idle: 16 or 128 MiB. Two or three copies exist for a moment."""
 _NEVER = -1e30
 """The logit of a token that could not be drawn: finite, so that 0 times it is 0."""
 
@@ -36,7 +36,7 @@ def token_scores(
     *,
     temperature: float = 1.0,
     support: Int[Tensor, "token kept"] | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> TokenScores:
     """Log-probability of each token, and entropy, under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -46,9 +46,9 @@ def token_scores(
     Args:
         hidden: last hidden state at the position *before* each token.
         support: ids that each token could be drawn from; -1 fills up. None: all.
-        chunk_elements: most logits held at once, but at least those of one token.
+        chunk_elements: most logits held at once, but at least those of one token. None: as fits the device.
     """
-    rows = max(1, chunk_elements // len(weight))
+    rows = max(1, (chunk_elements or CHUNK_ELEMENTS[hidden.is_cuda]) // len(weight))
     chunks = [slice(i, i + rows) for i in range(0, max(len(hidden), 1), rows)]
     frozen = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
     with torch.autocast(hidden.device.type, enabled=False):
@@ -67,11 +67,11 @@ class _Scores(torch.autograd.Function):
         temperature, support, chunks, frozen = settings
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.support, ctx.chunks = temperature, support, chunks
-        wide = _widened(weight, hidden)
+        wide = widened(weight, hidden)
         log_prob, entropy, peak, log_total = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         slope = torch.empty_like(hidden, dtype=torch.float32) if frozen else None
         for c in chunks:
-            logits = _logits(hidden[c], wide, None if support is None else support[c]).div_(temperature)
+            logits = logits_of(hidden[c], wide, None if support is None else support[c]).div_(temperature)
             peak[c] = logits.amax(dim=-1)
             exp = logits.sub_(peak[c, None]).exp()
             total, place = exp.sum(dim=-1), token[c, None]
@@ -92,7 +92,7 @@ class _Scores(torch.autograd.Function):
         grad_log_prob = torch.zeros_like(log_prob) if grad_log_prob is None else grad_log_prob
         if slope is not None and grad_entropy is None:
             return (grad_log_prob[:, None] * slope).to(hidden.dtype), *(None,) * 6
-        wide = _widened(weight, hidden)
+        wide = widened(weight, hidden)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         # d log_prob / d logit = [token] - p;  d entropy / d logit = -p (log p + entropy)
@@ -101,7 +101,7 @@ class _Scores(torch.autograd.Function):
             at_token -= grad_entropy * log_prob.exp() * (log_prob + entropy)
         with torch.autocast(hidden.device.type, enabled=False):
             for c in ctx.chunks:
-                log_p = _logits(hidden[c], wide, None if ctx.support is None else ctx.support[c])
+                log_p = logits_of(hidden[c], wide, None if ctx.support is None else ctx.support[c])
                 log_p.div_(ctx.temperature).sub_(peak[c, None]).sub_(log_total[c, None])
                 grad, upstream = log_p.exp(), grad_log_prob[c, None]
                 if grad_entropy is not None:
@@ -110,12 +110,15 @@ class _Scores(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[c] = _back_product(grad, wide)
                 if grad_weight is not None:
-                    grad_weight.addmm_(grad.T, hidden[c].float())
+                    if wide.dtype == torch.float32:
+                        grad_weight.addmm_(grad.T, hidden[c].float())
+                    else:
+                        grad_weight += _back_product(grad.T, hidden[c])
         grads = ((grad_hidden, hidden), (grad_weight, weight))
         return *(None if grad is None else grad.to(to.dtype) for grad, to in grads), *(None,) * 5
 
 
-def _widened(weight: Tensor, hidden: Tensor) -> Tensor:
+def widened(weight: Tensor, hidden: Tensor) -> Tensor:
     """The weights in float32. A GPU multiplies bfloat16 into float32, and needs no copy, which may be gigabytes."""
     return weight if weight.is_cuda and weight.dtype == hidden.dtype == torch.bfloat16 else weight.float()
 
@@ -129,8 +132,8 @@ def _back_product(grad: Tensor, wide: Tensor) -> Tensor:
     return torch.mm(high, wide, out_dtype=torch.float32) + torch.mm(low, wide, out_dtype=torch.float32)
 
 
-def _logits(hidden: Tensor, wide: Tensor, support: Tensor | None) -> Tensor:
-    """Logits in float32, of ids outside the support ``_NEVER``; ``wide`` is as ``_widened`` gives it."""
+def logits_of(hidden: Tensor, wide: Tensor, support: Tensor | None = None) -> Tensor:
+    """Logits in float32, of ids outside the support ``_NEVER``; ``wide`` is as ``widened`` gives it."""
     if wide.dtype == torch.float32:
         logits = torch.mm(hidden.float(), wide.T)
     else:
@@ -185,14 +188,15 @@ def penalized_scores(
     temperature: float,
     support: Int[Tensor, "token kept"] | None = None,
     eos: Int[Tensor, " eos"] | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> TokenScores:
     """``token_scores`` of the tokens in the batch's ``loss_mask``, after the penalties that they were sampled with.
 
     Autograd derives it, and computes each chunk again in the backward pass.
     """
     (row, step), tokens = batch["loss_mask"].nonzero(as_tuple=True), batch["obs"].masked_fill(~batch["valid"], -1)
-    place, rows = torch.arange(tokens.shape[1], device=tokens.device), max(1, chunk_elements // len(weight))
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    rows = max(1, (chunk_elements or CHUNK_ELEMENTS[hidden.is_cuda]) // len(weight))
 
     def scores(hidden: Tensor, wide: Tensor, start: int) -> tuple[Tensor, Tensor]:
         c = slice(start, start + rows)

@@ -34,10 +34,15 @@ class StepOutput(NamedTuple):
 
 
 Step: TypeAlias = Callable[..., StepOutput]
+Window: TypeAlias = Callable[..., Any]
+"""Fills a rollout: from its writer, the number of steps, and tensors, to tensors."""
 
 
 class TorchCollector(EnvCollector):
     """Acts and steps all rows of a ``TorchGroupEnv`` by one function.
+
+    Args:
+        graph: makes a faster ``window``. None: the method.
 
     Raises:
         EnvError: the policy is on another device than the environment, or recurrent.
@@ -45,9 +50,18 @@ class TorchCollector(EnvCollector):
 
     env: TorchGroupEnv
     step: Callable[..., StepOutput]
+    window: Window
+    """All steps of a rollout: a function of tensors, which writes into the rollout and draws from ``generator``."""
 
     def __init__(
-        self, env: TorchGroupEnv, policy: Policy, *, seed: int = 0, rank: int = 0, actor: MakeActor | None = None
+        self,
+        env: TorchGroupEnv,
+        policy: Policy,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        actor: MakeActor | None = None,
+        graph: "Callable[[TorchCollector], Window] | None" = None,
     ) -> None:
         if policy.state_size:
             raise EnvError(
@@ -59,10 +73,17 @@ class TorchCollector(EnvCollector):
                 f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
             )
         super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
+        self.play: Window = self.window if graph is None else graph(self)
+        """Fills a rollout: ``window``, or what takes its place."""
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether hooks are called after every step."""
+        return bool(self._hooks)
 
     def stepper(self) -> Step:
-        """A function that acts and steps all rows in one rollout, and calls the hooks."""
-        step = partial(self.step, partial(self.actor(), generator=self.action_generator()))
+        """A function that acts and steps all rows, and calls the hooks."""
+        step = partial(self.step, partial(self.actor(), generator=self.generator))
         if not self._hooks:
             return step
 
@@ -85,28 +106,31 @@ class TorchVectorCollector(TorchCollector, VectorCollector):
         rows = self.env.renewed(rows, result.terminated | result.truncated)
         return StepOutput(action, rows, self.env.observed(rows), result)
 
-    @torch.inference_mode()
-    def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
-        step, rows = self.stepper(), self.env.rows
-        results = []
+    def window(
+        self, writer: RolloutWriter, num_steps: int, rows: TorchRows, obs: Nested
+    ) -> tuple[TorchRows, Nested, Nested | None]:
+        """The rows and their observations after ``num_steps`` steps; with a critic, the observations [T, N, ...] at which steps ended."""
+        step, ends = self.stepper(), []
         for t in range(num_steps):
             writer.observe(t, obs)
             action, rows, obs, result, _ = step(rows, obs)
             writer.act(t, action)
             writer.outcome(t, result)
-            results.append(result)
-        self.env.rows = rows
-        if not self.policy.actor_only:
-            cut = torch.stack([result.truncated & ~result.terminated for result in results]).cpu()  # one host sync
-            for t, result in enumerate(results):
-                writer.cut(t, cut[t], result.obs)
+            ends.append(result.obs)
+        return rows, obs, None if self.policy.actor_only else torch.stack(ends)
+
+    @torch.inference_mode()
+    def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
+        self.action_generator()
+        self.env.rows, obs, ends = self.play(writer, num_steps, self.env.rows, obs)
+        if ends is not None:
+            cut = writer.rollout["truncated"] & ~writer.rollout["terminated"]
+            steps, rows = cut.T.cpu().nonzero().unbind(1)  # one host sync
+            writer.cut_at(rows, steps, ends)
         return obs
 
 
 # Groups of episodes from torch environments, all rows in step: GRPO on a GPU
-
-Seeds = tuple[Int[Tensor, " row"], Int[Tensor, " row"]]
-"""Seeds of starts and of noise."""
 
 
 class TorchGroupCollector(TorchCollector):
@@ -133,8 +157,9 @@ class TorchGroupCollector(TorchCollector):
         seed: int = 0,
         rank: int = 0,
         actor: MakeActor | None = None,
+        graph: Callable[[TorchCollector], Window] | None = None,
     ) -> None:
-        super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
+        super().__init__(env, policy, seed=seed, rank=rank, actor=actor, graph=graph)
         self.group_size = group_size
         self.collection = collection or CollectionCfg(partial_groups="truncate")
         self.horizon = self.collection.horizon
@@ -170,30 +195,19 @@ class TorchGroupCollector(TorchCollector):
     @torch.inference_mode()
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
         """Exactly ``num_steps`` slots of every row."""
-        env, step, seeds = self.env, self.stepper(), self._seeds(num_steps)
+        env, seeds = self.env, self._seeds(num_steps)
+        self.action_generator()
+        if not env.rows.state:
+            everywhere = torch.ones_like(env.rows.paused)
+            env.rows = env.started(env.rows, everywhere, *(column[0] for column in seeds))
         writer = RolloutWriter(rollout, self.policy)
-        slots = torch.arange(1, num_steps + 1, device=env.device)
-        rows, goes_on = env.rows, self._goes_on[self._group]
-        if not rows.state:
-            rows = env.started(rows, torch.ones_like(goes_on), *seeds[0])
-        rows = env.copied(rows, goes_on, self._group * self.group_size, seeds[0][1])
-        rows = env.started(rows, ~goes_on, *seeds[0])
-        obs, began = env.observed(rows), torch.zeros_like(self._group)
-        valids, starts = [], []
-        for t, (slot, may_start) in enumerate(zip(slots, slots < num_steps, strict=True)):
-            writer.observe(t, obs)
-            valids.append(~rows.paused)
-            starts.append(began)
-            action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
-            writer.act(t, action)
-            writer.outcome(t, result)
-        rollout = writer.finish(num_steps, obs)
-        env.rows = rows
+        env.rows, obs, valid, began = self.play(writer, num_steps, env.rows, self._goes_on[self._group], *seeds)
+        rollout, rows = writer.finish(num_steps, obs), env.rows
         rollout["truncated"][:, num_steps - 1].logical_or_(~rows.paused)
         self.iteration += 1
 
         # masks, ids and steps
-        valid, began, running = torch.stack(valids, dim=1), torch.stack(starts, dim=1), ~rows.paused
+        running = ~rows.paused
         slot = torch.arange(num_steps, device=valid.device)
         begins = (began == slot)[:: self.group_size]
         number = begins.flatten().cumsum(dim=0).view_as(begins) - 1
@@ -236,6 +250,32 @@ class TorchGroupCollector(TorchCollector):
         }
         return rollout
 
+    def window(
+        self,
+        writer: RolloutWriter,
+        num_steps: int,
+        rows: TorchRows,
+        goes_on: Bool[Tensor, " row"],
+        start_seeds: Int[Tensor, "slot row"],
+        noise_seeds: Int[Tensor, "slot row"],
+    ) -> tuple[TorchRows, Nested, Bool[Tensor, "row step"], Int[Tensor, "row step"]]:
+        """The rows and their observations after ``num_steps`` steps; which rows ran in each, and the slots at which their episodes began."""
+        env, step = self.env, self.stepper()
+        slots = torch.arange(1, num_steps + 1, device=env.device)
+        seeds = list(zip(start_seeds, noise_seeds, strict=True))
+        rows = env.copied(rows, goes_on, self._group * self.group_size, noise_seeds[0])
+        rows = env.started(rows, ~goes_on, *seeds[0])
+        obs, began = env.observed(rows), torch.zeros_like(self._group)
+        valids, starts = [], []
+        for t, (slot, may_start) in enumerate(zip(slots, slots < num_steps, strict=True)):
+            writer.observe(t, obs)
+            valids.append(~rows.paused)
+            starts.append(began)
+            action, rows, obs, result, (began,) = step(rows, obs, began, slot, may_start, *seeds[t + 1])
+            writer.act(t, action)
+            writer.outcome(t, result)
+        return rows, obs, torch.stack(valids, dim=1), torch.stack(starts, dim=1)
+
     def state_dict(self) -> dict[str, Any]:
         """The state, with the running episodes."""
         running = {"goes_on": self._goes_on, "return": self._return, "length": self._length}
@@ -276,14 +316,13 @@ class TorchGroupCollector(TorchCollector):
         rows = self.env.started(rows, over, *seeds)
         return StepOutput(action, rows, self.env.observed(rows), result, (torch.where(over, slot, began),))
 
-    def _seeds(self, num_steps: int) -> list[Seeds]:
-        """Seeds of groups that begin at each slot of the window; the last ones are for the slot behind it, where none does."""
+    def _seeds(self, num_steps: int) -> tuple[Int[Tensor, "slot row"], Int[Tensor, "slot row"]]:
+        """Seeds of starts and of noise in groups that begin at each slot; the last ones are for the slot behind the window, where none does."""
         device = self.env.device
         number = self._group * num_steps + torch.arange(num_steps, device=device)[:, None]
         numbers = {"start": number, "noise": number}
         if self.collection.noise == "independent":
             numbers["noise"] = number * self.group_size + self._member
         seeds = {name: derive_seed(self.seed, name, self.rank, self.iteration) for name in numbers}
-        start, noise = (hash_pair(torch.tensor(seeds[name], device=device), numbers[name]) for name in numbers)
-        found = list(zip(start, noise, strict=True))
-        return [*found, found[-1]]
+        start, noise = (hash_pair(torch.full((), seeds[name], device=device), numbers[name]) for name in numbers)
+        return torch.cat([start, start[-1:]]), torch.cat([noise, noise[-1:]])

@@ -175,6 +175,8 @@ class EnvCollector(Collector):
         self.rank = rank
         self._make_actor = actor
         self._hooks: list[StepHook] = []
+        self.generator = torch.Generator(env.device)
+        """Draws the actions."""
         self._state = torch.zeros(env.num_envs, policy.state_size, device=policy.device)
         """State of a recurrent policy in each row."""
         self._resetting = torch.zeros(env.num_envs, dtype=torch.bool, device=policy.device)
@@ -223,9 +225,8 @@ class EnvCollector(Collector):
         return with_state(obs, self._state)
 
     def action_generator(self) -> torch.Generator:
-        """Draws the actions of this iteration."""
-        generator = torch.Generator(self.env.device)
-        return generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
+        """Draws the actions of this iteration: ``generator``, at the beginning of its stream."""
+        return self.generator.manual_seed(derive_seed(self.seed, "action", self.rank, self.iteration))
 
 
 def acting_on_finite(act: Callable[..., Action]) -> Callable[..., Action]:
@@ -346,6 +347,12 @@ class RolloutWriter:
         if not self._policy.actor_only and truncated.any():
             rows = truncated.nonzero()[:, 0]
             self._cut.append((rows, torch.full_like(rows, step), obs[rows.to(obs.device)]))
+
+    def cut_at(self, rows: Int[Tensor, " cut"], steps: Int[Tensor, " cut"], obs: Nested) -> None:
+        """Keep the final observations, from ``obs`` [T, N, ...], of these rows at these steps, for their values."""
+        if len(rows):
+            rows, steps = (index.to(obs.device, non_blocking=True) for index in (rows, steps))
+            self._cut.append((rows, steps, obs[steps, rows]))
 
     def finish(self, num_steps: int, obs: Nested) -> TensorDict:
         """The rollout of ``num_steps`` steps, with ``obs`` [N, ...] in its last slot and all values."""

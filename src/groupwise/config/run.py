@@ -444,7 +444,7 @@ class CommonCfg(Cfg):
     ddp_timeout: Annotated[float, Gt(0)] = 1800.0
     """Seconds that processes of ``torchrun`` wait for one another; longer than evaluations and checkpoints, which rank 0 makes alone."""
     speed: Literal["auto", "off"] = "auto"
-    """Fast paths. ``auto``: where they pay, updates are compiled from 20,000 optimiser steps on; ``off``: none, every step is computed by the code that the docs explain."""
+    """Fast paths. ``auto``: where they pay, updates are compiled from 20,000 optimiser steps on, and on a GPU rollouts of torch environments are one CUDA graph; ``off``: none, every step is computed by the code that the docs explain."""
     checkpoint_interval: PositiveInt | None = None
     """Steps between checkpoints. None: a tenth of the budget. Does not change what is learned."""
     keep_checkpoints: PositiveInt = 3

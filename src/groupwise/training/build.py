@@ -37,6 +37,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError, film, film_group
 from groupwise.seeding import derive_seed
 from groupwise.speed.control import WORTH_STEPS, compiled_gradient, flat_adam
+from groupwise.speed.graphs import RolloutGraph
 from groupwise.training.callbacks import (
     CheckSamplerMismatch,
     Evaluate,
@@ -555,13 +556,14 @@ def build_components(
     if cfg.algorithm.on_nonfinite != "stop":
         shared["actor"] = lambda policy: acting_on_finite(policy.act)
     in_groups: dict[str, Any] = {"group_size": groups.size, "collection": collection}
+    graph = RolloutGraph if cfg.speed == "auto" and device.type == "cuda" else None
     collector: Collector
     if make_collector is not None:
         fit = given.policy is None and not initialized
         collector, more_callbacks = make_collector(cfg, env, algorithm, engine, read=not restored, fit_normalizers=fit)
     elif groups.size == 1 or not isinstance(env, GroupEnv):
         if isinstance(env, TorchGroupEnv) and not policy.state_size:
-            collector = TorchVectorCollector(env, policy, **shared)
+            collector = TorchVectorCollector(env, policy, graph=graph, **shared)
         else:
             collector = VectorCollector(env, policy, **shared)
     elif collection.partial_groups == "complete":
@@ -571,7 +573,7 @@ def build_components(
             "collection.partial_groups='truncate' excludes credit.baseline='greedy'; fix: partial_groups='complete'"
         )
     elif isinstance(env, TorchGroupEnv):
-        collector = TorchGroupCollector(env, policy, **in_groups, **shared)
+        collector = TorchGroupCollector(env, policy, graph=graph, **in_groups, **shared)
     else:
         raise ConfigError(
             f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "

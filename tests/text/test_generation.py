@@ -1,5 +1,6 @@
 """What ``complete`` keeps to with every decoder. References are full forwards, without a cache and one text at a time."""
 
+import math
 from functools import partial
 
 import pytest
@@ -390,7 +391,7 @@ def test_what_does_not_fit_is_generated_in_parts(backend, caplog):
         return read(tokens, valid, cache)
 
     for size in (1, 3):
-        policy.hidden_states, policy.decoder.most_rows = read, None
+        policy.hidden_states, policy.decoder.most_rows = read, math.inf
         whole = generate(PROMPTS, seeds(3, size), sampling, pasts=[None] * 3)
         policy.hidden_states = small
         parts = generate(PROMPTS, seeds(3, size), sampling, pasts=[None] * 3)
@@ -417,7 +418,7 @@ def test_members_of_one_prompt_are_parted_and_the_last_error_says_what_to_do(bac
     assert caught.value.__notes__ == [
         "no row fits; fix: a smaller sampling.max_new_tokens, shorter prompts or a smaller model"
     ]
-    policy.decoder.most_rows = None
+    policy.decoder.most_rows = math.inf
 
     def other(tokens, valid, cache=None):
         raise RuntimeError("no such kernel")

@@ -7,7 +7,6 @@ calling the modules of transformers. The modules still encode the prompts, and `
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
@@ -52,32 +51,29 @@ class FastDecoder(Decoder):
             return Step(policy, prompts)
         fast = self._fast or (StaticStep if token.is_cuda else LlamaStep)
         if self.used == "untried":
-            steps = (fast(policy, prompts), Step(policy, prompts._replace(cache=deepcopy(prompts.cache))))
-            try:
-                ours, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
-            except RuntimeError as error:
-                if fast is not StaticStep or ran_out_of_memory(error):
-                    raise
-                self._fast = LlamaStep
-                why = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-                warnings.warn(
-                    f"tokens are not decoded by a CUDA graph: {why}; speed='off' is silent",
-                    SlowPathWarning,
-                    stacklevel=4,
-                )
-                return self.step(policy, prompts, token, head)
-            off = float((ours - theirs).square().mean().sqrt())
-            del steps, ours, theirs  # they hold caches of their own
-            self.used = "llama" if off <= policy.rounding else "transformers"
-            if self.used == "transformers":
-                _warn_of_other_numbers(policy, off)
+            self._try(fast, policy, prompts, token, head)
+            return self.step(policy, prompts, token, head)
         return fast(policy, prompts) if self.used == "llama" else Step(policy, prompts)
 
-
-def _warn_of_other_numbers(policy: CausalLM, off: float) -> None:
-    message = f"{type(policy.network).__name__} decodes with transformers (no fast step)"
-    why = f"log-probabilities of the fast step differ by {off:.2g}, at most {policy.rounding} is rounding"
-    warnings.warn(f"{message}: {why}", SlowPathWarning, stacklevel=4)
+    def _try(self, fast: "type[LlamaStep]", policy: CausalLM, prompts: Prompts, token: Tensor, head: Head) -> None:
+        """Compare a step with that of transformers. A graph that cannot be recorded is given up."""
+        steps = (fast(policy, prompts), Step(policy, prompts._replace(cache=deepcopy(prompts.cache))))
+        try:
+            ours, theirs = (head(step(token)).log_softmax(dim=-1) for step in steps)
+        except RuntimeError as error:
+            if fast is not StaticStep or ran_out_of_memory(error):
+                raise
+            self._fast = LlamaStep
+            why = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+            message = f"tokens are not decoded by a CUDA graph: {why}; speed='off' is silent"
+            warnings.warn(message, SlowPathWarning, stacklevel=5)
+            return
+        off = float((ours - theirs).square().mean().sqrt())
+        self.used = "llama" if off <= policy.rounding else "transformers"
+        if self.used == "transformers":
+            message = f"{type(policy.network).__name__} decodes with transformers (no fast step)"
+            why = f"log-probabilities of the fast step differ by {off:.2g}, at most {policy.rounding} is rounding"
+            warnings.warn(f"{message}: {why}", SlowPathWarning, stacklevel=5)
 
 
 def has_llama_shape(network: Any, cache: Any) -> bool:
@@ -171,7 +167,7 @@ class LlamaStep(Step):
 
     def _hidden(self, token: Tensor, place: Any, stores: Sequence[Tensor], mask: Tensor | None) -> Tensor:
         """The last hidden state of each row; keys and values of its token go to this place of the stores."""
-        with autocast_off(token.device.type):
+        with torch.autocast(token.device.type, enabled=False):
             hidden = self._embed(token)
             rotary = self._rotary[self._position].unbind(1)
             for layer, store in zip(self._layers, stores, strict=True):
@@ -264,11 +260,6 @@ def recorded(function: Callable[[], Tensor], state: Sequence[Tensor]) -> Callabl
         return output
 
     return replay
-
-
-def autocast_off(device: str) -> AbstractContextManager:
-    """Turns autocast off on devices of this type. If it is off already, nothing is entered, which saves time."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _layer(policy: CausalLM, layer: Any) -> _Layer:

@@ -1,6 +1,7 @@
 """Generation of completions: each group's prompt goes through the model once (prefix sharing)."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -107,7 +108,7 @@ class DecodingState:
         self._tokens = torch.zeros(count, sampling.max_new_tokens, dtype=torch.long, device=device)
         self._log_probs = torch.zeros(count, sampling.max_new_tokens, device=device)
         self._supports: list[tuple[Tensor, Tensor]] = []
-        self._lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
+        self.lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
 
     def write(self, logits: Float[Tensor, "batch vocabulary"]) -> Int[Tensor, " batch"]:
         """The next token of each row of the batch. Without filters and stop strings, nothing waits for the device."""
@@ -122,16 +123,9 @@ class DecodingState:
         if self._sampling.stop and self.length > self._sampling.min_new_tokens:
             stop[self._has_stop_string() & (stop == 0)] = _STOPS.index("stop")
         self._stops[rows] = torch.where(self.unfinished, stop, self._stops[rows])
-        self._lengths[rows] += self.unfinished
+        self.lengths[rows] += self.unfinished
         self.unfinished = self.unfinished & (stop == 0)
         return token
-
-    def ended(self) -> list[tuple[int, int, int]]:
-        """Rows of the batch that have ended: place, number and tokens of each. Waits for the device."""
-        if all(unfinished := self.unfinished.tolist()):
-            return []
-        rows = enumerate(zip(unfinished, self.rows.tolist(), self._lengths[self.rows].tolist(), strict=True))
-        return [(place, row, length) for place, (going, row, length) in rows if not going]
 
     def _has_stop_string(self) -> Bool[Tensor, " batch"]:
         strings = self._sampling.stop
@@ -149,7 +143,7 @@ class DecodingState:
 
     def completions(self) -> list[Completion]:
         """Completions of all rows, in their order; unfinished ones have their tokens so far."""
-        columns = (self._tokens, self._log_probs, self._stops, self._lengths)
+        columns = (self._tokens, self._log_probs, self._stops, self.lengths)
         supports: list[list[Tensor]] = [[] for _ in self._tokens]
         for numbers, support in self._supports:
             for row, ids in zip(numbers.tolist(), support.cpu(), strict=True):
@@ -313,8 +307,8 @@ def fill(
 class Decoder:
     """The decoding step of a policy: its model's own modules. ``speed/`` replaces ``policy.decoder``."""
 
-    most_rows: int | None = None
-    """Rows that fit in memory at once, if more did not."""
+    most_rows: float = math.inf
+    """Rows that fit in memory at once, where more did not."""
 
     def refuse_rows(self, rows: int, error: Exception) -> None:
         """Generate fewer rows at once from now on if the error is that memory ran out; else raise it."""
@@ -350,25 +344,26 @@ def complete(
         pasts: of the beginning of each prompt, which is not read again, by the completion that it continues. Completions then have
             a ``past``, unless the model keeps another state of a text than keys and values. None: they have none.
     """
-    sampling, rows, most = sampling or policy.sampling, seeds.numel(), policy.decoder.most_rows
-    if most is None or rows <= most:
+    sampling, rows = sampling or policy.sampling, seeds.numel()
+    if rows <= policy.decoder.most_rows:
         try:
             return _complete(policy, prompts, seeds, sampling, deterministic, pasts)
         except (RuntimeError, MemoryError) as error:
             policy.decoder.refuse_rows(rows, error)
-    # fewer rows at once, in the order of all
-    if len(prompts) > 1:
-        halves = [slice(len(prompts) // 2), slice(len(prompts) // 2, None)]
-        parts = ((prompts[half], seeds[half], None if pasts is None else pasts[half]) for half in halves)
-        more = {"deterministic": deterministic}
-        return [
-            group for one, seed, past in parts for group in complete(policy, one, seed, sampling, pasts=past, **more)
-        ]
-    members = [
-        complete(policy, prompts, part, sampling, deterministic=deterministic, pasts=pasts)[0]
-        for part in seeds.chunk(2, dim=1)
-    ]
-    return [members[0] + members[1]]
+    return _in_halves(policy, prompts, seeds, sampling, deterministic, pasts)
+
+
+def _in_halves(
+    policy: "CausalLM", prompts: Any, seeds: Tensor, sampling: SamplingCfg, deterministic: bool, pasts: Any
+) -> list[list[Completion]]:
+    """``complete`` of half of the prompts, then of the others; of a single prompt, of half of its members."""
+    generate = partial(complete, policy, sampling=sampling, deterministic=deterministic)
+    if len(prompts) == 1:
+        one, other = (generate(prompts, part, pasts=pasts)[0] for part in seeds.chunk(2, dim=1))
+        return [one + other]
+    halves = [slice(len(prompts) // 2), slice(len(prompts) // 2, None)]
+    parts = [generate(prompts[half], seeds[half], pasts=pasts and pasts[half]) for half in halves]
+    return [group for part in parts for group in part]
 
 
 def _complete(
@@ -403,12 +398,12 @@ def _complete(
         most, step, found = sampling.max_new_tokens, None, dict[int, Past]()
         while True:
             if step is None or state.length == most or state.length % step.patience == 0:
-                ended = state.ended()
-                for place, row, length in ended if keeps else ():
+                ended = (~state.unfinished).nonzero()[:, 0].tolist()  # waits for the device
+                for place in ended if keeps else ():
+                    row = int(state.rows[place])
                     if row not in found:
-                        found[row] = (
-                            past_of(cache, valid, row // size) if step is None else step.past(place, length - 1)
-                        )
+                        read = int(state.lengths[row]) - 1
+                        found[row] = past_of(cache, valid, row // size) if step is None else step.past(place, read)
                 if state.length == most or len(ended) == len(token):
                     break
                 if step is None:
@@ -416,9 +411,8 @@ def _complete(
                     del cache  # it is the step's
                 if ended and len(ended) >= step.share * len(token):  # they leave the batch
                     kept = state.unfinished
-                    token = token[kept]
+                    token, state.rows, state.unfinished = token[kept], state.rows[kept], kept[kept]
                     step.keep(kept)
-                    state.rows, state.unfinished = state.rows[kept], kept[kept]
             token = state.write(head(step(token)))
     flat = [one._replace(past=found.get(row)) for row, one in enumerate(state.completions())]
     return [flat[i : i + size] for i in range(0, len(flat), size)]

@@ -10,7 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -100,9 +100,14 @@ def find_prefixes(
     return Prefixes._make(part.to(device, non_blocking=True) for part in found)
 
 
+@contextmanager
+def _without_cudnn(inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with inner, sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
+
+
 TOKEN = TensorSpec((), torch.int64)
 """An observation, and an action."""
-_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit; bfloat16 rounds to 0.004."""
 _ROUNDING = {"float32": 1e-3, "coarse": 0.1}
@@ -275,18 +280,13 @@ class CausalLM(Policy):
         layers = decoder_layers(self.network)
         return layers if self.value_head is None else [*layers, self.value_head]
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[Any]:
         """The context of every forward pass: autocast, and on GPUs no attention by cuDNN, which plans anew for each shape.
 
         Around several passes without gradient, weights are cast once.
         """
-        device = self.device.type
-        with (
-            nullcontext() if self.autocast is None else torch.autocast(device, self.autocast),
-            sdpa_kernel(_ATTENTION) if device == "cuda" else nullcontext(),
-        ):
-            yield
+        precision = nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+        return _without_cudnn(precision) if self.device.type == "cuda" else precision
 
     @torch.no_grad()
     def act(self, obs: Any, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, compress
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -55,7 +56,8 @@ class LossOutput(NamedTuple):
 
 
 MakeOptimizer: TypeAlias = Callable[[AlgorithmCfg, list[nn.Parameter]], Any]
-"""Makes an optimiser like torch's, with a method ``clip`` that clips the gradient's norm and returns the norm before."""
+"""Makes an optimiser like torch's, whose ``clip`` clips the gradient's norm and returns the norm before. After one that is not
+finite, its ``step`` changes nothing, without waiting for the device, and ``refused`` has the gradients of that step."""
 MakeGradient: TypeAlias = Callable[["BaseAlgorithm"], Callable[[dict[str, Nested]], Tensor] | None]
 
 
@@ -100,6 +102,8 @@ class BaseAlgorithm(ABC):
         self.engine = engine or Engine()
         self.seed = seed
         self.iteration = 0
+        self._refused_in = -1
+        """The last update with a gradient that was not finite."""
         self.optimizer_steps = 0
         self.counts = Counts(0)
         """Episodes and turns in the rollout of the current update, over which ``loss`` sums."""
@@ -124,6 +128,8 @@ class BaseAlgorithm(ABC):
         self.clip_gradients: Callable[[float | None], Tensor]
         """Clips the gradient's norm; returns the norm before."""
         self.clip_gradients = fast.clip if fast else partial(self.engine.clip_gradients, self.parameters)
+        self.waits = fast is None
+        """Whether each norm is looked at before the step is taken; a fast optimiser looks itself."""
         self.schedule = Schedule(cfg.schedule, self.optimizer, cfg.learning_rate)
         self.layout = LAYOUTS[policy.scored_by](policy, finest_item(cfg.objective))
         self.own_micro_batches = MicroBatches(self.layout.item)
@@ -170,9 +176,7 @@ class BaseAlgorithm(ABC):
         self.optimize_start = time.perf_counter()
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
         zeros = torch.zeros(len(names), device=self.policy.device)
-        sums: list[Tensor] = []  # of the metrics, of each micro-batch
-        norms: list[Tensor] = []  # of the gradient, of each step that is taken
-        first, skipped = zeros, 0
+        steps: list[tuple[Tensor, list[Tensor]]] = []  # norm of the gradient, and sums of metrics of each micro-batch
         mismatch = zeros.new_zeros(2, dtype=torch.float64)  # of the sampler, before any weight changes
         recomputed = cfg.objective.old_log_prob == "recomputed"
         watched = cfg.target_kl is not None or self.schedule.adaptive
@@ -184,7 +188,7 @@ class BaseAlgorithm(ABC):
 
         for minibatch in self._minibatches(data, num_episodes):
             micro_batches, of_step = self.micro_batches.run(minibatch, add_up)
-            if recomputed and not norms:
+            if recomputed and not steps:
                 mismatch = sum(map(sampler_kl_sums, micro_batches), mismatch)
             self.engine.sum_gradients(self.parameters)
             means = dict(zip(names, all_sum(sum(of_step, zeros)), strict=True)) if watched else {}
@@ -194,30 +198,31 @@ class BaseAlgorithm(ABC):
             if cfg.target_kl is not None and float(means["approx_kl"]) > 1.5 * cfg.target_kl:
                 break
             norm = self.clip_gradients(cfg.max_grad_norm)
-            if not math.isfinite(norm):
-                self._refuse_step(len(norms), warn=not skipped)
-                skipped += 1
-                continue
-            first = first if norms else sum(of_step, zeros)
-            sums += of_step
-            norms.append(norm)
-            self.optimizer.step()
-        self.optimizer_steps += len(norms)
+            steps.append((norm, of_step))
+            if self.waits and not math.isfinite(norm):
+                self._refuse(len(steps))
+            else:
+                self.optimizer.step()
         self.engine.publish(self.learner, self.policy)
 
-        total, first = all_sum(torch.stack([torch.stack([zeros, *sums]).sum(dim=0), first]))
-        metrics = {f"train/{name}": value / max(len(norms), 1) for name, value in zip(names, total, strict=True)}
-        metrics["train/grad_norm"] = torch.stack(norms).mean() if norms else zeros.new_zeros(())
-        metrics["train/optimizer_steps"] = zeros.new_tensor(float(len(norms)))
+        finite = torch.stack([norm for norm, _ in steps]).isfinite().tolist() if steps else []  # one host sync
+        taken = list(compress(steps, finite))
+        self.optimizer_steps += len(taken)
+        total = torch.stack([zeros, *chain(*(of_step for _, of_step in taken))]).sum(dim=0)
+        total, first = all_sum(torch.stack([total, sum(taken[0][1], zeros) if taken else zeros]))
+        metrics = {f"train/{name}": value / max(len(taken), 1) for name, value in zip(names, total, strict=True)}
+        metrics["train/grad_norm"] = torch.stack([norm for norm, _ in taken]).mean() if taken else zeros.new_zeros(())
+        metrics["train/optimizer_steps"] = zeros.new_full((), float(len(taken)))
         rate = self.schedule.learning_rate * self.schedule.factor
-        metrics["train/learning_rate"] = torch.tensor(rate, dtype=torch.float64)
+        metrics["train/learning_rate"] = zeros.new_full((), rate, dtype=torch.float64)
         if recomputed:
             total, count = all_sum(mismatch)
             metrics["rollout/sampler_kl"] = total / count.clamp(min=1)
         elif "approx_kl" in names:  # no weight has changed yet in the first step
             metrics["rollout/sampler_kl"] = first[names.index("approx_kl")]
-        if skipped:
-            metrics["train/skipped_steps"] = torch.tensor(float(skipped))
+        if not all(finite):
+            metrics["train/skipped_steps"] = zeros.new_full((), float(len(steps) - len(taken)))
+            self._refuse(finite.index(False) + 1)
         return metrics
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
@@ -236,17 +241,21 @@ class BaseAlgorithm(ABC):
         sums = (values * torch.stack(shares).flatten(1)).sum(dim=1)
         return (batch["weight"] * loss).sum(), sums.float()
 
-    def _refuse_step(self, number: int, *, warn: bool) -> None:
-        """Warn of a step whose gradient is NaN or infinite, or stop the run."""
-        gradients = {name: p.grad for name, p in self.learner.named_parameters() if p.grad is not None}
-        bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
-        what = f"the gradient of step {number + 1} of update {self.iteration + 1} is {'not finite' if bad else 'too large'}"
-        if 0 < len(bad) < len(gradients):  # otherwise clipping made all of it NaN
+    def _refuse(self, number: int) -> None:
+        """Warn of the first step of an update whose gradient is NaN or infinite, or stop the run."""
+        if self._refused_in == self.iteration:
+            return
+        self._refused_in = self.iteration
+        gradients = [parameter.grad for parameter in self.parameters] if self.waits else self.optimizer.refused
+        trained = [name for name, parameter in self.learner.named_parameters() if parameter.requires_grad]
+        known = [(name, grad) for name, grad in zip(trained, gradients, strict=True) if grad is not None]
+        bad = [name for name, gradient in known if not gradient.isfinite().all()]
+        what = f"the gradient of step {number} of update {self.iteration + 1} is {'not finite' if bad else 'too large'}"
+        if 0 < len(bad) < len(known):  # otherwise clipping made all of it NaN
             what += f" (first {bad[0]})"
         if self.cfg.on_nonfinite == "stop":
             raise DivergedError.because(what)
-        if warn:
-            log.warning("%s: such steps are skipped", what)
+        log.warning("%s: such steps are skipped", what)
 
     # --- minibatches ---
 
@@ -257,7 +266,7 @@ class BaseAlgorithm(ABC):
         once and nothing is gathered.
         """
         elements, size = self.layout.counted(data), self.cfg.micro_batch_size
-        count = self._num_minibatches(elements["loss_mask"])
+        count = self._num_minibatches(self.layout.num_counted(elements["loss_mask"]))
         if not count:
             return
         if count == 1 and size is None:
@@ -273,16 +282,19 @@ class BaseAlgorithm(ABC):
             every = [width for widths_of_one in widths for width in widths_of_one]
             columns = zip(*(values.split(every) for values in weighted.values()), strict=True)  # faster than slices
             parts = (dict(zip(weighted, views, strict=True)) for views in columns)
-            lengths = torch.tensor([len(slices) for slices in minibatches], device=self.policy.device)
-            for slices, on_any_rank in zip(minibatches, self.engine.sum(lengths).tolist(), strict=True):
-                if on_any_rank:  # a step on nothing would move on by momentum alone
+            everyone = zip(*self.engine.gather_objects(widths), strict=True)
+            for slices, on_ranks in zip(minibatches, everyone, strict=True):
+                if any(on_ranks):  # a step on nothing would move on by momentum alone
                     yield [next(parts) for _ in slices]
 
     def _weighted(self, elements: dict[str, Nested], sizes: list[int], num_episodes: int) -> dict[str, Nested]:
         """An epoch's elements, prepared, with weights over each optimiser step's elements on all ranks."""
         aggregation, all_sum = self.cfg.objective.aggregation, self.engine.sum
-        minibatch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(self.policy.device)
-        minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).expand_as(elements["loss_mask"])
+        minibatch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).to(
+            self.policy.device, non_blocking=True
+        )
+        minibatch = minibatch.expand_as(elements["loss_mask"])
         elements = self.prepare(dict(elements), minibatch, len(sizes))
         mask, episode = elements["loss_mask"], elements["episode_id"]
         elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
@@ -299,10 +311,14 @@ class BaseAlgorithm(ABC):
         steps = zip(torch.split(mask, sizes), torch.split(episode, sizes), strict=True)
         return torch.cat([loss_weights(m, e, num_episodes, name, max_length=length, all_sum=all_sum) for m, e in steps])
 
-    def _num_minibatches(self, mask: Tensor) -> int:
-        """Optimiser steps in an epoch; 0 where no step counts on any rank."""
-        total, size = int(self.engine.sum(self.layout.num_steps(mask))), self.cfg.minibatch_size
-        return min(total, 1) if size is None or not total else max(1, round(total / size))
+    def _num_minibatches(self, num_steps: int) -> int:
+        """Optimiser steps in an epoch over ``num_steps`` of this rank; 0 where no step counts on any rank."""
+        total: int = sum(self.engine.gather_objects(num_steps))
+        return max(min(total, 1), round(total / (self.cfg.minibatch_size or math.inf)))
+
+    def _is_single_pass(self, mask: Tensor) -> bool:
+        """Whether the update is one optimiser step."""
+        return self.cfg.num_epochs == 1 and self._num_minibatches(int(self.layout.num_steps(mask))) <= 1
 
     # --- inputs of the loss ---
 
@@ -334,12 +350,11 @@ class BaseAlgorithm(ABC):
         data = self.layout.per_unit({**batch, "advantage": advantage}, mask)
         seed = derive_seed(self.seed, "objective", self.iteration)
         facts = UpdateStart(data, data["advantage"], mask, data["sample_log_prob"], num_episodes, seed, self.engine.sum)
-        single_pass = self.cfg.num_epochs == 1 and self._num_minibatches(mask) <= 1
 
         def score() -> Evaluation:
             return self.score(self.learner, inputs) if evaluation is None else evaluation
 
-        more = objective_data(self.cfg.objective, facts, score, single_pass=single_pass)
+        more = objective_data(self.cfg.objective, facts, score, partial(self._is_single_pass, mask))
         return inputs | {"advantage": data["advantage"]} | more
 
     @torch.no_grad()

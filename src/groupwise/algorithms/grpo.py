@@ -64,7 +64,7 @@ class GRPO(BaseAlgorithm):
         """
         cfg, batch, all_sum = self.cfg, transition_view(rollout), self.engine.sum
         mask, episode, group = batch["loss_mask"], batch["episode_id"], batch["group_id"]
-        num_groups, num_episodes = int(group.max()) + 1, int(episode.max()) + 1
+        num_groups, num_episodes = (torch.stack([group.max(), episode.max()]) + 1).tolist()  # one host sync
         if num_episodes and not 0 < num_groups < num_episodes and cfg.credit.baseline.within_group:
             raise DataError(
                 f"no group of the rollout has two members ({num_episodes} episodes, {num_groups} groups), so there is nothing "
@@ -95,8 +95,8 @@ class GRPO(BaseAlgorithm):
         region = cfg.objective.trust_region
         kl_in_loss = cfg.kl_coef > 0 and cfg.credit.kl_placement == "loss"
         has_gradient = kl_in_loss or cfg.ent_coef or LOSSES[region.name].learns_alone(**region.parameters())
-        if not has_gradient and not bool(all_sum(advantage.count_nonzero())):
-            inputs["loss_mask"] = torch.zeros_like(inputs["loss_mask"])
+        if not has_gradient:
+            inputs["loss_mask"] = inputs["loss_mask"] & (all_sum(advantage.count_nonzero()) > 0)
         data = self.loss_inputs(batch, inputs, advantage, num_episodes, evaluation)
         if evaluation is not None and cfg.top_entropy_quantile < 1:
             chosen = highest(evaluation.entropy, cfg.top_entropy_quantile, data["loss_mask"], all_sum)

@@ -675,14 +675,14 @@ def clip_range(region: TrustRegionCfg) -> tuple[float, float]:
 
 
 def objective_data(
-    cfg: ObjectiveCfg, start: UpdateStart, score: Callable[[], Evaluation], *, single_pass: bool = False
+    cfg: ObjectiveCfg, start: UpdateStart, score: Callable[[], Evaluation], single_pass: Callable[[], bool]
 ) -> dict[str, Nested]:
     """Inputs of the objective, of each step, besides the advantage, ``[N, T]``.
 
     Args:
         start: with the sampler's log-probabilities as ``old_log_prob``.
         score: the policy's scores of every step at the update's start; called only if something needs them.
-        single_pass: the update is one optimiser step. The policy's scores in it are those at the start, and a recomputed
+        single_pass: whether the update is one optimiser step. The policy's scores in it are those at the start, and a recomputed
             ``old_log_prob`` is left to it.
 
     Raises:
@@ -691,7 +691,7 @@ def objective_data(
     region, correction = cfg.trust_region, cfg.importance_sampling_correction
     loss, sampled = LOSSES[region.name], start.old_log_prob
     recomputes = cfg.old_log_prob == "recomputed"
-    left_out = recomputes and single_pass and not correction.reweights and not region.needs_old_log_prob
+    left_out = recomputes and not correction.reweights and not region.needs_old_log_prob and single_pass()
     if recomputes and not left_out:
         start = start._replace(old_log_prob=score().log_prob)
     data: dict[str, Nested] = {} if left_out else {"old_log_prob": start.old_log_prob}

@@ -59,7 +59,7 @@ class PPO(BaseAlgorithm):
         explained = explained_variance(batch["value"], returns, batch["loss_mask"], all_sum=all_sum)
         if self.cfg.normalize_advantage == "batch":
             advantage = whiten(advantage, batch["loss_mask"], all_sum=all_sum)
-        num_episodes = int(batch["episode_id"].max()) + 1
+        num_episodes = batch["episode_id"].numel()  # ids are below it; to count them would be to wait for the device
         data = self.loss_inputs(batch, self.policy_inputs(batch), advantage, num_episodes)
         metrics = self.optimize(data | {"old_value": batch["value"], "returns": returns}, num_episodes)
         self.policy.update_normalizers(rollout, self.engine)

@@ -225,23 +225,24 @@ class TorchGroupCollector(TorchCollector):
         # the episodes of first members, in the order of their ends; returns and lengths of running ones are kept
         first = slice(0, None, self.group_size)
         began, self._goes_on = began[first], running[first]
-        steps, last_group = torch.stack([valid.sum(), rollout["group_id"].max()]).tolist()
         reward, terminated, truncated = (rollout[key][first, :-1] for key in ("reward", "terminated", "truncated"))
         ended = terminated | truncated
         ended[:, -1] &= ~self._goes_on
-        ends, group = ended.T.nonzero().T.tolist()
-        success = [flag for flag, _, _ in writer.outcomes([one * self.group_size for one in group], ends)]
         total = reward.double().cumsum(dim=1)
         earlier = began == 0  # they may have begun in an earlier window
         returns = total - (total - reward).gather(1, began) + torch.where(earlier, self._return[:, None], 0.0)
         length = slot - began + 1 + torch.where(earlier, self._length[:, None], 0)
         self._return = torch.where(self._goes_on, returns[:, -1], 0.0)
         self._length = torch.where(self._goes_on, length[:, -1], 0)
-        numbers = torch.stack([part.T[ended.T].double() for part in (returns, length, terminated)]).tolist()
-        self.record(
-            Episode(total, int(steps), bool(end), flag)
-            for total, steps, end, flag in zip(*numbers, success, strict=True)
-        )
+        facts = torch.stack([valid.sum(), rollout["group_id"].max()]).double()
+        parts = torch.stack([part.T.double() for part in (ended, returns, length, terminated)])
+        read = torch.cat([facts, parts.flatten()]).cpu()  # one host sync
+        steps, last_group = map(int, read[:2])
+        ended, *numbers = read[2:].view_as(parts)
+        ends, group = ended.nonzero().T.tolist()
+        success = [flag for flag, _, _ in writer.outcomes([one * self.group_size for one in group], ends)]
+        found = zip(*(part[ended.bool()].tolist() for part in numbers), success, strict=True)
+        self.record(Episode(total, int(length), bool(end), flag) for total, length, end, flag in found)
         self.last_steps = steps
         self._metrics = {
             "rollout/groups": float(last_group + 1),

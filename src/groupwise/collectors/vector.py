@@ -372,7 +372,8 @@ class RolloutWriter:
 
     def outcomes(self, rows: Sequence[int], steps: Sequence[int]) -> list[Outcome]:
         """Reports of the environment on the episodes that ended in these rows with these steps."""
-        success = {step: info["success"].tolist() for step, info in self.reports.items() if "success" in info}
+        flags = {step: info["success"] for step, info in self.reports.items() if "success" in info}
+        success = dict(zip(flags, torch.stack([*flags.values()]).tolist(), strict=True)) if flags else {}
         found: list[Outcome] = []
         for row, step in zip(rows, steps, strict=True):
             info = self.reports.get(step, {})
@@ -437,9 +438,8 @@ class VectorCollector(EnvCollector):
         self.iteration += 1
 
         # masks, ids and steps from the ends of episodes; the finished ones are counted
-        reward, terminated, truncated = (
-            rollout[k][:, :-1].cpu().numpy() for k in ("reward", "terminated", "truncated")
-        )
+        outcome = rollout.select("reward", "terminated", "truncated")[:, :-1].cpu()  # one host sync
+        reward, terminated, truncated = (outcome[k].numpy() for k in ("reward", "terminated", "truncated"))
         done = terminated | truncated
         dead = np.zeros_like(done)
         if self.env.autoreset == "next_step":  # slots behind the ends of episodes, in which the environment only reset

@@ -76,6 +76,10 @@ class Steps:
         """Steps that count; a decision is one, however many units it has."""
         return mask.sum()
 
+    def num_counted(self, mask: Tensor) -> int:
+        """Steps that count among ``counted`` elements: all, where each is a step."""
+        return len(mask)
+
     def shuffle(
         self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator
     ) -> Epoch:
@@ -89,7 +93,7 @@ class Steps:
         for start, stop in pairwise(edges):
             width = most or max(stop - start, 1)
             minibatches.append([slice(i, min(i + width, stop)) for i in range(start, stop, width)])
-        return Epoch(torch.randperm(count, generator=generator), minibatches)
+        return Epoch(torch.randperm(count, generator=generator).to(mask.device, non_blocking=True), minibatches)
 
     def in_order(
         self, elements: Mapping[str, Nested], most: int | None, policy: Scored
@@ -120,6 +124,10 @@ class Rows(Steps):
     def counted(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
         """Rows with a step that count."""
         return take(data, data["loss_mask"].any(dim=1))
+
+    def num_counted(self, mask: Tensor) -> int:
+        """Tokens of the rows that count."""
+        return int(mask.sum())
 
     def shuffle(
         self, elements: Mapping[str, Nested], num_minibatches: int, most: int | None, generator: torch.Generator

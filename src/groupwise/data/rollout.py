@@ -224,9 +224,11 @@ class NonFinite(NamedTuple):
 
 def find_nonfinite(rollout: TensorDict, slots: Bool[Tensor, "row step"]) -> list[NonFinite]:
     """The tensors with numbers in these slots that are NaN or infinite, observations first."""
-    found = []
-    for key, tensor in rollout.items(include_nested=True, leaves_only=True):
-        if tensor.is_floating_point() and not all_finite(tensor):
+    found, leaves = [], rollout.items(include_nested=True, leaves_only=True)
+    floats = [(key, tensor) for key, tensor in leaves if tensor.is_floating_point()]
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for _, tensor in floats]).tolist()  # one host sync
+    for (key, tensor), total in zip(floats, sums, strict=True):
+        if not math.isfinite(total):  # or the sum of finite numbers is too large
             bad = slots & ~tensor.isfinite().reshape(*slots.shape, -1).all(dim=-1)
             found += [NonFinite(key if isinstance(key, str) else ".".join(key), tensor, bad)] if bad.any() else []
     return found

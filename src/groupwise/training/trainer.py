@@ -265,7 +265,9 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
-        metrics = {name: float(value.detach()) for name, value in self.algorithm.update(self.buffer.get()).items()}
+        found = self.algorithm.update(self.buffer.get())
+        values = [value.detach().to(self.algorithm.policy.device, torch.float64) for value in found.values()]
+        metrics = dict(zip(found, torch.stack(values).tolist(), strict=True))  # one host sync
         updated = time.perf_counter()
 
         self._bad_updates = self._bad_updates + 1 if "train/skipped_steps" in metrics or self.buffer.all_dropped else 0

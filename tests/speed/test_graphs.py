@@ -1,7 +1,9 @@
 """Rollouts that are replayed equal those of the method, to the last bit; on a CPU the same code runs without a capture."""
 
+import gymnasium as gym
 import pytest
 import torch
+from small_updates import OBS, build, make_rollout, parameters
 from torch_rollouts import ENVS, goes_on_bit_for_bit, named
 
 import groupwise as gw
@@ -9,7 +11,8 @@ from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.envs.torch_env import TorchCartPole
 from groupwise.speed import graphs
-from groupwise.speed.graphs import RolloutGraph
+from groupwise.speed.control import flat_adam
+from groupwise.speed.graphs import RolloutGraph, filled_up, gradient_graph
 
 STEPS = 6
 KINDS = ("ppo", "grpo")
@@ -142,3 +145,92 @@ def test_results_outlive_the_next_replay(kind):
     for now, then in kept:
         assert all(torch.equal(dict(named(now))[key], tensor) for key, tensor in named(then))
     assert all(torch.equal(tensor, before[name]) for name, tensor in named(rows))
+
+
+UPDATES = {
+    "ppo": {"num_epochs": 2, "minibatch_size": 25, "max_grad_norm": 0.5, "ent_coef": 0.01},
+    "grpo": {"num_epochs": 2, "minibatch_size": 40, "micro_batch_size": 7, "kl_coef": 0.1},
+}
+
+
+def updated(kind, *, graph=True, normalize_obs=True):
+    """An algorithm on the first of two GPUs, so to speak, and what makes its gradients."""
+    torch.manual_seed(1)
+    cfg = gw.PolicyCfg(hidden_sizes=(16, 8), normalize_obs=normalize_obs)
+    policy = gw.ActorCritic(OBS, gym.spaces.Discrete(3), cfg, actor_only=kind == "grpo")
+    fast = {"optimizer": flat_adam} | ({"gradient": gradient_graph} if graph else {})
+    return build(kind, policy=policy, fast=fast, optimizer={"name": "adam"}, learning_rate=1e-3, **UPDATES[kind])
+
+
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_method(kind, fills, monkeypatch):
+    if not fills:  # then to the last bit
+        monkeypatch.setattr(graphs, "filled_up", lambda count: count)
+    fast, reference = updated(kind), updated(kind, graph=False)
+    for seed in range(3):
+        rollout = make_rollout(reference.policy, seed)
+        expected, found = reference.update(rollout), fast.update(rollout)
+        tolerance = {"rtol": 1e-4, "atol": 1e-6} if fills else {"rtol": 0, "atol": 0}
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, **tolerance, msg=name)
+        torch.testing.assert_close(parameters(fast), parameters(reference), **tolerance)
+    assert not fast.gradient.failed
+
+
+def test_what_fills_up_a_micro_batch_counts_for_nothing():
+    algorithm = updated("ppo")
+    elements = _elements(algorithm)
+    for count in (32, 31, 29, 32):  # the rest holds what came before
+        batch = {key: value[:count] for key, value in elements.items()}
+        found = [_gradient(algorithm, batch, backward) for backward in (algorithm.gradient, algorithm.backward)]
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert len(algorithm.gradient._graphs) == 2
+
+
+def _elements(algorithm):
+    batches, backward = [], algorithm.backward
+    algorithm.gradient, keep = lambda batch: batches.append(batch) or backward(batch), algorithm.gradient
+    algorithm.update(make_rollout(algorithm.policy, rows=16))
+    algorithm.gradient = keep
+    return {key: torch.cat([batch[key] for batch in batches])[:32] for key in batches[0]}
+
+
+def _gradient(algorithm, batch, backward):
+    algorithm.optimizer.zero_grad()
+    return backward(dict(batch)), algorithm.optimizer.gradient.clone()
+
+
+def test_sizes_are_few():
+    assert [filled_up(count) for count in (1, 7, 8, 9, 16, 17, 18, 4096, 4097, 16_384)] == [
+        1, 7, 8, 9, 16, 18, 18, 4096, 4608, 16_384
+    ]  # fmt: skip
+    assert len({filled_up(count) for count in range(10_000, 16_385)}) <= 8
+    assert all(count <= filled_up(count) <= count * 1.13 for count in range(1, 5000))
+
+
+def test_other_settings_need_another_graph():
+    fast, reference = updated("ppo"), updated("ppo", graph=False)
+    rollout = make_rollout(reference.policy)
+    for algorithm in (fast, reference):
+        algorithm.update(rollout)
+        algorithm.cfg = algorithm.cfg.model_copy(update={"ent_coef": 0.5})
+        algorithm.update(rollout)
+    torch.testing.assert_close(parameters(fast), parameters(reference), rtol=0, atol=1e-6)
+
+
+def test_what_cannot_be_captured_is_computed_by_the_method(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("waits for the device")
+
+    fast, reference = updated("ppo"), updated("ppo", graph=False)
+    collector, buffer = made("ppo")
+    monkeypatch.setattr(graphs, "Replay", refuse)
+    rollout = make_rollout(reference.policy)
+    reference.update(rollout)
+    with pytest.warns(gw.errors.SlowPathWarning, match="updates are not replayed .*: waits for the device"):
+        fast.update(rollout)
+    assert torch.equal(parameters(fast), parameters(reference))
+    with pytest.warns(gw.errors.SlowPathWarning, match="rollouts are not replayed .*: waits for the device"):
+        equal((collector, buffer), made("ppo", graph=None))

@@ -1,19 +1,85 @@
-"""A rollout of a torch environment as one CUDA graph: a simulator of small kernels spends nearly all its time on launching them."""
+"""CUDA graphs of control: networks and simulators of small kernels spend nearly all their time on launching them.
+
+RolloutGraph     all steps of a rollout of a torch environment
+gradient_graph   the gradient of a micro-batch
+
+A graph reads and writes tensors at fixed places, so inputs are copied into tensors of its own, and results out of them. On a CPU
+nothing is captured: the same code calls the function in place of a replay.
+"""
 
 import logging
 import warnings
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.torch import TorchCollector
 from groupwise.collectors.vector import RolloutWriter
+from groupwise.data.rollout import Nested
 from groupwise.errors import SlowPathWarning
+from groupwise.speed.control import FlatAdam, has_pure_loss
 
 log = logging.getLogger(__name__)
+
+
+class Replay:
+    """A function without arguments, whose kernels are captured once.
+
+    Args:
+        generator: that it draws from.
+
+    Raises:
+        Exception: it cannot be captured.
+    """
+
+    def __init__(
+        self, function: Callable[[], Any], device: torch.device, generator: torch.Generator | None = None
+    ) -> None:
+        self._function = function
+        self._results: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            self._graph = self._captured(generator)
+
+    def __call__(self) -> Any:
+        """The results; on a GPU at the same places each time."""
+        if self._graph is None:
+            return self._function()
+        self._graph.replay()
+        return self._results
+
+    def _captured(self, generator: torch.Generator | None) -> torch.cuda.CUDAGraph:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        mode, current = torch.cuda.get_sync_debug_mode(), torch.cuda.current_stream()
+        drawn = None if generator is None else generator.get_state()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream), warnings.catch_warnings():
+                self._function()  # loads kernels and makes workspaces
+                warnings.simplefilter("ignore")  # the mode is a prototype
+                torch.cuda.set_sync_debug_mode("error")
+                self._function()  # a wait for the device harms nothing here; during a capture it breaks the generators
+                torch.cuda.set_sync_debug_mode(mode)
+            current.wait_stream(stream)
+            if generator is not None:
+                graph.register_generator_state(generator)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._results = self._function()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails leaves its own
+            torch.cuda.set_sync_debug_mode(mode)
+            if generator is not None and drawn is not None:
+                generator.set_state(drawn)
+        return graph
+
+
+# --- all steps of a rollout ---
 
 LONGEST = 512
 """Steps of a rollout; a graph of more would take seconds to capture, and gigabytes."""
@@ -24,16 +90,14 @@ MOST_IN_A_ROW = 3
 class RolloutGraph:
     """``collector.window``, captured once and replayed for each rollout: ``TorchVectorCollector(graph=RolloutGraph)``.
 
-    A graph reads and writes tensors at fixed places. So inputs are copied into tensors of its own, and results out of them. It is
-    captured anew if tensors of the policy or the environment moved, or an attribute of the environment changed. Where it cannot
-    be captured, a warning gives the reason, and the method is used. On a CPU nothing is captured: the same code calls the method
-    in place of a replay.
+    It is captured anew if tensors of the policy or the environment moved, or an attribute of the environment changed. Where it
+    cannot be captured, a warning gives the reason, and the method is used.
     """
 
     def __init__(self, collector: TorchCollector) -> None:
         self._collector = collector
         self._constants: list[Any] = []
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Replay | None = None
         self._in_a_row = 0
         self.captures = 0
         """Number of graphs that were made."""
@@ -44,23 +108,20 @@ class RolloutGraph:
     def __call__(self, writer: RolloutWriter, num_steps: int, *inputs: Any) -> Any:
         """Fill a rollout; returns the results of ``collector.window``."""
         constants = [writer.rollout.shape, *self._found()]
-        if not self._reason(num_steps) and constants != self._constants:
-            self._capture(writer, num_steps, inputs)
-            self._constants = constants
-        elif not self.failure:
-            self._in_a_row = 0
-        if why := self._reason(num_steps):
+        if not self._reason(num_steps):
+            self._in_a_row = self._in_a_row + 1 if constants != self._constants else 0
+            if self._in_a_row:
+                self._capture(writer, num_steps, inputs)
+                self._constants = constants
+        if (why := self._reason(num_steps)) or self._replay is None:
             message = f"rollouts are not replayed as a CUDA graph: {why}; speed='off' is silent"
             warnings.warn(message, SlowPathWarning, stacklevel=4)
             return self._collector.window(writer, num_steps, *inputs)
         _copy(inputs, self._inputs)
-        if self._graph is None:
-            self._results = self._window()
-        else:
-            self._graph.replay()
+        results = self._replay()
         _copy(self._writer.rollout, writer.rollout)
         writer.reports = self._writer.reports
-        return tree_map(_clone, self._results)
+        return tree_map(_clone, results)
 
     def _reason(self, num_steps: int) -> str:
         """Reason for using the method; empty: there is none."""
@@ -75,45 +136,94 @@ class RolloutGraph:
         attributes = {name: value for name, value in vars(env).items() if name != "rows"}
         return [*places, *((name, _constant(value)) for name, value in attributes.items())]
 
-    def _window(self) -> Any:
-        return self._collector.window(self._writer, self._writer.rollout.shape[1] - 1, *self._inputs)
-
     def _capture(self, writer: RolloutWriter, num_steps: int, inputs: tuple[Any, ...]) -> None:
-        self._graph = None  # frees its memory
-        self._inputs = tree_map(_clone, inputs)
-        self._writer = RolloutWriter(writer.rollout.clone(), self._collector.policy)
-        self.captures, self._in_a_row = self.captures + 1, self._in_a_row + 1
+        collector, self._replay = self._collector, None  # frees its memory
         if self._in_a_row > MOST_IN_A_ROW:
             self.failure = "attributes of the environment, or tensors of the policy, are others in every rollout"
-        elif self._collector.env.device.type == "cuda":
-            self._capture_on_gpu()
-        if not self.failure:
-            log.debug("rollouts of %d steps are replayed as one CUDA graph", num_steps)
-
-    def _capture_on_gpu(self) -> None:
-        generator, graph = self._collector.generator, torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        drawn = generator.get_state()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._window()  # loads kernels and makes workspaces; errors of the simulator are raised here
-        torch.cuda.current_stream().wait_stream(stream)
-        mode = torch.cuda.get_sync_debug_mode()
+            return
+        self._inputs = tree_map(_clone, inputs)
+        self._writer = RolloutWriter(writer.rollout.clone(), collector.policy)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it is a prototype
-                torch.cuda.set_sync_debug_mode("error" if self.captures == 1 else mode)
-            self._window()  # found here, a wait for the device harms nothing; during a capture it breaks the generators
-            torch.cuda.set_sync_debug_mode(mode)
-            graph.register_generator_state(generator)
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._results = self._window()
-            self._graph = graph
+            window = lambda: collector.window(self._writer, num_steps, *self._inputs)  # noqa: E731
+            self._replay = Replay(window, collector.env.device, collector.generator)
         except Exception as error:  # CUDA raises errors of several types
-            self.failure = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-            generator.set_state(drawn)
+            self.failure = _first_line(error)
+            return
+        self.captures += 1
+        log.debug("rollouts of %d steps are replayed as one CUDA graph", num_steps)
+
+
+# --- the gradient of a micro-batch ---
+
+Batch = dict[str, Nested]
+
+
+def gradient_graph(algorithm: BaseAlgorithm) -> "GradientGraph | None":
+    """A ``backward`` that is replayed, for ``BaseAlgorithm(gradient=gradient_graph)``; None unless the loss is pure."""
+    return GradientGraph(algorithm) if has_pure_loss(algorithm) else None
+
+
+class GradientGraph:
+    """``algorithm.backward``, captured for each of a few sizes; micro-batches are filled up with elements of weight 0.
+
+    Where it cannot be captured, a warning gives the reason, and the method is used.
+    """
+
+    def __init__(self, algorithm: BaseAlgorithm) -> None:
+        assert isinstance(algorithm.optimizer, FlatAdam)
+        self._algorithm = algorithm
+        self._flat = algorithm.optimizer
+        self._graphs: dict[tuple[Any, ...], tuple[Batch, Replay]] = {}
+        self._cfg = algorithm.cfg
+        self.failed = False
+        """Whether it cannot be captured."""
+
+    def __call__(self, batch: Batch) -> Float[Tensor, " metric"]:
+        """Add the gradient of a micro-batch to that of the parameters; returns the sums of its metrics."""
+        if self._algorithm.cfg is not self._cfg:  # its numbers are constants
+            self._graphs, self._cfg = {}, self._algorithm.cfg
+        count = len(batch["loss_mask"])
+        size = filled_up(count)
+        key = (size, *batch)
+        if key not in self._graphs and not self.failed:
+            self._capture(key, batch, size)
+        if self.failed:
+            return BaseAlgorithm.backward(self._algorithm, batch)
+        static, replay = self._graphs[key]
+        for name, place in static.items():
+            place[:count].copy_(batch[name])
+            if count < size and name in ("loss_mask", "weight", "share"):
+                place[count:].zero_()
+        metrics: Tensor = replay()
+        return metrics.clone()
+
+    def _capture(self, key: tuple[Any, ...], batch: Batch, size: int) -> None:
+        gradient, device = self._flat.gradient.clone(), self._flat.gradient.device
+        static = {name: value[torch.arange(size, device=device) % len(value)] for name, value in batch.items()}
+
+        def backward() -> Tensor:
+            loss, metrics = self._algorithm.loss_and_metrics({**static})
+            self._flat.add_gradient(loss)
+            return metrics
+
+        try:
+            self._graphs[key] = static, Replay(backward, device)
+            log.debug("gradients of %d elements are replayed as one CUDA graph", size)
+        except Exception as error:  # CUDA raises errors of several types
+            self.failed = True
+            message = f"updates are not replayed as a CUDA graph: {_first_line(error)}; speed='off' is silent"
+            warnings.warn(message, SlowPathWarning, stacklevel=4)
+        self._flat.gradient.copy_(gradient)
+
+
+def filled_up(count: int) -> int:
+    """The size that ``count`` elements are filled up to, by an eighth at most; powers of two stay."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
 
 
 def _constant(value: Any) -> Any:

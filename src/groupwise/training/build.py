@@ -37,7 +37,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError, film, film_group
 from groupwise.seeding import derive_seed
 from groupwise.speed.control import WORTH_STEPS, compiled_gradient, flat_adam
-from groupwise.speed.graphs import RolloutGraph
+from groupwise.speed.graphs import RolloutGraph, gradient_graph
 from groupwise.training.callbacks import (
     CheckSamplerMismatch,
     Evaluate,
@@ -549,7 +549,7 @@ def build_components(
     longest = collection.horizon or longest  # in units, where the loss divides by it
     changed = with_max_length(changed, None if longest is None else longest * policy.num_units)
     cfg = cfg.model_copy(update={"algorithm": changed})
-    fast, seed = fast_paths(cfg, engine.world_size), derive_seed(cfg.seed, "algorithm")
+    fast, seed = fast_paths(cfg, engine.world_size, device), derive_seed(cfg.seed, "algorithm")
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed, **fast)
     more_callbacks: tuple[Callback, ...] = ()
     shared: dict[str, Any] = {"seed": cfg.seed, "rank": engine.rank}
@@ -597,10 +597,12 @@ def build_components(
     return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, initialized, more_callbacks)
 
 
-def fast_paths(cfg: RunCfg, world_size: int = 1) -> dict[str, Any]:
-    """Arguments of the algorithm for speed: flat parameters and compiled updates."""
+def fast_paths(cfg: RunCfg, world_size: int = 1, device: torch.device | None = None) -> dict[str, Any]:
+    """Arguments of the algorithm for speed: flat parameters, and updates that are compiled, or CUDA graphs."""
     if cfg.speed == "off":
         return {}
+    if device is not None and device.type == "cuda":
+        return {"optimizer": flat_adam, "gradient": gradient_graph}
     elements = cfg.env.num_envs * world_size * cfg.algorithm.num_steps
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
     iterations = cfg.total_iterations or (cfg.total_steps or 0) // elements

@@ -11,7 +11,7 @@ TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help python demo demo-agent demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture bench bench-peers docs clean
+.PHONY: help python demo demo-agent demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture gpu bench bench-peers docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -118,6 +118,9 @@ learn: $(VENV)/.dev  ## Learning claims over several seeds (about an hour on 2 c
 
 torture: $(VENV)/.dev  ## Long tests of faults: 200 kills, signals, broken environments, memory, random input (half an hour on 2 cores)
 	$(BIN)/python tools/torture.py
+
+gpu: $(VENV)/.dev  ## Prove and time everything on a GPU, at most eight minutes (a dry run: make gpu DEV=cpu TINY=1)
+	DEV=$(or $(DEV),cuda) TINY=$(TINY) $(BIN)/python tools/gpu.py
 
 bench: $(VENV)/.dev  ## Speed against Stable-Baselines3 on this machine
 	$(BIN)/python benchmarks/speed_sb3.py

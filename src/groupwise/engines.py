@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from groupwise.errors import ConfigError
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -143,15 +145,21 @@ def backend_of(device: str, cpu_offload: bool) -> str:
 def from_environment(
     device: str = "cpu", several: Callable[[str, float], DistributedEngine] = DistributedEngine, timeout: float = 1800.0
 ) -> Engine:
-    """A distributed engine under ``torchrun``, else one for a single process.
+    """A distributed engine under ``torchrun`` or in a process group that exists, else one for a single process.
 
     Args:
         device: type of the tensors to be summed, "cpu" or "cuda"; "cuda" selects the GPU of the local rank.
         several: the engine of several processes.
         timeout: seconds that one of their exchanges may take.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
         return Engine()
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if rank >= gpus and (gpus > 1 or dist.is_torchelastic_launched()):  # else the launcher shows each rank its own
+            raise ConfigError(
+                f"{rank + 1} or more processes on a machine where torch sees {gpus} GPU{'s' * (gpus != 1)}, and each needs "
+                f"its own; fix: torchrun --nproc-per-node {gpus}, or device='cpu'"
+            )
+        torch.cuda.set_device(min(rank, gpus - 1))
     return several(device, timeout)

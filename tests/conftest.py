@@ -4,10 +4,12 @@ import gc
 import os
 import signal
 import sys
+from inspect import isfunction
 from pathlib import Path
 
 import pytest
 import torch
+from devices import moving
 from forked import preload, without_pictures
 from hypothesis import HealthCheck, settings
 from shapes import check_first_calls
@@ -34,6 +36,7 @@ settings.load_profile("groupwise")
 
 HERE = Path(__file__).parent
 KINDS = {"text", "speed", "contrib"}
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SLOW = {
     "docs/test_benchmark_scripts.py",
     "docs/test_fenced_blocks.py",
@@ -69,6 +72,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(kind)
         if path.as_posix() in SLOW:
             item.add_marker("slow")
+        if item.get_closest_marker("gpu") and "cuda" not in DEVICES:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)  # a process gets a file at a time
 
@@ -130,6 +135,26 @@ def ray():
         patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         yield pytest.importorskip("ray")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.gpu] * (name == "cuda")) for name in DEVICES]
+)
+def device(request):
+    """The CPU, and the GPU where there is one: the same numbers on both."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="module")
+def computed_there(request, device):
+    """Functions on tensors that the module imports compute on ``device``: what they get and give is moved."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in [*vars(request.module).items()] if device.type == "cuda" else []:
+            if isfunction(value) and value.__module__.startswith(
+                ("groupwise.functional.", "groupwise.text.vocabulary")
+            ):
+                patch.setattr(request.module, name, moving(value, device))
+        yield
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 import torch
 from forked import run_script
 
-from groupwise.engines import Engine, from_environment
+from groupwise.engines import DistributedEngine, Engine, from_environment
+from groupwise.errors import ConfigError
 
 WORKER = """
 import json, sys
@@ -114,3 +115,41 @@ def test_a_single_process_needs_no_process_group(monkeypatch):
     assert type(engine) is Engine
     tensor = torch.ones(3)
     assert engine.sum(tensor) is tensor
+
+
+def test_a_process_group_that_exists_is_used_by_a_single_process(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    engine = from_environment()
+    try:
+        assert type(engine) is DistributedEngine
+        assert (engine.rank, engine.world_size) == (0, 1)
+        assert engine.sum(torch.tensor(5)) == 5
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpus", "torchrun", "taken"),
+    [
+        pytest.param(0, 1, True, 0, id="one each"),
+        pytest.param(3, 4, True, 3, id="its own of several"),
+        pytest.param(3, 1, False, 0, id="the launcher shows one alone"),
+        pytest.param(1, 1, True, None, id="two share one"),
+        pytest.param(2, 2, False, None, id="three share two"),
+    ],
+)
+def test_each_process_has_a_gpu_of_its_own(monkeypatch, local_rank, gpus, torchrun, taken):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    chosen = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    if taken is not None:
+        from_environment("cuda", lambda device, timeout: Engine())
+        assert chosen == [taken]
+        return
+    with pytest.raises(ConfigError, match=rf"{local_rank + 1} or more processes .* sees {gpus} GPU.*fix: torchrun"):
+        from_environment("cuda", lambda device, timeout: Engine())

@@ -104,7 +104,7 @@ def test_writes_nothing_into_its_inputs(function, args, kw):
         assert torch.equal(x, copy)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("function", "args", "kw"), EVERY)
 def test_can_be_captured_in_a_cuda_graph(function, args, kw):
     args = [x.cuda() if isinstance(x, torch.Tensor) else x for x in args]

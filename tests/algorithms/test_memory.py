@@ -141,3 +141,30 @@ def test_a_run_that_runs_out_of_memory_goes_on(tmp_path: Path):
     printed = run_script(RUN, tmp_path / "run")
     assert "out of memory: micro-batches are halved from now on" in printed
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("error", [GPU, CPU])
+def test_an_optimiser_without_room_for_its_state_says_what_to_change(error, monkeypatch):
+    algorithm = build("ppo")
+    rollout, before = small_rollout(algorithm.policy), parameters(algorithm)
+
+    def step():
+        raise error
+
+    monkeypatch.setattr(algorithm.optimizer, "step", step)
+    with pytest.raises(type(error)) as raised:
+        algorithm.update(rollout)
+    assert raised.value.__notes__[-1].startswith("the optimiser's state does not fit; fix: optimizer='sgd', or")
+    assert torch.equal(parameters(algorithm), before)
+
+
+def test_another_error_of_the_optimiser_gets_no_advice(monkeypatch):
+    algorithm = build("ppo")
+
+    def step():
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(algorithm.optimizer, "step", step)
+    with pytest.raises(RuntimeError, match="broken") as raised:
+        algorithm.update(small_rollout(algorithm.policy))
+    assert not hasattr(raised.value, "__notes__")

@@ -11,7 +11,6 @@ from groupwise.envs.torch_env import TorchCartPole
 from groupwise.functional.random import RowRandom
 
 tasks = pytest.mark.parametrize("task", [TorchCartPole, TorchPendulum])
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def everyone(count):
@@ -80,7 +79,7 @@ def test_never_waits_for_the_device(task):
         env.step(action)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @tasks
 def test_is_the_same_on_a_gpu_up_to_rounding(task):
     here, there = task(64), task(64, device="cuda")
@@ -91,7 +90,7 @@ def test_is_the_same_on_a_gpu_up_to_rounding(task):
         torch.testing.assert_close(step.reward.cpu(), expected.reward, rtol=1e-4, atol=1e-4)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @tasks
 def test_can_be_captured_in_a_cuda_graph(task):
     env = task(64, device="cuda")

@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from groupwise.text import vocabulary
 from groupwise.text.vocabulary import token_scores
 
+pytestmark = pytest.mark.usefixtures("computed_there")
+
 
 def plain(hidden, weight, token, temperature, support=None):
     """The whole matrix at once, by torch's own log-softmax; ids that could not be drawn at minus infinity."""

@@ -1,7 +1,8 @@
 """Smaller micro-batches when memory runs out; they change no gradient."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -19,6 +20,17 @@ Batch = dict[str, Nested]
 def ran_out_of_memory(error: Exception) -> bool:
     """Whether the error is that memory ran out: on a GPU, in Python, or torch's on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def advising(fix: str) -> Iterator[None]:
+    """Add the advice to the error if memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if ran_out_of_memory(error):
+            error.add_note(fix)
+        raise
 
 
 class MicroBatches:

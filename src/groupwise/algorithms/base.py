@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from groupwise.algorithms.losses import Counts, UpdateStart, check_objective, finest_item, k3, objective_data
-from groupwise.algorithms.memory import EqualMicroBatches, MicroBatches, advising
+from groupwise.algorithms.memory import EqualMicroBatches, MicroBatches
 from groupwise.config.algorithm import (
     AdaptiveKLCfg,
     AlgorithmCfg,
@@ -55,7 +55,6 @@ class LossOutput(NamedTuple):
     """Metrics, in the order of ``metric_names``."""
 
 
-NO_ROOM = "the optimiser's state does not fit; fix: optimizer='sgd', or for a language model adapters (model.lora) or engine='fsdp'"
 MakeOptimizer: TypeAlias = Callable[[AlgorithmCfg, list[nn.Parameter]], Any]
 """Makes an optimiser like torch's, whose ``clip`` clips the gradient's norm and returns the norm before. After one that is not
 finite, its ``step`` changes nothing, without waiting for the device, and ``refused`` has the gradients of that step."""
@@ -203,8 +202,7 @@ class BaseAlgorithm(ABC):
             if self.waits and not math.isfinite(norm):
                 self._refuse(len(steps))
             else:
-                with advising(NO_ROOM):
-                    self.optimizer.step()
+                self.optimizer.step()
         self.engine.publish(self.learner, self.policy)
 
         finite = torch.stack([norm for norm, _ in steps]).isfinite().tolist() if steps else []  # one host sync

@@ -1,8 +1,9 @@
 """Smaller micro-batches when memory runs out; they change no gradient."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -17,20 +18,18 @@ T = TypeVar("T")
 Batch = dict[str, Nested]
 
 
-def ran_out_of_memory(error: Exception) -> bool:
+def ran_out_of_memory(error: BaseException) -> bool:
     """Whether the error is that memory ran out: on a GPU, in Python, or torch's on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-@contextmanager
-def advising(fix: str) -> Iterator[None]:
-    """Add the advice to the error if memory runs out."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if ran_out_of_memory(error):
-            error.add_note(fix)
-        raise
+def advise(error: BaseException) -> None:
+    """Note what to change if memory ran out in an optimiser, whose state cannot be made in parts."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if ran_out_of_memory(error) and any("optim" in Path(frame.filename).parts for frame in frames):
+        error.add_note(
+            "the optimiser's state does not fit; fix: optimizer='sgd', or for a language model adapters (model.lora) or engine='fsdp'"
+        )
 
 
 class MicroBatches:

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional
 from groupwise.algorithms.memory import ran_out_of_memory
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
+from groupwise.speed.graphs import Replay
 from groupwise.text.generation import Decoder, Head, Past, Prompts, Step, holds_all
 from groupwise.text.policy import CausalLM
 
@@ -193,11 +195,12 @@ class StaticStep(LlamaStep):
     kernels leave a GPU idle most of the time.
 
     The stores have room for all tokens, and the mask is of all places. Rows that have ended stay in the batch until half of it has,
-    as a smaller batch is another graph.
+    and as many as pay for another graph.
     """
 
     patience = 16
     share = 0.5
+    least = 64
 
     def __init__(self, policy: CausalLM, prompts: Prompts) -> None:
         most = prompts.valid.shape[1] + prompts.max_new_tokens
@@ -208,58 +211,24 @@ class StaticStep(LlamaStep):
         self._mask: Tensor = mask
         self._place = torch.full((1,), self._start, device=store.device)
         self._token = torch.zeros(rows, dtype=torch.int64, device=store.device)
-        self._replay: Callable[[], Tensor] | None = None
+        self._replay: Replay | None = None
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, after its token; the next call writes over it."""
         self._token.copy_(token)
+        self._mask.index_fill_(3, self._place, 0.0)
         if self._replay is None:
-            self._replay = recorded(self._step, (self._mask, self._place, self._position))
-        return self._replay()
+            step = partial(self._hidden, self._token, self._place, self._stores, self._mask)
+            self._replay = Replay(step, token.device)
+        hidden: Tensor = self._replay()
+        self._place += 1
+        self._position += 1
+        return hidden
 
     def keep(self, kept: Bool[Tensor, " row"]) -> None:
         """Drop the other rows."""
         super().keep(kept)
         self._token, self._replay = self._token[kept], None
-
-    def _step(self) -> Tensor:
-        self._mask.index_fill_(3, self._place, 0.0)
-        hidden = self._hidden(self._token, self._place, self._stores, self._mask)
-        self._place += 1
-        self._position += 1
-        return hidden
-
-
-def recorded(function: Callable[[], Tensor], state: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """The function as a CUDA graph; on other devices the function itself.
-
-    Args:
-        function: works on the same tensors in each call. What it returns is written over by the next call.
-        state: tensors that it changes, which must not change while it warms up.
-    """
-    device = state[0].device
-    if device.type != "cuda":
-        return function
-    saved = [tensor.clone() for tensor in state]
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # libraries allocate what they need in their first calls, which no graph may hold
-        function()
-    torch.cuda.current_stream(device).wait_stream(side)
-    for tensor, before in zip(state, saved, strict=True):
-        tensor.copy_(before)
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    try:
-        with torch.cuda.graph(graph):
-            output = function()
-    finally:
-        torch.cuda.set_stream(current)  # a capture that fails leaves its own
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay
 
 
 def _layer(policy: CausalLM, layer: Any) -> _Layer:

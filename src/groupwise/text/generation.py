@@ -241,8 +241,9 @@ class Step:
 
     patience: ClassVar[int] = 1
     """Tokens after which it is found out which rows have ended; finding out waits for the device."""
+    least: ClassVar[int] = 1
     share: ClassVar[float] = 0.0
-    """Share of the batch that has ended before it leaves the batch."""
+    """Number and share of rows that have ended before they leave the batch."""
 
     def __init__(self, policy: "CausalLM", prompts: Prompts) -> None:
         self._policy, self._cache = policy, prompts.cache
@@ -409,7 +410,7 @@ def _complete(
                 if step is None:
                     step = policy.decoder.step(policy, Prompts(cache, valid, size, most), token, head)
                     del cache  # it is the step's
-                if ended and len(ended) >= step.share * len(token):  # they leave the batch
+                if len(ended) >= max(step.least, step.share * len(token)):  # they leave the batch
                     kept = state.unfinished
                     token, state.rows, state.unfinished = token[kept], state.rows[kept], kept[kept]
                     step.keep(kept)

@@ -1,4 +1,5 @@
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -230,3 +231,28 @@ def test_what_a_hook_keeps_while_completions_are_written_can_be_trained_on():
     scale = torch.ones(1, requires_grad=True)
     (kept[0] * scale).sum().backward()
     assert scale.grad.isfinite()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_one_kernel_give_the_same_scores_and_gradients(name, dtype):
+    models = [moved(MODELS[name](), by=0.2).to(dtype) for _ in range(2)]
+    decoding_step.fuse_norms(models[1])
+    copied = deepcopy(models[1])
+    tokens = torch.arange(36).view(3, 12)
+    for model in (*models, copied):
+        model(input_ids=tokens).logits.float().logsumexp(dim=-1).mean().backward()
+    norms = [part for part, _ in models[0].named_parameters() if "norm" in part]
+    assert len(norms) == {"qwen3": 9}.get(name, 5)
+    parts = zip(*(model.named_parameters() for model in (*models, copied)), strict=True)
+    for (part, plain), (_, fused), (_, copy) in parts:
+        size = plain.grad.float().norm()
+        assert (fused.grad.float() - plain.grad.float()).norm() <= (1e-5 if dtype == torch.float32 else 0.05) * size, (
+            part
+        )
+        assert torch.equal(copy.grad, fused.grad)
+    x = torch.randn(4, 32, dtype=dtype) * 3
+    before, after = (model.base_model.norm(x) for model in models)
+    torch.testing.assert_close(
+        after, before, rtol=1e-6 if dtype == torch.float32 else 0.0, atol=1e-6 if dtype == torch.float32 else 0.0
+    )

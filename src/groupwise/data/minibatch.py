@@ -123,7 +123,7 @@ class Rows(Steps):
 
     def counted(self, data: Mapping[str, Nested]) -> dict[str, Nested]:
         """Rows with a step that count."""
-        return take(data, data["loss_mask"].any(dim=1))
+        return take(data, data["loss_mask"].any(dim=1).nonzero()[:, 0])
 
     def num_counted(self, mask: Tensor) -> int:
         """Tokens of the rows that count."""
@@ -297,7 +297,7 @@ def pack(sizes: RowSizes, rows: Int[Tensor, " chosen"], most: int | None) -> tup
     wide as the widest; the tails of its rows as wide as the widest.
     """
     columns = (rows, *(column[rows] for column in (sizes.group, sizes.head, sizes.tail)))
-    packed: list[tuple[int, int, int, int]] = list(zip(*(column.tolist() for column in columns), strict=True))
+    packed: list[tuple[int, int, int, int]] = torch.stack(columns, dim=1).tolist()
     longest: dict[int, int] = {}
     for _, group, head, tail in packed:
         longest[group] = max(longest.get(group, 0), head + tail)

@@ -25,7 +25,7 @@ from groupwise.errors import ConfigError, require_extra
 from groupwise.policies.base import Policy
 from groupwise.report.folder import RunFolder
 from groupwise.seeding import derive_seed
-from groupwise.speed.decoding import FastDecoder
+from groupwise.speed.decoding import FastDecoder, fuse_norms
 from groupwise.text.collector import (
     CompletionCollector,
     Dialogue,
@@ -284,6 +284,8 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine, *, re
         log.info("%s", initialize(policy, cfg.model.init_from))
     if cfg.speed == "auto":
         policy.decoder = FastDecoder()
+        if policy.device.type == "cuda":
+            fuse_norms(policy.network)
     algorithm: BaseAlgorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     return algorithm
 

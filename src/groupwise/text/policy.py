@@ -72,7 +72,8 @@ def find_prefixes(
     on a GPU, each size would be waited for.
     """
     device = tokens.device
-    tokens, valid, group = tokens.cpu(), valid.cpu(), group.cpu()
+    tokens, valid, group = torch.stack([tokens, valid.to(tokens), group]).cpu()
+    valid = valid.bool()
     rows, place = torch.arange(len(tokens)), torch.arange(tokens.shape[1])
     known, number = torch.unique(group[:, 0], return_inverse=True)
     if len(known) == len(tokens):

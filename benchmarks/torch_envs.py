@@ -7,6 +7,10 @@ peers. A compiled loop in the way of LeanRL, and rsl_rl where it is installed, r
 Numbers of environments that are not asked for keep their earlier results.
 
     python benchmarks/torch_envs.py                      # or: --device cuda --envs 4096 65536 --rounds 5 --threads 1
+    python benchmarks/torch_envs.py --worker ppo --device cuda --envs 1024 4096 16384 --speed auto off --seconds 2
+
+The second form prints a line for each number of environments, in one process, with CUDA kernels, launches of graphs and waits
+for the device of one iteration. It keeps no results.
 """
 
 import argparse
@@ -26,7 +30,7 @@ from throughput import CREDIT
 
 RESULTS = Path(__file__).parent / "results"
 ENVS = (1024, 4096, 65_536)
-STEPS = {1024: 64, 4096: 32, 65_536: 16}
+STEPS = {1024: 64, 4096: 32, 16_384: 32, 65_536: 16}
 """Of each environment in an iteration."""
 WARM_UP = {"cpu": 2, "cuda": 6}
 """Iterations that are not timed."""
@@ -43,8 +47,8 @@ def minibatch_size(num_envs: int) -> int:
     return num_envs * STEPS[num_envs] // 8
 
 
-def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
-    """Rate, and what was reached."""
+def train(algorithm: str, num_envs: int, device: str, threads: int, speed: str = "auto") -> dict[str, Any]:
+    """Rate, and what was reached; on a GPU also what one iteration launches."""
     import torch
 
     import groupwise as gw
@@ -62,6 +66,7 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
             cfg,
             num_envs=num_envs,
             device=device,
+            speed=speed,
             total_steps=10**12,
             run_dir=f"{folder}/run",
             callbacks=[clock.callback(gw.Callback)],
@@ -71,21 +76,44 @@ def train(algorithm: str, num_envs: int, device: str, threads: int) -> dict[str,
     return clock.found | {"return": run.summary["training_return_mean"]}
 
 
+LAUNCHES = {"graphs": "cudaGraphLaunch", "waits": "cudaStreamSynchronize"}
+
+
+def launched(profile: Any) -> dict[str, int]:
+    """Kernels, launches of graphs and waits for the device under a profiler."""
+    from torch.autograd import DeviceType
+
+    events = profile.key_averages()
+    counts = {event.key: event.count for event in events if event.device_type == DeviceType.CPU}
+    kernels = sum(event.count for event in events if event.device_type == DeviceType.CUDA)
+    return {"kernels": kernels} | {name: counts.get(call, 0) for name, call in LAUNCHES.items()}
+
+
 class Clock:
     """Times the iterations of a trainer and ends training."""
 
     def __init__(self, warm_up: int, synchronize: Any) -> None:
         self.warm_up = warm_up
+        self.on_gpu = synchronize is not None
         self.synchronize = synchronize or (lambda: None)
+        self.launches: dict[str, Any] = {}
         self.found: dict[str, Any] = {}
 
     def callback(self, base: type) -> Any:
         """The callback that does it."""
+        import torch
+
         clock = self
 
         class Timed(base):  # type: ignore[misc]
             def on_iteration_end(self, trainer: Any, rollout: Any, metrics: dict[str, float]) -> None:
                 clock.synchronize()
+                if trainer.iteration == clock.warm_up - 2 and clock.on_gpu:
+                    clock.profile = torch.profiler.profile()
+                    clock.profile.start()
+                if trainer.iteration == clock.warm_up - 1 and clock.on_gpu:
+                    clock.profile.stop()
+                    clock.launches = {"iteration": launched(clock.profile)}
                 now = time.perf_counter()
                 if trainer.iteration == clock.warm_up:
                     clock.start, clock.steps, clock.parts = now, trainer.env_steps, [0.0, 0.0]
@@ -101,7 +129,7 @@ class Clock:
                         "collecting": shares[0],
                         "updating": shares[1],
                         "iterations": trainer.iteration - clock.warm_up,
-                    }
+                    } | clock.launches
                     trainer.stop("timed")
 
         return Timed()
@@ -138,19 +166,26 @@ def measured(run: str, num_envs: int, device: str, threads: int) -> dict[str, An
 
 
 def main() -> None:
+    global SECONDS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default=None, help="cpu or cuda; the GPU if there is one")
     parser.add_argument("--envs", type=int, nargs="+", default=ENVS, choices=STEPS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--worker", choices=["ppo", "grpo", *PEERS])
+    parser.add_argument("--speed", nargs="+", default=["auto"], choices=["auto", "off"], help="fast paths, of --worker")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
     args = parser.parse_args()
+    SECONDS = args.seconds
     device = args.device or default_device()
     if args.worker in PEERS:
         print(json.dumps(train_peer(args.worker, args.envs[0], device, args.threads)))
         return
     if args.worker:
-        print(json.dumps(train(args.worker, args.envs[0], device, args.threads)))
+        for num_envs in args.envs:
+            for speed in args.speed:
+                what = {"num_envs": num_envs, "speed": speed} if len(args.envs) * len(args.speed) > 1 else {}
+                print(json.dumps(what | train(args.worker, num_envs, device, args.threads, speed)), flush=True)
         return
     turns = ["ppo", "grpo", "leanrl"]
     if find_spec("rsl_rl") is None:

@@ -279,8 +279,8 @@ class BaseAlgorithm(ABC):
             order, minibatches = self.layout.shuffle(elements, count, size, generator)
             widths = [[part.stop - part.start for part in slices] for slices in minibatches]
             weighted = self._weighted(take(elements, order), [sum(parts) for parts in widths], num_episodes)
-            every = [width for widths_of_one in widths for width in widths_of_one]
-            columns = zip(*(values.split(every) for values in weighted.values()), strict=True)  # faster than slices
+            # faster than slices
+            columns = zip(*(values.split([*chain(*widths)]) for values in weighted.values()), strict=True)
             parts = (dict(zip(weighted, views, strict=True)) for views in columns)
             everyone = zip(*self.engine.gather_objects(widths), strict=True)
             for slices, on_ranks in zip(minibatches, everyone, strict=True):
@@ -290,11 +290,8 @@ class BaseAlgorithm(ABC):
     def _weighted(self, elements: dict[str, Nested], sizes: list[int], num_episodes: int) -> dict[str, Nested]:
         """An epoch's elements, prepared, with weights over each optimiser step's elements on all ranks."""
         aggregation, all_sum = self.cfg.objective.aggregation, self.engine.sum
-        minibatch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-        minibatch = minibatch.view(-1, *[1] * (elements["loss_mask"].dim() - 1)).to(
-            self.policy.device, non_blocking=True
-        )
-        minibatch = minibatch.expand_as(elements["loss_mask"])
+        like, numbers = elements["loss_mask"], torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        minibatch = numbers.view(-1, *[1] * (like.dim() - 1)).to(like.device, non_blocking=True).expand_as(like)
         elements = self.prepare(dict(elements), minibatch, len(sizes))
         mask, episode = elements["loss_mask"], elements["episode_id"]
         elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)

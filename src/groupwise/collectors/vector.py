@@ -364,7 +364,7 @@ class RolloutWriter:
         values = self._policy.value(torch.cat([obs, *(final for *_, final in self._cut)])).to(value)  # one forward pass
         value[:, -1] = values[: len(value)]
         next_value[:, :-1] = value[:, 1:]
-        next_value[rollout["terminated"]] = 0.0
+        next_value.masked_fill_(rollout["terminated"], 0.0)
         if self._cut:
             rows, steps = (torch.cat(parts).to(value.device) for parts in list(zip(*self._cut, strict=True))[:2])
             next_value[rows, steps] = values[len(value) :]
@@ -449,7 +449,7 @@ class VectorCollector(EnvCollector):
         episode_id, step = label_episodes(done, dead, self._age)
         labels = {"valid": live, "loss_mask": live, "step": step, "group_id": episode_id, "episode_id": episode_id}
         for key, label in labels.items():
-            rollout[key][:, :-1] = torch.from_numpy(label)
+            rollout[key][:, :-1].copy_(torch.from_numpy(label), non_blocking=True)
 
         returns = np.bincount(episode_id[live], weights=reward[live], minlength=done.size)
         goes_on = live[:, 0]

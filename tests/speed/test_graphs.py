@@ -153,11 +153,11 @@ UPDATES = {
 }
 
 
-def updated(kind, *, graph=True, normalize_obs=True):
-    """An algorithm on the first of two GPUs, so to speak, and what makes its gradients."""
+def updated(kind, *, graph=True, device="cpu"):
+    """An algorithm, the same each time."""
     torch.manual_seed(1)
-    cfg = gw.PolicyCfg(hidden_sizes=(16, 8), normalize_obs=normalize_obs)
-    policy = gw.ActorCritic(OBS, gym.spaces.Discrete(3), cfg, actor_only=kind == "grpo")
+    cfg = gw.PolicyCfg(hidden_sizes=(16, 8), normalize_obs=True)
+    policy = gw.ActorCritic(OBS, gym.spaces.Discrete(3), cfg, actor_only=kind == "grpo").to(device)
     fast = {"optimizer": flat_adam} | ({"gradient": gradient_graph} if graph else {})
     return build(kind, policy=policy, fast=fast, optimizer={"name": "adam"}, learning_rate=1e-3, **UPDATES[kind])
 
@@ -234,3 +234,49 @@ def test_what_cannot_be_captured_is_computed_by_the_method(monkeypatch):
     assert torch.equal(parameters(fast), parameters(reference))
     with pytest.warns(gw.errors.SlowPathWarning, match="rollouts are not replayed .*: waits for the device"):
         equal((collector, buffer), made("ppo", graph=None))
+
+
+class Waiting(TorchCartPole):
+    """CartPole that asks the host at each step."""
+
+    def transition(self, state, action, random):
+        assert float(state.abs().max()) >= 0
+        return super().transition(state, action, random)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_rollouts_are_those_of_the_method(kind):
+    fast, reference = (
+        made(
+            kind, TorchCartPole(12, max_episode_steps=7, device="cuda"), graph=graph, device="cuda", normalize_obs=True
+        )
+        for graph in (RolloutGraph, None)
+    )
+    graph = equal(fast, reference)
+    assert graph.captures == 1
+    assert not graph.failure
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_a_simulator_that_waits_uses_the_method(kind):
+    fast, reference = (
+        made(kind, Waiting(12, device="cuda"), graph=graph, device="cuda") for graph in (RolloutGraph, None)
+    )
+    with pytest.warns(gw.errors.SlowPathWarning, match="rollouts are not replayed"):
+        equal(fast, reference)
+    assert torch.rand(2, device="cuda").isfinite().all()  # generators and streams are as before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_gradients_are_those_of_the_method(kind):
+    fast, reference = (updated(kind, graph=graph, device="cuda") for graph in (True, False))
+    for seed in range(3):
+        rollout = make_rollout(updated(kind).policy, seed).to("cuda")
+        expected, found = reference.update(rollout), fast.update(rollout)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
+        torch.testing.assert_close(parameters(fast), parameters(reference), rtol=1e-3, atol=1e-5)
+    assert not fast.gradient.failed

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from groupwise import config, plugins
 from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.algorithms.memory import ran_out_of_memory
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg
 from groupwise.config.base import GIVEN, OTHER_NAMES, check_programs, explain, meant
 from groupwise.config.load import with_absolute_paths
@@ -333,6 +334,12 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         lines.append(
             f"another process has ended, or gave no answer in ddp_timeout={parts.cfg.ddp_timeout:g} s: its own error says why; "
             "without one, look at the network between the machines"
+        )
+    notes = getattr(error, "__notes__", ())
+    if trainer.doing == "updating" and not notes and isinstance(error, Exception) and ran_out_of_memory(error):
+        lines.append(
+            "smaller micro-batches would not help, as for the optimiser's state; fix: algorithm.optimizer='sgd', or for a "
+            "language model adapters (model.lora) or engine='fsdp'"
         )
     again = (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError)
     lines.insert(1, _how_to_continue(folder, parts, comes_again=again and not lost_rank))

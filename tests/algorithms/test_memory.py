@@ -145,20 +145,18 @@ def test_a_run_that_runs_out_of_memory_goes_on(tmp_path: Path):
 
 
 @pytest.mark.parametrize("error", [GPU, CPU, RuntimeError("broken")])
-def test_an_optimiser_without_room_for_its_state_says_what_to_change(error, monkeypatch, tmp_path):
-    plain = torch.zeros_like
+def test_an_optimiser_without_room_for_its_state_says_what_to_change(error, tmp_path):
+    error = type(error)(*error.args)
 
-    def zeros_like(tensor, **settings):
-        if "optim" in Path(sys._getframe(1).f_code.co_filename).parts:
+    class NoRoom(gw.Callback):
+        def on_training_start(self, trainer):
+            trainer.algorithm.optimizer.step = self.step
+
+        def step(self):
             raise error
-        return plain(tensor, **settings)
 
-    cfg = gw.PPOCfg(num_steps=8, num_epochs=1, optimizer={"name": "adam", "eps": 1e-8})
-    monkeypatch.setattr(torch, "zeros_like", zeros_like)
+    cfg = gw.PPOCfg(num_steps=8, num_epochs=1)
     with pytest.raises(type(error)) as raised:
-        gw.train("CartPole-v1", cfg, num_envs=4, total_steps=32, run_dir=tmp_path / "run", speed="off")
-    notes = getattr(raised.value, "__notes__", [])
-    advised = [
-        note for note in notes if note.startswith("the optimiser's state does not fit; fix: optimizer='sgd', or")
-    ]
-    assert len(advised) == (str(error) != "broken")
+        gw.train("CartPole-v1", cfg, num_envs=2, total_steps=16, run_dir=tmp_path / "run", callbacks=[NoRoom()])
+    (note,) = raised.value.__notes__
+    assert ("fix: algorithm.optimizer='sgd', or for a language model adapters" in note) is ("broken" not in str(error))

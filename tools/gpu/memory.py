@@ -4,8 +4,10 @@ On a GPU the process may allocate a share of what it used before. On a CPU a ten
 """
 
 import logging
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +24,12 @@ from shared import (
     language_config,
     language_model,
     peak_bytes,
+    prompt_texts,
     reset_peak,
     wait,
+    word_tokenizer,
 )
+from text_speed import reward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -197,23 +202,28 @@ def generation(found: dict[str, Any]) -> None:
 
 def optimizer(found: dict[str, Any]) -> None:
     """The state of Adam that does not fit: an error with advice."""
-    algorithm, rollout = text_update(micro_batch_size=NEW + PROMPT, optimizer={"name": "sgd"})
-    memory = Memory()
-    with memory.measured():
-        algorithm.update(rollout.clone())
-    algorithm, rollout = text_update(micro_batch_size=NEW + PROMPT)
-    inside = algorithm.optimizer.step
+    size, memory = language_config().vocab_size, Memory()
+    sampling, tokenizer = SamplingCfg(max_new_tokens=8), word_tokenizer(size)
+    policy = CausalLM(language_model(), sampling, eos_ids=(), tokenizer=tokenizer)
 
-    def limited_step(*args: Any, **options: Any) -> Any:
-        with memory.limited(1.0 if CUDA else SCARCE / 2):
-            if CUDA:  # gradients are there: next to nothing is left for the state
-                total = torch.cuda.get_device_properties(0).total_memory
-                torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**27) / total)
-            return inside(*args, **options)
+    class Scarce(gw.Callback):
+        def on_training_start(self, trainer: Any) -> None:
+            self.inside = trainer.algorithm.optimizer.step
+            trainer.algorithm.optimizer.step = self.step
 
-    algorithm.optimizer.step = limited_step  # type: ignore[method-assign]
+        def step(self, *args: Any, **options: Any) -> Any:
+            with memory.limited(SCARCE / 2):
+                if CUDA:  # gradients are there: next to nothing is left for the state
+                    total = torch.cuda.get_device_properties(0).total_memory
+                    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**27) / total)
+                return self.inside(*args, **options)
+
+    task = gw.TextTask([{"prompt": text} for text in prompt_texts(8, PROMPT, size)], reward=reward, chat="never")
+    settings = {"policy": policy, "num_prompts": 2, "device": DEVICE, "total_iterations": 2, "callbacks": [Scarce()]}
+    settings |= {"evaluation": {"interval": 10**12}, "logging": {"progress": "none"}}
     try:
-        algorithm.update(rollout.clone())
+        with tempfile.TemporaryDirectory() as folder:
+            gw.train(task, gw.GRPOCfg(group_size=GROUP, **LEARNING), run_dir=Path(folder, "run"), **settings)
         found["trained"] = True
     except (torch.OutOfMemoryError, MemoryError) as error:
         found["error_says"] = advice(error)

@@ -1,9 +1,7 @@
 """Smaller micro-batches when memory runs out; they change no gradient."""
 
 import logging
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -21,15 +19,6 @@ Batch = dict[str, Nested]
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether the error is that memory ran out: on a GPU, in Python, or torch's on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def advise(error: BaseException) -> None:
-    """Note what to change if memory ran out in an optimiser, whose state cannot be made in parts."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if ran_out_of_memory(error) and any("optim" in Path(frame.filename).parts for frame in frames):
-        error.add_note(
-            "the optimiser's state does not fit; fix: optimizer='sgd', or for a language model adapters (model.lora) or engine='fsdp'"
-        )
 
 
 class MicroBatches:

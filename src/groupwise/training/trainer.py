@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.algorithms.memory import advise
 from groupwise.collectors.vector import Collector, pool_metrics
 from groupwise.config.run import Budget
 from groupwise.data.rollout import RolloutBuffer, TensorDict
@@ -229,7 +228,6 @@ class Trainer:
                 callback.on_training_end(self)
         except BaseException as error:
             self._end_with(error)
-            advise(error)
             suspect = isinstance(error, DataError | DivergedError) or self.doing == "updating"
             for callback in () if suspect else self.callbacks:  # otherwise the last iteration is complete and sound
                 callback.on_interrupt(self)

@@ -180,7 +180,9 @@ class Units(Steps):
         return super().shuffle(decisions, num_minibatches, most, generator)
 
     def finish(self, scores: Scores, mask: Tensor) -> Scores:
-        """Scores with 0 at units that count for nothing, and values for each unit."""
+        """Scores with 0 at units that count for nothing; the value of a decision is that of each unit."""
+        if scores.value is not None:
+            scores = scores._replace(value=scores.value.unsqueeze(-1).expand_as(mask))
         return scores.masked(~mask)
 
     def per_decision(self, score: Float[Tensor, "row step *unit"]) -> Float[Tensor, "row step"]:

@@ -48,14 +48,11 @@ class Evaluation(NamedTuple):
     """[..., P] flat parameters of the action distribution; ``Policy.kl`` understands them."""
 
     def masked(self, padding: Tensor) -> "Evaluation":
-        """The same with 0 where there is ``padding``, a mask of the batch's shape."""
-
-        def fill(scores: Tensor) -> Tensor:
-            if scores.dim() < padding.dim():  # one value for all units of a decision
-                scores = scores.unsqueeze(-1).expand_as(padding)
-            return scores.masked_fill(padding if scores.dim() == padding.dim() else padding.unsqueeze(-1), 0.0)
-
-        return Evaluation._make(None if scores is None else fill(scores) for scores in self)
+        """The same with 0 where there is ``padding``, a mask shaped like ``log_prob``."""
+        log_prob, entropy = self.log_prob.masked_fill(padding, 0.0), self.entropy.masked_fill(padding, 0.0)
+        value = None if self.value is None else self.value.masked_fill(padding, 0.0)
+        dist = None if self.dist is None else self.dist.masked_fill(padding.unsqueeze(-1), 0.0)
+        return Evaluation(log_prob, entropy, value, dist)
 
 
 class Policy(nn.Module, ABC):

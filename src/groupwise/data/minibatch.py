@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from groupwise.data.rollout import Nested, TensorDict
 
@@ -221,14 +222,12 @@ def shuffle_items(
     count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of the data that the others train on
     chance = torch.randperm(count, generator=generator, device=generator.device).to(item.device)
     rank, order = chance[item].sort(stable=True)
-    last = torch.ones_like(rank, dtype=torch.bool)
-    last[:-1] = rank[1:] != rank[:-1]
-    ends = [0, *(last.nonzero()[:, 0] + 1).tolist()]
-    totals = [0, *size[order].cumsum(0)[last].tolist()]
+    ends = [0, *torch.unique_consecutive(rank, return_counts=True)[1].cumsum(0).tolist()]
+    totals = pad(size[order].cumsum(0), (1, 0))[ends].tolist()
     cuts = [0]
     for k in range(1, num_minibatches):  # as even as whole items allow
         target = totals[-1] * k / num_minibatches
-        right = min(bisect_left(totals, target), len(totals) - 1)
+        right = bisect_left(totals, target)
         left = max(right - 1, 0)
         cuts.append(left if target - totals[left] < totals[right] - target else right)
     minibatches = []
@@ -281,15 +280,12 @@ def shuffle_rows(sizes: RowSizes, num_minibatches: int, most: int | None, genera
         most: tokens in a slice (see ``pack``). None: one slice a minibatch.
     """
     number = torch.arange(len(sizes.group), device=sizes.group.device)
-    shuffled = shuffle_items(number, sizes.counted, num_minibatches, None, generator)
-    orders, minibatches, done = [], [], 0
-    for whole in shuffled.minibatches:
-        rows = shuffled.order[whole[0]] if whole else shuffled.order[:0]
-        order, slices = pack(sizes, rows, most)
-        orders.append(order)
-        minibatches.append([slice(s.start + done, s.stop + done) for s in slices])
-        done += len(order)
-    return Epoch(torch.cat(orders), minibatches)
+    epoch = shuffle_items(number, sizes.counted, num_minibatches, None, generator)
+    for minibatch in epoch.minibatches:
+        for whole in minibatch[:]:  # one or none
+            epoch.order[whole], slices = pack(sizes, epoch.order[whole], most)
+            minibatch[:] = [slice(whole.start + s.start, whole.start + s.stop) for s in slices]
+    return epoch
 
 
 def pack(sizes: RowSizes, rows: Int[Tensor, " chosen"], most: int | None) -> tuple[Int[Tensor, " chosen"], list[slice]]:
@@ -298,8 +294,7 @@ def pack(sizes: RowSizes, rows: Int[Tensor, " chosen"], most: int | None) -> tup
     A slice holds at most ``most`` tokens, padding included, or a single row. The heads of its groups count once each, as
     wide as the widest; the tails of its rows as wide as the widest.
     """
-    columns = (rows, *(column[rows] for column in (sizes.group, sizes.head, sizes.tail)))
-    packed: list[tuple[int, int, int, int]] = torch.stack(columns, dim=1).tolist()
+    packed = torch.stack([rows, *(column[rows] for column in sizes[:3])], dim=1).tolist()
     longest: dict[int, int] = {}
     for _, group, head, tail in packed:
         longest[group] = max(longest.get(group, 0), head + tail)

@@ -451,7 +451,7 @@ class RewardSet:
         self._metrics[name].append(float(value))
 
     def _finish(self, name: str, result: Any, completions: Sequence[Completion]) -> list[Score]:
-        """The scores of a function. Failed ones are logged; those that are not finite are handled as ``on_nonfinite`` says."""
+        """The scores of a function. Failed ones are logged, those that are not finite replaced."""
         with _blaming(name, completions):
             result = result.result() if isinstance(result, Future) else result
         scores = numbers(name, result, len(completions))
@@ -459,15 +459,19 @@ class RewardSet:
             log.warning("reward %r failed for %d of %d completions: %s", name, len(failures), len(scores), failures[0])
         bad = [place for place, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST]
         if bad:
-            what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
-            if self.on_nonfinite == "stop":
-                raise RewardError(
-                    f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
-                )
-            log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
-            for place in bad:
-                scores[place] = 0.0 if self.on_nonfinite == "zero" else None
+            self._replace_nonfinite(name, scores, bad)
         return scores
+
+    def _replace_nonfinite(self, name: str, scores: list[Score], bad: Sequence[int]) -> None:
+        """Replace the scores at these places, as ``on_nonfinite`` says."""
+        what = f"reward {name!r} is {scores[bad[0]]} for completion {bad[0]} of {len(scores)}"
+        if self.on_nonfinite == "stop":
+            raise RewardError(
+                f"{what}; fix: a finite number, or None for what it cannot score; or algorithm.on_nonfinite='drop'"
+            )
+        log.warning("%s (%d in all); on_nonfinite=%r", what, len(bad), self.on_nonfinite)
+        for place in bad:
+            scores[place] = 0.0 if self.on_nonfinite == "zero" else None
 
     def take_logged(self) -> dict[str, float]:
         """Means of the values that functions logged with ``log_metric(name, value)`` since the last call."""

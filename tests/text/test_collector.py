@@ -258,6 +258,6 @@ def test_repeated_ngrams_and_pass_at_k_by_hand():
     assert repeated_ngrams([1, 1, 1, 1, 1]) == 0.5  # 2 n-grams, the same
     assert repeated_ngrams([1, 2, 1, 2, 1], n=2) == 0.5  # 12 21 12 21
     # of 4 completions 1 is right: one of 1 drawn 1/4, of 2 drawn 1 - 3/6, of 4 surely
-    assert [pass_at_k(4, 1, k) for k in (1, 2, 4)] == [0.25, 0.5, 1]
-    assert pass_at_k(5, 0, 5) == 0
-    assert pass_at_k(5, 3, 3) == 1
+    assert [pass_at_k([0.0, 1.0, 0.0, 0.9], 1.0, k) for k in (1, 2, 4)] == [0.25, 0.5, 1]
+    assert pass_at_k([0.0] * 5, 1.0, 5) == 0
+    assert pass_at_k([0.5, 0.0, 0.6, 0.0, 0.7], 0.5, 3) == 1

@@ -92,7 +92,7 @@ class RolloutBuffer:
     """``start_rollout`` allocates a rollout, ``add`` checks a collected one.
 
     Args:
-        num_rows: N, the environments.
+        num_rows: N, the environments. 0: each rollout has a number of its own.
         num_steps: T, transitions per row; after a longer rollout, new ones are as long.
         state_size: S of a recurrent policy (adds ``state``, its state before each observation).
         num_units: K of a policy scored by ``token``, whose ``sample_log_prob`` is ``[N, T+1, K]``; None for other policies.
@@ -160,8 +160,8 @@ class RolloutBuffer:
             DataError: a missing key, a wrong shape or dtype, or a non-finite number in a valid slot (names row and step),
                 unless ``on_nonfinite`` says otherwise.
         """
-        if rollout.batch_dims != 2 or rollout.shape[0] != self.num_rows or rollout.shape[1] < 2:
-            raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows}, steps + 1]")
+        if rollout.batch_dims != 2 or len(rollout) != (self.num_rows or len(rollout)) or rollout.shape[1] < 2:
+            raise DataError(f"rollout has batch {list(rollout.shape)}, expected [{self.num_rows or 'rows'}, steps + 1]")
         leaves = dict(rollout.items(include_nested=True, leaves_only=True))
         for key, wanted in self._empty.items(include_nested=True, leaves_only=True):
             tensor = leaves.get(key)

@@ -20,7 +20,7 @@ from groupwise.text.collector import (
     Dialogue,
     Transcript,
     conversation_of,
-    pass_rate,
+    pass_at_k,
     rewards_of_groups,
     score,
     successes,
@@ -60,7 +60,7 @@ class TextEvaluation(EvaluationResult):
 
     def pass_at(self, k: int) -> tuple[float, float, float]:
         """pass@k averaged over prompts, and its 95 % interval (Wilson's, over prompts)."""
-        mean = fmean(pass_rate(rewards, self.success_threshold, k) for rewards in self.rewards)
+        mean = fmean(pass_at_k(rewards, self.success_threshold, k) for rewards in self.rewards)
         return (mean, *wilson_95(mean, self.episodes))
 
     def line(self) -> str:

@@ -11,7 +11,6 @@ from run_folders import write_run
 from starlette.testclient import TestClient
 
 from groupwise import cli
-from groupwise.report.curve import smoothed
 from groupwise.report.folder import LOCK, RunFolder
 from groupwise.report.page import progress
 from groupwise.report.view import Viewer, find_runs, matching
@@ -142,7 +141,7 @@ def figures(page):
     return [re.findall(r"<text[^>]*>([^<]+)</text>", one) for one in re.findall("<svg.*?</svg>", page, re.DOTALL)]
 
 
-def test_every_metric_can_be_chosen_and_smoothed(root):
+def test_every_metric_can_be_chosen(root):
     visitor = client(root)
 
     def listed(**query):
@@ -157,19 +156,6 @@ def test_every_metric_can_be_chosen_and_smoothed(root):
     assert len(figures(listed(metric="eval/"))) == 6  # three metrics of two tasks
     assert len(figures(listed(metric="eval/return_mean seconds"))) == 4
     assert "No metric has such a name." in listed(metric="nothing")
-    plain, smooth = (listed(metric="rollout/", run="first", **more) for more in ({}, {"smooth": "0.5"}))
-    [raw] = re.findall(r'<polyline points="([^"]+)"', plain)
-    faint, line = re.findall(r'<polyline points="([^"]+)"', smooth)
-    assert faint == raw != line
-    assert smooth.count('opacity="0.3"') == 1
-    for wrong in ("nan", "inf", "x", "-1", "1e9"):
-        assert visitor.get("/secret/", params={"smooth": wrong}).status_code == 200
-
-
-def test_smoothing_is_a_moving_average_whose_first_values_are_not_drawn_to_zero():
-    """With weights 1/2 and 1 of two values: (0 / 2 + 3) / 1.5 = 2; then (0 / 4 + 3 / 2 + 6) / 1.75."""
-    assert smoothed([(1, 0.0), (2, 3.0), (3, math.nan), (4, 6.0)], 0.5) == [(1, 0.0), (2, 2.0), (4, 7.5 / 1.75)]
-    assert smoothed([(1, 5.0), (2, 7.0)], 0.0) == [(1, 5.0), (2, 7.0)]
 
 
 def test_runs_are_filtered_by_parts_of_their_names(root):

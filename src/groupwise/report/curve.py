@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -70,25 +69,14 @@ def curve_svg(metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, yla
 
 
 def overlay(
-    curves: Mapping[str, tuple[Points, Points, Points]],
-    title: str,
-    xlabel: str = "",
-    ylabel: str = "",
-    raw: Mapping[str, Points] = MappingProxyType({}),
+    curves: Mapping[str, tuple[Points, Points, Points]], title: str, xlabel: str = "", ylabel: str = ""
 ) -> Markup:
-    """Several curves against steps. Each is a line, dots, and the outline of a band around it.
-
-    Args:
-        raw: for smoothed curves what they were before, as faint lines.
-    """
-    shown = [*(part for curve in curves.values() for part in curve), *raw.values()]
-    axes = Axes([point for part in shown for point in part], xlabel, ylabel)
+    """Several curves against steps. Each is a line, dots, and the outline of a band around it."""
+    axes = Axes([point for curve in curves.values() for part in curve for point in part], xlabel, ylabel)
     legend = []
     for number, (name, (line, dots, band)) in enumerate(curves.items()):
         color, dash = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
         axes.parts.append(f'<polygon points="{axes.places(band)}" fill="{color}" opacity="0.18"/>')
-        if name in raw:
-            axes.line(raw[name], color, 1, opacity=0.3)
         axes.line(line, color, dash=dash)
         axes.dots(dots, color)
         legend.append(Markup('<span style="color: {}">&#9632;</span> {} ').format(color, name))
@@ -134,11 +122,11 @@ class Axes:
         """Places of those points that are finite."""
         return " ".join(f"{self.x(step)},{self.y(score)}" for step, score in points if isfinite(score))
 
-    def line(self, points: Points, color: str, width: float = 1.6, dash: str = "none", opacity: float = 1) -> None:
+    def line(self, points: Points, color: str, width: float = 1.6, dash: str = "none") -> None:
         """Draw a line; of one point, which would be invisible, a dot."""
         if len(points) == 1:
             self.dots(points, color)
-        look = f'fill="none" stroke="{color}" stroke-width="{width}" stroke-dasharray="{dash}" opacity="{opacity}"'
+        look = f'fill="none" stroke="{color}" stroke-width="{width}" stroke-dasharray="{dash}"'
         self.parts.append(f'<polyline points="{self.places(points)}" {look}/>')
 
     def dots(self, points: Points, color: str) -> None:
@@ -174,16 +162,6 @@ def short(value: float, digits: int = 4) -> str:
 def points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
     """Environment steps and values of a metric."""
     return [(entry.get("env_steps", 0), float(entry[key])) for entry in metrics if key in entry]
-
-
-def smoothed(points: Points, weight: float) -> list[tuple[float, float]]:
-    """Exponential moving average: each value weighs ``weight`` times as much as the next one. Infinite ones are left out."""
-    found, total, mass = [], 0.0, 0.0
-    for step, value in points:
-        if isfinite(value):
-            total, mass = weight * total + value, weight * mass + 1
-            found.append((step, total / mass))
-    return found
 
 
 # Small pictures for rows of a table

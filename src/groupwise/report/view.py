@@ -2,11 +2,9 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from importlib.resources import files as resources
-from math import isfinite
 from pathlib import Path
 from secrets import compare_digest
 from threading import Lock
@@ -23,7 +21,7 @@ from starlette.routing import Route
 
 from groupwise.config.run import BUDGETS
 from groupwise.errors import RunFolderError
-from groupwise.report.curve import overlay, points, smoothed
+from groupwise.report.curve import overlay, points
 from groupwise.report.folder import RunFolder, explained
 from groupwise.report.page import Live, progress, render, style, subject, templates, words_of
 from groupwise.system import printable
@@ -41,7 +39,6 @@ HEADERS = {
 MAX_FIGURES = 24
 MAX_POINTS = 500
 """Points of a line."""
-MAX_WEIGHT = 0.99
 TRAINING, EVALUATION = "rollout/return_mean", "eval/return_mean"
 
 
@@ -194,22 +191,15 @@ class Viewer:
         chosen = set(chosen or list(runs)[:MAX_CURVES])
         versions = {name: version_of(path) for name, path in runs.items()}
         rows = [read_row(name, path, versions[name]) for name, path in runs.items()]
-        entries = {
-            row: read_entries(runs[row.name], versions[row.name])
-            for row in rows
-            if row.name in chosen and not row.problem
-        }
+        entries = {r: read_entries(runs[r.name], versions[r.name]) for r in rows if r.name in chosen and not r.problem}
         names = {name for some in entries.values() for entry in some for name in entry} - {"iteration", "env_steps"}
         metric = query.get("metric", "")
         wanted = matching(sorted(names), metric) if metric.split() else [""]
-        figures = [
-            (name, task) for name in wanted for task in dict.fromkeys((row.subject, row.unit) for row in entries)
-        ]
-        weight = _weight(query.get("smooth", ""))
+        figures = [(name, task) for name in wanted for task in dict.fromkeys((r.subject, r.unit) for r in entries)]
         curves = [
             curve
             for name, task in figures[:MAX_FIGURES]
-            if (curve := _figure({r: some for r, some in entries.items() if (r.subject, r.unit) == task}, name, weight))
+            if (curve := _figure({r: some for r, some in entries.items() if (r.subject, r.unit) == task}, name))
         ]
         page = templates(__package__).get_template("list.html")
         shown = {
@@ -219,32 +209,19 @@ class Viewer:
             "names": sorted(names),
             "omitted": figures[MAX_FIGURES:],
         }
-        asked = {"metric": metric, "match": query.get("match", ""), "weight": weight}
+        asked = {"metric": metric, "match": query.get("match", "")}
         return page.render(**shown, **asked, live=live, style=style(), home=self._home, root=self.root)
 
 
-def _weight(text: str) -> float:
-    """The weight of smoothing that is asked for."""
-    with suppress(ValueError):
-        return min(max(float(text), 0.0), MAX_WEIGHT) if isfinite(float(text)) else 0.0
-    return 0.0
-
-
-def _figure(runs: Mapping[Row, Sequence[Mapping[str, Any]]], metric: str, weight: float) -> str:
+def _figure(runs: Mapping[Row, Sequence[Mapping[str, Any]]], metric: str) -> str:
     """Curves of a metric, or of the scores (""), of runs of one task; empty if none has it."""
-    raw = {row.name: points(entries, metric or TRAINING) for row, entries in runs.items()}
-    dots = {row.name: points(entries, metric or EVALUATION) for row, entries in runs.items()}
-    is_evaluation = not metric or metric.startswith("eval/")
-    curves = {
-        name: (_thin(smoothed(line, weight)), _thin(dots[name]) if is_evaluation else (), ())
-        for name, line in raw.items()
-        if line or (is_evaluation and dots[name])
-    }
-    if not curves:
-        return ""
+    curves, is_evaluation = {}, not metric or metric.startswith("eval/")
+    for row, entries in runs.items():
+        line, dots = points(entries, metric or TRAINING), points(entries, metric or EVALUATION) if is_evaluation else []
+        if line or dots:
+            curves[row.name] = _thin(line), _thin(dots), ()
     row = next(iter(runs))
-    before = {name: _thin(raw[name]) for name in curves} if weight else {}
-    return overlay(curves, row.subject, row.unit, metric or row.score, before)
+    return overlay(curves, row.subject, row.unit, metric or row.score) if curves else ""
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:

@@ -180,7 +180,7 @@ MISTAKES = {
     "18 typo": (lambda run, train: run.metric(), "'metric'", "did you mean", "'metrics'"),
     "19": (lambda run, train: gw.evaluate(run, n_eval_episodes=9), "'n_eval_episodes'", "fix: env, ", "mean episodes"),
     "20": (lambda run, train: gw.evaluate(run, episodes="10"), "'10'", "expected a whole number", "fix: episodes=1"),
-    "21": (lambda run, train: train(Plain, run_dir=run.path), "run0' is taken", "give another one", "groupwise resume"),
+    "21": (lambda run, train: train(Plain, run_dir=run.path), "run0' is taken", "another one", "groupwise resume"),
     "22": (
         lambda run, train: run.policy.predict(np.zeros(5, np.float32)),
         r"has shape \[5\]", r"expected \[3\] for one observation", r"or \[B, 3\] for a batch",

@@ -211,9 +211,7 @@ def _played(opened: Callable[[], VectorEnv]) -> Finding[str]:
     if success:
         return Finding(success)
     where = "at the end of an episode" if ended else f"in {_EPISODE_S:g} s, in which no episode ended"
-    reason = (
-        f"no flag {where}: success metrics will be missing; report info['success'] at the last step of each episode "
-    )
+    reason = f"no flag {where}: success metrics will be missing; report info['success'] at the last step "
     return Finding(None, f"{reason}(of a TorchGroupEnv: write its method success)")
 
 

@@ -223,10 +223,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
             noted["after"] = f"{budget.name}={budget.total}"
             folder.rewrite_config(settings, *([noted] if trainer.iteration else []))
         if log.isEnabledFor(logging.WARNING):  # not with --quiet
-            show(
-                f"resuming from {budget.unit.removesuffix('s')} {trainer.done:,} of {budget.total:,}{where}",
-                to="stderr",
-            )
+            show(f"resuming from {budget.unit[:-1]} {trainer.done:,} of {budget.total:,}{where}", to="stderr")
 
 
 def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder: RunFolder) -> None:
@@ -736,9 +733,7 @@ def play(
         raise ConfigError(f"{path} is a run on {cfg.subject}, which has no pictures; fix: groupwise sample or eval")
     video, program = None if output is None else Path(output), files.find_program("ffmpeg")
     if video and (video.suffix not in (".mp4", ".gif", ".webp") or not video.parent.is_dir()):
-        raise ConfigError(
-            f"--output {output}: expected a name ending with .mp4, .gif or .webp, in a folder that exists"
-        )
+        raise ConfigError(f"--output {output}: expected a name ending with .mp4, .gif or .webp, in an existing folder")
     if video and video.suffix == ".mp4" and not program:
         raise ConfigError(f"--output {output}: ffmpeg is not on the PATH; fix: install it, or a name ending with .gif")
     reel = None if video is None else Reel(video.absolute(), episodes)  # an environment may change the working folder
@@ -799,9 +794,7 @@ def sample(
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
     if (prompt is None) != (cfg.task.env is not None):
         fix = "its first observation is the prompt; fix: leave it out" if prompt is not None else "fix: give one"
-        raise ConfigError(
-            f"the run has {'no' if prompt is None else 'an'} environment, and {prompt!r:.80} as prompt; {fix}"
-        )
+        raise ConfigError(f"the run has {'no' if prompt is None else 'an'} environment, got {prompt!r:.80}; {fix}")
     from groupwise.text.build import build_algorithm
     from groupwise.text.evaluation import fresh_envs, is_single, play_episodes, read_prompts, write_texts
     from groupwise.text.policy import CausalLM
@@ -827,9 +820,7 @@ def _refuse_for_live(run: Run, checkpoint: str, objects: Mapping[str, Any]) -> N
     UserObjects.again(objects)
     named = ["checkpoint"] if checkpoint != "latest" else []
     if named := named + [key for key, value in objects.items() if value is not None]:
-        raise ConfigError(
-            f"{', '.join(named)}: only for a run's folder; fix: give {str(run.path)!r} instead of the Run"
-        )
+        raise ConfigError(f"{', '.join(named)}: only for a run's folder; fix: give {str(run.path)!r}, not the Run")
 
 
 def build(cfg: CommonCfg, given: UserObjects, engine: Engine, *, restored: bool = False) -> Components:

@@ -285,9 +285,7 @@ class VLLMServer:
                     raise LostWeightsError(f"{self.url} has no adapter {ADAPTER!r}") from None
                 raise
             if list(reply["prompt_token_ids"]) != list(request.prompt):
-                raise ServerError(
-                    f"{self.url} read another prompt than it was sent; fix: serve the model that is trained"
-                )
+                raise ServerError(f"{self.url} read another prompt than it was sent; fix: serve the trained model")
             choices = sorted(reply["choices"], key=lambda choice: choice["index"])
             answers = [self._answer(choice, request) for choice in choices]
         if len(answers) != request.size:
@@ -333,9 +331,7 @@ class VLLMServer:
                 call("/update_weight_version", {"new_version": version})
                 # prompts, and requests that are held back, are computed again by the new weights
                 if not call(f"/reset_prefix_cache{'?reset_running_requests=true' if in_flight else ''}", {})["success"]:
-                    raise ServerError(
-                        f"{self.url} keeps cached prompts of the old weights; fix: no other requests on it"
-                    )
+                    raise ServerError(f"{self.url} keeps cached prompts of old weights; fix: no other requests on it")
                 call("/resume", {})
                 if self._client.failures == failures:
                     return

@@ -94,7 +94,7 @@ def test_scores_above_a_baseline_from_elsewhere_by_hand():
     assert above(score, baseline, member, scale="none").tolist() == [3.0, 0.0, -2.0, 0.0]
     out = above(score, baseline, member, scale="batch_std", eps=0.0)
     torch.testing.assert_close(out, torch.tensor([3.0, 0.0, -2.0, 0.0]) / 3**0.5)
-    with pytest.raises(ConfigError, match=r"cannot divide by credit\.scale = 'std'; fix: one of none, "):
+    with pytest.raises(ConfigError, match=r"takes no credit\.scale='std'; fix: none, "):
         above(score, baseline, member, scale="std")
     score = torch.tensor([4.0, 0.0, 0.0, 5.0])
     out = above(score, torch.tensor(1.0), member, scale="nonzero_share")
@@ -218,9 +218,9 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"group_key": "group_step"}, "got returns='outcome', fix: returns='return_to_go'"),
-        ({"returns": "turn"}, "got group_key='group', fix: group_key='group_step'"),
-        ({"group_key": "group_step", "returns": "process"}, "got returns='process', fix: returns='return_to_go'"),
+        ({"group_key": "group_step"}, "excludes returns='outcome'; fix: returns='return_to_go'"),
+        ({"returns": "turn"}, "compares the same turns; fix: group_key='group_step'"),
+        ({"group_key": "group_step", "returns": "process"}, "excludes returns='process'; fix: returns='return_to_go'"),
         ({"reward": {"weights": (1.0,)}}, "reward: unknown key 'weights'"),
         ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', fix: kl_placement='loss'"),
         ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', fix"),

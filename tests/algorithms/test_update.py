@@ -224,7 +224,7 @@ def test_errors():
 def test_flat_transitions_are_refused(kind):
     algorithm = build(kind)
     flat = transition_view(make_rollout(algorithm.policy)).reshape(-1)
-    with pytest.raises(DataError, match=r"batch \[96\], expected \[N, T\+1\]; fix: .* without flatten=True"):
+    with pytest.raises(DataError, match=r"is \[96\]; expected \[N, T\+1\]; fix: no flatten=True"):
         algorithm.update(flat)
 
 

@@ -45,7 +45,7 @@ def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
         ("", "expected an environment id or a file of settings first, then options; fix: groupwise config CartPole-v1"),
         ("--env CartPole-v1", "first, then options; fix: groupwise config CartPole-v1 --seed 3"),
         ("--seed 3 CartPole-v1", "first, then options; fix: groupwise config CartPole-v1 --seed 3"),
-        ("CartPole-v1 ppo --seed 3", "'ppo' belongs to no option; fix: name its option, as in --algorithm ppo"),
+        ("CartPole-v1 ppo --seed 3", "'ppo' belongs to no option; fix: name one, as in --algorithm ppo"),
         ("ppo CartPole-v1", "'CartPole-v1' belongs to no option"),
     ],
 )

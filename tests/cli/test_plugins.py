@@ -91,7 +91,7 @@ def test_a_policy_of_a_plugin_is_chosen_by_name_and_every_command_finds_it_again
 @pytest.mark.parametrize("kind", ["policy", "credit rule"])
 def test_a_decorator_without_a_name_is_refused(kind):
     fix = re.escape(f"fix: @register_{kind.split()[0]}('my_name')")
-    with pytest.raises(ConfigError, match=f"the name of a {kind} is .*ActorCritic.*, expected a string; {fix}"):
+    with pytest.raises(ConfigError, match=f"the name of a {kind} is .*ActorCritic.*, no text; {fix}"):
         require_name(kind, gw.ActorCritic)  # as in @register_policy without brackets
 
 

@@ -57,7 +57,7 @@ def test_steps_that_differ_much_and_methods_of_few_runs_are_noted():
     longer = records("E", "b", (1.0, 2.0), env_steps=(100, 200, 330))
     assert any("took 300 to 330 steps" in note for note in compare_records(A + longer).notes)
     found = compare_records([*A, *B, *records("E", "many", range(5))])
-    assert found.notes == ("E: fewer than 5 runs of a, b, too few for a reliable interval; fix: more seeds",)
+    assert found.notes == ("E: fewer than 5 runs of a, b, too few for intervals; fix: more seeds",)
     assert compare_records([*records("E", "a", range(5)), *records("E", "b", range(6))]).notes == ()
 
 

@@ -115,7 +115,7 @@ BROKEN = [
     ('{\n  "env": {,\n', r"broken JSON: .* line 2 column 11"),
     (b"\xff\xfe", "broken JSON: 'utf-8' codec"),
     ("[1]", "expected a JSON object, found list"),
-    ({"seed": 1}, "no environment and no task; fix"),
+    ({"seed": 1}, "no environment or task; fix"),
     ({"env": {"id": "CartPole-v1"}, "task": {}}, "leave out env or task"),
     ({"task": {}, "model": {"lora": {"rank": 3}}}, r"model\.lora: unknown key 'rank'; did you mean 'r'\?"),
     ({"task": {}, "algorithm": {"collection": {"horizon": 9}}}, r"algorithm\.collection\.horizon=9 has no effect"),
@@ -123,7 +123,7 @@ BROKEN = [
     ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"unknown key 'seeed'; did you mean 'seed'\?"),
     (
         {"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo", "gae_lambda": 0.9}},
-        "settings of algorithm 'ppo' do not fit algorithm 'grpo'",
+        "settings of algorithm 'ppo' do not fit 'grpo'",
     ),
     ('{"env": {"id": "CartPole-v1"}, "seed": 1, "seed": 2}', "'seed'"),
     ('{"env": {"id": "CartPole-v1"}, "policy": {"name": "mlp", "name": "cnn"}}', "'name'"),

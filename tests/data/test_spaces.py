@@ -106,7 +106,7 @@ def test_unsupported_says_what_to_do(space):
 
 
 def test_a_box_without_numbers_is_refused():
-    with pytest.raises(UnsupportedSpaceError, match=r"has no numbers; fix: leave it out"):
+    with pytest.raises(UnsupportedSpaceError, match="is empty; fix: leave it out"):
         obs_spec(spaces.Dict({"a": BOX, "b": spaces.Box(-1, 1, (2, 0))}))
 
 
@@ -161,7 +161,7 @@ TRUTHS = spaces.Box(0, 1, (2,), np.bool_)
         (
             spaces.Box(0, 2**64 - 1, (1,), np.uint64),
             np.array([2**63], np.uint64),
-            "holds 9223372036854775808, and torch has",
+            "holds 9223372036854775808, more than torch's",
         ),
         (spaces.Discrete(5), 2.7, "has dtype float64, expected int64"),
         (spaces.Discrete(5, start=2), 7, "holds 7, expected 2 to 6"),

@@ -97,8 +97,8 @@ def test_the_first_actions_alone_are_executed_if_the_horizon_is_shorter():
         ({"num_action_steps": 4}, ConfigError, "num_action_steps"),
         ({"num_action_steps": 2, "action_chunk": 1}, ConfigError, "num_action_steps=2.*action_chunk=1"),
         ({"n_action_steps": 2}, ConfigError, "num_action_steps"),  # LeRobot's name
-        ({}, EnvError, r"action_chunk=3 needs actions in a Box.*Discrete"),
-        ({"vectorization": "torch"}, EnvError, "does not support action_chunk = 3"),
+        ({}, EnvError, r"action_chunk=3 needs Box actions.*Discrete"),
+        ({"vectorization": "torch"}, EnvError, "without action_chunk = 3"),
     ],
 )
 def test_chunks_that_cannot_be_executed_are_refused(settings, error, named):

@@ -135,7 +135,7 @@ def test_mistakes_are_named(env, expert, settings, error, named, tmp_path):
 def test_a_folder_that_is_taken_is_refused_and_left_as_it_is(tmp_path):
     kept = record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "x").path
     before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
-    with pytest.raises(gw.errors.ConfigError, match=r"folder of demonstrations '.*x' is taken"):
+    with pytest.raises(gw.errors.ConfigError, match=r"the folder '.*x' is taken"):
         record_demos("ToyReaching-v0", straight, episodes=2, out=kept)
     assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
     (tmp_path / "file").write_text("")

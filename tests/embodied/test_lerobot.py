@@ -232,7 +232,7 @@ def test_files_of_a_stranger_are_no_links_and_no_pipes(tmp_path, name):
     folder = write(tmp_path / "demos", DEMOS)
     (folder / name).rename(tmp_path / "mine")
     (folder / name).symlink_to(tmp_path / "mine")
-    with pytest.raises(DataError, match=f"{name} is a link that leads out of the demonstrations; fix: "):
+    with pytest.raises(DataError, match=f"{name} is a link out of the demonstrations; fix: "):
         read_demos(folder, EVERYTHING)
     if name != "data":
         (folder / name).unlink()

@@ -294,8 +294,8 @@ def test_there_is_an_instruction_for_each_of_the_50_tasks():
         ({"tasks": ["push-v2"]}, "unknown task of Meta-World 'push-v2': did you mean 'push-v3'"),
         ({"obs": "pixels"}, "obs is 'pixels', expected one of"),
         ({"reward": "sparse"}, "reward is 'sparse', expected one of"),
-        ({"views": ["corner9"]}, r"views is \['corner9'\], expected some of topview, corner,"),
-        ({"views": []}, r"views is \[\]"),
+        ({"views": ["corner9"]}, r"views=\['corner9'\], expected some of topview, corner,"),
+        ({"views": []}, r"views=\[\]"),
         ({"pixels": 0}, "pixels is 0, expected at least 1"),
     ],
 )

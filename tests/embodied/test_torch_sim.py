@@ -178,7 +178,7 @@ def test_a_step_copies_nothing_to_the_host(double):
 @pytest.mark.parametrize(
     ("env", "lost"),
     [
-        (LearningEnv, ["loses final observations: truncated episodes are valued by the observation before"]),
+        (LearningEnv, ["loses final observations: truncated episodes are valued by the one before"]),
         (EmbodiChainEnv, ["loses final observations"]),
         (IsaacLabEnv, ["loses final observations", "sees 'critic', too, unless policy.actor_keys leaves it out"]),
         (partial(IsaacLabEnv, is_finite_horizon=True), ["flags no time_outs: every end counts", "sees 'critic'"]),
@@ -325,11 +325,11 @@ class SixValues(RslRlEnv):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: ManiSkillEnv(4, auto_reset=False), "does not reset rows in the step in which they end"),
-        (lambda: NextStep(4), "does not reset rows in the step in which they end"),
+        (lambda: ManiSkillEnv(4, auto_reset=False), "resets no row in the step that ends it"),
+        (lambda: NextStep(4), "resets no row in the step that ends it"),
         (dict, "dict has no num_envs or no step"),
         (lambda: Silent(4), "Silent has neither single_action_space nor num_actions"),
-        (lambda: Endless(4), "Endless did not reset the rows whose episode_length_buf is max_episode_length"),
+        (lambda: Endless(4), "Endless did not reset rows by its episode_length_buf"),
         (lambda: SixValues(4), r"returned 6 values, expected obs, reward, done, info or"),
     ],
 )
@@ -343,7 +343,7 @@ def test_what_is_no_simulator_is_refused(make, reason):
 def test_the_policy_must_be_on_the_device_of_the_simulator():
     sim = gw.from_torch_sim(LearningEnv(4))
     sim.device = torch.device("cuda")
-    with pytest.raises(EnvError, match="LearningEnv is on cuda, and the policy on cpu; fix: device='cuda'"):
+    with pytest.raises(EnvError, match="LearningEnv is on cuda, the policy on cpu; fix: device='cuda'"):
         make_env(EnvCfg(), env=sim)
 
 

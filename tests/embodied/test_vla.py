@@ -301,7 +301,7 @@ def test_other_spaces_are_refused(space, message):
     ("make", "message"),
     [
         (lambda folder: make_policy(patch_size=5), r"16 x 16 pixels.*policy\.patch_size=5"),
-        (lambda folder: VLACfg(path="my_model", hidden_size=64), "hidden_size are of a new model, and path='my_model'"),
+        (lambda folder: VLACfg(path="my_model", hidden_size=64), "hidden_size: of a new model, but path='my_model'"),
         (lambda folder: VLACfg(lora=LoRACfg()), "lora trains adapters of the model in path, which is empty"),
         (from_folder, "is no model for images and text that transformers can load"),
         (lambda folder: from_folder("./nothing"), r"no folder '\./nothing'"),

@@ -64,5 +64,5 @@ def test_a_state_of_another_layout_is_refused():
         def serialize(self):
             return bytes(100)
 
-    with pytest.raises(EnvError, match=r"state of 100 bytes is not laid out as in ale-py 0\.12; fix"):
+    with pytest.raises(EnvError, match=r"state of 100 bytes is not as in ale-py 0\.12; fix"):
         capture_ale(Ale())

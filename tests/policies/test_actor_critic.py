@@ -227,7 +227,7 @@ def test_custom_gaussian_actor_may_give_its_own_deviations():
         ({"actor": nn.Linear(3, 5)}, r"the actor maps features \[2, 3\] to \[2, 5\], expected \[B, 4\]"),
         ({"critic": nn.Linear(3, 2)}, r"the critic maps features \[2, 3\] to \[2, 2\], expected \[B, 1\]"),
         ({"critic": nn.Linear(3, 1), "actor_only": True}, "fix: drop one"),
-        ({"critic": False}, "critic = False: expected a torch.nn.Module; fix: leave it out, or actor_only=True"),
+        ({"critic": False}, "critic = False: expected a Module; fix: leave it out, or actor_only=True"),
     ],
 )
 def test_unfit_custom_network(networks, message, monkeypatch):

@@ -69,7 +69,7 @@ def test_predict_needs_the_keys_of_the_actor_only():
 
 
 def test_unknown_keys_are_named_with_the_nearest():
-    message = "policy.critic_keys: the observation has no key 'hiden'; did you mean 'hidden'"
+    message = "policy.critic_keys: the observation has no 'hiden'; did you mean 'hidden'"
     with pytest.raises(ConfigError, match=message):
         ActorCritic(SPACE, ACTIONS, PolicyCfg(critic_keys=("hiden",)))
     with pytest.raises(ConfigError, match=r"policy.actor_keys names keys, and the observation is Box"):
@@ -77,7 +77,7 @@ def test_unknown_keys_are_named_with_the_nearest():
 
 
 def test_keys_and_a_shared_trunk_exclude_each_other():
-    with pytest.raises(ConfigError, match="trunk='shared' has one encoder, and critic_keys asks for two; fix: trunk="):
+    with pytest.raises(ConfigError, match="trunk='shared' has one encoder, critic_keys asks for two; fix: trunk="):
         PolicyCfg(trunk="shared", critic_keys=CRITIC)
     with pytest.raises(ConfigError, match="at least 1"):
         PolicyCfg(actor_keys=())

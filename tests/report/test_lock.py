@@ -51,7 +51,7 @@ def test_a_second_process_is_refused_by_name_until_the_first_ends(tmp_path: Path
     )  # fmt: skip
     before = {path.name for path in run.path.iterdir()}
     with holding(run.path) as process:
-        who = rf"process {process.pid} on '{socket.gethostname()}' trains in it; fix"
+        who = rf"in use by process {process.pid} on '{socket.gethostname()}'; fix"
         with pytest.raises(gw.errors.RunFolderError, match=who):
             gw.resume(run.path, total_steps=128)
         assert len(run.metrics()) == 1

@@ -169,7 +169,7 @@ def test_a_signal_ends_drawing(tmp_path: Path):
     ("name", "message"),
     [
         ("a.avi", "expected a name ending with"),
-        ("no/a.gif", "in a folder that exists"),
+        ("no/a.gif", "in an existing folder"),
         ("a.mp4", "ffmpeg is not on the PATH"),
     ],
 )

@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused(model):
     adapted = load_causal_lm(gw.ModelCfg(path=str(model), lora={"r": 2}), SamplingCfg(max_new_tokens=1))
     for generation, policy, engine, message in [
         ({"in_flight_updates": True}, adapted, Engine(), "in_flight_updates=True with adapters"),
-        ({}, CausalLM(tiny_model()), TwoThreads(0, None, None), "max_staleness=1 needs one process, got 2"),
+        ({}, CausalLM(tiny_model()), TwoThreads(0, None, None), "max_staleness=1 needs one process; fix"),
     ]:
         with pytest.raises(gw.errors.ConfigError, match=message):
             connect.connect(TextRunCfg(generation=ahead["generation"] | generation), policy, engine)

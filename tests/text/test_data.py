@@ -82,7 +82,7 @@ def test_another_prompt_column_and_columns_that_rows_lack():
     [
         ([], "the data has no examples; fix"),
         ([{"question": "a", "prompts_": "b"}], "no column 'prompt'; it has 'prompts_', 'question'"),
-        ([{"prompt": "a"}, 3], r"the data, example 1: expected a mapping of columns or a text; got 3"),
+        ([{"prompt": "a"}, 3], r"the data, example 1: got 3, no columns or text"),
         ([{"prompt": 3}], "example 0: prompt = 3: expected a text or a list of messages"),
         ([{"prompt": None}], "example 0: prompt = None"),
         ([{"prompt": []}], r"example 0: prompt = \[\]"),

@@ -105,7 +105,7 @@ def test_conversations_need_a_template():
         (without, {}, r"prompts are for conversations, but .* has no chat template; fix: the tokenizer"),
         (None, {"chat": "never"}, r"prompts are for conversations, but chat='never'; fix"),
         (without, {"system_prompt": "Be brief."}, r"system_prompt is for conversations, but .* no chat template"),
-        (None, {"system_prompt": "a", "chat": "never"}, "system_prompt is a message of a conversation"),
+        (None, {"system_prompt": "a", "chat": "never"}, "system_prompt is of a conversation"),
     ]:
         with pytest.raises(ConfigError, match=message):
             encoder(tokenizer, **settings).encode(Example((USER,), {}))

@@ -292,7 +292,7 @@ def test_missing_columns_are_named_before_anything_is_scored():
     for functions, columns, message in [
         (rewards, ["x", "golden", "completion"], "'needs' needs the column 'gold'; the data have 'golden', 'x'"),
         (exact, [], "'exact' needs the column 'solution'; the data have none"),
-        (rewards, ["gold", "completions"], "a column 'completions', which is an argument of every reward"),
+        (rewards, ["gold", "completions"], "a column 'completions', an argument of every reward"),
     ]:
         with pytest.raises(DataError, match=message):
             functions.check_columns(columns)

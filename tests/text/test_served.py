@@ -141,7 +141,7 @@ def test_servers_that_cannot_be_used_are_refused(model, tmp_path):
 
     with VLLMDouble(model) as double:
         double.faults["/reset_prefix_cache"] = ["busy"]
-        refused("keeps cached prompts of the old weights", double)
+        refused("keeps cached prompts of old weights", double)
         refused("serves no adapters; fix: --enable-lora", double, lora={"r": 2})
         double.config["model_config"]["logprobs_mode"] = "raw_logprobs"
         refused("has logprobs_mode='raw_logprobs', expected 'processed_logprobs'; fix: start it by", double)
@@ -317,8 +317,8 @@ def test_tokens_that_the_policy_did_not_write_stop_the_run(model, double, tmp_pa
 
 def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
     for generation, message in [
-        ({"name": "server", "urls": []}, "has 0 urls and python='None'; fix: one of the two"),
-        (settings(double, python="py"), "has 1 urls and python='py'; fix: one of the two"),
+        ({"name": "server", "urls": []}, "has 0 urls and python='None'; fix: one of them"),
+        (settings(double, python="py"), "has 1 urls and python='py'; fix: one of them"),
         ({"name": "server", "urls": ["localhost:8000"]}, "urls"),
         ({"name": "server", "urls": ["http://localhost:99999"]}, "urls = 'http://localhost:99999': Port out of range"),
         (settings(double, args=["--enforce-eager"]), "are of a server that the run starts"),
@@ -327,14 +327,14 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
             train(copying(), model, tmp_path / "run", generation=generation)
     with pytest.raises(gw.errors.ConfigError, match="gives no tokens that top_k, top_p and min_p keep"):
         train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"top_k": 5})
-    with pytest.raises(gw.errors.ConfigError, match=r"presence_penalty=-2\.5: vLLM takes -2 to 2; fix: "):
+    with pytest.raises(gw.errors.ConfigError, match="presence_penalty: vLLM takes -2 to 2; fix: "):
         train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"presence_penalty": -2.5})
     with pytest.raises(gw.errors.ConfigError, match="vLLM takes no DoRA adapters; fix: generation='native'"):
         train(copying(), model, tmp_path / "run", generation=settings(double), lora={"r": 2, "dora": True})
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
     for engine, message in [
         (Engine(), "made in Python is in no folder"),
-        (TwoThreads(0, None, None), "2 processes cannot share a server of one; fix: groupwise serve"),
+        (TwoThreads(0, None, None), "2 processes cannot share one's server; fix: generation.urls"),
     ]:
         with pytest.raises(gw.errors.ConfigError, match=message):
             build.connect(cfg, CausalLM(tiny_model()), engine)

@@ -73,9 +73,7 @@ def test_members_share_a_start_by_the_seed_alone(monkeypatch):
     "sizes", ["", "rooms", "rooms=0", "rooms=1,cats=2", "rooms=1;quest=2", "rooms=../x", "rooms=100"]
 )
 def test_sizes_that_are_none_are_refused(sizes):
-    with pytest.raises(
-        ConfigError, match=f"^textworld:{sizes}: expected sizes from 1 to 99; fix: textworld:rooms=1,obj"
-    ):
+    with pytest.raises(ConfigError, match=f"^textworld:{sizes}: expected sizes of 1 to 99; fix: textworld:rooms=1,obj"):
         game(f"textworld:{sizes}")()
 
 

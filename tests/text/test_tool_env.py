@@ -140,9 +140,7 @@ def test_the_observation_of_reset_is_added_to_the_prompt_of_the_row():
     assert episode.env.made.row == {"prompt": messages, "level": 3}
     assert messages[-1]["content"] == "U "
     assert played(ToolEnv(Echo()), row={"prompt": "P"}).prompt == "P"
-    with pytest.raises(
-        EnvError, match=r"there is no prompt: the data have no column 'prompt', and reset\(\) returned None"
-    ):
+    with pytest.raises(EnvError, match=r"no prompt: the data have no column 'prompt', reset\(\) returned None"):
         played(ToolEnv(Echo()))
 
 
@@ -811,7 +809,7 @@ def test_reward_functions_in_a_process_of_their_own_get_no_environments():
     def reward(completions, environments):
         return [0.0] * len(completions)
 
-    with pytest.raises(ConfigError, match=r"reward 'reward' reads environments.*; fix: leave reward_timeout out"):
+    with pytest.raises(ConfigError, match=r"reward 'reward' reads environments.*; fix: no reward_timeout"):
         gw.TextTask(env=Wordle, reward=reward, reward_timeout=5.0).rewards()
 
 

@@ -189,7 +189,7 @@ def wait_for_end(pid):
 def test_a_server_that_ends_or_does_not_start_is_an_error_of_the_environment(server, tmp_path):
     envs = envs_of(server)
     [episode], _ = envs.open(Start(0, ROW), 1)
-    with pytest.raises(EnvError, match=r"MCP server did not answer the call of end"):
+    with pytest.raises(EnvError, match=r"MCP server did not answer end"):
         envs.play(episode, call("end"))
     envs.close()
     with pytest.raises(EnvError, match=r"the MCP server .*missing.* does not start: .*fix: run it by itself"):

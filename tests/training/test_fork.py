@@ -114,9 +114,9 @@ def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
         ({"env": {"id": "Acrobot-v1"}}, r"env\.id cannot change from 'CartPole-v1' to 'Acrobot-v1'"),
         ({"algorithm": {"optimizer": "sgd"}}, r"algorithm\.optimizer.* cannot change"),
         ({"algorithm": {"gama": 0.9}}, "unknown key 'gama'; did you mean 'gamma'"),
-        ({"algorithm": "bc"}, "settings of algorithm .* do not fit algorithm 'bc'; fix: keep .*, or a new run"),
+        ({"algorithm": "bc"}, "settings of algorithm .* do not fit 'bc'; fix: keep .*, or leave them out"),
         ({}, r"total_steps = 320, but .*latest has \d+ steps already; fix: a larger total_steps"),
-        ({"checkpoint": 5}, r"checkpoint = 5: .* has checkpoints of \d+, \d+, \d+; fix: "),
+        ({"checkpoint": 5}, r"checkpoint=5: .* has \d+, \d+, \d+; fix: "),
         ({"preset": "rloo"}, "preset 'rloo' sets the credit of grpo"),
     ],
 )
@@ -140,7 +140,7 @@ def test_the_command_line_forks(run, tmp_path, capsys):
         (["--algorithm.gamma", "0.9"], "--algorithm.gamma makes another run of it; fix: --fork NEW_DIR, too"),
         (["--form", "best"], "unknown option --form"),
         (["--fork", str(tmp_path / "x"), "--from", "bets"], "expected a whole number"),
-        (["--fork", str(tmp_path / "x"), "--from", "12,345"], "checkpoint = 12345: "),
+        (["--fork", str(tmp_path / "x"), "--from", "12,345"], "checkpoint=12345: "),
         (["--fork", str(tmp_path / "x"), "--run-dir", "y"], f"run_dir = 'y', but the fork goes to {tmp_path / 'x'}"),
         (["--fork", str(tmp_path / "x"), "--total-steps", "999", "--env.kwargs", '{"a": 1}'], "cannot be made"),
     ):

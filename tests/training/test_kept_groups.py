@@ -160,5 +160,5 @@ def test_damaged_files_are_named(tmp_path):
     with pytest.raises(RunFolderError, match=r"000001\.parquet is damaged: .*; fix: delete it"):
         groups.read_groups(tmp_path / "000001.parquet")
     pandas.DataFrame({"prompt": ["1 + 1"]}).to_parquet(tmp_path / "000002.parquet")
-    with pytest.raises(RunFolderError, match=r"000002\.parquet has columns prompt, which are no kept groups; fix"):
+    with pytest.raises(RunFolderError, match=r"000002\.parquet has other columns: prompt; fix"):
         groups.read_groups(tmp_path / "000002.parquet")

@@ -70,7 +70,7 @@ def test_a_run_is_evaluated_and_exported_from_its_folder(run, tmp_path, capsys):
     assert gw.evaluate(loaded, 5).returns == gw.evaluate(run, 5).returns
     export(run.policy, tmp_path / "p.safetensors", to="safetensors")
     assert "encoder.layer.weight_hh_l0" in load_file(tmp_path / "p.safetensors")
-    with pytest.raises(ConfigError, match=r"RecurrentActorCritic remembers .*fix: safetensors"):
+    with pytest.raises(ConfigError, match=r"RecurrentActorCritic has a memory.*fix: safetensors"):
         export(run.policy, tmp_path / "p.onnx", to="onnx")
 
 
@@ -87,7 +87,7 @@ def test_observations_alone_are_refused(run):
 
 
 def test_cloning_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"bc clones single steps.*fix: policy='actor_critic'"):
+    with pytest.raises(ConfigError, match=r"bc clones steps.*has a memory; fix: policy='actor_critic'"):
         gw.train("CartPole-v1", {"name": "bc", "data": tmp_path}, policy="recurrent", run_dir=tmp_path / "r")
 
 

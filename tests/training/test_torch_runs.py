@@ -46,7 +46,7 @@ def test_torch_environments_have_collectors_of_their_own(algorithm, env, collect
     ("algorithm", "env", "message"),
     [
         (BRANCH, None, "needs an environment in torch, and CartPole-v1 is none; fix: "),
-        (GREEDY, TorchCartPole, "excludes credit.baseline='greedy'"),
+        (GREEDY, TorchCartPole, "credit.baseline='greedy' needs whole groups"),
     ],
 )
 def test_branch_needs_a_simulator_in_torch(algorithm, env, message):

@@ -96,7 +96,7 @@ def test_a_broken_tracker_is_one_warning(broken, message, lines, untracked, monk
     (line,) = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
     assert line.startswith("wandb gets no more metrics (")
     assert message in line
-    assert line.endswith("training continues, metrics.jsonl has all")
+    assert line.endswith("training goes on, metrics.jsonl has all")
     assert len(Path("log").read_text().splitlines() if Path("log").exists() else []) == lines
     assert time.perf_counter() - start < 20
 

@@ -322,7 +322,7 @@ async def waits(self, trainer, rollout):
         (
             "on_iteration_end",
             yields,
-            r"on_iteration_end has yield or async, so a call would not run it; fix: def on_it",
+            r"on_iteration_end has yield or async, and would not run; fix: def on_it",
         ),
         ("on_rollout_end", waits, r"on_rollout_end has yield or async"),
         (

@@ -107,9 +107,7 @@ class Scores(NamedTuple):
         """Each score less a baseline from elsewhere, over a scale of the batch."""
         cfg, member = self.credit.cfg, self.member if member is None else member
         if cfg.scale not in ("batch_std", "nonzero_share", "none"):
-            raise ConfigError(
-                f"this baseline cannot divide by credit.scale = {cfg.scale!r}; fix: one of {', '.join(_SCALES_OF_BATCH)}"
-            )
+            raise ConfigError(f"this baseline takes no credit.scale={cfg.scale!r}; fix: {', '.join(_SCALES_OF_BATCH)}")
         exact = self.score.double()
         scale = batch_scale(cfg.scale, exact, member, exact.new_zeros(1), cfg.eps, self.credit.engine.sum)
         return ((exact - baseline) / scale).masked_fill(~member, 0).to(self.score)
@@ -168,15 +166,11 @@ def weighted_rewards(credit: CreditInput) -> list[tuple[float, Tensor]]:
 def _parts(credit: CreditInput, cfg: PartsCfg) -> list[tuple[float, Tensor]]:
     found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
     if found is None:
-        raise DataError(
-            "credit.reward='parts', but the rollout has no 'reward_parts'; fix: name them in credit.reward.names"
-        )
+        raise DataError("credit.reward='parts', but the rollout has no 'reward_parts'; fix: credit.reward.names")
     parts = found.unbind(dim=-1)
     weights = cfg.weights or (1.0,) * len(parts)
     if len(weights) != len(parts):
-        raise DataError(
-            f"credit.reward.weights has {len(weights)} weights for {len(parts)} parts of the reward; fix: one for each"
-        )
+        raise DataError(f"credit.reward.weights: {len(weights)} for {len(parts)} parts of the reward; fix: as many")
     return list(zip(weights, parts, strict=True))
 
 

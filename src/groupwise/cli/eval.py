@@ -110,9 +110,7 @@ def sample_command(parser: Parser, argv: Sequence[str]) -> None:
         parser.add_argument("run", type=Path, help="folder of the run")
         parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; none with a text environment")
         parser.add_argument("--messages", action="store_true", help="prompts are lists of messages, in JSON")
-        parser.add_argument(
-            "--checkpoint", choices=CHECKPOINTS, default="latest", help="whose policy (default: latest)"
-        )
+        parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="latest", help="(default: latest)")
         options = vars(parser.read(argv))
 
     from groupwise.run import sample
@@ -124,9 +122,7 @@ def sample_command(parser: Parser, argv: Sequence[str]) -> None:
             fix = """'[{"role": "user", "content": "..."}]'"""
             raise ConfigError(f"--messages: expected lists of messages in JSON; fix: {fix}")
     texts = sample(run, prompts or None, options.pop("count"), **options)
-    show(
-        f"\n{'=' * 20}\n".join(f"\n{'-' * 20}\n".join(some) if isinstance(some, list) else str(some) for some in texts)
-    )
+    show(f"\n{'=' * 20}\n".join(f"\n{'-' * 20}\n".join(one) if isinstance(one, list) else str(one) for one in texts))
 
 
 def export_command(parser: Parser, argv: Sequence[str]) -> None:

@@ -178,9 +178,7 @@ def parse_options(
             values = given[outer + dot + last.removeprefix("no_")] = ["false"] if last.startswith("no_") else []
             values += [value] if equals else []
         elif not given:
-            raise ConfigError(
-                f"{word!r} belongs to no option; fix: name its option, as in --algorithm ppo (see --help)"
-            )
+            raise ConfigError(f"{word!r} belongs to no option; fix: name one, as in --algorithm ppo (see --help)")
         else:
             values.append(word)
     if "model" in given:

@@ -266,8 +266,6 @@ def _by_method(environment: str, runs: Sequence[_Run]) -> dict[str, list[_Run]]:
                 )
         label = name or next(made)
         if label in found:
-            raise ConfigError(
-                f"{environment}: {label!r} names two methods; fix: other names, as in mine={members[0].path}"
-            )
+            raise ConfigError(f"{environment}: {label!r} names two methods; fix: others, as in mine={members[0].path}")
         found[label] = members
     return found

@@ -318,9 +318,7 @@ def compare_records(
         if kind.measure == "training":
             all_notes.append(f"{name}: not every run was evaluated; scores are those of training episodes")
         if few := ", ".join(result.method for result in results if len(result.seeds) < ENOUGH_RUNS):
-            all_notes.append(
-                f"{name}: fewer than {ENOUGH_RUNS} runs of {few}, too few for a reliable interval; fix: more seeds"
-            )
+            all_notes.append(f"{name}: fewer than {ENOUGH_RUNS} runs of {few}, too few for intervals; fix: more seeds")
         steps = [result.env_steps for result in results]
         if max(steps) > 1.05 * min(steps):
             all_notes.append(
@@ -351,9 +349,7 @@ def shown(found: Estimate, number: Callable[[Number], str] = figure) -> str:
 def _check(run: RunRecord) -> None:
     where = f"{run.environment}, {run.method}, seed {run.seed}{f' ({run.source})' if run.source else ''}"
     if not run.returns or len(run.returns) != len(run.env_steps):
-        raise DataError(
-            f"{where}: {len(run.returns)} returns at {len(run.env_steps)} steps; expected as many, at least 1"
-        )
+        raise DataError(f"{where}: {len(run.returns)} returns at {len(run.env_steps)} steps; expected one at each")
     if not np.isfinite(run.returns).all():
         raise DataError(f"{where}: a return is not finite; fix: leave the run out, or train it again")
     if (np.diff(run.env_steps) < 0).any():
@@ -415,10 +411,7 @@ def _over_environments(found: Sequence[EnvironmentResult], reference: Reference)
             scores.setdefault(result.method, []).append((np.array(result.scores) - low) / (high - low))
     everywhere = {method: arrays for method, arrays in scores.items() if len(arrays) == len(found)}
     if not everywhere:
-        raise ConfigError(
-            f"no method has runs in all of {', '.join(scales)}; fix: compare without reference scores, or name methods "
-            "alike"
-        )
+        raise ConfigError(f"no method has runs in all of {', '.join(scales)}; fix: no reference scores, or equal names")
     methods = tuple(
         OverallMethod(method, estimate(iqm, arrays), float(np.mean([array.mean() for array in arrays])))
         for method, arrays in everywhere.items()

@@ -144,9 +144,7 @@ class ObjectiveCfg(Cfg):
     def _check(self) -> "ObjectiveCfg":
         region, correction = self.trust_region, self.importance_sampling_correction
         if region.needs_ratio not in (None, self.ratio):
-            raise ValueError(
-                f"trust_region={region.name!r} needs another ratio than {self.ratio!r}; fix: ratio={region.needs_ratio!r}"
-            )
+            raise ValueError(f"trust_region={region.name!r} excludes this ratio; fix: ratio={region.needs_ratio!r}")
         if correction.reweights and self.old_log_prob == "sampled":
             raise ValueError(
                 f"importance_sampling_correction={correction.name!r} compares old_log_prob with the sampler's; "
@@ -249,13 +247,9 @@ class CreditCfg(Cfg):
                     f"fix: {field}={allowed[0]!r}, or baseline='mean'"
                 )
         if by_step and self.returns not in ("return_to_go", "turn", "turn_to_go"):
-            raise ValueError(
-                f"group_key='group_step' compares returns from a step on; got returns={self.returns!r}, fix: returns='return_to_go'"
-            )
+            raise ValueError(f"group_key='group_step' excludes returns={self.returns!r}; fix: returns='return_to_go'")
         if self.returns in ("turn", "turn_to_go") and not by_step:
-            raise ValueError(
-                f"returns={self.returns!r} compares the same turn; got group_key='group', fix: group_key='group_step'"
-            )
+            raise ValueError(f"returns={self.returns!r} compares the same turns; fix: group_key='group_step'")
         if self.normalize == "episodes" and (self.returns != "outcome" or self.baseline.name == "gigpo"):
             raise ValueError(
                 "normalize='episodes' needs one advantage for each episode; got "

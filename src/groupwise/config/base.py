@@ -119,9 +119,7 @@ class Cfg(BaseModel):
         """The message on an unknown key: the field that was meant here or one level below, or all fields."""
         known, name = sorted(cls.model_fields), OTHER_NAMES.get(key, key)
         groups = {part: getattr(type(field.default), "model_fields", ()) for part, field in cls.model_fields.items()}
-        found = (
-            [repr(name)] if name in known else [f"{part}.{name}" for part, fields in groups.items() if name in fields]
-        )
+        found = [repr(name)] if name in known else [f"{part}.{name}" for part, own in groups.items() if name in own]
         # epsilon is Adam's eps
         found = found or [repr(field) for field in known if len(field) > 2 and key.startswith(field)]
         if found or name != key:

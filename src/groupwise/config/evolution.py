@@ -54,9 +54,7 @@ def _one_kind(space: object) -> object:
         except ValidationError as error:
             raise ValueError("; ".join(map(explain, error.errors()))) from error
     values = space if isinstance(space, list | tuple) else ()
-    odd = [
-        value for value in values if not isinstance(value, Value) or value in (math.inf, -math.inf) or value != value
-    ]
+    odd = [v for v in values if not isinstance(v, Value) or v in (math.inf, -math.inf) or v != v]
     if odd or len(values) < 2:
         raise ValueError(
             f"got {odd[0] if odd else space!r:.200}; expected bounds, as {{'min': 1e-5, 'max': 1e-2}}, or a list of at least two "

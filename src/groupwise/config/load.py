@@ -236,16 +236,12 @@ def load_config(
     tree.pop("provenance", None)
     try:
         if "task" not in tree and "id" not in _table(tree, "env"):
-            raise ConfigError(
-                'no environment and no task; fix: "env": {"id": "CartPole-v1"}, or "task": {"data": "prompts.jsonl"}'
-            )
+            raise ConfigError('no environment or task; fix: "env": {"id": "CartPole-v1"}, or "task": {"data": ...}')
         if "task" in tree and "env" in tree:
             raise ConfigError("a run has an environment or a text task; got both, fix: leave out env or task")
         if preset is not None:
             own = {} if preset == "auto" else objective_preset(preset).settings
-            file = {
-                key: value for key, value in _table(tree, "algorithm").items() if key not in ("credit", "objective")
-            }
+            file = {k: v for k, v in _table(tree, "algorithm").items() if k not in ("credit", "objective")}
             tree["algorithm"] = merge(file, {key: value for key, value in own.items() if key in file})
         given = _given(algorithm, fields)
         cfg = _resolve([tree, given], preset or named)
@@ -282,9 +278,7 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     own = first.get("name", AlgorithmCfg.default)
     name = str(_table(layers[-1], "algorithm").get("name", own))
     if name != own and first.keys() - {"name"}:
-        raise ConfigError(
-            f"settings of algorithm {own!r} do not fit algorithm {name!r}; fix: keep {own!r}, or a new run without them"
-        )
+        raise ConfigError(f"settings of algorithm {own!r} do not fit {name!r}; fix: keep {own!r}, or leave them out")
     if name in objective_presets() and name not in AlgorithmCfg.known:
         hint = f"it is a preset of grpo; fix: --preset {name} (in Python preset={name!r})"
         raise UnknownNameError("algorithm", name, (), hint=hint)

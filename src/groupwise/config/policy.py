@@ -45,9 +45,7 @@ class PolicyCfg(AnyPolicyCfg, name="actor_critic"):
     @model_validator(mode="after")
     def _check_trunk(self) -> "PolicyCfg":
         if self.trunk == "shared" and (keys := self.changed("actor_keys", "critic_keys")):
-            raise ValueError(
-                f"trunk='shared' has one encoder, and {', '.join(keys)} asks for two; fix: trunk='separate'"
-            )
+            raise ValueError(f"trunk='shared' has one encoder, {', '.join(keys)} asks for two; fix: trunk='separate'")
         return self
 
 
@@ -131,9 +129,7 @@ class VLACfg(AnyPolicyCfg, name="vla", source="https://arxiv.org/abs/2502.19645"
         if not self.path and self.lora is not None:
             raise ValueError("lora trains adapters of the model in path, which is empty; fix: path='my_model'")
         if unread := self.path and self.changed("hidden_size", "num_layers", "patch_size"):
-            raise ValueError(
-                f"{', '.join(unread)} are of a new model, and path={self.path!r} is one; fix: leave them out"
-            )
+            raise ValueError(f"{', '.join(unread)}: of a new model, but path={self.path!r} is one; fix: leave it out")
         return self
 
 
@@ -166,9 +162,7 @@ class SamplingCfg(Cfg):
     @model_validator(mode="after")
     def _check_lengths(self) -> "SamplingCfg":
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} > max_new_tokens={self.max_new_tokens}; fix: at most max_new_tokens"
-            )
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} > max_new_tokens={self.max_new_tokens}; fix: less")
         return self
 
     @property
@@ -205,7 +199,5 @@ class ModelCfg(Cfg):
         if self.quantization != "none" and self.lora is not None and self.lora.init == "orthogonal":
             raise ValueError("lora.init='orthogonal' is not for quantised weights; fix: 'kaiming' or 'gaussian'")
         if self.quantization == "int8" and self.lora is not None and self.lora.dora:
-            raise ValueError(
-                "lora.dora=True is not for quantization='int8'; fix: quantization='nf4', or lora.dora=False"
-            )
+            raise ValueError("lora.dora=True is not for quantization='int8'; fix: quantization='nf4', or dora=False")
         return self

@@ -266,9 +266,7 @@ class TextTaskCfg(Cfg):
         if not self.has_env:
             unread |= self.changed(*_OF_EPISODES)
         for name, value in unread.items():
-            raise ValueError(
-                f"{name}={value!r} has no effect without an environment; fix: env='my-id', or leave it out"
-            )
+            raise ValueError(f"{name}={value!r} has no effect without an environment; fix: env=..., or leave it out")
         if self.tool and (self.env or self.tools):
             both = f"env={self.env!r}" if self.env else f"tools={self.tools!r}"
             raise ValueError(f"{both} and tool={self.tool!r} both answer the model; fix: one of the two")
@@ -278,9 +276,7 @@ class TextTaskCfg(Cfg):
             )
         gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)
         if self.env and (gym or gym_eval):
-            raise ValueError(
-                f"env={self.env!r} takes no prompts of reasoning-gym; fix: leave data out, or rows of a file"
-            )
+            raise ValueError(f"env={self.env!r} takes no prompts of reasoning-gym; fix: no data, or rows of a file")
         unread = {} if gym or self.by_seeds else self.changed("data_size")
         unread |= {} if gym_eval or self.by_seeds else self.changed("eval_size")
         for name, value in (unread | ({} if gym or gym_eval else self.changed("data_kwargs"))).items():
@@ -291,9 +287,7 @@ class TextTaskCfg(Cfg):
         if self.tool_answer.count("{}") != 1:
             raise ValueError(f"tool_answer={self.tool_answer!r}: expected {{}} once; fix: '<result>{{}}</result>'")
         if self.system_prompt is not None and self.chat == "never":
-            raise ValueError(
-                "system_prompt is a message of a conversation, and chat='never' has none; fix: chat='auto'"
-            )
+            raise ValueError("system_prompt is of a conversation, and chat='never' has none; fix: chat='auto'")
         return self
 
 
@@ -332,22 +326,16 @@ class ServerGenerationCfg(GenerationCfg, name="server"):
     @model_validator(mode="after")
     def _check(self) -> "ServerGenerationCfg":
         if not self.urls or (self.python is not None and self.changed("urls")):
-            raise ValueError(
-                f"generation='server' has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of the two"
-            )
+            raise ValueError(f"generation has {len(self.urls)} urls and python={str(self.python)!r}; fix: one of them")
         for url in self.urls:
             try:
                 urlsplit(url).port  # noqa: B018  raises where it is too large
             except ValueError as error:
                 raise ValueError(f"urls = {url!r}: {error}; fix: http://127.0.0.1:8000") from None
         if self.in_flight_updates and not self.max_staleness:
-            raise ValueError(
-                "in_flight_updates=True and max_staleness=0: no rollout is in flight; fix: max_staleness=1"
-            )
+            raise ValueError("in_flight_updates=True and max_staleness=0: nothing is in flight; fix: max_staleness=1")
         if self.args and self.python is None:
-            raise ValueError(
-                f"args={self.args!r} are of a server that the run starts; fix: leave them out, or python=..."
-            )
+            raise ValueError(f"args={self.args!r} are of a server that the run starts; fix: none, or python=...")
         return self
 
 
@@ -395,9 +383,7 @@ class TextEvaluationCfg(Cfg):
     @model_validator(mode="after")
     def _check_completions(self) -> "TextEvaluationCfg":
         if self.deterministic and self.completions_per_prompt > 1:
-            raise ValueError(
-                f"completions_per_prompt={self.completions_per_prompt} would all be the same; fix: deterministic=False"
-            )
+            raise ValueError("completions_per_prompt > 1 would all be the same; fix: deterministic=False")
         return self
 
 
@@ -575,18 +561,14 @@ class TextRunCfg(CommonCfg):
                 "fix: leave these out of sampling, or generation='native'"
             )
         if self.generation.name != "native" and abs(self.sampling.presence_penalty) > 2:
-            raise ValueError(
-                f"sampling.presence_penalty={self.sampling.presence_penalty:g}: vLLM takes -2 to 2; fix: generation='native'"
-            )
+            raise ValueError("sampling.presence_penalty: vLLM takes -2 to 2; fix: one of these, or generation='native'")
         _check_threshold(self.stop.threshold, self.evaluation.metric)
         if self.evaluation.metric == "success_rate" and self.task.env is None:
             raise ValueError("evaluation.metric='success_rate' needs episodes; fix: task.env, or metric='return'")
         if self.stop.threshold is not None and self.task.eval_data is None and not self.task.by_seeds:
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > (longest := self.sampling.max_new_tokens):
-            raise ValueError(
-                f"overlong_buffer={self.overlong_buffer} is more than sampling.max_new_tokens={longest}; fix: a smaller one"
-            )
+            raise ValueError(f"overlong_buffer={self.overlong_buffer} > max_new_tokens={longest}; fix: a smaller one")
         algorithm, objective = self.algorithm, self.algorithm.objective
         unread = self.sampling.changed("top_k", "top_p", "min_p", "min_new_tokens") | self.task.changed("env", "tools")
         unread |= self.changed("generation", "mask_truncated_completions", "overlong_buffer")

@@ -627,9 +627,7 @@ class GRPO(OnPolicyAlgorithm):
             sde_sample_freq=-1,
         )
         if self.env is not None and isinstance(self.env.observation_space, spaces.Tuple):
-            raise UnsupportedSpaceError(
-                "Stable-Baselines3 has no Tuple observations; fix: gymnasium.wrappers.FlattenObservation(env)"
-            )
+            raise UnsupportedSpaceError("SB3 has no Tuple observations; fix: gymnasium's FlattenObservation(env)")
         self.batch_size = batch_size
         self.n_epochs = n_epochs
         self.group_size = group_size

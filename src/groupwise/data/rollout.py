@@ -73,9 +73,7 @@ def transition_view(rollout: TensorDict) -> TensorDict:
         DataError: the rollout is not ``[N, T+1]``.
     """
     if rollout.batch_dims != 2:
-        raise DataError(
-            f"the rollout has batch {list(rollout.shape)}, expected [N, T+1]; fix: buffer.get() without flatten=True"
-        )
+        raise DataError(f"the batch of the rollout is {list(rollout.shape)}; expected [N, T+1]; fix: no flatten=True")
     return rollout[:, :-1]
 
 

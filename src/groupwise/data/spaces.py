@@ -58,9 +58,7 @@ def obs_spec(space: Any) -> Spec:
         return {name: obs_spec(child) for name, child in children.items()}
     dtype = _leaf_dtype(space)  # first, as unsupported spaces have no shape
     if 0 in space.shape:
-        raise UnsupportedSpaceError(
-            f"observation space {space} has no numbers; fix: leave it out, or a Box of shape (1,)"
-        )
+        raise UnsupportedSpaceError(f"observation space {space} is empty; fix: leave it out, or a Box of shape (1,)")
     return TensorSpec(tuple(space.shape), dtype)
 
 
@@ -96,9 +94,7 @@ def chosen_entries(space: Any, keys: Sequence[str] | None, setting: str) -> Any:
     for key in keys:
         if key not in space.spaces:
             known = ", ".join(space.spaces)
-            raise ConfigError(
-                f"{setting}: the observation has no key {key!r}{nearest(key, space.spaces)}; known: {known}"
-            )
+            raise ConfigError(f"{setting}: the observation has no {key!r}{nearest(key, space.spaces)}; known: {known}")
     return type(space)({key: child for key, child in space.spaces.items() if key in keys})
 
 
@@ -255,9 +251,7 @@ def check_fits(space: Any, numbers: np.ndarray | Tensor, name: str) -> None:
     outside = (numbers < low) | (numbers > high)
     least, greatest = (np.broadcast_to(limit, numbers.shape)[outside][0] for limit in limits)
     if space.dtype == np.uint64:
-        raise DataError(
-            f"{name} holds {numbers[outside][0]}, and torch has no integers above {greatest}; fix: a Box of float64"
-        )
+        raise DataError(f"{name} holds {numbers[outside][0]}, more than torch's {greatest}; fix: a Box of float64")
     raise DataError(
         f"{name} holds {numbers[outside][0]}, expected {least} to {greatest} for {space!s:.80}; fix: a number in the space, or a "
         "larger space"

@@ -137,9 +137,7 @@ def demo_collector(
     assert isinstance(cfg.algorithm, BCCfg)
     policy = algorithm.policy
     if policy.state_size:
-        raise ConfigError(
-            f"bc clones single steps, and {type(policy).__name__} remembers the ones before; fix: policy='actor_critic'"
-        )
+        raise ConfigError(f"bc clones steps, and {type(policy).__name__} has a memory; fix: policy='actor_critic'")
     collector = DemoCollector(env, policy, cfg.algorithm, engine, seed=cfg.seed)
     if read and fit_normalizers:
         collector.fit_normalizers()

@@ -93,9 +93,7 @@ def record_demos(
         name = cfg.id if made.spec is None or cfg.id != GIVEN else made.spec.id
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
         if not is_free(here / folder):
-            raise ConfigError(
-                f"the folder of demonstrations {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)"
-            )
+            raise ConfigError(f"the folder {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)")
         attempts, steps_per_second = 0, int(made.metadata.get("render_fps") or 10)
 
         def kept() -> Iterator[Demonstration]:
@@ -132,9 +130,7 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
     for _ in range(MAX_STEPS):
         action: Any = np.asarray(expert(obs))
         if action.shape != space.shape:
-            raise DataError(
-                f"the expert's action has shape {list(action.shape)}, expected {list(space.shape)}; fix: the expert"
-            )
+            raise DataError(f"an action of shape {list(action.shape)}, expected {list(space.shape)}; fix: the expert")
         check_fits(space, action, "the expert's action")
         action = (np.clip(action, space.low, space.high) if is_box else action).astype(space.dtype)
         seen.append(obs_to_tensor(env.observation_space, obs, batched=False).clone())

@@ -175,9 +175,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     """
     path = folder / INFO
     if (link := files.link_out_of(folder)) is not None:
-        raise DataError(
-            f"{link} is a link that leads out of the demonstrations; fix: put what it leads to in its place (cp -rL copies so)"
-        )
+        raise DataError(f"{link} is a link out of the demonstrations; fix: put its target in its place (cp -rL)")
     try:
         info = files.parse_json(files.read(path, files.MAX_SETTINGS))
         features: dict[str, Any] = info["features"]
@@ -187,9 +185,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
             f"{folder} holds no demonstrations: {path} is missing or damaged ({error!r}); fix: groupwise demos <environment>"
         ) from error
     if version.split(".")[0] != VERSION.split(".")[0]:
-        raise DataError(
-            f"{folder} is of format {version!r}, expected {VERSION!r}; fix: convert it with LeRobot's script"
-        )
+        raise DataError(f"{folder} is of format {version!r}, expected {VERSION!r}; fix: LeRobot's script converts it")
     needed = ("action", "next.reward", "episode_index", "task_index")  # recordings of LeRobot's may lack rewards
     if absent := [name for name in needed if name not in features]:
         raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
@@ -210,9 +206,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     table = _read_table(folder, sorted((folder / "data").glob("*/*.parquet")))
     if not len(table):
         raise DataError(f"{folder} has no steps; fix: record again")
-    order = np.lexsort(
-        [table[name].to_numpy() for name in ("frame_index", "episode_index") if name in table.column_names]
-    )
+    order = np.lexsort([table[n].to_numpy() for n in ("frame_index", "episode_index") if n in table.column_names])
     if (np.diff(order) != 1).any():
         table = table.take(order)
     columns = {name: from_arrow(table[name], column) for name, column in wanted.items()}
@@ -221,9 +215,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     tasks = _read_table(folder, [folder / TASKS]).to_pydict()
     named = [name for name in tasks if name != "task_index"]  # pandas writes an index without a name by one of its own
     if "task_index" not in tasks or len(named) != 1:
-        raise DataError(
-            f"{folder / TASKS} has the columns {', '.join(tasks)}, expected task_index and task; fix: record again"
-        )
+        raise DataError(f"{folder / TASKS} has {', '.join(tasks)}, expected task_index and task; fix: record again")
     texts = dict(zip(tasks["task_index"], tasks[named[0]], strict=True))
     leaves = leaf_spaces(observation_space)
     stored: dict[tuple[str, ...], Array] = {}

@@ -313,9 +313,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
             if value not in known:
                 raise EnvError(f"{name} is {value!r}, expected one of {known}; fix: env.kwargs.{name}={known[0]!r}")
         if isinstance(views, str) or not views or not set(views) <= set(VIEWS):
-            raise EnvError(
-                f"views is {views!r}, expected some of {', '.join(VIEWS)}; fix: env.kwargs.views=['corner2']"
-            )
+            raise EnvError(f"views={views!r}, expected some of {', '.join(VIEWS)}; fix: env.kwargs.views=['corner2']")
         if pixels < 1:
             raise EnvError(f"pixels is {pixels}, expected at least 1; fix: env.kwargs.pixels=64")
         self.tasks = tuple(tasks)
@@ -334,9 +332,7 @@ class MetaWorldEnv(gymnasium.Env[Any, npt.NDArray[np.float32]]):
         self._views, self._pixels, self._hide_arm = tuple(views), pixels, hide_arm
         self._reward = reward
         self._image = np.zeros((len(views), pixels, pixels, 3), np.uint8)
-        self._simulators = {
-            task: _simulators.get(task) or _simulators.setdefault(task, Simulator(task)) for task in tasks
-        }
+        self._simulators = {t: _simulators.get(t) or _simulators.setdefault(t, Simulator(t)) for t in tasks}
         self._task = self.tasks[0]
         self._episode = Episode()
 

@@ -74,9 +74,7 @@ class TorchSim(VectorEnv):
             raise EnvError(f"{self.env_id} has no num_envs or no step; fix: a simulator of many rows")
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP)
         if not getattr(env, "auto_reset", True) or AutoresetMode(mode) != AutoresetMode.SAME_STEP:
-            raise EnvError(
-                f"{self.env_id} does not reset rows in the step in which they end; fix: auto_reset=True, SAME_STEP"
-            )
+            raise EnvError(f"{self.env_id} resets no row in the step that ends it; fix: auto_reset=True, SAME_STEP")
         self.num_envs = int(env.num_envs)
         found = [getattr(holder, "single_action_space", None) for holder in (env, self._base)]
         if not any(space is not None for space in found) and not hasattr(env, "num_actions"):
@@ -100,9 +98,7 @@ class TorchSim(VectorEnv):
         if len(outcome) == 4 and outcome[-1].get("time_outs", None) is None:
             notes.append(f"{self.env_id} flags no time_outs: every end counts as a termination.")
         elif not self._is_gymnasium and _final(outcome[-1]) is None:
-            notes.append(
-                f"{self.env_id} loses final observations: truncated episodes are valued by the observation before."
-            )
+            notes.append(f"{self.env_id} loses final observations: truncated episodes are valued by the one before.")
         if seen := [name for name in _PRIVILEGED if name in (subspaces(self.observation_space) or {})]:
             notes.append(f"The actor of {self.env_id} sees {seen[0]!r}, too, unless policy.actor_keys leaves it out.")
         self.notes = tuple(notes)
@@ -239,10 +235,7 @@ class TorchSim(VectorEnv):
         self._env.episode_length_buf = torch.zeros_like(elapsed) + self._env.max_episode_length
         step = self.step(self._any_action())
         if not bool((step.terminated | step.truncated).all()):
-            raise EnvError(
-                f"{self.env_id} did not reset the rows whose episode_length_buf is max_episode_length; fix: give it a "
-                "reset()"
-            )
+            raise EnvError(f"{self.env_id} did not reset rows by its episode_length_buf; fix: give it a reset()")
         return step.obs
 
     def _kept(self, obs: Any) -> Nested:
@@ -294,9 +287,7 @@ class TorchSimGroups(GroupEnv):
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         if seed is not None:
             self._reset_seed, self._num_resets = seed, 0
-        seeds = np.array(
-            [derive_seed(self._reset_seed, "reset", row, self._num_resets) for row in range(self.num_envs)]
-        )
+        seeds = np.array([derive_seed(self._reset_seed, "reset", i, self._num_resets) for i in range(self.num_envs)])
         self._num_resets += 1
         return self.start(np.ones(self.num_envs, dtype=np.bool_) if mask is None else mask, seeds, seeds)
 

@@ -80,7 +80,4 @@ def _generator_at(machine: bytes) -> int:
         (length,) = struct.unpack_from("<I", machine, at - 4)
         if at + length + _TAIL == len(machine):
             return at
-    raise EnvError(
-        f"the serialised Atari state of {len(machine)} bytes is not laid out as in ale-py 0.12; fix: "
-        f"{installing('atari')}"
-    )
+    raise EnvError(f"an Atari state of {len(machine)} bytes is not as in ale-py 0.12; fix: {installing('atari')}")

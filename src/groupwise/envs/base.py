@@ -186,12 +186,10 @@ def first_of(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, A
             ) from error
         if not arose_outside(error):
             raise
-        raise DataError(
-            f"reset() of {env_id}: {error}; expected (observation, info) as Gymnasium does; fix: return obs, {{}}"
-        ) from error
+        raise DataError(f"reset() of {env_id}: {error}; expected (observation, info); fix: return obs, {{}}") from error
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
         raise DataError(
-            f"reset() of {env_id} returned {found!r:.80}, expected (observation, info) as Gymnasium does; fix: return obs, {{}}"
+            f"reset() of {env_id} returned {found!r:.80}, expected (observation, info); fix: return obs, {{}}"
         )
     return found
 

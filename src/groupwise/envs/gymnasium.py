@@ -91,9 +91,7 @@ class GymnasiumVectorEnv(VectorEnv):
         super().__init__(env_id, env.num_envs, (space, env.single_action_space), max_episode_steps, device)
         mode = env.metadata.get("autoreset_mode")
         if not isinstance(mode, AutoresetMode):
-            raise EnvError(
-                f"metadata['autoreset_mode'] of {env_id} is {mode!r}; fix: set it to a gymnasium.vector.AutoresetMode"
-            )
+            raise EnvError(f"metadata['autoreset_mode'] of {env_id} is {mode!r}; fix: one of gymnasium's AutoresetMode")
         self.autoreset = cast(Autoreset, mode.name.lower())
         self._env = env
         self._seeds_rows = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
@@ -101,10 +99,7 @@ class GymnasiumVectorEnv(VectorEnv):
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         if mask is not None and self.autoreset != "disabled":
-            raise EnvError(
-                f"{self.env_id} resets itself ({self.autoreset}), so single rows cannot be reset; "
-                "fix: AutoresetMode.DISABLED"
-            )
+            raise EnvError(f"{self.env_id} resets all rows itself ({self.autoreset}); fix: AutoresetMode.DISABLED")
         seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
         options = None if mask is None else {"reset_mask": mask}
@@ -189,9 +184,7 @@ class ActionChunk(gymnasium.Wrapper):
         super().__init__(env)
         space: Any = env.action_space
         if space_kind(space) != "box":
-            raise EnvError(
-                f"env.action_chunk={size} needs actions in a Box, and those of {env} are in {space}; fix: env.action_chunk=1"
-            )
+            raise EnvError(f"env.action_chunk={size} needs Box actions, {env} has {space}; fix: env.action_chunk=1")
         self._num_steps = num_steps or size
         self._reward_parts = tuple(reward_parts)
         low, high = (np.broadcast_to(bound, (size, *space.shape)) for bound in (space.low, space.high))
@@ -268,9 +261,7 @@ def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
     if has_mask(space, env.action_space):
         return (f"Action masks: from the observation's {KEY!r}.",)
     if KEY in first_of(env, type(env.unwrapped).__name__, seed=0)[1]:
-        return (
-            f"Action masks: info[{KEY!r}] is not used; env.action_masks=True has the policy take only allowed actions.",
-        )
+        return (f"Action masks: info[{KEY!r}] is not used; env.action_masks=True allows only its actions.",)
     return ()
 
 

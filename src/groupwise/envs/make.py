@@ -259,9 +259,7 @@ def make_env(
             and not (reward_parts or cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native"))
         ):
             with explained(cfg.id):
-                vector = gymnasium.make_vec(
-                    cfg.id, num_envs, vectorization_mode="vector_entry_point", **_with_limit(cfg)
-                )
+                vector = gymnasium.make_vec(cfg.id, num_envs, "vector_entry_point", **_with_limit(cfg))
             made = _adopt(vector, device)
         else:
             how: dict[str, Any] = {"verify": verify, "on_error": on_error, "reward_parts": reward_parts}
@@ -272,9 +270,7 @@ def make_env(
         _warn_of_state(made)
     parts = {"credit.reward.names": reward_parts} if reward_parts else {}
     for name, value in (cfg.changed(*_ONLY_SINGLE) | parts).items():
-        raise EnvError(
-            f"{made.env_id} vectorises itself, which does not support {name} = {value!r}; fix: vectorization='sync'"
-        )
+        raise EnvError(f"{made.env_id} vectorises itself, without {name} = {value!r}; fix: vectorization='sync'")
     if isinstance(made, GroupEnv) and cfg.start_mode not in ("auto", made.start_mode):
         raise GroupStartError(
             f"start_mode is {cfg.start_mode!r}, but {made.env_id} vectorises itself and starts groups by "
@@ -300,9 +296,7 @@ def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: to
             "callable that returns one gymnasium.Env has no parameter num_envs"
         )
     if env.num_envs != num_envs:
-        raise EnvError(
-            f"{env.env_id} was asked for {num_envs} rows and has {env.num_envs}; fix: as many as num_envs says"
-        )
+        raise EnvError(f"{env.env_id} has {env.num_envs} rows, asked for {num_envs}; fix: as many as num_envs says")
     _check_ready(env, cfg, None, device)
     return env
 
@@ -317,9 +311,7 @@ def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torc
             "it where you make the environment, or take max_episode_steps in its constructor"
         )
     if env.device.type != torch.device(device).type:
-        raise EnvError(
-            f"{env.env_id} is on {env.device}, and the policy on {device}; fix: device={env.device.type!r}, or move it"
-        )
+        raise EnvError(f"{env.env_id} is on {env.device}, the policy on {device}; fix: device={env.device.type!r}")
 
 
 def _adopt(env: gymnasium.vector.VectorEnv, device: torch.device | str) -> VectorEnv:

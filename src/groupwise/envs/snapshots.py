@@ -331,9 +331,7 @@ def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
     try:
         _restored(env, state)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EnvError(
-            f"the captured state does not fit {env}: {error!r}; fix: make the environment the same way"
-        ) from error
+        raise EnvError(f"the captured state does not fit {env}: {error!r}; fix: make it the same way") from error
 
 
 def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
@@ -358,18 +356,14 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
         if isinstance(value, HasState):
             parts = {"state": value.clone_state(), "np_random": value.np_random}
             return {"kind": "own", **{name: _captured(part, seen, budget) for name, part in parts.items()}}
-        return {
-            "kind": "env",
-            "attributes": {name: _captured(part, seen, budget) for name, part in vars(value).items()},
-        }
+        attributes = {name: _captured(part, seen, budget) for name, part in vars(value).items()}
+        return {"kind": "env", "attributes": attributes}
     for kind, container in _CONTAINERS.items():
         if type(value) is container:
             return {"kind": kind, "items": [_captured(item, seen, budget) for item in cast(Any, value)]}
     if type(value) is dict:
-        return {
-            "kind": "dict",
-            "items": [[_captured(key, seen, budget), _captured(part, seen, budget)] for key, part in value.items()],
-        }
+        items = [[_captured(key, seen, budget), _captured(part, seen, budget)] for key, part in value.items()]
+        return {"kind": "dict", "items": items}
     if kind_of(value) == MUJOCO_DATA:
         arrays = {name: array.copy() for name, array in _mujoco_arrays(value)}
         return {"kind": "mujoco", "time": value.time, "arrays": arrays}
@@ -429,6 +423,4 @@ def _mujoco_arrays(data: Any) -> list[tuple[str, np.ndarray]]:
     empty = mujoco.MjData(data.model)
     names = sorted(name for name, part in vars(type(data)).items() if isinstance(part, property))
     arrays = [(name, getattr(data, name), getattr(empty, name)) for name in names]
-    return [
-        (name, now) for name, now, new in arrays if isinstance(now, np.ndarray) and now.size and now.shape == new.shape
-    ]
+    return [(n, now) for n, now, new in arrays if isinstance(now, np.ndarray) and now.size and now.shape == new.shape]

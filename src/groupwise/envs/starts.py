@@ -282,7 +282,5 @@ def carried_over(cfg: RowCfg) -> str:
 
 def _joined(reasons: dict[StartMode, str]) -> list[str]:
     """Each reason once, after the modes that it concerns."""
-    return [
-        f"{', '.join(mode for mode in reasons if reasons[mode] == reason)}: {reason}"
-        for reason in dict.fromkeys(reasons.values())
-    ]
+    by_reason = {why: ", ".join(mode for mode in reasons if reasons[mode] == why) for why in reasons.values()}
+    return [f"{modes}: {why}" for why, modes in by_reason.items()]

@@ -207,9 +207,7 @@ class Population:
             files.check_size(len(data), MAX_POPULATION)
             files.parse_json(data)
         except ValueError as error:
-            raise ConfigError(
-                f"{self.path / FILE} could not be read again: {error}; fix: fewer members or rounds"
-            ) from error
+            raise ConfigError(f"{self.path / FILE} is not read again: {error}; fix: fewer members or rounds") from error
         files.write(self.path / FILE, data)
 
     def folder(self, name: str) -> Path:
@@ -272,9 +270,7 @@ class Population:
         try:
             shutil.copytree(own, unfinished, ignore=shutil.ignore_patterns(LOCK), symlinks=True)  # none is followed
         except OSError as error:
-            raise RunFolderError(
-                f"{own} cannot be copied: {error!s:.300}; fix: restore it, or make room on the disk"
-            ) from error
+            raise RunFolderError(f"{own} cannot be copied: {error!s:.300}; fix: restore it, or make room") from error
         files.remove(copied)
         unfinished.rename(copied)
 
@@ -306,9 +302,7 @@ def check_search(search: Mapping[str, RangeCfg | Choices], base: CommonCfg) -> N
         for value in values:
             found = with_settings(base, {path: fitted(base, path, value)})
             if found.named_programs() != base.named_programs():  # it may come from a stranger's population
-                raise ConfigError(
-                    f"search: {path} = {value!r:.80} names a program; fix: set it for all members instead"
-                )
+                raise ConfigError(f"search: {path} = {value!r:.80} names a program; fix: set it for all members")
 
 
 def misfit(search: Mapping[str, RangeCfg | Choices], settings: Mapping[str, Any]) -> str:
@@ -684,9 +678,7 @@ def go_on(
     try:
         files.appending(output).close()
     except OSError as error:  # a link, or no rights
-        raise RunFolderError(
-            f"{output} cannot be written ({error}); fix: remove it, or give rights to write"
-        ) from error
+        raise RunFolderError(f"{output} cannot be written ({error}); fix: remove it, or give rights") from error
     with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
         while population.round < cfg.rounds:
             number, active, tasks = population.round, population.active(), []
@@ -698,9 +690,8 @@ def go_on(
                     if not folder.exists():  # cloned whole or not at all
                         parent, unfinished = population.folder(member.parent), folder.with_name(f".{folder.name}")
                         files.remove(unfinished)
-                        own = with_settings(
-                            load_config(parent / "config.json", allow_programs=True), member.settings, seed=seed
-                        )
+                        saved = load_config(parent / "config.json", allow_programs=True)
+                        own = with_settings(saved, member.settings, seed=seed)
                         fork_run(parent, unfinished, "latest", lambda _: own, finished=True)  # noqa: B023
                         unfinished.rename(folder)
                 settings, until = with_settings(base, member.settings, seed=seed), (number + 1) * cfg.round_steps

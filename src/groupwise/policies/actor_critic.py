@@ -372,9 +372,7 @@ class ActorCritic(Policy):
         super().__init__()
         for name, network in (("actor", actor), ("critic", critic)):
             if not isinstance(network, nn.Module | None):
-                raise ConfigError(
-                    f"{name} = {network!r:.80}: expected a torch.nn.Module; fix: leave it out, or actor_only=True"
-                )
+                raise ConfigError(f"{name} = {network!r:.80}: expected a Module; fix: leave it out, or actor_only=True")
         if actor_only and critic is not None:
             raise ConfigError("a critic was given with actor_only=True, which has none; fix: drop one of them")
         self.observation_space = observation_space

@@ -80,18 +80,14 @@ class DeterministicActor(nn.Module):
 
 def _onnx(policy: Policy) -> bytes:
     if policy.state_size:
-        raise ConfigError(
-            f"{type(policy).__name__} remembers earlier observations, which an ONNX model cannot here; fix: safetensors"
-        )
+        raise ConfigError(f"{type(policy).__name__} has a memory, which ONNX models lack here; fix: safetensors")
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require_extra(package, "export")
     import onnxruntime
 
     policy = policy.without_critic().cpu()
     if (space := getattr(policy, "observation_space", None)) is None:
-        raise ConfigError(
-            f"{type(policy).__name__} has no observation_space; fix: set this attribute to the environment's"
-        )
+        raise ConfigError(f"{type(policy).__name__} has no observation_space; fix: set it to the environment's")
     actor = DeterministicActor(policy, space).eval()
     found = []
     for leaf in leaf_spaces(copy.deepcopy(space)).values():

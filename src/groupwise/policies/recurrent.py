@@ -160,9 +160,7 @@ class RecurrentActorCritic(ActorCritic):
         encoders = self._encoders()
         normalized = obs if self.obs_normalizer is None else self.obs_normalizer(obs)
         states = torch.split(state, [encoder.state_size for encoder in encoders], dim=-1)
-        followed = [
-            encoder.follow(normalized, part, batch_sizes) for encoder, part in zip(encoders, states, strict=True)
-        ]
+        followed = [one.follow(normalized, part, batch_sizes) for one, part in zip(encoders, states, strict=True)]
         params, value = self._heads(followed[0][0], followed[-1][0], obs)
         return params, value, torch.cat([end for _, end in followed], dim=-1)
 

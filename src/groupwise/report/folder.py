@@ -245,9 +245,7 @@ class RunFolder:
                     time.sleep(0.02)
                 else:
                     holder = files.read(self.path / LOCK, _MAX_LOCK).decode(errors="replace") or "another process"
-                    raise RunFolderError(
-                        f"{self.shown} is in use: {printable(holder)} trains in it; fix: wait until it ends, or stop it"
-                    )
+                    raise RunFolderError(f"{self.shown} is in use by {printable(holder)}; fix: wait, or stop it")
                 if sys.platform != "win32":  # otherwise a child that outlives this process keeps the lock
                     os.register_at_fork(after_in_child=file.close)
                 file.truncate(0)
@@ -264,9 +262,7 @@ class RunFolder:
         """Refuse a path that is a file, or a folder that is not empty, by a ``RunFolderError``."""
         if not is_free(path):
             again = plugins.command("resume", path)
-            raise RunFolderError(
-                f"run folder {str(path)!r} is taken; fix: give another one, or continue that run: {again}"
-            )
+            raise RunFolderError(f"run folder {str(path)!r} is taken; fix: another one, or continue that run: {again}")
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -541,9 +537,7 @@ def read_groups(path: Path, *names: str) -> dict[str, list[Any]]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _damaged(path, error, "delete it") from error
     if not file.schema_arrow.equals(schema()):
-        raise RunFolderError(
-            f"{path} has columns {', '.join(file.schema_arrow.names)}, which are no kept groups; fix: delete it"
-        )
+        raise RunFolderError(f"{path} has other columns: {', '.join(file.schema_arrow.names)}; fix: delete it")
     return dict(table.to_pydict())
 
 

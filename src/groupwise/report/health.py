@@ -132,9 +132,8 @@ class Metrics:
     @property
     def shares(self) -> str:
         """Parts of the time of training, such as ``collect 75 %``."""
-        spent = {
-            part: self[f"time/{part}_seconds"].sum for part in ("collect", "advantage", "update", "evaluate", "save")
-        }
+        parts = ("collect", "advantage", "update", "evaluate", "save")
+        spent = {part: self[f"time/{part}_seconds"].sum for part in parts}
         spent["update"] -= spent["advantage"]
         total = max(sum(spent.values()), 1e-9)
         return ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in spent.items() if seconds)

@@ -296,9 +296,7 @@ def film_group(policy: Policy, cfg: EnvCfg, env: object | None, groups: Path, ou
     kept = kept_iterations(groups)
     if not kept:
         return
-    spreads = {
-        number: _widest_group(read_groups(path, "group", "member", "reward"))[0] for number, path in kept.items()
-    }
+    spreads = {n: _widest_group(read_groups(path, "group", "member", "reward"))[0] for n, path in kept.items()}
     iteration = max(spreads, key=lambda number: (spreads[number], number))
     columns = read_groups(kept[iteration], "group", "member", "start", "step", "observation", "action", "reward")
     _, group, members = _widest_group(columns)
@@ -382,11 +380,8 @@ def _widest_group(columns: _Columns) -> tuple[float, int, list[dict[str, list[An
     returns = {group: [sum(columns["reward"][own]) for own in members] for group, members in groups.items()}
     spreads = {group: max(values) - min(values) for group, values in returns.items()}
     widest = max(spreads, key=lambda group: spreads[group])
-    return (
-        spreads[widest],
-        widest,
-        [{name: list(values[own]) for name, values in columns.items()} for own in groups[widest]],
-    )
+    members = [{name: list(values[own]) for name, values in columns.items()} for own in groups[widest]]
+    return spreads[widest], widest, members
 
 
 def sheet(rows: "Sequence[Sequence[Image]]") -> bytes:

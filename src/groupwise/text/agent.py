@@ -259,9 +259,7 @@ class LanguageAgent:
     ) -> None:
         for name in ("tool", "tools", "env"):
             if name in settings:
-                raise ConfigError(
-                    f"{name}: a LanguageAgent plays the episodes of a PromptEnv; fix: PromptEnv({name}=...)"
-                )
+                raise ConfigError(f"{name}: a LanguageAgent plays episodes of a PromptEnv; fix: PromptEnv({name}=...)")
         refuse_unknown(settings, (*_OF_PROMPTS, *_OF_RUN), "LanguageAgent")
         given = model if isinstance(model, CausalLM) else None
         task = TextTaskCfg(**{name: settings.pop(name) for name in _OF_PROMPTS if name in settings})
@@ -272,9 +270,7 @@ class LanguageAgent:
         if cfg.algorithm.groups.size == 1:
             raise ConfigError(f"a LanguageAgent learns from groups, by grpo; got {cfg.algorithm.name!r}, fix: gw.train")
         if cfg.algorithm.groups.collection.dynamic_sampling is not None:
-            raise ConfigError(
-                "collection.dynamic_sampling chooses groups while they are collected; fix: gw.train, or leave it out"
-            )
+            raise ConfigError("collection.dynamic_sampling needs a collector; fix: gw.train, or leave it out")
         self.cfg = filled_in(cfg, (1.0,))
         """The settings, as those of a run."""
         self.index = index

@@ -59,9 +59,7 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
     how = cfg.generation
     assert isinstance(how, ServerGenerationCfg)
     if engine.world_size > 1 and how.max_staleness:
-        raise ConfigError(
-            f"generation.max_staleness={how.max_staleness} needs one process, got {engine.world_size}; fix: max_staleness=0"
-        )
+        raise ConfigError(f"generation.max_staleness={how.max_staleness} needs one process; fix: max_staleness=0")
     if how.in_flight_updates and policy.has_adapters:
         raise ConfigError(
             "generation.in_flight_updates=True with adapters: servers finish a completion by the adapters that began it; fix: "
@@ -76,9 +74,7 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
         clients = [serving.HttpClient(url, **limits) for url in how.urls]
         if how.python is not None:
             if engine.world_size > 1:
-                raise ConfigError(
-                    f"{engine.world_size} processes cannot share a server of one; fix: groupwise serve, and generation.urls"
-                )
+                raise ConfigError(f"{engine.world_size} processes cannot share one's server; fix: generation.urls")
             own = serving.LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
             stack.callback(own.close)
             own.wait()
@@ -187,9 +183,7 @@ def build_text_components(
             and end not in policy.eos_ids
             and text not in cfg.sampling.stop
         ):
-            log.warning(
-                "the chat template ends a turn by %s, which ends no completion; fix: sampling.stop=%s", text, [text]
-            )
+            log.warning("the template ends a turn by %s, which ends no completion; fix: sampling.stop=%s", text, [text])
     prompts = encoder.select(train, policy.max_prompt_length(cfg.sampling.max_new_tokens))
     of_episodes = ("environments", "episode_return") if cfg.task.has_env else ()
     rewards.check_columns((*prompts[0].example.columns, *of_episodes))
@@ -276,9 +270,7 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine, *, re
     if given.tokenizer is None:
         raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
     if given.actor_only and not actor_only:
-        raise ConfigError(
-            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
-        )
+        raise ConfigError(f"{cfg.algorithm.name} needs a critic, the policy is actor_only; fix: actor_only=False")
     policy = given.to(pick_device(cfg.device))
     if cfg.model.init_from is not None and not restored:
         log.info("%s", initialize(policy, cfg.model.init_from))

@@ -154,17 +154,13 @@ class NumericReward(AnswerReward):
     def __init__(self, column: str = "answer", where: Where = "auto", tolerance: float = 0.0) -> None:
         super().__init__(column, where)
         if not 0 <= tolerance < 1:
-            raise ConfigError(
-                f"tolerance={tolerance}: expected a part of the number, 0 to 1; fix: 0.01 for one percent"
-            )
+            raise ConfigError(f"tolerance={tolerance}: expected a share of the number, 0 to 1; fix: 0.01 for 1 %")
         self._tolerance = Fraction(tolerance)
 
     def _score(self, gold: object, completion: str) -> Score:
         wanted = as_number(gold_answer(gold))
         if wanted is None:
-            raise ValueError(
-                f"the column {self.columns[0]!r} has {gold!r}, which is no number; fix: the data, or exact"
-            )
+            raise ValueError(f"the column {self.columns[0]!r} has {gold!r}, no number; fix: the data, or exact")
         answer = final_answer(completion, self._where, otherwise=last_number)
         given = None if answer is None else as_number(answer)
         return float(given is not None and abs(given - wanted) <= self._tolerance * abs(wanted))

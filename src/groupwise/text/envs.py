@@ -203,9 +203,7 @@ class TextEpisode:
             )
         observation, reward, terminated, truncated, info = made
         if not isinstance(observation, str | list | tuple):
-            raise EnvError(
-                f"{self._name}.step() returned the observation {observation!r:.80}; expected a text, or messages; fix: str(...)"
-            )
+            raise EnvError(f"{self._name}.step() returned {observation!r:.80}, not text or messages; fix: str(...)")
         found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         messages = read_prompt(f"{self._name}.step()", found) if found else ()
         assert not isinstance(messages, str)
@@ -243,9 +241,7 @@ class TextEpisode:
     def _note_state(self, observation: Prompt) -> None:
         key = self._call("state_key")
         if not isinstance(key, str | None):
-            raise EnvError(
-                f"{self._name}.state_key() returned {key!r:.80}; expected a text, or None for the observation; fix: str(...)"
-            )
+            raise EnvError(f"{self._name}.state_key() returned {key!r:.80}; expected a text or None; fix: str(...)")
         self.anchors.append(f"observation {observation!r}" if key is None else f"key {key}")
 
     @property
@@ -265,9 +261,7 @@ class TextEpisode:
 
     def _number(self, method: str, reward: object) -> float:
         if not isinstance(reward, Real) or not np.isfinite(float(reward)):
-            raise EnvError(
-                f"{self._name}.{method}() returned the reward {reward!r:.80}; expected a finite number; fix: a float"
-            )
+            raise EnvError(f"{self._name}.{method}() returned {reward!r:.80}; expected a finite number; fix: a float")
         return float(reward)
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:

@@ -145,10 +145,8 @@ def _check_settings(folder: Path, tree: dict[str, Any]) -> None:
     for name, value in settings.items():
         outer, dot, last = name.rpartition(".")
         width = settings.get(f"{outer}{dot}hidden_size", settings.get(f"{outer}{dot}n_embd", 1))
-        is_count, is_width = (
-            last in _LAYERS or last.endswith("_hidden_layers"),
-            last.endswith(_WIDTHS) and "chunk" not in last,
-        )
+        is_count = last in _LAYERS or last.endswith("_hidden_layers")
+        is_width = last.endswith(_WIDTHS) and "chunk" not in last
         if not tensors or not isinstance(value, int) or not isinstance(width, int) or not (is_count or is_width):
             continue
         if value > tensors if is_count else value * width > _PACKED * numbers:
@@ -176,9 +174,7 @@ def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
         for target in cfg.targets:
             if not any(f".{name}".endswith(f".{target}") for name in linear):
                 known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-                raise ConfigError(
-                    f"lora.targets has {target!r}, the end of no linear layer's name; fix: some of {known}, or 'all-linear'"
-                )
+                raise ConfigError(f"lora.targets: no linear layer ends in {target!r}; fix: {known}, or 'all-linear'")
     lora = LoraConfig(
         r=cfg.r,
         lora_alpha=cfg.alpha,

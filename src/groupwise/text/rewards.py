@@ -382,18 +382,14 @@ class RewardSet:
             function.name = name
             if timeout is not None and not isinstance(function.call, RewardObject):  # which limits its time itself
                 if "environments" in function.required:
-                    raise ConfigError(
-                        f"reward {name!r} reads environments, which no other process has; fix: leave reward_timeout out"
-                    )
+                    raise ConfigError(f"reward {name!r} reads environments, which stay here; fix: no reward_timeout")
                 function.isolated = Isolated(function.call_here, f"reward {name!r}", timeout)
 
     def check_columns(self, columns: Iterable[str], data: str = "data") -> None:
         """Refuse data that lack a column of a function, or have one with the name of an argument."""
         there = sorted(set(columns) - set(NEVER_COLUMNS))
         if taken := set(there) & set(ARGUMENTS):
-            raise DataError(
-                f"the {data} have a column {min(taken)!r}, which is an argument of every reward; fix: rename it"
-            )
+            raise DataError(f"the {data} have a column {min(taken)!r}, an argument of every reward; fix: rename it")
         for function in self.functions:
             arguments = (*ARGUMENTS_OF_ONE, "completion_ids") if function.scores_one else ARGUMENTS
             needed = function.call.columns if isinstance(function.call, RewardObject) else function.required

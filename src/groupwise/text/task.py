@@ -96,9 +96,7 @@ def load_examples(source: object, *, prompt_column: str | None = "prompt") -> li
         raise DataError(f"{where} has no examples; fix: at least one prompt")
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"{where}, example {number}: expected a mapping of columns or a text; got {row!r:.80}; fix: {{'prompt': ...}}"
-            )
+            raise DataError(f"{where}, example {number}: got {row!r:.80}, no columns or text; fix: {{'prompt': ...}}")
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if prompt_column is None:
         return [Example("", {column: row.get(column) for column in columns}) for row in rows]
@@ -139,9 +137,7 @@ def gym_examples(
     except (TypeError, AssertionError) as error:
         known = ", ".join(field.name for field in dataclasses.fields(DATASETS[task][1]))
         raise ConfigError(f"data_kwargs of {GYM}{task}: {error}; fix: {known}") from error
-    return [
-        Example(item["question"], {"task": task} | {key: item[key] for key in ("answer", "metadata")}) for item in items
-    ]
+    return [Example(one["question"], {"task": task} | {k: one[k] for k in ("answer", "metadata")}) for one in items]
 
 
 def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
@@ -638,9 +634,7 @@ class TextTask:
                 if source is None:
                     raise ConfigError(f"the {name} were given in Python; fix: give them again as {name}=...")
             examples = load_examples(source, prompt_column=None if cfg.env else cfg.prompt_column)
-        return (
-            [self._begun(example, part, number) for number, example in enumerate(examples)] if cfg.has_env else examples
-        )
+        return [self._begun(example, part, n) for n, example in enumerate(examples)] if cfg.has_env else examples
 
     def _begun(self, example: Example, part: str, number: int) -> Example:
         """The example with the start of its episode; a ``DataError`` if it is of no environment."""
@@ -699,9 +693,7 @@ def text_cfg(
     if policy is not None:
         others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
         if named := [key for key, value in others.items() if value is not None]:
-            raise ConfigError(
-                f"a policy has its own model and sampling, got {', '.join(named)}, too; fix: one of the two"
-            )
+            raise ConfigError(f"a policy has its own model and sampling, got {', '.join(named)}; fix: leave it out")
         model, settings["sampling"] = ModelCfg(path=GIVEN), policy.sampling
         settings["adapters"] = policy.has_adapters
     elif model is None:

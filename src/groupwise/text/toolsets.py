@@ -195,9 +195,7 @@ class _Session:
         try:
             result = in_loop(self._client.call_tool(name, arguments)).result(self._seconds + 1)
         except Exception as error:
-            raise EnvError(
-                f"the MCP server did not answer the call of {name}: {type(error).__name__}: {error}"
-            ) from error
+            raise EnvError(f"the MCP server did not answer {name}: {type(error).__name__}: {error}") from error
         text = "\n".join(part.text for part in result.content if part.type == "text")
         return f"{'error: ' * bool(result.is_error)}{text[:_LONGEST_OUTPUT]}"
 

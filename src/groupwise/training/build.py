@@ -82,9 +82,7 @@ class UserObjects(NamedTuple):
         for name, value in objects.items():
             if name not in (*cls._fields, *RunCfg.model_fields, *TextRunCfg.model_fields):
                 hint = f"; {meant([OTHER_NAMES[name]])}" if name in OTHER_NAMES else ""
-                raise ConfigError(
-                    f"unknown argument {name!r}{hint}; fix: {', '.join(cls._fields)}, or one of the function's own"
-                )
+                raise ConfigError(f"unknown argument {name!r}{hint}; fix: {', '.join(cls._fields)}, or the function's")
             several = isinstance(value, Mapping) and value and all(map(callable, value.values()))
             is_setting = isinstance(value, str | Mapping | Cfg) and not (name == "env" and several)  # text ones by name
             if name not in cls._fields or (name in ("env", "policy") and is_setting):
@@ -513,9 +511,7 @@ def build_components(
     if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:
         raise no_second_env(given.env)
     if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
-        raise ConfigError(
-            f"{cfg.algorithm.name} needs a critic, and the given policy is actor_only; fix: actor_only=False"
-        )
+        raise ConfigError(f"{cfg.algorithm.name} needs a critic, the policy is actor_only; fix: actor_only=False")
     if algorithm_type.grouped and cfg.algorithm.groups.size == 1:
         raise ConfigError(
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
@@ -569,9 +565,7 @@ def build_components(
     elif collection.partial_groups == "complete":
         collector = GroupCollector(env, policy, greedy_members=groups.greedy_members, **in_groups, **shared)
     elif groups.greedy_members:
-        raise ConfigError(
-            "collection.partial_groups='truncate' excludes credit.baseline='greedy'; fix: partial_groups='complete'"
-        )
+        raise ConfigError("credit.baseline='greedy' needs whole groups; fix: collection.partial_groups='complete'")
     elif isinstance(env, TorchGroupEnv):
         collector = TorchGroupCollector(env, policy, graph=graph, **in_groups, **shared)
     else:

@@ -244,9 +244,7 @@ def saved_counts(folder: Path) -> dict[str, int | float]:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """A checkpoint and those before it, newest first: ``latest``, ``latest.1``, ``latest.2``; without those that miss."""
-    older = [
-        path for path in folder.parent.glob("*") if re.fullmatch(re.escape(folder.name) + r"\.[0-9]{1,9}", path.name)
-    ]
+    older = [p for p in folder.parent.glob("*") if re.fullmatch(re.escape(folder.name) + r"\.[0-9]{1,9}", p.name)]
     found = [folder, *sorted(older, key=lambda path: int(path.suffix[1:]))]
     return [path for path in found if path.is_dir()]
 
@@ -267,9 +265,7 @@ def load_policy(policy: nn.Module, weights: Mapping[str, Tensor], where: Path) -
             )
     policy.load_state_dict(dict(weights))
     if (bad := nonfinite_parameter(policy)) is not None:
-        raise CheckpointError(
-            f"{where}: the parameter {bad!r} is not finite, so the policy's actions mean nothing; {_FIX}"
-        )
+        raise CheckpointError(f"{where}: the parameter {bad!r} is not finite, so actions mean nothing; {_FIX}")
 
 
 def nonfinite_parameter(policy: nn.Module) -> str | None:
@@ -529,9 +525,7 @@ def fork_run(
         by_steps = {int(saved_counts(path)["steps"]): path for path in existing}
         if checkpoint not in by_steps:
             there = ", ".join(map(str, sorted(by_steps))) or "no step"
-            raise ConfigError(
-                f"checkpoint = {checkpoint}: {folder.path} has checkpoints of {there}; fix: one of these, 'latest' or 'best'"
-            )
+            raise ConfigError(f"checkpoint={checkpoint}: {folder.path} has {there}; fix: one of these, latest or best")
         found = by_steps[checkpoint]
     iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
     if not finished:

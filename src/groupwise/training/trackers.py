@@ -94,9 +94,7 @@ class Report(Callback):
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, why: str) -> None:
-        log.warning(
-            "%s gets no more metrics (%s); training continues, metrics.jsonl has all", self.name, printable(why)
-        )
+        log.warning("%s gets no more metrics (%s); training goes on, metrics.jsonl has all", self.name, printable(why))
 
 
 class TensorBoard:

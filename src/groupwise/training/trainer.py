@@ -63,9 +63,7 @@ def _check_event(callback: "Callback", name: str) -> None:
     if not callable(called):
         raise ConfigError(f"{what} = {called!r:.80}: expected a method; fix: def {name}({', '.join(taken)})")
     if inspect.isgeneratorfunction(called) or inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-        raise ConfigError(
-            f"{what} has yield or async, so a call would not run it; fix: def {name}({', '.join(taken)}) without"
-        )
+        raise ConfigError(f"{what} has yield or async, and would not run; fix: def {name}({', '.join(taken)})")
     method = inspect.signature(called)
     try:
         method.bind(*taken[1:])
@@ -272,9 +270,7 @@ class Trainer:
 
         self._bad_updates = self._bad_updates + 1 if "train/skipped_steps" in metrics or self.buffer.all_dropped else 0
         if self._bad_updates == MAX_BAD_UPDATES:
-            raise DivergedError.because(
-                f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see the warnings)"
-            )
+            raise DivergedError.because(f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see warnings)")
         self._counts_before, (self.iteration, self.env_steps, self.epochs) = before, after
         if not all(map(math.isfinite, metrics.values())):
             self._leave_out_nonfinite(metrics)

@@ -110,7 +110,7 @@ def test_a_clip_range_is_that_of_the_objective():
 
 
 def test_tuple_observations_name_the_wrapper_that_flattens_them():
-    with pytest.raises(gw.errors.UnsupportedSpaceError, match=r"fix: gymnasium\.wrappers\.FlattenObservation\(env\)"):
+    with pytest.raises(gw.errors.UnsupportedSpaceError, match=r"fix: gymnasium's FlattenObservation\(env\)"):
         GRPO("MlpPolicy", "Blackjack-v1")
     model = GRPO("MlpPolicy", FlattenObservation(gymnasium.make("Blackjack-v1")), n_steps=32).learn(64)
     assert model.num_timesteps >= 64

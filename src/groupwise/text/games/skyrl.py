@@ -23,9 +23,7 @@ class SkyRL(TextEnv):
     def __init__(self, game: str | Callable[..., Any]) -> None:
         require_extra("skyrl_gym", "skyrl")
         if isinstance(game, str) and game not in _NAMES:
-            raise ConfigError(
-                f"skyrl:{game}: expected {', '.join(_NAMES)}; fix: in Python, env=lambda: SkyRL(its_class)"
-            )
+            raise ConfigError(f"skyrl:{game}: expected {', '.join(_NAMES)}; fix: in Python, env=lambda: SkyRL(Mine)")
         self._game = game
         self._env: Any = None
 

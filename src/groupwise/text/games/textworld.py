@@ -30,9 +30,7 @@ class TextWorld(TextEnv):
         require_extra("textworld", "textworld")
         sizes = dict(size.partition("=")[::2] for size in game.split(","))
         if not sizes.keys() <= _SIZES.keys() or not all(re.fullmatch("[1-9][0-9]?", n) for n in sizes.values()):
-            raise ConfigError(
-                f"textworld:{game}: expected sizes from 1 to 99; fix: textworld:rooms=1,objects=4,quest=2"
-            )
+            raise ConfigError(f"textworld:{game}: expected sizes of 1 to 99; fix: textworld:rooms=1,objects=4,quest=2")
         self._sizes = tuple((_SIZES[name], int(number)) for name, number in sizes.items())
         self._commands = commands
         self._env: Any = None

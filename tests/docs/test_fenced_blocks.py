@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import gymnasium
 import pytest
+from small_populations import InThisProcess
 from text_runs import save_model
 
 import groupwise as gw
@@ -77,6 +78,7 @@ def _own_directory_and_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(env_evaluator, "evaluate_policy", few)
     every = BaseAlgorithm._minibatches
     monkeypatch.setattr(BaseAlgorithm, "_minibatches", lambda *args: itertools.islice(every(*args), 8))
+    monkeypatch.setattr("groupwise.evolution.population.start_pool", InThisProcess)  # where members are as short
     assert builtin_rewards  # registered before the copy, else later tests would miss them
     monkeypatch.setattr(rewards, "REWARDS", dict(rewards.REWARDS))
     (tmp_path / "my_model").symlink_to(model)

@@ -111,7 +111,7 @@ CASES = {
         ["--demos=1", "--clone-steps=200", "--total-steps=1", "--num-envs=8", "--episodes=1"],
         check_robot_arm,
     ),
-    "optuna_search": (["--trials", "4", "--total-steps", "3000"], check_optuna_search),
+    "optuna_search": (["--trials", "4", "--total-steps", "1000"], check_optuna_search),
     "distributed": (["--total-steps", "200"], check_distributed),
     "sb3_grpo": (["--total-steps", "1000"], check_sb3_grpo),
 }

@@ -383,7 +383,9 @@ class TextEvaluationCfg(Cfg):
     @model_validator(mode="after")
     def _check_completions(self) -> "TextEvaluationCfg":
         if self.deterministic and self.completions_per_prompt > 1:
-            raise ValueError("completions_per_prompt > 1 would all be the same; fix: deterministic=False")
+            raise ValueError(
+                f"{self.completions_per_prompt} completions would all be the same; fix: deterministic=False"
+            )
         return self
 
 
@@ -561,7 +563,9 @@ class TextRunCfg(CommonCfg):
                 "fix: leave these out of sampling, or generation='native'"
             )
         if self.generation.name != "native" and abs(self.sampling.presence_penalty) > 2:
-            raise ValueError("sampling.presence_penalty: vLLM takes -2 to 2; fix: one of these, or generation='native'")
+            raise ValueError(
+                f"presence_penalty={self.sampling.presence_penalty:g}: vLLM takes -2 to 2; fix: such a one"
+            )
         _check_threshold(self.stop.threshold, self.evaluation.metric)
         if self.evaluation.metric == "success_rate" and self.task.env is None:
             raise ValueError("evaluation.metric='success_rate' needs episodes; fix: task.env, or metric='return'")

@@ -130,7 +130,9 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
     for _ in range(MAX_STEPS):
         action: Any = np.asarray(expert(obs))
         if action.shape != space.shape:
-            raise DataError(f"an action of shape {list(action.shape)}, expected {list(space.shape)}; fix: the expert")
+            raise DataError(
+                f"the expert's action has shape {list(action.shape)}, not {list(space.shape)}; fix: the expert"
+            )
         check_fits(space, action, "the expert's action")
         action = (np.clip(action, space.low, space.high) if is_box else action).astype(space.dtype)
         seen.append(obs_to_tensor(env.observation_space, obs, batched=False).clone())

@@ -99,7 +99,7 @@ class GymnasiumVectorEnv(VectorEnv):
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``."""
         if mask is not None and self.autoreset != "disabled":
-            raise EnvError(f"{self.env_id} resets all rows itself ({self.autoreset}); fix: AutoresetMode.DISABLED")
+            raise EnvError(f"{self.env_id} resets rows itself ({self.autoreset}); fix: AutoresetMode.DISABLED")
         seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
         options = None if mask is None else {"reset_mask": mask}

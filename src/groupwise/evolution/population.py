@@ -678,7 +678,7 @@ def go_on(
     try:
         files.appending(output).close()
     except OSError as error:  # a link, or no rights
-        raise RunFolderError(f"{output} cannot be written ({error}); fix: remove it, or give rights") from error
+        raise RunFolderError(f"{output} cannot be written ({error}); fix: another name, or the rights") from error
     with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
         while population.round < cfg.rounds:
             number, active, tasks = population.round, population.active(), []

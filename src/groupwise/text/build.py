@@ -74,7 +74,7 @@ def connect(cfg: TextRunCfg, policy: CausalLM, engine: Engine, *parts: Any, **op
         clients = [serving.HttpClient(url, **limits) for url in how.urls]
         if how.python is not None:
             if engine.world_size > 1:
-                raise ConfigError(f"{engine.world_size} processes cannot share one's server; fix: generation.urls")
+                raise ConfigError(f"{engine.world_size} processes cannot share a server of one; fix: generation.urls")
             own = serving.LocalServer(_command(cfg, how, policy), folder / "server.log", how.timeout)
             stack.callback(own.close)
             own.wait()

@@ -137,11 +137,13 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     function = partial(BASELINES[baseline.name], **baseline.parameters()) if baseline.whole else group_advantage
     for weight, reward in weighted_rewards(credit):
         advantage = advantage + weight * function(credit._replace(reward=reward))
+    return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
 
+
+def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
+    """Advantages with mean 0 and standard deviation 1 over the steps or episodes that ``credit.normalize`` names, of all ranks."""
     cfg, counts, all_sum = credit.cfg, credit.batch["loss_mask"], credit.engine.sum
     match cfg.normalize:
-        case "none":
-            return advantage
         case "episodes":
             episode, number = credit.batch["episode_id"], credit.num_episodes
             each = segment_mean(advantage, episode, number, counts)

@@ -54,6 +54,11 @@ class GRPO(BaseAlgorithm):
                 "single tokens; fix: 'k3'"
             )
         self.reference = self.engine.shard(policy.make_reference()) if cfg.kl_coef > 0 else None
+        self._kl_in_credit = cfg.kl_coef > 0 and cfg.credit.kl_placement != "loss"
+        region, kl_in_loss = self.cfg.objective.trust_region, cfg.kl_coef > 0 and not self._kl_in_credit
+        alone = LOSSES[region.name].learns_alone(**region.parameters())
+        self._learns_alone = alone or kl_in_loss or bool(cfg.ent_coef)
+        """Whether there is a gradient where all advantages are 0."""
         self._is_first = True
 
     def update(self, rollout: TensorDict) -> dict[str, Tensor]:
@@ -74,28 +79,15 @@ class GRPO(BaseAlgorithm):
         inputs = self.policy_inputs(batch)
         if self.reference is not None:
             inputs |= self._reference_scores(self.reference, inputs)
-        kl_in_credit = self.reference is not None and cfg.credit.kl_placement != "loss"
         evaluation = None
-        if kl_in_credit or cfg.top_entropy_quantile < 1:
+        if self._kl_in_credit or cfg.top_entropy_quantile < 1:
             evaluation = self.score(self.learner, inputs)
 
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)
-        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, num_groups, num_episodes, self.engine)
-        credit = credit._replace(parts=parts)
-        distance = torch.zeros_like(reward)
-        if kl_in_credit and evaluation is not None:
-            distance = self._distance(inputs, evaluation)
-        if cfg.credit.kl_placement == "reward":
-            credit = credit._replace(reward=reward - distance.masked_fill(~mask, 0))
-        advantage = advantages(credit)
-        if cfg.credit.kl_placement == "advantage":
-            advantage = advantage + kl_shaping(distance, episode, num_episodes, mask)
-
-        region = cfg.objective.trust_region
-        kl_in_loss = cfg.kl_coef > 0 and cfg.credit.kl_placement == "loss"
-        has_gradient = kl_in_loss or cfg.ent_coef or LOSSES[region.name].learns_alone(**region.parameters())
-        if not has_gradient:
+        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, num_groups, num_episodes, self.engine, parts)
+        advantage = self._with_kl(credit, inputs, evaluation) if self._kl_in_credit else advantages(credit)
+        if not self._learns_alone:
             inputs["loss_mask"] = inputs["loss_mask"] & (all_sum(advantage.count_nonzero()) > 0)
         data = self.loss_inputs(batch, inputs, advantage, num_episodes, evaluation)
         if evaluation is not None and cfg.top_entropy_quantile < 1:
@@ -126,12 +118,18 @@ class GRPO(BaseAlgorithm):
         assert scores.dist is not None
         return {"ref_log_prob": scores.log_prob, "ref_dist": scores.dist}
 
-    def _distance(self, inputs: dict[str, Nested], evaluation: Evaluation) -> Float[Tensor, "row step"]:
-        """``kl_coef`` times the KL to the reference at the update's start, where the ratio is 1."""
-        at_start = inputs | {"old_log_prob": evaluation.log_prob}
-        return self.cfg.kl_coef * self.layout.per_decision(
+    def _with_kl(
+        self, credit: CreditInput, inputs: dict[str, Nested], evaluation: Evaluation | None
+    ) -> Float[Tensor, "row step"]:
+        """Advantages with ``kl_coef`` times the KL to the reference at the update's start, where the ratio is 1."""
+        assert evaluation is not None
+        mask, at_start = credit.batch["loss_mask"], inputs | {"old_log_prob": evaluation.log_prob}
+        distance = self.cfg.kl_coef * self.layout.per_decision(
             reference_kl(self.cfg.kl_estimator, self.policy, evaluation, at_start)
         )
+        if self.cfg.credit.kl_placement == "reward":
+            return advantages(credit._replace(reward=credit.reward - distance.masked_fill(~mask, 0)))
+        return advantages(credit) + kl_shaping(distance, credit.batch["episode_id"], credit.num_episodes, mask)
 
     def _warn_of_equal_returns(self, advantage: Tensor) -> None:
         """Warn after a first update without advantages. A KL has no gradient yet; later this may be the end of learning."""

@@ -73,7 +73,10 @@ _SCALES_OF_BATCH = ("none", "batch_std", "nonzero_share")
 
 
 class Scores(NamedTuple):
-    """Scores of episodes or of steps; those of a key are compared, as far as ``member`` says that they take part."""
+    """Scores of episodes or of steps; those of a key are compared, as far as ``member`` says that they take part.
+
+    All but ``credit`` are the first arguments of ``group_relative``, in their order.
+    """
 
     credit: CreditInput
     score: Float[Tensor, "*batch"]
@@ -87,18 +90,9 @@ class Scores(NamedTuple):
         self, baseline: Baseline = "mean", weight: Float[Tensor, "*batch"] | None = None
     ) -> Float[Tensor, "*batch"]:
         """Each score less the baseline of its key, over the scale."""
-        cfg, engine = self.credit.cfg, self.credit.engine
+        cfg, all_sum = self.credit.cfg, self.credit.engine.sum
         return group_relative(
-            self.score,
-            self.key,
-            self.num_keys,
-            baseline=baseline,
-            scale=cfg.scale,
-            eps=cfg.eps,
-            member=self.member,
-            zeros=self.zeros,
-            weight=weight,
-            all_sum=engine.sum,
+            *self[1:], baseline=baseline, scale=cfg.scale, eps=cfg.eps, weight=weight, all_sum=all_sum
         )
 
     def above(

@@ -87,12 +87,12 @@ def group_relative(
     score: Float[Tensor, "*batch"],
     key: Int[Tensor, "*batch"],
     num_keys: int,
+    member: Bool[Tensor, "*batch"] | None = None,
+    zeros: Float[Tensor, " key"] | None = None,
     *,
     baseline: Baseline,
     scale: Scale,
     eps: float = 1e-4,
-    member: Bool[Tensor, "*batch"] | None = None,
-    zeros: Float[Tensor, " key"] | None = None,
     weight: Float[Tensor, "*batch"] | None = None,
     all_sum: AllSum = local,
 ) -> Float[Tensor, "*batch"]:
@@ -104,13 +104,13 @@ def group_relative(
 
     Args:
         key: 0..num_keys-1 in any order; keys may differ in size.
+        member: elements that take part; the others get 0. None: all whose key is not -1.
+        zeros: how many further members with score 0 each key has; they weigh nothing in a weighted mean. Members of a
+            key without elements do not count at all.
         scale: unbiased (``std``) or biased (``population_std``) standard deviation of the key, unbiased one of all
             members of the batch and all ranks (``batch_std``), mean of the key (``mean``; 0 where that is not positive),
             share of the batch's scores that are not 0 (``nonzero_share``), or nothing.
         eps: added to a standard deviation, in units of the score.
-        member: elements that take part; the others get 0. None: all whose key is not -1.
-        zeros: how many further members with score 0 each key has; they weigh nothing in a weighted mean. Members of a
-            key without elements do not count at all.
         weight: of each element in the mean that ``baseline="mean"`` subtracts, ``sum(w * score) / sum(w)``; the plain
             mean where all weights of a key are 0.
 
@@ -125,15 +125,13 @@ def group_relative(
     zeros = torch.zeros_like(live) if zeros is None else zeros.double().masked_fill(live == 0, 0)
     size = live + zeros
     mean = segment_sum(score, key, num_keys, mask) / size.clamp(min=1)
-    centred = score - gather_segments(mean, key)
+    advantage = centred = score - gather_segments(mean, key)
     if baseline == "leave_one_out":
         advantage = centred * gather_segments(size / (size - 1).clamp(min=1), key)
     elif weight is not None:
         total = segment_sum(weight.double(), key, num_keys, mask)
         weighted = segment_sum(weight.double() * score, key, num_keys, mask) / total
         advantage = score - gather_segments(torch.where(total > 0, weighted, mean), key)
-    else:
-        advantage = centred
     match scale:
         case "std" | "population_std":
             square = segment_sum(centred.square(), key, num_keys, mask) + zeros * mean.square()
@@ -145,10 +143,9 @@ def group_relative(
         case _:
             advantage = advantage / batch_scale(scale, score, mask, zeros, eps, all_sum)
     lowest, highest = segment_min_max(score, key, num_keys, mask)
-    lowest = torch.where(zeros > 0, lowest.clamp(max=0), lowest)
-    highest = torch.where(zeros > 0, highest.clamp(min=0), highest)
-    all_equal = gather_segments((highest - lowest == 0).to(score), key) > 0  # infinite scores are never equal
-    return advantage.masked_fill(~mask | all_equal, 0).to(dtype)
+    # infinite scores are never equal
+    all_equal = (highest - lowest == 0) & ((zeros == 0) | (highest == 0))
+    return advantage.masked_fill(~mask | (gather_segments(all_equal.to(score), key) > 0), 0).to(dtype)
 
 
 def kl_shaping(

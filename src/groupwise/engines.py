@@ -105,9 +105,9 @@ class DistributedEngine(Engine):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum of the tensor over all ranks, without gradient."""
-        total = tensor.detach().clone()
+        total = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(total)
-        return total
+        return total.to(tensor.device)
 
     def gather_objects(self, thing: Any) -> list[Any]:
         """Plain data of every rank, in the order of ranks."""

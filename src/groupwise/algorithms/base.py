@@ -234,6 +234,8 @@ class BaseAlgorithm(ABC):
     def loss_and_metrics(self, batch: dict[str, Nested]) -> tuple[Float[Tensor, ""], Float[Tensor, " metric"]]:
         """The loss of a micro-batch, and its part of the metrics of the optimiser step."""
         evaluation = self.layout.finish(self.evaluate(self.learner, batch), batch["loss_mask"])
+        if batch["loss_mask"].device != evaluation.log_prob.device:  # rollouts of texts are on the CPU
+            batch |= {key: value.to(evaluation.log_prob.device, non_blocking=True) for key, value in batch.items()}
         batch.setdefault("old_log_prob", evaluation.log_prob.detach())  # of a single pass
         loss, metrics = self.loss(batch, evaluation)
         values = torch.stack([values.detach().flatten() for values in metrics])
@@ -373,7 +375,8 @@ class BaseAlgorithm(ABC):
             known = [value for value in values if value is not None]
             if not known:
                 return None
-            joined = torch.cat(known) if order is None else torch.cat(known)[order.argsort()]
+            joined = torch.cat(known).to(data["loss_mask"].device)
+            joined = joined if order is None else joined[order.argsort()]
             return joined.reshape(*shape, *known[0].shape[dims:])
 
         return Evaluation._make(join(values) for values in zip(*parts, strict=True))

@@ -147,7 +147,7 @@ class Rows(Steps):
 
     def finish(self, scores: Scores, mask: Tensor) -> Scores:
         """Scores with 0 at the padding, where they may be NaN."""
-        return scores.masked(~mask)
+        return scores.masked(~mask.to(scores.log_prob.device, non_blocking=True))
 
 
 class Units(Steps):

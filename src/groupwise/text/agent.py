@@ -456,7 +456,7 @@ class LanguageAgent:
             training_row(replace(member, reward=None if math.isnan(reward) else reward), self.cfg)
             for member, reward in zip(chain(*completions.groups), scores.flatten().tolist(), strict=True)
         ]
-        rollout = text_rollout(rows, device=self.policy.device)
+        rollout = text_rollout(rows)
         padded = [functional.pad(mask.bool(), (0, rollout.shape[1] - mask.shape[1])) for mask in masks]
         trained = torch.cat(padded).to(rollout.device)
         if bool((rollout["loss_mask"] & ~trained).any()):

@@ -201,7 +201,7 @@ def build_text_components(
             "generation.max_staleness=0, or a generator of its own, as np.random.default_rng(seed)"
         )
     dialogue = Dialogue(encoder, policy.context_length, envs)
-    buffer = TextBuffer(value=not policy.actor_only, on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device)
+    buffer = TextBuffer(value=not policy.actor_only, on_nonfinite=cfg.algorithm.on_nonfinite)
     make: Callable[..., TextCollector] = partial(connect, cfg, policy, engine)
     if cfg.generation.name == "native":
         make = partial(TextCollector, policy, partial(complete, policy))
@@ -224,7 +224,7 @@ def _cloning_components(
             stops += env.stop
     rows, others = (demonstrated_rows(part, encoder, policy, tuple(stops)) if part else [] for part in demos)
     collector = CompletionCollector(policy, rows, cfg, engine)
-    buffer = TextBuffer(on_nonfinite=cfg.algorithm.on_nonfinite, device=policy.device)
+    buffer = TextBuffer(on_nonfinite=cfg.algorithm.on_nonfinite)
     scores = CompletionScores(algorithm, others, cfg.evaluation.interval)
     identity = identity_of(cfg, policy)
     return TextComponents(cfg, given, algorithm, collector, buffer, identity, task, held_out, more_callbacks=(scores,))
@@ -247,7 +247,7 @@ class CompletionScores(Callback):
             return
         policy, losses = self.algorithm.policy, []
         for first in range(0, len(self.rows), _SCORED_AT_ONCE):
-            some = text_rollout(self.rows[first : first + _SCORED_AT_ONCE], device=policy.device)
+            some = text_rollout(self.rows[first : first + _SCORED_AT_ONCE])
             inputs = self.algorithm.policy_inputs(transition_view(some))
             losses.append(-self.algorithm.score(policy, inputs).log_prob[inputs["loss_mask"]])
         metrics["eval/demo_loss"] = float(torch.cat(losses).double().mean())

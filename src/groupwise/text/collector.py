@@ -80,8 +80,8 @@ class TextRow(NamedTuple):
     """The state that the turn of each token answers; empty for tokens of others."""
 
 
-def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu") -> TensorDict:
-    """The rollout ``[N, T+1]`` of the rows, padded on the right.
+def text_rollout(rows: Sequence[TextRow]) -> TensorDict:
+    """The rollout ``[N, T+1]`` of the rows, padded on the right, on the CPU: what is computed of it but scores is little.
 
     ``loss_mask`` is True where the model wrote the action, in rows that are scored and not greedy.
 
@@ -128,7 +128,7 @@ def text_rollout(rows: Sequence[TextRow], *, device: torch.device | str = "cpu")
     }
     if any(row[7:] != _USUAL for row in rows):
         keys |= _rare_keys(rows, prompt, valid, last)
-    return TensorDict(keys, batch_size=(len(rows), num_slots)).to(device)
+    return TensorDict(keys, batch_size=(len(rows), num_slots))
 
 
 _USUAL = tuple(TextRow._field_defaults.values())[1:]
@@ -622,7 +622,7 @@ class TextCollector(DataCollector):
         self._metrics["rollout/epoch"] = self.position * self.world_size / self.data_size
         rows = [training_row(member, self._cfg) for member in chain(*kept)]
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
-        rollout = text_rollout(rows, device=self.policy.device)
+        rollout = text_rollout(rows)
         return rollout if self.policy.actor_only else self._with_values(rollout)
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
@@ -718,7 +718,7 @@ class CompletionCollector(DataCollector):
         """The rollout of the next rows; a step is a token that is learned."""
         places = [(self.position + n) * self.world_size + self.rank for n in range(self._cfg.num_prompts)]
         rows = [in_order(self.rows, place, self._cfg.seed)._replace(group=n) for n, place in enumerate(places)]
-        rollout = text_rollout(rows, device=self.policy.device)
+        rollout = text_rollout(rows)
         self.position, self.iteration = self.position + len(rows), self.iteration + 1
         self.last_steps = int(rollout["loss_mask"].sum())
         self._metrics = {"rollout/epoch": self.position * self.world_size / self.data_size}

@@ -58,8 +58,11 @@ class Prefixes(NamedTuple):
         length, number = self.length[row], self.number[row]
         in_head = number * head.shape[1] + head.shape[1] - length + place
         in_tail = head.shape[0] * head.shape[1] + row * tail.shape[1] + place - length
-        both = torch.cat([head.flatten(0, 1), tail.flatten(0, 1)])
-        return both[torch.where(place < length, in_head, in_tail)]
+        both, chosen = (
+            torch.cat([head.flatten(0, 1), tail.flatten(0, 1)]),
+            torch.where(place < length, in_head, in_tail),
+        )
+        return both[chosen.to(both.device, non_blocking=True)]
 
 
 @torch.no_grad()
@@ -68,12 +71,10 @@ def find_prefixes(
 ) -> Prefixes | None:
     """The longest common prefix of each group's rows, which are padded on the right; None if no two rows share one.
 
-    A row keeps at least one token for itself, so that every suffix has a part in the second pass. All of it is computed on the CPU:
-    on a GPU, each size would be waited for.
+    A row keeps at least one token for itself, so that every suffix has a part in the second pass. It is computed on the CPU: on a
+    GPU, each size would be waited for.
     """
-    device = tokens.device
-    tokens, valid, group = torch.stack([tokens, valid.to(tokens), group]).cpu()
-    valid = valid.bool()
+    tokens, valid, group = tokens.cpu(), valid.cpu(), group.cpu()
     rows, place = torch.arange(len(tokens)), torch.arange(tokens.shape[1])
     known, number = torch.unique(group[:, 0], return_inverse=True)
     if len(known) == len(tokens):
@@ -90,7 +91,7 @@ def find_prefixes(
     width, length = int(shared.max()), shared[number]
     back = torch.arange(width) - width + shared[:, None]
     ahead = torch.arange(int((total - length).max())) + length[:, None]
-    found = Prefixes(
+    return Prefixes(
         number=number,
         head=tokens[first].gather(1, back.clamp(min=0)),
         head_valid=back >= 0,
@@ -98,7 +99,6 @@ def find_prefixes(
         tail_valid=ahead < total[:, None],
         length=length,
     )
-    return Prefixes._make(part.to(device, non_blocking=True) for part in found)
 
 
 @contextmanager
@@ -236,12 +236,13 @@ class CausalLM(Policy):
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Scores of the tokens in ``loss_mask``; zeros elsewhere."""
-        mask, sampling = batch["loss_mask"], self.sampling
-        place = mask.nonzero(as_tuple=True)
+        place, sampling = batch["loss_mask"].cpu().nonzero(as_tuple=True), self.sampling
         hidden = self._hidden(batch["obs"], batch["valid"], batch["group_id"], *place)
+        batch = {key: batch[key].to(self.device, non_blocking=True) for key in (*self.batch_keys, "loss_mask")}
+        place, mask = tuple(index.to(self.device, non_blocking=True) for index in place), batch["loss_mask"]
         score = token_scores
         if sampling.has_penalties:
-            eos = torch.tensor(self.eos_ids, dtype=torch.long, device=mask.device)
+            eos = torch.tensor(self.eos_ids, dtype=torch.long, device=self.device)
             score = functools.partial(penalized_scores, batch, sampling, eos=eos)
         support = batch["support"][place] if sampling.has_filters else None
         scores = score(hidden, self.head, batch["action"][place], temperature=sampling.temperature, support=support)
@@ -254,10 +255,10 @@ class CausalLM(Policy):
 
         So ``value`` is ``values[:, :-1]`` and ``next_value`` is ``values[:, 1:]``. All rows are one batch.
         """
-        filled = rollout["valid"].clone()
-        filled[:, 1:] |= rollout["valid"][:, :-1]
+        filled = rollout["valid"].to("cpu", copy=True)
+        filled[:, 1:] |= filled[:, :-1].clone()
         hidden = self._hidden(rollout["obs"], filled, rollout["group_id"], *filled.nonzero(as_tuple=True))
-        return self._value(hidden, filled)
+        return self._value(hidden, filled.to(self.device)).to(rollout["valid"].device)
 
     def hidden_states(
         self, tokens: Int[Tensor, "row step"], valid: Bool[Tensor, "row context"], cache: Any = None
@@ -270,8 +271,9 @@ class CausalLM(Policy):
         mask = position = None
         if tokens.shape[1] < valid.shape[1] or bool((valid[:, 1:] & ~valid[:, :-1]).any()):
             mask, position = valid.long(), (valid.cumsum(dim=1) - 1).clamp(min=0)[:, valid.shape[1] - tokens.shape[1] :]
+        named = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
+        inputs = {name: None if one is None else one.to(self.device, non_blocking=True) for name, one in named.items()}
         with self.computing():
-            inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
             output = self.network.base_model(**inputs, past_key_values=cache, use_cache=cache is not None)
         hidden: Tensor = output.last_hidden_state
         return hidden
@@ -342,14 +344,15 @@ class CausalLM(Policy):
         if prefixes is not None and self.shares_prefixes:
             return self._hidden_shared(prefixes, row, place)
         width = max(1, int(valid.sum(dim=1).max()))  # these rows may be shorter than the rollout's widest
-        return self.hidden_states(tokens[:, :width], valid[:, :width])[row, place]
+        hidden = self.hidden_states(tokens[:, :width], valid[:, :width])
+        return hidden[row.to(self.device, non_blocking=True), place.to(self.device, non_blocking=True)]
 
     def _hidden_shared(self, prefixes: Prefixes, row: Tensor, place: Tensor) -> Float[Tensor, "token width"]:
         """Hidden states at these tokens, each prefix encoded once; a ``ConfigError`` if the cache forbids it."""
         cache = prefix_cache(self.network.config)
         with self.computing():  # around both, so that weights are cast once
             head = self.hidden_states(prefixes.head, prefixes.head_valid, cache)
-            cache = suffix_cache(self.network.config, cache, prefixes.number)
+            cache = suffix_cache(self.network.config, cache, prefixes.number.to(self.device, non_blocking=True))
             context = torch.cat([prefixes.head_valid[prefixes.number], prefixes.tail_valid], dim=1)
             tail = self.hidden_states(prefixes.tail, context, cache)
         return prefixes.gather(head, tail, row, place)
@@ -358,10 +361,9 @@ class CausalLM(Policy):
     @torch.no_grad()
     def shares_prefixes(self) -> bool:
         """Whether a group's prompt is encoded once: if that gives a few rows of two groups the scores that they have alone."""
-        tokens = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [6, 7, 0, 0, 0], [6, 8, 0, 0, 0]], device=self.device)
-        tokens %= len(self.head)
-        valid = torch.arange(5, device=self.device) < torch.tensor([[5], [5], [2], [2]], device=self.device)
-        group = torch.tensor([[0], [0], [1], [1]], device=self.device).expand_as(tokens)
+        tokens = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [6, 7, 0, 0, 0], [6, 8, 0, 0, 0]]) % len(self.head)
+        valid = torch.arange(5) < torch.tensor([[5], [5], [2], [2]])
+        group = torch.tensor([[0], [0], [1], [1]]).expand_as(tokens)
         prefixes = find_prefixes(tokens, valid, group)
         assert prefixes is not None
         try:
@@ -370,7 +372,7 @@ class CausalLM(Policy):
         except ConfigError as error:
             why = str(error)
         else:
-            temperature, read = self.sampling.temperature, tokens[valid]
+            temperature, read = self.sampling.temperature, tokens[valid].to(self.device)
             one, other = (token_scores(hidden, self.head, read, temperature=temperature)[0] for hidden in ways)
             off = float((one - other).square().mean().sqrt())
             if off <= self.rounding:

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 import groupwise as gw
 from groupwise.config.policy import SamplingCfg
+from groupwise.speed.decoding import FastDecoder
 from groupwise.text.collector import TextRow, text_rollout
 from groupwise.text.generation import complete
 from groupwise.text.policy import CausalLM
@@ -181,6 +182,7 @@ def control(found: dict[str, Any]) -> None:
 def generation(found: dict[str, Any]) -> None:
     """Generation with a part of its memory: fewer rows at once; with next to none: an error with advice."""
     policy, memory = language_policy(), Memory()
+    policy.decoder, policy.sampling = FastDecoder(), SamplingCfg(max_new_tokens=NEW // 4)
     prompts = [[5 + number] * PROMPT for number in range(4 * PROMPTS)]
     seeds = torch.arange(len(prompts) * GROUP).view(len(prompts), GROUP)
     with memory.measured():

@@ -17,8 +17,9 @@ Batch = dict[str, Nested]
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is that memory ran out: on a GPU, in Python, or torch's on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether the error is that memory ran out: on a GPU, in Python, or torch's on a CPU; or came of that, in a CUDA graph."""
+    kinds = torch.OutOfMemoryError | MemoryError
+    return isinstance(error, kinds) or isinstance(error.__context__, kinds) or "DefaultCPUAllocator" in str(error)
 
 
 class MicroBatches:

@@ -213,6 +213,7 @@ class StaticStep(LlamaStep):
         self._place = torch.full((1,), self._start, device=store.device)
         self._token = torch.zeros(rows, dtype=torch.int64, device=store.device)
         self._replay: Replay | None = None
+        self._is_first = getattr(policy.decoder, "used", "untried") == "untried"
 
     def __call__(self, token: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
         """The last hidden state of each row, after its token; the next call writes over it."""
@@ -220,7 +221,7 @@ class StaticStep(LlamaStep):
         self._mask.index_fill_(3, self._place, 0.0)
         if self._replay is None:
             step = partial(self._hidden, self._token, self._place, self._stores, self._mask)
-            self._replay = Replay(step, token.device)
+            self._replay = Replay(step, token.device, check=self._is_first)
         hidden: Tensor = self._replay()
         self._place += 1
         self._position += 1

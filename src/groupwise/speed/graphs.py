@@ -33,44 +33,51 @@ class Replay:
 
     Args:
         generator: that it draws from.
+        check: find out first whether it waits for the device.
 
     Raises:
         Exception: it cannot be captured.
     """
 
     def __init__(
-        self, function: Callable[[], Any], device: torch.device, generator: torch.Generator | None = None
+        self,
+        function: Callable[[], Any],
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        *,
+        check: bool = True,
     ) -> None:
-        self._function = function
         self._results: Any = None
-        self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
-            self._graph = self._captured(generator)
+            self._replay: Callable[[], Any] = self._captured(function, generator, check).replay
+        else:
+            self._replay = function
 
     def __call__(self) -> Any:
         """The results; on a GPU at the same places each time."""
-        if self._graph is None:
-            return self._function()
-        self._graph.replay()
-        return self._results
+        found = self._replay()
+        return found if self._results is None else self._results
 
-    def _captured(self, generator: torch.Generator | None) -> torch.cuda.CUDAGraph:
+    def _captured(
+        self, function: Callable[[], Any], generator: torch.Generator | None, check: bool
+    ) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         mode, current = torch.cuda.get_sync_debug_mode(), torch.cuda.current_stream()
         drawn = None if generator is None else generator.get_state()
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream), warnings.catch_warnings():
-                self._function()  # loads kernels and makes workspaces
+                function()  # loads kernels and makes workspaces
                 warnings.simplefilter("ignore")  # the mode is a prototype
-                torch.cuda.set_sync_debug_mode("error")
-                self._function()  # a wait for the device harms nothing here; during a capture it breaks the generators
-                torch.cuda.set_sync_debug_mode(mode)
+                if check:
+                    torch.cuda.set_sync_debug_mode("error")
+                    function()  # a wait for the device harms nothing here; during a capture it breaks the generators
+                    torch.cuda.set_sync_debug_mode(mode)
             current.wait_stream(stream)
             if generator is not None:
                 graph.register_generator_state(generator)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._results = self._function()
+                self._results = function()
         finally:
             torch.cuda.set_stream(current)  # a capture that fails leaves its own
             torch.cuda.set_sync_debug_mode(mode)

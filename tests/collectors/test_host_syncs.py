@@ -20,8 +20,8 @@ SETTINGS = {
         collection={"partial_groups": "truncate"},
     ),
 }
-LIMITS = {"ppo": 8, "grpo": 7}
-"""Waits on a CPU. On a GPU three of PPO are one: ``TensorDict.cpu`` copies them together."""
+LIMITS = {"ppo": 5, "grpo": 7}
+"""Waits on a CPU."""
 
 
 def train(folder, kind, env=TorchCartPole, *callbacks, iterations=3, settings=None):

@@ -1,6 +1,6 @@
 """Fixed windows of experience from torch environments: for PPO."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -75,6 +75,8 @@ class TorchCollector(EnvCollector):
         super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
         self.play: Window = self.window if graph is None else graph(self)
         """Fills a rollout: ``window``, or what takes its place."""
+        self._age: Any = torch.zeros(env.num_envs, dtype=torch.int64, device=env.device)
+        self._return: Any = torch.zeros(env.num_envs, dtype=torch.float64, device=env.device)
 
     @property
     def is_heard(self) -> bool:
@@ -95,6 +97,44 @@ class TorchCollector(EnvCollector):
 
         return heard
 
+    def count(
+        self,
+        rollout: TensorDict,
+        writer: RolloutWriter,
+        rows: slice,
+        began: Int[Tensor, "row step"],
+        goes_on: Bool[Tensor, " row"],
+        facts: Sequence[Tensor] = (),
+    ) -> list[float]:
+        """Record the finished episodes of these rows, in the order of their ends; returns the facts as numbers. One host sync.
+
+        Args:
+            began: slot of the rollout at which each slot's episode began; 0 if before.
+            goes_on: rows whose last episode continues in the next rollout.
+        """
+        began, goes_on, index = began[rows], goes_on[rows], range(len(rollout))[rows]
+        reward, terminated, truncated = (rollout[key][rows, :-1] for key in ("reward", "terminated", "truncated"))
+        ended = terminated | truncated
+        ended[:, -1] &= ~goes_on
+        total = reward.double().cumsum(dim=1)
+        earlier = began == 0  # they may have begun in an earlier rollout
+        returns = total - (total - reward).gather(1, began) + torch.where(earlier, self._return[:, None], 0.0)
+        length = torch.arange(1, 1 + began.shape[1], device=began.device) - began
+        length += torch.where(earlier, self._age[:, None], 0)
+        self._return = torch.where(goes_on, returns[:, -1], 0.0)
+        self._age = torch.where(goes_on, length[:, -1], 0)
+        parts = torch.stack([part.T.double() for part in (ended, returns, length, terminated)])
+        read = torch.cat([*(fact.double().view(1) for fact in facts), parts.flatten()]).cpu()
+        over, *numbers = read[len(facts) :].view_as(parts)
+        steps, places = over.nonzero().T.tolist()
+        found = zip(*(part[over.bool()].tolist() for part in numbers), strict=True)
+        outcomes: Any = (
+            writer.outcomes([index[place] for place in places], steps) if writer.reports else [()] * len(steps)
+        )
+        episodes = zip(found, outcomes, strict=True)
+        self.record(Episode(score, int(length), bool(end), *outcome) for (score, length, end), outcome in episodes)
+        return read[: len(facts)].tolist()
+
 
 class TorchVectorCollector(TorchCollector, VectorCollector):
     """The rollouts of ``VectorCollector`` from a ``TorchGroupEnv``, without a host sync in any step."""
@@ -108,8 +148,8 @@ class TorchVectorCollector(TorchCollector, VectorCollector):
 
     def window(
         self, writer: RolloutWriter, num_steps: int, rows: TorchRows, obs: Nested
-    ) -> tuple[TorchRows, Nested, Nested | None]:
-        """The rows and their observations after ``num_steps`` steps; with a critic, the observations [T, N, ...] at which steps ended."""
+    ) -> tuple[TorchRows, Nested, tuple[Tensor, Tensor, Nested] | None]:
+        """The rows and their observations after ``num_steps`` steps; with a critic, the truncated episodes."""
         step, ends = self.stepper(), []
         for t in range(num_steps):
             writer.observe(t, obs)
@@ -117,17 +157,57 @@ class TorchVectorCollector(TorchCollector, VectorCollector):
             writer.act(t, action)
             writer.outcome(t, result)
             ends.append(result.obs)
-        return rows, obs, None if self.policy.actor_only else torch.stack(ends)
+        return rows, obs, None if self.policy.actor_only else self._cut(writer.rollout, torch.stack(ends))
+
+    def _cut(self, rollout: TensorDict, obs: Nested) -> tuple[Tensor, Tensor, Nested] | None:
+        """Rows, steps and final observations, from ``obs`` [T, N, ...], of truncated episodes.
+
+        Each row has as many as the limit of steps allows, so that no shape depends on the data; those that it has not are at
+        the padded slot.
+        """
+        num_steps, limit = len(obs), self.env.max_episode_steps
+        if limit is None:
+            return None
+        cut = (rollout["truncated"] & ~rollout["terminated"])[:, :num_steps]
+        slots = torch.where(cut, torch.arange(num_steps, device=cut.device), num_steps).sort(dim=1).values
+        steps = slots[:, : (num_steps - 1) // limit + 1]
+        rows = torch.arange(len(steps), device=steps.device)[:, None].expand_as(steps)
+        return rows.flatten(), steps.flatten(), obs[steps.flatten().clamp(max=num_steps - 1), rows.flatten()]
 
     @torch.inference_mode()
     def _fill(self, num_steps: int, writer: RolloutWriter, obs: Nested) -> Nested:
         self.action_generator()
-        self.env.rows, obs, ends = self.play(writer, num_steps, self.env.rows, obs)
-        if ends is not None:
-            cut = writer.rollout["truncated"] & ~writer.rollout["terminated"]
-            steps, rows = cut.T.cpu().nonzero().unbind(1)  # one host sync
-            writer.cut_at(rows, steps, ends)
+        self.env.rows, obs, cut = self.play(writer, num_steps, self.env.rows, obs)
+        if cut is not None:
+            writer.cut_at(*cut)
         return obs
+
+    @torch.inference_mode()
+    def _label(self, rollout: TensorDict, writer: RolloutWriter) -> None:
+        if not self.policy.actor_only:
+            rollout["next_value"][:, -1] = 0.0
+        done = rollout["terminated"][:, :-1] | rollout["truncated"][:, :-1]
+        begins = torch.ones_like(done)
+        begins[:, 1:] = done[:, :-1]
+        slot = torch.arange(done.shape[1], device=done.device)
+        began = torch.where(begins, slot, 0).cummax(dim=1).values
+        episode = begins.flatten().cumsum(dim=0).view_as(begins) - 1
+        step = slot - began + torch.where(began == 0, self._age[:, None], 0)
+        labels = {"valid": True, "loss_mask": True, "step": step, "group_id": episode, "episode_id": episode}
+        for key, label in labels.items():
+            rollout[key][:, :-1] = label
+        self.count(rollout, writer, slice(None), began, ~done[:, -1])
+        self._metrics = {"rollout/idle_fraction": 0.0}
+
+    def _begin(self) -> Nested:
+        obs = super()._begin()
+        self._age, self._return = (torch.from_numpy(of_row).to(self.env.device) for of_row in (self._age, self._return))
+        return obs
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved ``state_dict``, with its running episodes if this rank saved them."""
+        super().load_state_dict(state)
+        self._age, self._return = self._age.to(self.env.device), self._return.to(self.env.device)
 
 
 # Groups of episodes from torch environments, all rows in step: GRPO on a GPU
@@ -188,9 +268,7 @@ class TorchGroupCollector(TorchCollector):
         self._group, self._member = rows // group_size, rows % group_size
         self._goes_on = torch.zeros(num_groups, dtype=torch.bool, device=device)
         """Groups whose first member was truncated by the window, and which begin in its state."""
-        self._return = torch.zeros(num_groups, dtype=torch.float64, device=device)
-        """Return of the first member so far."""
-        self._length = torch.zeros(num_groups, dtype=torch.int64, device=device)
+        self._return, self._age = self._return[:num_groups], self._age[:num_groups]  # of first members
 
     @torch.inference_mode()
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
@@ -222,30 +300,14 @@ class TorchGroupCollector(TorchCollector):
         for key, label in labels.items():
             rollout[key][:, :-1] = label
 
-        # the episodes of first members, in the order of their ends; returns and lengths of running ones are kept
+        # the episodes of first members; returns and lengths of running ones are kept
         first = slice(0, None, self.group_size)
-        began, self._goes_on = began[first], running[first]
-        reward, terminated, truncated = (rollout[key][first, :-1] for key in ("reward", "terminated", "truncated"))
-        ended = terminated | truncated
-        ended[:, -1] &= ~self._goes_on
-        total = reward.double().cumsum(dim=1)
-        earlier = began == 0  # they may have begun in an earlier window
-        returns = total - (total - reward).gather(1, began) + torch.where(earlier, self._return[:, None], 0.0)
-        length = slot - began + 1 + torch.where(earlier, self._length[:, None], 0)
-        self._return = torch.where(self._goes_on, returns[:, -1], 0.0)
-        self._length = torch.where(self._goes_on, length[:, -1], 0)
-        facts = torch.stack([valid.sum(), rollout["group_id"].max()]).double()
-        parts = torch.stack([part.T.double() for part in (ended, returns, length, terminated)])
-        read = torch.cat([facts, parts.flatten()]).cpu()  # one host sync
-        steps, last_group = map(int, read[:2])
-        ended, *numbers = read[2:].view_as(parts)
-        ends, group = ended.nonzero().T.tolist()
-        success = [flag for flag, _, _ in writer.outcomes([one * self.group_size for one in group], ends)]
-        found = zip(*(part[ended.bool()].tolist() for part in numbers), success, strict=True)
-        self.record(Episode(total, int(length), bool(end), flag) for total, length, end, flag in found)
-        self.last_steps = steps
+        self._goes_on = running[first]
+        facts = [valid.sum(), rollout["group_id"].max()]
+        steps, last_group = self.count(rollout, writer, first, began, running, facts)
+        self.last_steps = int(steps)
         self._metrics = {
-            "rollout/groups": float(last_group + 1),
+            "rollout/groups": last_group + 1,
             "rollout/idle_fraction": 1 - steps / valid.numel(),
             "rollout/wasted_steps": 0.0,
         }
@@ -279,7 +341,7 @@ class TorchGroupCollector(TorchCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with the running episodes."""
-        running = {"goes_on": self._goes_on, "return": self._return, "length": self._length}
+        running = {"goes_on": self._goes_on, "return": self._return, "length": self._age}
         return super().state_dict() | {"running": running | {"rank": self.rank, "env": self.env.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -288,7 +350,7 @@ class TorchGroupCollector(TorchCollector):
         running, device = state["running"], self.env.device
         if running["rank"] == self.rank:
             self.env.load_state_dict(running["env"])
-            self._goes_on, self._return, self._length = (running[k].to(device) for k in ("goes_on", "return", "length"))
+            self._goes_on, self._return, self._age = (running[k].to(device) for k in ("goes_on", "return", "length"))
 
     def step(
         self,

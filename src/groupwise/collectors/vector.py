@@ -346,13 +346,11 @@ class RolloutWriter:
         """Keep the final observations, from ``obs`` [N, ...], of the rows truncated at ``step``, for their values."""
         if not self._policy.actor_only and truncated.any():
             rows = truncated.nonzero()[:, 0]
-            self._cut.append((rows, torch.full_like(rows, step), obs[rows.to(obs.device)]))
+            self.cut_at(rows, torch.full_like(rows, step), obs[rows.to(obs.device)])
 
     def cut_at(self, rows: Int[Tensor, " cut"], steps: Int[Tensor, " cut"], obs: Nested) -> None:
-        """Keep the final observations, from ``obs`` [T, N, ...], of these rows at these steps, for their values."""
-        if len(rows):
-            rows, steps = (index.to(obs.device, non_blocking=True) for index in (rows, steps))
-            self._cut.append((rows, steps, obs[steps, rows]))
+        """Keep the final observations [cut, ...] of these rows at these steps, for their values."""
+        self._cut.append((rows, steps, obs))
 
     def finish(self, num_steps: int, obs: Nested) -> TensorDict:
         """The rollout of ``num_steps`` steps, with ``obs`` [N, ...] in its last slot and all values."""
@@ -436,8 +434,11 @@ class VectorCollector(EnvCollector):
         self._obs = obs
         self.last_steps = env_steps(rollout, self.env.num_envs * num_steps)
         self.iteration += 1
+        self._label(rollout, writer)
+        return rollout
 
-        # masks, ids and steps from the ends of episodes; the finished ones are counted
+    def _label(self, rollout: TensorDict, writer: RolloutWriter) -> None:
+        """Write masks, ids and steps, which follow from the ends of episodes, and count the finished ones."""
         outcome = rollout.select("reward", "terminated", "truncated")[:, :-1].cpu()  # one host sync
         reward, terminated, truncated = (outcome[k].numpy() for k in ("reward", "terminated", "truncated"))
         done = terminated | truncated
@@ -456,16 +457,13 @@ class VectorCollector(EnvCollector):
         returns[episode_id[goes_on, 0]] += self._return[goes_on]
         time, row = done.T.nonzero()
         ends = (returns[episode_id[row, time]], step[row, time] + 1, terminated[row, time])
-        outcomes: Sequence[tuple[Any, ...]] = [()] * len(row)
-        if writer.reports:
-            outcomes = writer.outcomes(row.tolist(), time.tolist())
+        outcomes: Any = writer.outcomes(row.tolist(), time.tolist()) if writer.reports else [()] * len(row)
         ended = zip(*(part.tolist() for part in ends), outcomes, strict=True)
         self.record(Episode(*end, *outcome) for *end, outcome in ended)
         over = done[:, -1] | dead[:, -1]
         self._return = np.where(over, 0.0, returns[episode_id[:, -1]])
         self._age = np.where(over, 0, step[:, -1] + 1)
         self._metrics = {"rollout/idle_fraction": float(dead.mean())}  # lost to ``next_step`` resets
-        return rollout
 
     def _begin(self) -> Nested:
         rows = self.env.num_envs

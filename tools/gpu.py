@@ -32,7 +32,7 @@ DEVICE = os.environ.get("DEV", "cuda")
 TINY = os.environ.get("TINY") == "1"
 SECONDS = float(os.environ.get("SECONDS", "470"))
 """Time for everything."""
-FOR_CHECKS = 200.0 if not TINY else 0.0
+FOR_CHECKS = 0.4 * SECONDS if not TINY else 0.0
 """Seconds that timings leave for checks."""
 AT_ONCE = 4 if not TINY else 2
 LEAST = 10.0

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groupwise.functional import reduce
 from groupwise.functional.reduce import (
     gather_segments,
     local,
@@ -19,6 +20,8 @@ from groupwise.functional.reduce import (
 NAN = float("nan")
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant", "seq_mean_token_sum_norm"]
 SEEDS = st.integers(0, 2**31 - 1)
+
+FLOATS = st.floats(-100, 100, width=32)
 
 
 @settings(deadline=None)
@@ -41,6 +44,20 @@ def test_segments_and_masks_are_those_of_a_loop(seed, masked):
     torch.testing.assert_close(masked_mean(x, counts), x[counts].sum() / counts.sum().clamp(min=1))
     for value, number in zip(gather_segments(means, segment).flatten(), segment.flatten(), strict=True):
         assert value == (means[number] if number >= 0 else 0)
+
+
+@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_ordered_sums_are_those_in_the_order_of_elements(data, dtype):
+    count, num_segments = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 5))
+    x = torch.tensor(data.draw(st.lists(FLOATS, min_size=count, max_size=count)), dtype=dtype)
+    ids = st.integers(0, num_segments)  # the last one is of elements that do not count, and may hold anything
+    bins = torch.tensor(data.draw(st.lists(ids, min_size=count, max_size=count)), dtype=torch.int64)
+    x[bins == num_segments] = torch.nan
+    expected = [torch.zeros((), dtype=dtype) for _ in range(num_segments)]
+    for element, bin in zip(x, bins.tolist(), strict=True):
+        if bin < num_segments:
+            expected[bin] = expected[bin] + element
+    assert torch.equal(reduce._ordered_sum(x, bins, num_segments), torch.stack(expected))
 
 
 def test_segment_sum_passes_gradient_to_counted_elements_only():

@@ -256,3 +256,41 @@ def test_norms_of_one_kernel_give_the_same_scores_and_gradients(name, dtype):
     torch.testing.assert_close(
         after, before, rtol=1e-6 if dtype == torch.float32 else 0.0, atol=1e-6 if dtype == torch.float32 else 0.0
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "adapters"])
+def test_a_graph_gives_what_its_kernels_give_one_by_one(name):
+    policy = CausalLM(moved(MODELS[name](), by=0.1).cuda())
+    read_in_turn(*both(policy, kinds=(LlamaStep, StaticStep)), policy.device)
+
+
+@pytest.mark.gpu
+def test_texts_by_graphs_are_those_of_transformers():
+    policy = CausalLM(moved(MODELS["qwen2"](), by=0.2).cuda(), eos_ids=range(3, 40, 12))
+    sampling, seeds = SamplingCfg(max_new_tokens=40), torch.arange(150).view(3, 50)
+    expected = complete(policy, PROMPTS, seeds, sampling)
+    policy.decoder = FastDecoder()
+    found = complete(policy, PROMPTS, seeds, sampling)
+    assert policy.decoder.used == "llama"
+    assert [[c.tokens for c in group] for group in found] == [[c.tokens for c in group] for group in expected]
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_recorded_is_decoded_without_a_graph():
+    model = moved(MODELS["llama"](), by=0.2).cuda()
+    policy = fast(model, SamplingCfg(max_new_tokens=6))
+    act = model.base_model.layers[0].mlp.act_fn
+    forward = act.forward
+
+    def waiting(x):
+        float(x.sum())
+        return forward(x)
+
+    act.forward = waiting
+    with pytest.warns(SlowPathWarning, match="tokens are not decoded by a CUDA graph"):
+        found = complete(policy, PROMPTS, torch.arange(6).view(3, 2))
+    policy.decoder = generation.Decoder()
+    expected = complete(policy, PROMPTS, torch.arange(6).view(3, 2))
+    assert [[c.tokens for c in group] for group in found] == [[c.tokens for c in group] for group in expected]
+    assert torch.randn(2, device="cuda").isfinite().all(), "generators still work"

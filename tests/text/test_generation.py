@@ -381,6 +381,17 @@ def test_nothing_ends_before_the_minimum(backend):
     assert not any(3 <= token < 30 for c in completions for token in c.tokens[:5])
 
 
+def test_ended_rows_may_stay_in_the_batch_until_many_have(backend):
+    sampling = SamplingCfg(max_new_tokens=40, temperature=1.3)
+    policy = CausalLM(sharp_model(), eos_ids=ENDS[::3])
+    expected = complete(policy, PROMPTS, seeds(3, 50), sampling)
+    found = backend(policy)(PROMPTS, seeds(3, 50), sampling)
+    lengths = sorted(len(c.tokens) for _, c in rows(PROMPTS, expected))
+    assert lengths[75] < 33 < lengths[-1], "half of the rows have left before the last end"
+    assert [c.tokens for _, c in rows(PROMPTS, found)] == [c.tokens for _, c in rows(PROMPTS, expected)]
+    assert [c.stop for _, c in rows(PROMPTS, found)] == [c.stop for _, c in rows(PROMPTS, expected)]
+
+
 def test_what_does_not_fit_is_generated_in_parts(backend, caplog):
     policy, sampling = CausalLM(sharp_model(), eos_ids=ENDS), SamplingCfg(max_new_tokens=8)
     generate, read = backend(policy), policy.hidden_states

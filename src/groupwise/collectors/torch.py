@@ -13,9 +13,9 @@ from groupwise.config.algorithm import CollectionCfg
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.envs.base import EnvStep
 from groupwise.envs.starts import verify_group_start
-from groupwise.envs.torch_env import TorchGroupEnv, TorchRows
+from groupwise.envs.torch_env import Resets, TorchGroupEnv, TorchRows
 from groupwise.errors import EnvError
-from groupwise.functional.random import hash_pair
+from groupwise.functional.random import hash_pair, step_key
 from groupwise.policies.base import Action, Policy
 from groupwise.seeding import derive_seed
 
@@ -139,21 +139,21 @@ class TorchCollector(EnvCollector):
 class TorchVectorCollector(TorchCollector, VectorCollector):
     """The rollouts of ``VectorCollector`` from a ``TorchGroupEnv``, without a host sync in any step."""
 
-    def step(self, act: Callable[[Nested], Action], rows: TorchRows, obs: Nested) -> StepOutput:
+    def step(self, act: Callable[[Nested], Action], rows: TorchRows, obs: Nested, resets: Resets) -> StepOutput:
         """An action of all rows, a step, and new starts where episodes ended. A pure function of tensors."""
         action = act(obs)
         rows, result = self.env.stepped(rows, self.policy.env_action(action.action))
-        rows = self.env.renewed(rows, result.terminated | result.truncated)
+        rows = self.env.renewed(rows, result.terminated | result.truncated, resets)
         return StepOutput(action, rows, self.env.observed(rows), result)
 
     def window(
         self, writer: RolloutWriter, num_steps: int, rows: TorchRows, obs: Nested
     ) -> tuple[TorchRows, Nested, tuple[Tensor, Tensor, Nested] | None]:
         """The rows and their observations after ``num_steps`` steps; with a critic, the truncated episodes."""
-        step, ends = self.stepper(), []
+        step, ends, resets = self.stepper(), [], self.env.resets(rows, num_steps)
         for t in range(num_steps):
             writer.observe(t, obs)
-            action, rows, obs, result, _ = step(rows, obs)
+            action, rows, obs, result, _ = step(rows, obs, resets)
             writer.act(t, action)
             writer.outcome(t, result)
             ends.append(result.obs)
@@ -325,7 +325,8 @@ class TorchGroupCollector(TorchCollector):
         """The rows and their observations after ``num_steps`` steps; which rows ran in each, and the slots at which their episodes began."""
         env, step = self.env, self.stepper()
         slots = torch.arange(1, num_steps + 1, device=env.device)
-        seeds = list(zip(start_seeds, noise_seeds, strict=True))
+        keys = step_key(start_seeds, torch.zeros_like(start_seeds))  # in as many kernels as those of one step
+        seeds = list(zip(start_seeds, noise_seeds, keys, strict=True))
         rows = env.copied(rows, goes_on, self._group * self.group_size, noise_seeds[0])
         rows = env.started(rows, ~goes_on, *seeds[0])
         obs, began = env.observed(rows), torch.zeros_like(self._group)
@@ -368,7 +369,7 @@ class TorchGroupCollector(TorchCollector):
             began: slot at which each row's episode began.
             slot: number of the next slot.
             may_start: whether the window has that slot.
-            seeds: of starts and of noise there.
+            seeds: of starts and of noise there, and the keys of starts.
         """
         action = act(obs)
         rows, result = self.env.stepped(rows, self.policy.env_action(action.action))

@@ -17,7 +17,7 @@ from groupwise.data.rollout import Nested
 from groupwise.envs import snapshots as states
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.errors import EnvError
-from groupwise.functional.random import RowRandom, hash_pair, mix
+from groupwise.functional.random import RowRandom, hash_pair, mix, step_key
 from groupwise.seeding import derive_seed
 
 State: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -35,6 +35,16 @@ class TorchRows(NamedTuple):
     paused: Bool[Tensor, " row"]
     reset_seed: Int[Tensor, " row"]
     num_resets: Int[Tensor, " row"]
+
+
+class Resets(NamedTuple):
+    """Seeds of the next K resets of each row, in whichever steps these are: hashed together, they take K times fewer kernels."""
+
+    seed: Int[Tensor, "reset row"]
+    key: Int[Tensor, "reset row"]
+    """``step_key`` of the starts."""
+    first: Int[Tensor, " row"]
+    """Number of resets before them."""
 
 
 class TorchGroupEnv(GroupEnv):
@@ -172,9 +182,10 @@ class TorchGroupEnv(GroupEnv):
         chosen: Bool[Tensor, " row"],
         start_seed: Int[Tensor, " row"],
         noise_seed: Int[Tensor, " row"],
+        key: Int[Tensor, " row"] | None = None,
     ) -> TorchRows:
-        """The rows after starting the chosen ones; see ``start``."""
-        fresh = self._named(self.initial(RowRandom(start_seed, torch.zeros_like(start_seed))))
+        """The rows after starting the chosen ones; see ``start``. ``key`` is the ``step_key`` of starts, where it is known."""
+        fresh = self._named(self.initial(RowRandom(start_seed, torch.zeros_like(start_seed), key)))
         if wrong := [list(leaf.shape) for leaf in fresh.values() if leaf.shape[:1] != (self.num_envs,)]:
             raise EnvError(
                 f"initial of {self.env_id} returned states {wrong[0]}, expected [{self.num_envs}, ...]: a row for each environment; "
@@ -184,10 +195,18 @@ class TorchGroupEnv(GroupEnv):
         return self._begin(rows._replace(state=state), chosen, torch.zeros_like(rows.elapsed), noise_seed)
 
     @torch.no_grad()
-    def renewed(self, rows: TorchRows, chosen: Bool[Tensor, " row"]) -> TorchRows:
-        """The rows after resetting the chosen ones, each by its own stream."""
-        seeds = hash_pair(rows.reset_seed, rows.num_resets)
-        return self.started(rows._replace(num_resets=rows.num_resets + chosen), chosen, seeds, seeds)
+    def renewed(self, rows: TorchRows, chosen: Bool[Tensor, " row"], resets: Resets | None = None) -> TorchRows:
+        """The rows after resetting the chosen ones, each by its own stream; ``resets`` has the seeds, where they are known."""
+        resets = self.resets(rows, 1) if resets is None else resets
+        place = (rows.num_resets - resets.first)[None]
+        seed, key = (numbers.gather(0, place)[0] for numbers in resets[:2])
+        return self.started(rows._replace(num_resets=rows.num_resets + chosen), chosen, seed, seed, key)
+
+    def resets(self, rows: TorchRows, count: int) -> Resets:
+        """The seeds of the next ``count`` resets."""
+        number = torch.arange(count, device=self.device)[:, None]
+        seed = hash_pair(rows.reset_seed, rows.num_resets + number)
+        return Resets(seed, step_key(seed, torch.zeros_like(seed)), rows.num_resets)
 
     def seeded(self, rows: TorchRows, seed: int) -> TorchRows:
         """The rows with new streams of resets; nothing else changes."""

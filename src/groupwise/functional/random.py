@@ -29,7 +29,12 @@ def mix(number: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 def hash_pair(seed: Int[Tensor, "..."], counter: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     """Number ``counter`` of the SplitMix64 stream that begins at ``seed``; its first one is number 0."""
-    return mix(seed + (counter + 1) * _GOLDEN)
+    return mix(torch.add(seed, counter + 1, alpha=_GOLDEN))
+
+
+def step_key(seed: Int[Tensor, "..."], step: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """Seed of the numbers of one step of a row's stream."""
+    return hash_pair(mix(seed), step)
 
 
 def unit(number: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -48,12 +53,15 @@ class RowRandom:
     Args:
         seed: [N] of each row's stream.
         step: [N] position of each row in its stream; every step has its own numbers.
+        key: their ``step_key``, where it is known. None: it is computed at the first draw.
     """
 
-    def __init__(self, seed: Int[Tensor, " row"], step: Int[Tensor, " row"]) -> None:
+    def __init__(
+        self, seed: Int[Tensor, " row"], step: Int[Tensor, " row"], key: Int[Tensor, " row"] | None = None
+    ) -> None:
         self._seed = seed
         self._step = step
-        self._key: Tensor | None = None
+        self._key = key
         self._drawn = 0
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Float[Tensor, "row ..."]:
@@ -76,7 +84,7 @@ class RowRandom:
 
     def _bits(self, shape: tuple[int, ...]) -> Int[Tensor, "row ..."]:
         if self._key is None:
-            self._key = hash_pair(mix(self._seed), self._step)
+            self._key = step_key(self._seed, self._step)
         count = math.prod(shape)
         places = torch.arange(self._drawn, self._drawn + count, device=self._key.device)
         self._drawn += count

@@ -172,8 +172,9 @@ def _ordered_sum(
     x: Float[Tensor, " element"], bins: Int[Tensor, " element"], num_segments: int
 ) -> Float[Tensor, " segment"]:
     """Sums of the segments 0 to ``num_segments`` - 1, the same in each call on every device."""
-    bins, order = bins.sort(stable=True)
-    ends = torch.searchsorted(bins, torch.arange(num_segments + 1, device=bins.device))
+    # a radix sort takes as many kernels as a number has bytes
+    bins, order = bins.to(torch.int16 if num_segments < 2**15 else torch.int32).sort(stable=True)
+    ends = torch.searchsorted(bins, torch.arange(num_segments + 1, device=bins.device, dtype=bins.dtype))
     return torch.segment_reduce(x[order], "sum", offsets=ends, unsafe=True)
 
 

@@ -1,6 +1,6 @@
 """Does a small real language model learn a game of several turns? SmolLM2-135M with LoRA guesses a number.
 
-    python benchmarks/agents_smollm2.py                 about an hour of a core; writes results/agents_smollm2.json
+    python benchmarks/agents_smollm2.py                 about fifteen minutes of a core; writes results/agents_smollm2.json
     python benchmarks/agents_smollm2.py --smallest --out FILE
 
 The secret is a number from 1 to 7, the model has three guesses in its own chat template, and the answer is ``Lower.`` or

@@ -649,26 +649,24 @@ def policy_loss(
     cfg: ObjectiveCfg, log_prob: Float[Tensor, "*batch"], batch: Batch, counts: Counts
 ) -> tuple[Float[Tensor, "*batch"], tuple[Tensor, ...]]:
     """Policy loss of each element, and ``DIAGNOSTICS``: the trust region's, times correction and selections."""
-    region, old, mask = cfg.trust_region, batch["old_log_prob"], batch["loss_mask"]
+    settings, old, mask = cfg.trust_region.parameters(), batch["old_log_prob"], batch["loss_mask"]
     sampled, chosen, episode = batch.get("sample_log_prob", old), batch.get("chosen", mask), batch["episode_id"]
     ratio = policy_ratio(cfg, log_prob, batch, counts)
     x = LossInputs(log_prob, old, sampled, ratio, batch["advantage"], mask, episode, counts.episodes, chosen)
-    loss: Tensor = LOSSES[region.name].function(x, **region.parameters())
+    loss: Tensor = LOSSES[cfg.trust_region.name].function(x, **settings)
     if "policy_factor" in batch:
         loss = loss * batch["policy_factor"]
     limit = cfg.importance_sampling_correction.parameters().get("off_policy_mask_threshold")
     if limit is not None:
         loss = loss.masked_fill(~off_policy_keeps(x, limit), 0)
     with torch.no_grad():
-        clip_low, clip_high = clip_range(region)
-        low, high = (ratio < 1 - clip_low).to(ratio.dtype), (ratio > 1 + clip_high).to(ratio.dtype)
+        low = (ratio < 1 - settings.get("clip_low", CLIP)).to(ratio.dtype)
+        high = (ratio > 1 + settings.get("clip_high", CLIP)).to(ratio.dtype)
         return loss, (k3(old, log_prob), low + high, low, high)
 
 
-def clip_range(region: TrustRegionCfg) -> tuple[float, float]:
-    """Distances below and above 1 from which a ratio counts as clipped."""
-    settings = region.parameters()
-    return settings.get("clip_low", 0.2), settings.get("clip_high", 0.2)
+CLIP = 0.2
+"""Distance from 1 beyond which a ratio counts as clipped under trust regions that have no ``clip_low`` and ``clip_high``."""
 
 
 # --- data computed once per update ---

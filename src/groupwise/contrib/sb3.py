@@ -43,7 +43,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from torch import Tensor, nn
 
 from groupwise.algorithms import grpo
-from groupwise.algorithms.losses import clip_range
+from groupwise.algorithms.losses import CLIP
 from groupwise.config.algorithm import CreditCfg, GroupStepCfg, GRPOCfg, ObjectiveCfg
 from groupwise.config.base import Choice, explain
 from groupwise.config.load import objective_preset
@@ -829,7 +829,7 @@ class GRPO(OnPolicyAlgorithm):
         if self.policy.log_std is not None:
             record("train/std", self.policy.log_std.exp().mean().item())
         record("train/n_updates", self._n_updates, exclude="tensorboard")
-        record("train/clip_range", clip_range(self.core.cfg.objective.trust_region)[1])
+        record("train/clip_range", self.core.cfg.objective.trust_region.parameters().get("clip_high", CLIP))
         record("rollout/groups", int(rollout["group_id"].max()) + 1)
         record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from groupwise.data.rollout import Nested, TensorDict
 
@@ -222,8 +221,8 @@ def shuffle_items(
     count = int(item.max()) + 1 if item.numel() else 0  # a rank may have no share of the data that the others train on
     chance = torch.randperm(count, generator=generator, device=generator.device).to(item.device)
     rank, order = chance[item].sort(stable=True)
-    ends = [0, *torch.unique_consecutive(rank, return_counts=True)[1].cumsum(0).tolist()]
-    totals = pad(size[order].cumsum(0), (1, 0))[ends].tolist()
+    after = torch.unique_consecutive(rank, return_counts=True)[1].cumsum(0)
+    ends, totals = [0, *after.tolist()], [0, *size[order].cumsum(0)[after - 1].tolist()]
     cuts = [0]
     for k in range(1, num_minibatches):  # as even as whole items allow
         target = totals[-1] * k / num_minibatches

@@ -61,6 +61,18 @@ def test_get_returns_the_rollout_itself_or_its_flat_transitions():
     assert transition_view(rollout)["reward"].data_ptr() == rollout["reward"].data_ptr()
 
 
+def test_a_buffer_without_a_number_of_rows_takes_any():
+    buffer = RolloutBuffer(0, 3, obs_spec=OBS, action_spec=TensorSpec((), torch.int64), value=True)
+    whole = make_buffer().start_rollout()
+    for rollout in (whole, whole[:1]):
+        buffer.add(rollout)
+        assert buffer.get() is rollout
+    with pytest.raises(DataError, match=r"batch \[1, 4\], expected \[2, steps \+ 1\]"):
+        make_buffer().add(whole[:1])
+    with pytest.raises(DataError, match=r"batch \[2, 1\], expected \[rows, steps \+ 1\]"):
+        buffer.add(whole[:, :1])
+
+
 def test_get_before_add_says_what_to_do():
     with pytest.raises(DataError, match=r"empty; fix: buffer\.add"):
         make_buffer().get()

@@ -12,7 +12,7 @@ from groupwise.config.algorithm import CollectionCfg
 from groupwise.envs.torch_env import TorchCartPole
 from groupwise.speed import graphs
 from groupwise.speed.control import flat_adam
-from groupwise.speed.graphs import RolloutGraph, filled_up, gradient_graph
+from groupwise.speed.graphs import RolloutGraph, adam_graph, filled_up, gradient_graph
 
 STEPS = 6
 KINDS = ("ppo", "grpo")
@@ -158,8 +158,8 @@ def updated(kind, *, graph=True, device="cpu"):
     torch.manual_seed(1)
     cfg = gw.PolicyCfg(hidden_sizes=(16, 8), normalize_obs=True)
     policy = gw.ActorCritic(OBS, gym.spaces.Discrete(3), cfg, actor_only=kind == "grpo").to(device)
-    fast = {"optimizer": flat_adam} | ({"gradient": gradient_graph} if graph else {})
-    return build(kind, policy=policy, fast=fast, optimizer={"name": "adam"}, learning_rate=1e-3, **UPDATES[kind])
+    fast = {"optimizer": adam_graph, "gradient": gradient_graph} if graph else {"optimizer": flat_adam}
+    return build(kind, policy=policy, fast=fast, optimizer={"name": "adam"}, learning_rate=2**-10, **UPDATES[kind])
 
 
 @pytest.mark.parametrize("fills", [False, True])
@@ -176,6 +176,25 @@ def test_gradients_are_those_of_the_method(kind, fills, monkeypatch):
             torch.testing.assert_close(found[name], value, **tolerance, msg=name)
         torch.testing.assert_close(parameters(fast), parameters(reference), **tolerance)
     assert not fast.gradient.failed
+
+
+def test_steps_of_the_optimiser_are_those_of_the_method():
+    cfg = gw.PPOCfg(optimizer={"name": "adamw", "weight_decay": 0.1})
+    fast, reference = (make(cfg, [torch.nn.Parameter(torch.ones(3))]) for make in (adam_graph, flat_adam))
+    gradient = torch.tensor([3.0, -4.0, 0.5])
+    for rate, scale, limit in [(0.5, 1, 1.0), (0.25, 10, 1.0), (0.25, float("nan"), 1.0), (0.125, 3, None)]:
+        norms = []
+        for flat in (fast, reference):
+            flat.param_groups[0]["lr"] = rate
+            flat.zero_grad()
+            flat.gradient.copy_(scale * gradient)
+            norms.append(flat.clip(limit))
+            flat.step()
+        assert torch.equal(fast.vector, reference.vector)
+        torch.testing.assert_close(norms[0], norms[1], rtol=0, atol=0, equal_nan=True)
+    assert fast.state["step"] == 3
+    assert all(torch.equal(fast.state[name], value) for name, value in reference.state.items())
+    assert fast.refused[0].isnan().all()
 
 
 def test_what_fills_up_a_micro_batch_counts_for_nothing():

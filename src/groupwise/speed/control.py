@@ -56,6 +56,8 @@ class FlatAdam:
         self._places = [parameter.data_ptr() for parameter in self.parameters]
         parts = torch.split(self.gradient, self.sizes)
         self._views = [part.view_as(parameter) for parameter, part in zip(self.parameters, parts, strict=True)]
+        self.rate: Tensor | None = None
+        """Takes the place of the group's learning rate."""
         self._norm = self.vector.new_zeros(())
         self._refused = torch.zeros_like(self.gradient)
         self.zero_grad()
@@ -79,10 +81,10 @@ class FlatAdam:
 
     def clip(self, limit: float | None) -> Float[Tensor, ""]:
         """Clip the gradient's norm; returns the old one. Same as ``clip_grad_norm_``, in a quarter of its time."""
-        self._norm = torch.linalg.vector_norm(self.gradient)
+        torch.linalg.vector_norm(self.gradient, out=self._norm)
         if limit is not None:
             self.gradient.mul_((limit / (self._norm + 1e-6)).clamp_(max=1.0))
-        return self._norm
+        return self._norm.clone()
 
     @property
     def refused(self) -> list[Tensor]:
@@ -102,10 +104,10 @@ class FlatAdam:
         state["step"].add_(finite)
         moments = [state["exp_avg"]], [state["exp_avg_sq"]]
         beta1, beta2 = group["betas"]
-        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+        settings = {name: group[name] for name in ("weight_decay", "eps", "amsgrad", "maximize")}
+        settings |= {"lr": group["lr"] if self.rate is None else self.rate, "found_inf": (~finite).float()}
         vector, gradient = [self.vector.detach()], [self.gradient]
-        refuse = (~finite).float()
-        move(vector, gradient, *moments, [], [state["step"]], beta1=beta1, beta2=beta2, found_inf=refuse, **settings)
+        move(vector, gradient, *moments, [], [state["step"]], beta1=beta1, beta2=beta2, **settings)
 
     def state_dict(self) -> dict[str, Any]:
         """State in the layout of ``torch.optim.Adam``."""
@@ -119,7 +121,9 @@ class FlatAdam:
             value.copy_(saved.get(name, torch.zeros_like(value)))
 
 
-def flat_adam(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam | None:
+def flat_adam(
+    cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter], kind: type[FlatAdam] = FlatAdam
+) -> FlatAdam | None:
     """Adam on the parameters as one vector, for ``BaseAlgorithm(optimizer=flat_adam)``; None where that does not apply."""
     kinds = {(p.dtype, p.device) for p in parameters}
     small = sum(p.numel() for p in parameters) <= LIMIT
@@ -129,7 +133,7 @@ def flat_adam(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam
     unused = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
     own = {"lr": cfg.learning_rate, "weight_decay": 0, **cfg.optimizer.model_dump(exclude={"name"})}
     decoupled = {"fused": True, "decoupled_weight_decay": cfg.optimizer.name == "adamw"}
-    return FlatAdam(parameters, own | unused | decoupled)
+    return kind(parameters, own | unused | decoupled)
 
 
 # --- the gradient of a micro-batch, compiled ---

@@ -2,6 +2,7 @@
 
 RolloutGraph     all steps of a rollout of a torch environment
 gradient_graph   the gradient of a micro-batch
+adam_graph       clipping, and the optimiser's step
 
 A graph reads and writes tensors at fixed places, so inputs are copied into tensors of its own, and results out of them. On a CPU
 nothing is captured: the same code calls the function in place of a replay.
@@ -9,21 +10,23 @@ nothing is captured: the same code calls the function in place of a replay.
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.torch import TorchCollector
 from groupwise.collectors.vector import RolloutWriter
+from groupwise.config.algorithm import AlgorithmCfg
 from groupwise.data.rollout import Nested
 from groupwise.errors import SlowPathWarning
-from groupwise.speed.control import FlatAdam, has_pure_loss
+from groupwise.speed.control import FlatAdam, flat_adam, has_pure_loss
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +183,7 @@ class GradientGraph:
         assert isinstance(algorithm.optimizer, FlatAdam)
         self._algorithm = algorithm
         self._flat = algorithm.optimizer
-        self._graphs: dict[tuple[Any, ...], tuple[Batch, Replay]] = {}
+        self._graphs: dict[tuple[Any, ...], tuple[Batch, list[list[str]], Replay]] = {}
         self._cfg = algorithm.cfg
         self.failed = False
         """Whether it cannot be captured."""
@@ -196,11 +199,11 @@ class GradientGraph:
             self._capture(key, batch, size)
         if self.failed:
             return BaseAlgorithm.backward(self._algorithm, batch)
-        static, replay = self._graphs[key]
-        for name, place in static.items():
-            place[:count].copy_(batch[name])
-            if count < size and name in ("loss_mask", "weight", "share"):
-                place[count:].zero_()
+        static, alike, replay = self._graphs[key]
+        for names in alike:  # one kernel for those of a type
+            torch._foreach_copy_([static[name][:count] for name in names], [batch[name] for name in names])
+        for name in ("loss_mask", "weight", "share") if count < size else ():
+            static[name][count:].zero_()
         metrics: Tensor = replay()
         return metrics.clone()
 
@@ -214,12 +217,13 @@ class GradientGraph:
             return metrics
 
         try:
-            self._graphs[key] = static, Replay(backward, device)
+            types = {value.dtype for value in static.values()}
+            alike = [[name for name, value in static.items() if value.dtype == kind] for kind in types]
+            self._graphs[key] = static, alike, Replay(backward, device)
             log.debug("gradients of %d elements are replayed as one CUDA graph", size)
         except Exception as error:  # CUDA raises errors of several types
             self.failed = True
-            message = f"updates are not replayed as a CUDA graph: {_first_line(error)}; speed='off' is silent"
-            warnings.warn(message, SlowPathWarning, stacklevel=4)
+            _warn(error)
         self._flat.gradient.copy_(gradient)
 
 
@@ -227,6 +231,59 @@ def filled_up(count: int) -> int:
     """The size that ``count`` elements are filled up to, by an eighth at most; powers of two stay."""
     step = 1 << max(0, count.bit_length() - 4)
     return -(-count // step) * step
+
+
+# --- the optimiser ---
+
+
+def adam_graph(cfg: AlgorithmCfg, parameters: Sequence[nn.Parameter]) -> FlatAdam | None:
+    """Adam whose steps are replayed, for ``BaseAlgorithm(optimizer=adam_graph)``; None where ``flat_adam`` is."""
+    return flat_adam(cfg, parameters, AdamGraph)
+
+
+class AdamGraph(FlatAdam):
+    """``FlatAdam`` with a graph for clipping and one for the step. The learning rate, which changes, is read in float32.
+
+    Where they cannot be captured, a warning gives the reason, and the methods are used.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        super().__init__(parameters, group)
+        self._graphs: dict[Any, Callable[[], Any]] = {}
+        self.rate = torch.zeros((), device=self.gradient.device)
+        self._filled = 0.0
+
+    def clip(self, limit: float | None) -> Float[Tensor, ""]:
+        """Clip the gradient's norm; returns the old one."""
+        self._replay(limit, partial(super().clip, limit))
+        return self._norm.clone()
+
+    def step(self) -> None:
+        """One step along the gradient, or none if the norm that ``clip`` found is not finite."""
+        group = self.param_groups[0]
+        if self.rate is not None and group["lr"] != self._filled:
+            self._filled = group["lr"]
+            self.rate.fill_(self._filled)
+        constants = {name: value for name, value in group.items() if name not in ("params", "lr")}
+        self._replay(repr(constants), super().step)
+
+    def _replay(self, key: Any, method: Callable[[], Any]) -> None:
+        if key not in self._graphs:
+            tensors = [self.vector.detach(), self.gradient, self._norm, self._refused, *self.state.values()]
+            before = [tensor.clone() for tensor in tensors]
+            try:
+                self._graphs[key] = Replay(method, self.gradient.device)
+            except Exception as error:  # CUDA raises errors of several types
+                self._graphs[key] = method
+                _warn(error)
+            torch._foreach_copy_(tensors, before)
+        self._graphs[key]()
+
+
+def _warn(error: Exception) -> None:
+    """Say why the method takes the place of a graph in updates."""
+    message = f"updates are not replayed as a CUDA graph: {_first_line(error)}; speed='off' is silent"
+    warnings.warn(message, SlowPathWarning, stacklevel=5)
 
 
 def _first_line(error: Exception) -> str:

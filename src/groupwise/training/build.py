@@ -37,7 +37,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError, film, film_group
 from groupwise.seeding import derive_seed
 from groupwise.speed.control import WORTH_STEPS, compiled_gradient, flat_adam
-from groupwise.speed.graphs import RolloutGraph, gradient_graph
+from groupwise.speed.graphs import RolloutGraph, adam_graph, gradient_graph
 from groupwise.training.callbacks import (
     CheckSamplerMismatch,
     Evaluate,
@@ -596,7 +596,7 @@ def fast_paths(cfg: RunCfg, world_size: int = 1, device: torch.device | None = N
     if cfg.speed == "off":
         return {}
     if device is not None and device.type == "cuda":
-        return {"optimizer": flat_adam, "gradient": gradient_graph}
+        return {"optimizer": adam_graph, "gradient": gradient_graph}
     elements = cfg.env.num_envs * world_size * cfg.algorithm.num_steps
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
     iterations = cfg.total_iterations or (cfg.total_steps or 0) // elements

@@ -20,7 +20,7 @@ SETTINGS = {
         collection={"partial_groups": "truncate"},
     ),
 }
-LIMITS = {"ppo": 5, "grpo": 7}
+LIMITS = {"ppo": 5, "grpo": 6}
 """Waits on a CPU."""
 
 

@@ -49,6 +49,8 @@ class CreditInput(NamedTuple):
     """Sums over all ranks, for statistics of the whole batch."""
     parts: Float[Tensor, "row step part"] | None = None
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
+    num_steps: int | None = None
+    """Steps are numbered below it. None: it is looked up, for which Python waits for the device."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -210,7 +212,8 @@ def per_step(credit: CreditInput, score: Float[Tensor, "row step"]) -> Float[Ten
     batch = credit.batch
     first = torch.where(batch["step"] == 0, score, 0.0)
     outcome = segment_sum(first, batch["episode_id"], credit.num_episodes)
-    return _at_moment(credit, score, batch["step"], credit.live, outcome)
+    num_steps = int(batch["step"].max()) + 1 if credit.num_steps is None else credit.num_steps
+    return _at_moment(credit, score, batch["step"], num_steps, credit.live, outcome)
 
 
 class Turns(NamedTuple):
@@ -223,6 +226,8 @@ class Turns(NamedTuple):
     score: Float[Tensor, "row step"]
     first: Bool[Tensor, "row step"]
     """Representatives."""
+    num_turns: int
+    """Turns are numbered below it."""
     num_played: int
 
     def spread(self, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
@@ -244,7 +249,7 @@ def scored_turns(credit: CreditInput, *, to_go: bool) -> Turns:
     place = torch.arange(turn.numel(), device=turn.device).view_as(turn).to(torch.float64)
     first, _ = segment_min_max(place, played, num_played)
     representative = credit.live & (place == gather_segments(first, played))
-    return Turns(turn, played, gather_segments(earned.flatten(), played), representative, num_played)
+    return Turns(turn, played, gather_segments(earned.flatten(), played), representative, num_turns, num_played)
 
 
 def per_turn(credit: CreditInput) -> Float[Tensor, "row step"]:
@@ -255,20 +260,20 @@ def per_turn(credit: CreditInput) -> Float[Tensor, "row step"]:
     """
     turns = scored_turns(credit, to_go=credit.cfg.returns == "turn_to_go")
     outcome = episode_return(credit.reward, credit.batch["episode_id"], credit.num_episodes)
-    return turns.spread(_at_moment(credit, turns.score, turns.number, turns.first, outcome))
+    return turns.spread(_at_moment(credit, turns.score, turns.number, turns.num_turns, turns.first, outcome))
 
 
 def _at_moment(
     credit: CreditInput,
     score: Float[Tensor, "row step"],
     moment: Int[Tensor, "row step"],
+    moments: int,
     member: Bool[Tensor, "row step"],
     outcome: Float[Tensor, " episode"],
 ) -> Float[Tensor, "row step"]:
     """Advantage of each member at its moment (step or turn) of the group, or its whole episode's where rules say so."""
     batch, rules = credit.batch, credit.cfg.group_key
     assert isinstance(rules, GroupStepCfg)
-    moments = int(moment.max()) + 1  # more than the rollout has, where it holds the end of an episode only
     num_keys = credit.num_groups * moments
     key = torch.where(member, batch["group_id"] * moments + moment, -1)
     zeros = None

@@ -69,7 +69,8 @@ class GRPO(BaseAlgorithm):
         """
         cfg, batch, all_sum = self.cfg, transition_view(rollout), self.engine.sum
         mask, episode, group = batch["loss_mask"], batch["episode_id"], batch["group_id"]
-        num_groups, num_episodes = (torch.stack([group.max(), episode.max()]) + 1).tolist()  # one host sync
+        largest = torch.stack([group.max(), episode.max(), batch["step"].max()])
+        num_groups, num_episodes, num_steps = (largest + 1).tolist()  # one host sync
         if num_episodes and not 0 < num_groups < num_episodes and cfg.credit.baseline.within_group:
             raise DataError(
                 f"no group of the rollout has two members ({num_episodes} episodes, {num_groups} groups), so there is nothing "
@@ -85,7 +86,8 @@ class GRPO(BaseAlgorithm):
 
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)
-        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, num_groups, num_episodes, self.engine, parts)
+        sizes = num_groups, num_episodes
+        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, *sizes, self.engine, parts, num_steps)
         advantage = self._with_kl(credit, inputs, evaluation) if self._kl_in_credit else advantages(credit)
         if not self._learns_alone:
             inputs["loss_mask"] = inputs["loss_mask"] & (all_sum(advantage.count_nonzero()) > 0)

@@ -327,14 +327,14 @@ def test_settings_that_cannot_be_are_refused(model, double, tmp_path):
             train(copying(), model, tmp_path / "run", generation=generation)
     with pytest.raises(gw.errors.ConfigError, match="gives no tokens that top_k, top_p and min_p keep"):
         train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"top_k": 5})
-    with pytest.raises(gw.errors.ConfigError, match="presence_penalty: vLLM takes -2 to 2; fix: "):
+    with pytest.raises(gw.errors.ConfigError, match=r"presence_penalty=-2\.5: vLLM takes -2 to 2; fix: "):
         train(copying(), model, tmp_path / "run", generation=settings(double), sampling={"presence_penalty": -2.5})
     with pytest.raises(gw.errors.ConfigError, match="vLLM takes no DoRA adapters; fix: generation='native'"):
         train(copying(), model, tmp_path / "run", generation=settings(double), lora={"r": 2, "dora": True})
     cfg = TextRunCfg(generation={"name": "server", "python": "/usr/bin/python3"})
     for engine, message in [
         (Engine(), "made in Python is in no folder"),
-        (TwoThreads(0, None, None), "2 processes cannot share one's server; fix: generation.urls"),
+        (TwoThreads(0, None, None), "2 processes cannot share a server of one; fix: generation.urls"),
     ]:
         with pytest.raises(gw.errors.ConfigError, match=message):
             build.connect(cfg, CausalLM(tiny_model()), engine)

@@ -144,7 +144,8 @@ class ObjectiveCfg(Cfg):
     def _check(self) -> "ObjectiveCfg":
         region, correction = self.trust_region, self.importance_sampling_correction
         if region.needs_ratio not in (None, self.ratio):
-            raise ValueError(f"trust_region={region.name!r} excludes ratio={self.ratio!r}; fix: {region.needs_ratio!r}")
+            fix = f"fix: ratio={region.needs_ratio!r}"
+            raise ValueError(f"trust_region={region.name!r} excludes ratio={self.ratio!r}; {fix}")
         if correction.reweights and self.old_log_prob == "sampled":
             raise ValueError(
                 f"importance_sampling_correction={correction.name!r} compares old_log_prob with the sampler's; "

@@ -562,10 +562,9 @@ class TextRunCfg(CommonCfg):
                 f"generation={self.generation.name!r} gives no tokens that top_k, top_p and min_p keep; "
                 "fix: leave these out of sampling, or generation='native'"
             )
-        if self.generation.name != "native" and abs(self.sampling.presence_penalty) > 2:
-            raise ValueError(
-                f"presence_penalty={self.sampling.presence_penalty:g}: vLLM takes -2 to 2; fix: such a one"
-            )
+        penalty = self.sampling.presence_penalty
+        if self.generation.name != "native" and abs(penalty) > 2:
+            raise ValueError(f"sampling.presence_penalty={penalty:g}: vLLM takes -2 to 2; fix: generation='native'")
         _check_threshold(self.stop.threshold, self.evaluation.metric)
         if self.evaluation.metric == "success_rate" and self.task.env is None:
             raise ValueError("evaluation.metric='success_rate' needs episodes; fix: task.env, or metric='return'")

@@ -84,7 +84,7 @@ def test_gdpo_normalises_each_part():
     assert_advantages(batch, [[1.154701], [-0.577350], [-0.577350]], name="gdpo", **weighted)
     both = {"reward": {"name": "parts", "weights": (1.0, 0.5)}, "normalize": "none", "eps": 0.0}
     assert_advantages(batch, [[0.866026], [-0.866026], [0.0]], name="gdpo", **both)
-    with pytest.raises(DataError, match="3 weights for 2 parts"):
+    with pytest.raises(DataError, match="weights: 3 for 2 parts"):
         credit(batch, **preset("gdpo", reward={"name": "parts", "weights": (1.0, 1.0, 1.0)}))
     with pytest.raises(DataError, match=r"no 'reward_parts'; fix: .*credit\.reward\.names"):
         credit(rollout(TWO), **preset("gdpo"))

@@ -131,7 +131,7 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
         action: Any = np.asarray(expert(obs))
         if action.shape != space.shape:
             raise DataError(
-                f"the expert's action has shape {list(action.shape)}, not {list(space.shape)}; fix: the expert"
+                f"the expert's action has shape {list(action.shape)}, expected {list(space.shape)}; fix: the expert"
             )
         check_fits(space, action, "the expert's action")
         action = (np.clip(action, space.low, space.high) if is_box else action).astype(space.dtype)

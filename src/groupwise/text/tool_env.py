@@ -147,7 +147,7 @@ class ToolEnv(TextEnv):
         if self.made is not None:
             observation = awaited(self.made.reset(**row))
         if prompt is None and observation is None:
-            raise EnvError(f"no prompt: the data have no column {self._column!r}, reset() returned None; fix: one")
+            raise EnvError(f"no prompt: the data have no column {self._column!r}, reset() returned None; fix: give one")
         if prompt is None or observation is None:
             return (observation or "") if prompt is None else prompt, {}
         if isinstance(observation, list):

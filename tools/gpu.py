@@ -65,13 +65,14 @@ PYTEST = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "
 PYTEST += ("-o", "addopts=--import-mode=importlib --strict-markers")
 DETERMINISTIC = (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),)
 CHECKED = "not shapes_of_calls"  # which the plugin of jaxtyping checks
-TESTED = ("-m", "gpu", "-k", CHECKED, "tests")
+MARKED = ("tests/functional", "tests/speed", "tests/envs/test_torch_tasks.py", "tests/text/test_vocabulary.py")
+TESTED = ("-m", "gpu", "-k", CHECKED, *MARKED)
 if DEVICE != "cuda":
     TESTED = ("-k", f"cpu and {CHECKED}", "tests/functional")
 PARTS = (
-    Part("text_speed", script("text_speed"), 80, True, TEXT),
-    Part("control_speed", script("control_speed"), 50, True),
-    Part("idle", script("idle"), 45, True, TEXT),
+    Part("text_speed", script("text_speed"), 60, True, TEXT),
+    Part("control_speed", script("control_speed"), 60, True),
+    Part("idle", script("idle"), 60, True, TEXT),
     Part("rsl_rl", script("control_speed", "rsl_rl"), 25, True, ("rsl_rl",)),
     Part("trl", script("trl_speed"), 45, True, (*TEXT, "trl", "datasets", "accelerate")),
     Part("jax", script("control_speed", "jax"), 35, True, ("jax", "gymnax", "optax")),

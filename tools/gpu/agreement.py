@@ -156,7 +156,8 @@ def compare_text(found: dict[str, Any], family: str, **variant: Any) -> None:
     device, micro = LIMITS[kind]
     mismatch = 1e-5 if kind == "float32" else 0.01
     close = found["device"] < device and found["micro_batches"] < micro and found["sampler_kl"] < mismatch
-    found["ok"] = close and found["again"] == 0
+    # the gradient of memory-efficient attention is added up in any order; with deterministic algorithms it is 0
+    found["ok"] = close and found["again"] < micro
     if CUDA and kind == "float32" and not variant:
         with_tf32(True)
         _, tf32, _ = text(family, DEVICE, rows)

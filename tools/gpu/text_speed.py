@@ -39,15 +39,13 @@ WARM_UP, STEPS = 1, 2 if not TINY else 1
 """Steps that do not count, and steps that do."""
 CASES = {
     "16 rows, auto": (16, "auto", False),
-    "16 rows, off": (16, "off", False),
     "64 rows, auto": (64, "auto", False),
     "16 rows, random ends, auto": (16, "auto", True),
-    "16 rows, random ends, off": (16, "off", True),
-    "64 rows, off": (64, "off", False),
+    "16 rows, off": (16, "off", False),
 }
 """Rows of a micro-batch, ``speed``, and whether completions end at random lengths."""
 if TINY:
-    CASES = {name: CASES[name] for name in ("16 rows, auto", "16 rows, random ends, off")}
+    CASES = {name: CASES[name] for name in ("16 rows, auto", "16 rows, off")}
 PLAN = "16 rows, auto"
 """The case whose memory is compared with the plan."""
 

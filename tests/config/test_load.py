@@ -5,7 +5,6 @@ from typing import Literal
 
 import pytest
 
-from groupwise.algorithms.losses import clip_range
 from groupwise.config import json_schema, load_config, resolve, to_json
 from groupwise.config import load as presets
 from groupwise.config.algorithm import (
@@ -60,7 +59,8 @@ def test_the_preset_auto_is_the_environments(tmp_path):
 
 def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
     objective = resolve("CartPole-v1", GRPOCfg(clip_coef=0.3), preset="sb3_outcome").algorithm.objective
-    assert (clip_range(objective.trust_region), objective.ratio) == ((0.3, 0.3), "sequence_product")
+    clipped = objective.trust_region.parameters()
+    assert (clipped["clip_low"], clipped["clip_high"], objective.ratio) == (0.3, 0.3, "sequence_product")
 
 
 def test_run_fields_as_configs_dicts_and_values():

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = os.environ["LP_NUM_THREADS"] = "1"
 os.environ.setdefault("MUJOCO_GL", "egl")
@@ -25,7 +24,7 @@ import mujoco
 
 from groupwise.embodied.metaworld import MetaWorldEnv
 from groupwise.envs.make import import_package
-from groupwise.envs.snapshots import capture_start, restore
+from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for
 
 RESULT = Path(__file__).parent / "results" / "robots.json"
 PIXELS = 64
@@ -48,18 +47,19 @@ def simulation(env_id: str, rounds: int) -> dict[str, float]:
     env = gymnasium.make(env_id, max_episode_steps=10**9)
     env.action_space.seed(0)
     env.reset(seed=0)
-    state = capture_start(env)
+    adapter = adapter_for(env) or SnapshotAdapter()
+    state = adapter.capture(env)
     found = {
         "reset": milliseconds(lambda: env.reset(seed=1), 20, rounds),
-        "start": milliseconds(lambda: begin(env, state), 100, rounds),
+        "start": milliseconds(lambda: begin(env, adapter, state), 100, rounds),
         "step": milliseconds(lambda: step(env), 100, rounds),
     }
     env.close()
     return found
 
 
-def begin(env: gymnasium.Env, state: dict[str, Any]) -> None:
-    restore(env, state)
+def begin(env: gymnasium.Env, adapter: SnapshotAdapter, state: Snapshot) -> None:
+    adapter.restore(env, state)
     if isinstance(env.unwrapped, MetaWorldEnv):
         assert len(env.unwrapped.state)  # it is loaded into the simulator when it is needed
 

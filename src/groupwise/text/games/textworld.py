@@ -59,6 +59,10 @@ class TextWorld(TextEnv):
         end = {"success": bool(self._state.won)} if done else {}
         return self._read(self._state.feedback), float(reward), bool(done), False, end
 
+    def walkthrough(self) -> list[str]:
+        """The commands that win the game, from its beginning."""
+        return [*self._state["extra.walkthrough"]]
+
     def sample_action(self, rng: np.random.Generator) -> str:
         """One of the possible commands."""
         return str(rng.choice(self._state.admissible_commands))

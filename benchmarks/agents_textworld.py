@@ -11,8 +11,8 @@ turns at most. The reward is the game's score: 1 for the quest. The model is a L
 word of TextWorld's grammar and of the training games.
 
 1. Cloning (``bc``) of copies: a list of two to four commands, which the model repeats. It learns to copy names.
-2. Cloning of the training games' walkthroughs, again and again, each time with other names for things.
-3. GRPO plays the training games with their own names, rewarded by the games, without walkthroughs.
+2. Cloning of the walkthroughs of ``CLONED`` training games, again and again, each time with other names for things.
+3. GRPO plays all training games with their own names, rewarded by the games, without walkthroughs.
 
 Measured, as fixed before the runs: the success rate of the sampled policy on 128 held-out games, one episode each: of the
 untrained model, of the clone, and after GRPO. Three seeds, 0 to 2, with the 95 % interval by Student's t over seeds, of the
@@ -50,10 +50,11 @@ NO_NAMES = {
     *("a", "and", "from", "into", "of", "on", "with"),
 }
 """Words of commands that name no thing."""
+ASKS = "\n>"
 SIZES = "rooms=1,objects=4,quest=2"
-GAMES, HELD_OUT = 256, 128
+GAMES, CLONED, HELD_OUT = 256, 192, 128
 TURNS = 4
-EVERY = 10
+EVERY = 20
 """Iterations between evaluations."""
 SEEDS = (0, 1, 2)
 SHAPE: dict[str, Any] = {
@@ -66,18 +67,23 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.1,
     "tie_word_embeddings": True,
 }
-COPIES, COPYING = 16_000, {"num_prompts": 32, "total_epochs": 1}
-TIMES, CLONING = 24, {"num_prompts": 8, "total_epochs": 1}
+COPIES, COPYING = 16_000, {"num_prompts": 32, "schedule": {"name": "linear", "final": 1.0, "warmup": 0.1}}
+TIMES, CLONING = 24, {"num_prompts": 8, "schedule": {"name": "linear", "final": 0.1, "warmup": 0.1}}
 """Walkthroughs of each game, with names of their own."""
-CLONE: dict[str, Any] = {"name": "bc", "learning_rate": 3e-3, "minibatch_size": None, "schedule": {"name": "linear"}}
+CLONE: dict[str, Any] = {
+    "name": "bc",
+    "learning_rate": 3e-3,
+    "minibatch_size": None,
+    "optimizer": {"name": "adam", "eps": 1e-8, "betas": (0.9, 0.95)},
+}
 ALGORITHM: dict[str, Any] = {"group_size": 8, "learning_rate": 1e-3}
-PROMPTS = 16
-ITERATIONS, UNTRAINED = 100, 10
+PROMPTS = 8
+ITERATIONS, UNTRAINED = 40, 5
 """Iterations of GRPO from the clone, and from the untrained model."""
 
 
 class Quest(TextWorld):
-    """A game whose first text is the quest and the commands."""
+    """A game whose first text is the quest and the commands; ``>`` asks for a command."""
 
     def __init__(self) -> None:
         super().__init__(SIZES, commands=True)
@@ -85,7 +91,11 @@ class Quest(TextWorld):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
         text, info = super().reset(seed=seed, options=options)
         lines = text.splitlines()
-        return f"{lines[0]}\n{lines[-1]}", info
+        return f"{lines[0]}\n{lines[-1]}{ASKS}", info
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        answer, *others = super().step(text)
+        return (answer + ASKS, *others)
 
 
 def play_walkthroughs(seeds: list[int]) -> list[list[str]]:
@@ -102,7 +112,9 @@ def play_walkthroughs(seeds: list[int]) -> list[list[str]]:
 
 def commands_of(game: list[str]) -> list[str]:
     """The commands that were possible."""
-    return [command for text in game[:-1:2] for command in text.rpartition("commands: ")[2].split("; ")]
+    return [
+        command for text in game[:-1:2] for command in text.removesuffix(ASKS).rpartition("commands: ")[2].split("; ")
+    ]
 
 
 def names_of(texts: list[str]) -> list[str]:
@@ -121,7 +133,7 @@ def copies(games: list[list[str]], count: int, rng: random.Random) -> list[dict[
     for _ in range(count):
         text = "; ".join(rng.sample(commands, rng.randint(2, 4)))
         made.append(WORD.sub(lambda word: word[0] if word[0] in NO_NAMES else rng.choice(names), text))
-    return [{"prompt": text, "completion": text} for text in made]
+    return [{"prompt": text + ASKS, "completion": text} for text in made]
 
 
 def walkthroughs(games: list[list[str]], times: int, rng: random.Random) -> list[dict[str, Any]]:
@@ -215,16 +227,18 @@ def learn(games: Games, seed: int, *, smallest: bool) -> dict[str, Any]:
         )
         earned = [m["rollout/return_mean"] for m in run.metrics()]
         few, rng = 32 if smallest else COPIES, random.Random(seed)
-        learned = [(copies(games.played, few, rng), COPYING)]
-        learned += [(walkthroughs(games.played, 1 if smallest else TIMES, rng), CLONING)]
+        learned = [(copies(games.played[:CLONED], few, rng), COPYING)]
+        learned += [(walkthroughs(games.played[:CLONED], 1 if smallest else TIMES, rng), CLONING)]
         loss, weights = list[float](), {"path": str(model)}
         for number, (rows, how) in enumerate(learned):
             clone = gw.train(
                 gw.TextTask(rows),
-                CLONE,
+                CLONE | {"schedule": how["schedule"]},
                 model=weights,
                 run_dir=Path(scratch, f"clone{number}"),
-                **settings | how,
+                num_prompts=how["num_prompts"],
+                total_epochs=1,
+                **settings,
             )
             loss += [m["train/loss"] for m in clone.metrics()]
             weights = {"init_from": clone.path}

@@ -50,6 +50,9 @@ def test_a_game_is_won_by_its_quest_and_made_once_for_a_seed():
     assert other.reset(seed=1)[0] == prompt.rpartition("\nCommands: ")[0]
     assert time.perf_counter() - began < 1  # not made again
     assert other.reset(seed=2)[0] not in prompt
+    commands = other.reset(seed=1) and other.walkthrough()
+    assert [other.step(command)[1:] for command in commands] == [opened[1:], ended[1:]]
+    other.reset(seed=2)
     assert other.sample_action(np.random.default_rng(0)) in other._state.admissible_commands
     env.close()
     other.close()

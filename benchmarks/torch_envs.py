@@ -59,7 +59,8 @@ def train(algorithm: str, num_envs: int, device: str, threads: int, speed: str =
     cfg: Any = gw.PPOCfg(**PPO, **shared)
     if algorithm == "grpo":
         cfg = gw.GRPOCfg(**GRPO, **shared, collection={"partial_groups": "truncate"})
-    clock = Clock(WARM_UP[device], torch.cuda.synchronize if device == "cuda" else None)
+    on_gpu = device == "cuda"
+    clock = Clock(WARM_UP[device], torch.cuda.synchronize if on_gpu else None, profiles=on_gpu)
     with tempfile.TemporaryDirectory() as folder:
         run = gw.train(
             TorchCartPole,
@@ -90,11 +91,15 @@ def launched(profile: Any) -> dict[str, int]:
 
 
 class Clock:
-    """Times the iterations of a trainer and ends training."""
+    """Times the iterations of a trainer and ends training.
 
-    def __init__(self, warm_up: int, synchronize: Any) -> None:
+    Args:
+        profiles: count the kernels of an iteration before, of which there are two at least; on a GPU.
+    """
+
+    def __init__(self, warm_up: int, synchronize: Any, *, profiles: bool = False) -> None:
         self.warm_up = warm_up
-        self.on_gpu = synchronize is not None
+        self.profiles = profiles
         self.synchronize = synchronize or (lambda: None)
         self.launches: dict[str, Any] = {}
         self.found: dict[str, Any] = {}
@@ -108,10 +113,10 @@ class Clock:
         class Timed(base):  # type: ignore[misc]
             def on_iteration_end(self, trainer: Any, rollout: Any, metrics: dict[str, float]) -> None:
                 clock.synchronize()
-                if trainer.iteration == clock.warm_up - 2 and clock.on_gpu:
+                if trainer.iteration == clock.warm_up - 2 and clock.profiles:
                     clock.profile = torch.profiler.profile()
                     clock.profile.start()
-                if trainer.iteration == clock.warm_up - 1 and clock.on_gpu:
+                if trainer.iteration == clock.warm_up - 1 and clock.profiles:
                     clock.profile.stop()
                     clock.launches = {"iteration": launched(clock.profile)}
                 now = time.perf_counter()

@@ -196,6 +196,6 @@ def test_a_search_that_could_not_be_read_again_is_refused_before_it_starts(tmp_p
         evolve(tmp_path / "p", population=1000, rounds=1000)
     assert not (tmp_path / "p").exists()
     monkeypatch.setattr("groupwise.evolution.population.MAX_POPULATION", 100)
-    with pytest.raises(gw.errors.ConfigError, match=r"population.json could not be read again: it has .* bytes"):
+    with pytest.raises(gw.errors.ConfigError, match=r"population.json cannot be read again: it has .* bytes"):
         evolve(tmp_path / "p")
     assert not (tmp_path / "p/population.json").exists()

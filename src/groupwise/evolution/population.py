@@ -207,7 +207,9 @@ class Population:
             files.check_size(len(data), MAX_POPULATION)
             files.parse_json(data)
         except ValueError as error:
-            raise ConfigError(f"{self.path / FILE} is not read again: {error}; fix: fewer members or rounds") from error
+            raise ConfigError(
+                f"{self.path / FILE} cannot be read again: {error}; fix: fewer members or rounds"
+            ) from error
         files.write(self.path / FILE, data)
 
     def folder(self, name: str) -> Path:

@@ -181,7 +181,7 @@ def card_name() -> str:
     code = "import torch; print(torch.cuda.get_device_name())"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"torch finds no GPU: {last_line(done.stderr)}; fix: DEV=cpu TINY=1 for a dry run on a CPU")
+        sys.exit(f"torch finds no GPU{last_line(done.stderr)}; fix: DEV=cpu TINY=1 for a dry run on a CPU")
     return done.stdout.strip()
 
 

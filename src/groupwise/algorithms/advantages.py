@@ -168,7 +168,9 @@ def _parts(credit: CreditInput, cfg: PartsCfg) -> list[tuple[float, Tensor]]:
     parts = found.unbind(dim=-1)
     weights = cfg.weights or (1.0,) * len(parts)
     if len(weights) != len(parts):
-        raise DataError(f"credit.reward.weights: {len(weights)} for {len(parts)} parts of the reward; fix: as many")
+        raise DataError(
+            f"credit.reward.weights: {len(weights)} for {len(parts)} parts of the reward; fix: one for each"
+        )
     return list(zip(weights, parts, strict=True))
 
 

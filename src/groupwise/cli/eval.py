@@ -110,7 +110,9 @@ def sample_command(parser: Parser, argv: Sequence[str]) -> None:
         parser.add_argument("run", type=Path, help="folder of the run")
         parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; none with a text environment")
         parser.add_argument("--messages", action="store_true", help="prompts are lists of messages, in JSON")
-        parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="latest", help="(default: latest)")
+        parser.add_argument(
+            "--checkpoint", choices=CHECKPOINTS, default="latest", help="whose weights (default: latest)"
+        )
         options = vars(parser.read(argv))
 
     from groupwise.run import sample

@@ -162,7 +162,9 @@ class SamplingCfg(Cfg):
     @model_validator(mode="after")
     def _check_lengths(self) -> "SamplingCfg":
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens={self.min_new_tokens} > max_new_tokens={self.max_new_tokens}; fix: less")
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} > max_new_tokens={self.max_new_tokens}; fix: a smaller one"
+            )
         return self
 
     @property

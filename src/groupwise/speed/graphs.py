@@ -1,5 +1,6 @@
-"""CUDA graphs of control: networks and simulators of small kernels spend nearly all their time on launching them.
+"""CUDA graphs: networks and simulators of small kernels spend nearly all their time on launching them.
 
+Replay           a function, for the graphs below and for decoding
 RolloutGraph     all steps of a rollout of a torch environment
 gradient_graph   the gradient of a micro-batch
 adam_graph       clipping, and the optimiser's step

@@ -320,7 +320,7 @@ class Decoder:
             raise error
         self.most_rows = rows // 2
         log.warning(
-            "out of memory in generation: at most %d rows at once from now on, which changes no text", rows // 2
+            "out of memory in generation: at most %d rows at once from now on, which changes rounding alone", rows // 2
         )
 
     def step(self, policy: "CausalLM", prompts: Prompts, token: Int[Tensor, " row"], head: Head) -> Step:

@@ -2,7 +2,6 @@
 
 import json
 
-import shapes
 from scripts import ROOT, load
 
 SCRIPT = load("benchmarks/text_starts.py")
@@ -23,8 +22,7 @@ def test_table_and_text_are_the_results():
     assert f"{len(GAMES) - len(played)} more end in an error" in text
 
 
-def test_what_parts_and_what_is_alike_is_found_again(monkeypatch):
-    monkeypatch.setattr(shapes, "CHECKED_CALLS", 0)  # checks of types draw from random
+def test_what_parts_and_what_is_alike_is_found_again():
     for name in ("words, as in TRL", "2048 in a row, as in TRL", "reasoning-gym:chain_sum"):
         assert SCRIPT.measure(SCRIPT.GAMES[name]) == json.loads(json.dumps(GAMES[name]), object_hook=kept_as_tuple)
 

@@ -1,9 +1,11 @@
 """What every function of the package promises: no waiting for the device, nothing written into inputs, few imports."""
 
 import ast
+import random
 import sys
 from pathlib import Path
 
+import beartype
 import jaxtyping
 import pytest
 import torch
@@ -140,3 +142,13 @@ def test_shapes_of_calls_are_checked():
     assert reduce.masked_mean(
         X, torch.ones(6, dtype=torch.bool)
     ).isfinite()  # a shape that its signature does not allow
+
+
+def test_checks_of_calls_draw_from_no_generator_of_the_process():
+    def check(values: list[int]) -> None:
+        """Looks at one item, whichever it draws."""
+
+    check, before = beartype.beartype(check), random.getstate()
+    with pytest.raises(beartype.roar.BeartypeCallHintParamViolation):
+        any(check([1, "two"]) for _ in range(100))
+    assert random.getstate() == before

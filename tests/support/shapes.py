@@ -1,9 +1,14 @@
-"""How long jaxtyping's checks of shapes go on."""
+"""How long jaxtyping's checks of shapes go on, and from which generator beartype draws the item of a list that it looks at."""
 
+import random
 import sys
 from collections import Counter
 
 import jaxtyping
+from beartype._check.code import codemain
+
+# a server's thread, whose calls are checked, would disturb environments that play with the process's generator
+codemain.getrandbits = random.Random(0).getrandbits
 
 CHECKED_CALLS = 5
 """Of each function in each test, that are checked. Whole runs go on with the same calls, and take twice as long with checks."""

@@ -38,6 +38,7 @@ HERE = Path(__file__).parent
 KINDS = {"text", "speed", "contrib"}
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SLOW = {
+    "algorithms/test_devices.py",
     "docs/test_benchmark_scripts.py",
     "docs/test_fenced_blocks.py",
     "engines/test_distributed.py",

@@ -12,13 +12,14 @@ from groupwise.config.algorithm import CollectionCfg
 from groupwise.envs.torch_env import TorchCartPole
 
 
-def made(env, groups, size, num_steps, *, seed=0, horizon=None, noise="independent", **cfg):
-    env = ENVS[env](groups * size)
+def made(env, groups, size, num_steps, *, seed=0, horizon=None, noise="independent", device="cpu", **cfg):
+    env = ENVS[env](groups * size, device=device)
     torch.manual_seed(seed)
     policy = gw.ActorCritic(
         env.observation_space, env.action_space, gw.PolicyCfg(hidden_sizes=(8,), **cfg), actor_only=True
-    )
-    buffer = gw.RolloutBuffer(groups * size, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec)
+    ).to(device)
+    specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
+    buffer = gw.RolloutBuffer(groups * size, num_steps, **specs, device=device)
     collector = TorchGroupCollector(
         env,
         policy,
@@ -81,12 +82,13 @@ def told_again(collector, rollout, before):
     seed=st.integers(0, 1000),
     horizon=st.sampled_from([None, None, 4]),
 )
-def test_labels_follow_from_what_happened(env, groups, size, num_steps, seed, horizon):
-    collector, buffer = made(env, groups, size, num_steps, seed=seed, horizon=horizon)
+def test_labels_follow_from_what_happened(device, env, groups, size, num_steps, seed, horizon):
+    collector, buffer = made(env, groups, size, num_steps, seed=seed, horizon=horizon, device=device)
     before, last = [None] * groups, None
     for _ in range(3):
         rollout = collector.collect(num_steps, buffer.start_rollout())
         buffer.add(rollout)
+        rollout = rollout.cpu()
         labels, finished, goes_on = told_again(collector, rollout, before)
         valid = rollout["valid"][:, :-1]
         assert torch.equal(valid, rollout["loss_mask"][:, :-1])
@@ -167,8 +169,8 @@ def test_no_step_waits_for_the_device(env):
     assert collector.metrics()["rollout/episodes"] > 0
 
 
-def test_a_resumed_collector_goes_on_bit_for_bit():
-    goes_on_bit_for_bit(lambda: made("pendulum", 3, 3, 6))
+def test_a_resumed_collector_goes_on_bit_for_bit(device):
+    goes_on_bit_for_bit(lambda: made("pendulum", 3, 3, 6, device=device))
 
 
 @pytest.mark.parametrize(

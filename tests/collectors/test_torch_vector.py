@@ -11,15 +11,14 @@ from groupwise.collectors.torch import TorchVectorCollector
 from groupwise.envs.torch_env import TorchCartPole
 
 
-def made(env, num_envs, num_steps, *, in_torch, seed=0, actor_only=False, **cfg):
+def made(env, num_envs, num_steps, *, in_torch, seed=0, actor_only=False, device="cpu", **cfg):
     """Collector and buffer, with a policy that is the same each time."""
-    env = ENVS[env](num_envs)
+    env = ENVS[env](num_envs, device=device)
     torch.manual_seed(seed)
     settings = gw.PolicyCfg(hidden_sizes=(8,), **cfg)
-    policy = gw.ActorCritic(env.observation_space, env.action_space, settings, actor_only=actor_only)
-    buffer = gw.RolloutBuffer(
-        num_envs, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, value=not actor_only
-    )
+    policy = gw.ActorCritic(env.observation_space, env.action_space, settings, actor_only=actor_only).to(device)
+    specs = {"obs_spec": env.obs_spec, "action_spec": policy.action_spec}
+    buffer = gw.RolloutBuffer(num_envs, num_steps, **specs, value=not actor_only, device=device)
     if not in_torch:
         return gw.VectorCollector(env, policy, seed=seed), buffer
     return TorchVectorCollector(env, policy, seed=seed), buffer
@@ -59,8 +58,8 @@ def test_no_step_waits_for_the_device(env):
     assert collector.last_steps == 70 * 12
 
 
-def test_a_resumed_collector_goes_on_bit_for_bit():
-    goes_on_bit_for_bit(lambda: made("pendulum", 9, 6, in_torch=True))
+def test_a_resumed_collector_goes_on_bit_for_bit(device):
+    goes_on_bit_for_bit(lambda: made("pendulum", 9, 6, in_torch=True, device=device))
 
 
 def test_another_device_is_refused():

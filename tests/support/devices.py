@@ -15,3 +15,15 @@ def moving(function, device):
         return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), function(*args, **kwargs))
 
     return moved
+
+
+def check_updates(device, updated, make_policy, rollout):
+    """``updated(rollout, policy)`` gives parameters and metrics: on the device those of the CPU, and the same each time."""
+    expected, expected_metrics = updated(rollout, make_policy())
+    (found, metrics), (again, _) = (updated(rollout.to(device), make_policy().to(device)) for _ in range(2))
+    assert torch.equal(found, again)
+    assert found.device.type == device.type
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in expected_metrics.items():
+        torch.testing.assert_close(metrics[name].cpu(), value, rtol=1e-3, atol=1e-5, msg=name)

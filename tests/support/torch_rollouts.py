@@ -1,5 +1,7 @@
 """Simulators in torch of several kinds, and rollouts from them compared."""
 
+from functools import partial
+
 import gymnasium as gym
 import numpy as np
 import torch
@@ -37,10 +39,10 @@ class Corridor(TorchGroupEnv):
 
 ENVS = {
     "cartpole": TorchCartPole,
-    "cut often": lambda n: TorchCartPole(n, max_episode_steps=7),
-    "pendulum": lambda n: TorchPendulum(n, max_episode_steps=9),
+    "cut often": partial(TorchCartPole, max_episode_steps=7),
+    "pendulum": partial(TorchPendulum, max_episode_steps=9),
     "named": Corridor,
-    "never cut": lambda n: Corridor(n, max_episode_steps=None),
+    "never cut": partial(Corridor, max_episode_steps=None),
 }
 
 

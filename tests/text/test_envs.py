@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-import shapes
 import torch
 from at_events import interrupt_after
 from text_games import First, Guess, Repeat
@@ -136,8 +135,7 @@ def test_members_part_where_generators_of_the_process_are_not_kept(make):
     assert parted(make, ("random", "numpy.random")) == 0
 
 
-def test_episodes_leave_the_generators_of_the_process_alone(monkeypatch):
-    monkeypatch.setattr(shapes, "CHECKED_CALLS", 0)  # checks of types draw from random
+def test_episodes_leave_the_generators_of_the_process_alone():
     before, legacy = random.getstate(), np.random.get_state(legacy=False)
     assert parted(ByRandom, ("random", "numpy.random")) == 0
     check_text_starts(ByNumPy, "auto", STARTS, by_samples)

@@ -1,5 +1,6 @@
 """TextWorld's games: made from the seed, in a folder that is removed; commands, score and success. Each takes seconds to make."""
 
+import resource
 import subprocess
 import sys
 import time
@@ -7,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import shapes
 from public_games import game
 
 from groupwise.errors import ConfigError
@@ -66,8 +66,22 @@ def test_what_is_no_command_of_the_game_is_not_played(turn):
     assert env.step(turn) == ("That's not a verb I recognise.", 0.0, False, False, {})
 
 
-def test_members_share_a_start_by_the_seed_alone(monkeypatch):
-    monkeypatch.setattr(shapes, "CHECKED_CALLS", 0)  # checks of types draw from random
+def test_other_games_take_no_more_memory():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    env = game(SIZES)()
+    for seed in (1, 2) * 5:
+        env.reset(seed=seed)
+    before = resident()
+    for seed in (1, 2) * 25:
+        env.reset(seed=seed)
+    assert resident() - before < 8 * 2**20  # 20 MB where an interpreter loads one game after the other
+    env.close()
+    assert env.reset(seed=2)[0]
+
+
+def test_members_share_a_start_by_the_seed_alone():
     report = check_text_env(game(SIZES), max_turns=3)
     assert (report.mode, report.kept, report.start_varies) == ("seed", (), True)
 

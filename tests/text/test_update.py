@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 import torch
+from devices import check_updates
 from text_updates import ONE_STEP, SGD, flat, rows_of, updated
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -51,6 +52,14 @@ def test_the_ratio_is_one_under_the_distribution_that_was_sampled(sampling, old)
     assert metrics["train/approx_kl"].item() == pytest.approx(0, abs=1e-9)
     assert metrics["train/clip_fraction"].item() == 0
     assert metrics["train/grad_norm"].item() > 1e-3
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 40])
+def test_an_update_is_that_of_the_cpu_on_every_device(device, micro_batch_size):
+    def run(rollout, policy):
+        return updated(policy, rollout.cpu(), **SGD | {"num_epochs": 2, "micro_batch_size": micro_batch_size})
+
+    check_updates(device, run, policy_of, text_rollout(rows_of(policy_of(), PROMPTS)))
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 40])

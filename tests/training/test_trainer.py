@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import shapes
 import torch
 from at_events import on
 from run_folders import same_weights
@@ -155,8 +154,7 @@ def test_training_that_diverged_is_stopped(bad, parts):
     assert recorder.journal[-2:] == ["rollout 1", "close"]
 
 
-def test_global_random_streams_follow_from_the_iteration(parts, monkeypatch):
-    monkeypatch.setattr(shapes, "CHECKED_CALLS", 0)  # checks of types draw random numbers
+def test_global_random_streams_follow_from_the_iteration(parts):
     whole, second = Recorder(), Recorder()
     parts.trainer(whole, total_steps=20).train()
     later = parts.trainer(second, total_steps=20)

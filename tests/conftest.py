@@ -49,6 +49,7 @@ SLOW = {
     "examples/test_notebooks.py",
     "report/test_lock.py",
     "report/test_sick_runs.py",
+    "system/test_emulated_device.py",
     "text/test_asynchronous.py",
     "text/test_cloning.py",
     "text/test_gem.py",

@@ -9,6 +9,7 @@ from no_waiting import NoWaiting
 from tensordict import TensorDict
 from torch_pendulum import TorchPendulum
 
+import groupwise as gw
 from groupwise.envs.torch_env import TorchCartPole, TorchGroupEnv
 
 
@@ -44,6 +45,19 @@ ENVS = {
     "named": Corridor,
     "never cut": partial(Corridor, max_episode_steps=None),
 }
+
+SETTINGS = {
+    "ppo": gw.PPOCfg(num_steps=12, minibatch_size=24, num_epochs=3),
+    "grpo": gw.GRPOCfg(
+        num_steps=12,
+        minibatch_size=24,
+        num_epochs=3,
+        group_size=4,
+        credit={"baseline": "mean", "group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"},
+        collection={"partial_groups": "truncate"},
+    ),
+}
+"""Algorithms on these simulators."""
 
 
 def named(nested, prefix=""):

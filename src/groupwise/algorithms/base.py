@@ -177,6 +177,7 @@ class BaseAlgorithm(ABC):
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
         zeros = torch.zeros(len(names), device=self.policy.device)
         steps: list[tuple[Tensor, list[Tensor]]] = []  # norm of the gradient, and sums of metrics of each micro-batch
+        finite = list[bool]()  # whether each step's norm is
         mismatch = zeros.new_zeros(2, dtype=torch.float64)  # of the sampler, before any weight changes
         recomputed = cfg.objective.old_log_prob == "recomputed"
         watched = cfg.target_kl is not None or self.schedule.adaptive
@@ -199,13 +200,15 @@ class BaseAlgorithm(ABC):
                 break
             norm = self.clip_gradients(cfg.max_grad_norm)
             steps.append((norm, of_step))
-            if self.waits and not math.isfinite(norm):
+            finite += [math.isfinite(norm)] if self.waits else []
+            if finite and not finite[-1]:
                 self._refuse(len(steps))
             else:
                 self.optimizer.step()
         self.engine.publish(self.learner, self.policy)
 
-        finite = torch.stack([norm for norm, _ in steps]).isfinite().tolist() if steps else []  # one host sync
+        if steps and not self.waits:
+            finite = torch.stack([norm for norm, _ in steps]).isfinite().tolist()  # one host sync
         taken = list(compress(steps, finite))
         self.optimizer_steps += len(taken)
         total = torch.stack([zeros, *chain(*(of_step for _, of_step in taken))]).sum(dim=0)
@@ -493,5 +496,5 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
 def sampler_kl_sums(batch: Batch) -> Float[Tensor, "2"]:
     """KL of the sampler to the trainer, summed over the steps that count, and their number."""
     mask = batch["loss_mask"]
-    distance = k3(batch["sample_log_prob"][mask], batch["old_log_prob"][mask]).double()
+    distance = k3(batch["sample_log_prob"], batch["old_log_prob"])[mask].double()  # one host sync
     return torch.stack([distance.sum(), mask.sum().to(distance)])

@@ -264,7 +264,10 @@ class Trainer:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
         found = self.algorithm.update(self.buffer.get())
-        values = [value.detach().to(self.algorithm.policy.device, torch.float64) for value in found.values()]
+        values = [
+            value.detach().to(self.algorithm.policy.device, torch.float64, non_blocking=True)
+            for value in found.values()
+        ]
         metrics = dict(zip(found, torch.stack(values).tolist(), strict=True))  # one host sync
         updated = time.perf_counter()
 

@@ -1,0 +1,66 @@
+"""What needs a GPU elsewhere, on a device that computes on the CPU: updates, resumed collectors, and waits for the device."""
+
+import json
+from pathlib import Path
+
+import pytest
+from forked import run_script
+
+SUPPORT = Path(__file__).parents[1] / "support"
+LIMITS = {"ppo": 5, "grpo": 6, "sampled": 4, "recomputed": 5}
+"""Waits of one iteration of control, and of an update of texts of one step: two of these are transformers', for its mask."""
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_an_iteration_waits_a_few_times(kind):
+    found = json.loads(run_script(SUPPORT / "emulated_waits.py", kind).splitlines()[-1])
+    assert 0 < sum(found.values()) <= LIMITS[kind], found
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "cases"),
+    [
+        ("algorithms/test_devices.py", "test_every_objective", 33),
+        ("algorithms/test_devices.py", "test_ppo_and_every_credit", 12),
+        ("text/test_update.py", "test_an_update_is_that_of_the_cpu_on_every_device", 2),
+        ("collectors/test_torch_groups.py", "test_a_resumed_collector_goes_on_bit_for_bit", 1),
+        ("collectors/test_torch_vector.py", "test_a_resumed_collector_goes_on_bit_for_bit", 1),
+    ],
+)
+def test_it_is_right_on_that_device(file, name, cases):
+    """``cases``: the fewest of the test."""
+    printed = run_script(SUPPORT / "emulated_tests.py", f"tests/{file}", name)
+    assert printed.count("{") >= cases
+
+
+def test_what_mixes_devices_or_waits_is_seen():
+    code = """
+import torch
+from emulated import DEVICE, WAITS, EmulatedDevice
+with EmulatedDevice():
+    here, there = torch.arange(3.0), torch.arange(3.0, device=DEVICE)
+    try:
+        here + there
+    except RuntimeError as error:
+        print(error)
+    waits = [
+        lambda: float(there[1]), lambda: there.tolist(), lambda: there.cpu(), lambda: here.to(DEVICE), lambda: there[there > 1],
+        lambda: there[torch.tensor([1])], lambda: there.nonzero(), lambda: torch.tensor([1.0], device=DEVICE),
+        lambda: bool((there > 5).any()), lambda: torch.unique(there), lambda: there.copy_(here), lambda: here.copy_(there),
+    ]
+    free = [
+        lambda: there + 1, lambda: there[1:], lambda: there * torch.tensor(2.0), lambda: here.to(DEVICE, non_blocking=True),
+        lambda: torch.where(there > 1, there, 0.0), lambda: there[there.long()], lambda: torch.zeros(3, device=DEVICE) + there,
+    ]
+    for each in (waits, free):
+        counts = []
+        for wait in each:
+            WAITS.clear()
+            wait()
+            counts.append(sum(WAITS.values()))
+        print(counts)
+"""
+    mixed, waits, free = run_script(code).splitlines()
+    assert mixed == "add of tensors on ['cpu', 'emulated:0']"
+    assert json.loads(waits) == [1] * 12
+    assert json.loads(free) == [0] * 7

@@ -177,7 +177,6 @@ class BaseAlgorithm(ABC):
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
         zeros = torch.zeros(len(names), device=self.policy.device)
         steps: list[tuple[Tensor, list[Tensor]]] = []  # norm of the gradient, and sums of metrics of each micro-batch
-        finite = list[bool]()  # whether each step's norm is
         mismatch = zeros.new_zeros(2, dtype=torch.float64)  # of the sampler, before any weight changes
         recomputed = cfg.objective.old_log_prob == "recomputed"
         watched = cfg.target_kl is not None or self.schedule.adaptive
@@ -199,16 +198,14 @@ class BaseAlgorithm(ABC):
             if cfg.target_kl is not None and float(means["approx_kl"]) > 1.5 * cfg.target_kl:
                 break
             norm = self.clip_gradients(cfg.max_grad_norm)
-            steps.append((norm, of_step))
-            finite += [math.isfinite(norm)] if self.waits else []
-            if finite and not finite[-1]:
+            steps.append((norm.cpu() if self.waits else norm, of_step))
+            if self.waits and not math.isfinite(steps[-1][0]):
                 self._refuse(len(steps))
             else:
                 self.optimizer.step()
         self.engine.publish(self.learner, self.policy)
 
-        if steps and not self.waits:
-            finite = torch.stack([norm for norm, _ in steps]).isfinite().tolist()  # one host sync
+        finite = torch.stack([norm for norm, _ in steps]).isfinite().tolist() if steps else []  # one host sync
         taken = list(compress(steps, finite))
         self.optimizer_steps += len(taken)
         total = torch.stack([zeros, *chain(*(of_step for _, of_step in taken))]).sum(dim=0)

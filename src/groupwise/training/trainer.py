@@ -263,11 +263,8 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
-        found = self.algorithm.update(self.buffer.get())
-        values = [
-            value.detach().to(self.algorithm.policy.device, torch.float64, non_blocking=True)
-            for value in found.values()
-        ]
+        found, device = self.algorithm.update(self.buffer.get()), self.algorithm.policy.device
+        values = [one.detach().to(device, torch.float64, non_blocking=True) for one in found.values()]
         metrics = dict(zip(found, torch.stack(values).tolist(), strict=True))  # one host sync
         updated = time.perf_counter()
 

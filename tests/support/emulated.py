@@ -1,4 +1,4 @@
-"""A device that computes on the CPU, although its tensors are none of the CPU: what waits for it, or mixes the two, is seen."""
+"""A device of its own type, for which the CPU computes: what waits for it, or mixes it with the CPU, is seen."""
 
 import traceback
 from collections import Counter
@@ -10,7 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "emulated"
-READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "repeat_interleave")
+READS = (
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "allclose",
+    "nonzero",
+    "masked_select",
+    "repeat_interleave",
+    "bincount",
+)
 """Operations that read numbers, or have sizes that follow from numbers."""
 INDEXES = ("index", "index_put", "index_put_")
 WAITS: Counter[str] = Counter()
@@ -58,7 +67,7 @@ class EmulatedTensor(torch.Tensor):
 
 
 class _Generator(torch.Generator):
-    """A generator of the CPU, for either device."""
+    """A generator of the CPU, for either device: operations do not tell for which it was made."""
 
     def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")
@@ -95,17 +104,20 @@ def compute(func, args, kwargs):
     name = func.overloadpacket.__name__
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     there = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
-    here = [tensor for tensor in tensors if tensor.dim() and not isinstance(tensor, EmulatedTensor)]
+    mixes = name not in ("stack", "cat")  # others take a number of the CPU
+    here = [one for one in tensors if not isinstance(one, EmulatedTensor) and not (mixes and one.dim() == 0)]
     asked = kwargs.get("device")
     is_there = bool(there) if asked is None else asked.type == NAME
     if name == "_to_copy":
-        if is_there != bool(there) and not kwargs.get("non_blocking"):
+        if is_there != bool(there) and (there or not kwargs.get("non_blocking")):  # who reads it must wait for it
             _wait(f"copy to {asked}")
     elif name == "copy_":
         is_there = isinstance(args[0], EmulatedTensor)
         if len(there) == 1 and not kwargs.get("non_blocking") and args[2:] != (True,):
             _wait("copy between devices")
-    elif there and name in INDEXES:
+    elif (
+        name in INDEXES and isinstance(args[0], EmulatedTensor) and not any(one is args[2] for one in here if args[2:])
+    ):
         if any(index is not None and index.dtype == torch.bool for index in args[1]):
             _wait(f"{name} by a mask")
         elif here:

@@ -13,6 +13,7 @@ for mark in getattr(test, "pytestmark", ()):
         several = not isinstance(mark.args[0], str)
         names += mark.args[0] if several else [mark.args[0]]
         cases.append([case if several else (case,) for case in mark.args[1]])
+count = 0
 with EmulatedDevice():
     for parts in itertools.product(*cases):
         arguments = dict(zip(names, itertools.chain(*parts), strict=True))
@@ -21,4 +22,5 @@ with EmulatedDevice():
         except BaseException:
             print(arguments, file=sys.stderr)
             raise
-        print(arguments)
+        count += 1
+print(count)

@@ -43,18 +43,13 @@ def train_control(folder, kind):
     )
 
 
-def train_text(folder, old_log_prob):
-    """Counts from the end of the rollout, of one micro-batch and one step."""
-    algorithm = gw.GRPOCfg(group_size=4, num_epochs=1, minibatch_size=None, objective={"old_log_prob": old_log_prob})
+def train_text(folder, kind):
+    """Counts from the end of the rollout to that of the update: one pass, or two."""
+    epochs, old = (2, "sampled") if kind == "two epochs" else (1, kind)
+    algorithm = gw.GRPOCfg(group_size=4, num_epochs=epochs, minibatch_size=None, objective={"old_log_prob": old})
     callbacks = [on("rollout_end", clear), on("iteration_end", note)]
-    text_runs.train(
-        text_runs.copying(),
-        text_runs.save_model(folder / "model"),
-        folder / "run",
-        algorithm,
-        callbacks=callbacks,
-        **QUIET,
-    )
+    model = text_runs.save_model(folder / "model")
+    text_runs.train(text_runs.copying(), model, folder / "run", algorithm, callbacks=callbacks, **QUIET)
 
 
 if __name__ == "__main__":

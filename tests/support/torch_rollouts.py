@@ -93,7 +93,9 @@ def goes_on_bit_for_bit(make):
     resumed.load_state_dict(collector.state_dict())
     resumed.iteration = 3
     for _ in range(2):
-        same(collector.collect(6, buffer.start_rollout()), resumed.collect(6, other.start_rollout()))
+        rollout = collector.collect(6, buffer.start_rollout())
+        same(rollout, resumed.collect(6, other.start_rollout()))
+        assert rollout["action"].device.type == collector.env.device.type
         assert collector.metrics() == resumed.metrics()
 
 

@@ -211,7 +211,8 @@ class BaseAlgorithm(ABC):
         total = torch.stack([zeros, *chain(*(of_step for _, of_step in taken))]).sum(dim=0)
         total, first = all_sum(torch.stack([total, sum(taken[0][1], zeros) if taken else zeros]))
         metrics = {f"train/{name}": value / max(len(taken), 1) for name, value in zip(names, total, strict=True)}
-        metrics["train/grad_norm"] = torch.stack([norm for norm, _ in taken]).mean() if taken else zeros.new_zeros(())
+        mean_norm = torch.stack([norm for norm, _ in taken] or [zeros[0]]).mean()
+        metrics["train/grad_norm"] = mean_norm.to(zeros.device, non_blocking=True)
         metrics["train/optimizer_steps"] = zeros.new_full((), float(len(taken)))
         rate = self.schedule.learning_rate * self.schedule.factor
         metrics["train/learning_rate"] = zeros.new_full((), rate, dtype=torch.float64)
@@ -240,8 +241,7 @@ class BaseAlgorithm(ABC):
         loss, metrics = self.loss(batch, evaluation)
         values = torch.stack([values.detach().flatten() for values in metrics])
         shares = [batch["weight" if name.endswith("loss") else "share"] for name in self.metric_names]
-        sums = (values * torch.stack(shares).flatten(1)).sum(dim=1)
-        return (batch["weight"] * loss).sum(), sums.float()
+        return (batch["weight"] * loss).sum(), (values * torch.stack(shares).flatten(1)).sum(dim=1).float()
 
     def _refuse(self, number: int) -> None:
         """Warn of the first step of an update whose gradient is NaN or infinite, or stop the run."""
@@ -273,8 +273,8 @@ class BaseAlgorithm(ABC):
             return
         if count == 1 and size is None:
             whole = self._weighted(elements, [len(elements["loss_mask"])], num_episodes)
-            step = [whole] if len(whole["loss_mask"]) else []  # this rank may have no element
-            yield from [step] * self.cfg.num_epochs
+            for _ in range(self.cfg.num_epochs):
+                yield [dict(whole)] if len(whole["loss_mask"]) else []  # this rank may have no element
             return
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatch", self.engine.rank, self.iteration))
         for _ in range(self.cfg.num_epochs):

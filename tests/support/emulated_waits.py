@@ -1,4 +1,4 @@
-"""Prints how often the second iteration of a training waits for its device: ``ppo``, ``grpo``, or a text update by its ``old_log_prob``."""
+"""Prints how often an iteration of ``ppo`` or ``grpo`` waits for its device, or an update of texts by its ``old_log_prob``."""
 
 import json
 import sys
@@ -6,15 +6,19 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-import text_runs
 from at_events import on
 from emulated import DEVICE, WAITS, EmulatedDevice
+from text_updates import rows_of
+from tiny_models import tiny_model
 from torch_rollouts import SETTINGS
 
 import groupwise as gw
+from groupwise.algorithms.grpo import GRPO
+from groupwise.config.algorithm import GRPOCfg
 from groupwise.envs.torch_env import TorchCartPole
+from groupwise.text.collector import text_rollout
+from groupwise.text.policy import CausalLM
 
-QUIET = {"logging": {"progress": "none"}, "evaluation": {"interval": 10**9}, "checkpoint_interval": 10**9}
 found: dict[str, int] = {}
 
 
@@ -29,34 +33,40 @@ def note(trainer, *_):
 
 def train_control(folder, kind):
     """Counts from the end of one iteration to that of the next."""
-    end = [on("iteration_end", note), on("iteration_end", clear)]
-    policy = {"normalize_obs": True}
-    gw.train(
-        TorchCartPole,
-        SETTINGS[kind],
-        num_envs=16,
-        total_iterations=3,
-        policy=policy,
-        run_dir=folder / "run",
-        callbacks=end,
-        **QUIET,
-    )
+    with (
+        patch("groupwise.training.build.pick_device", return_value=DEVICE),
+        patch("groupwise.run.pick_device", return_value=DEVICE),
+    ):
+        gw.train(
+            TorchCartPole,
+            SETTINGS[kind],
+            num_envs=16,
+            total_iterations=3,
+            checkpoint_interval=10**9,
+            run_dir=folder / "run",
+            policy={"normalize_obs": True},
+            callbacks=[on("iteration_end", note), on("iteration_end", clear)],
+            logging={"progress": "none"},
+            evaluation={"interval": 10**9, "episodes": 1},
+        )
 
 
-def train_text(folder, kind):
-    """Counts from the end of the rollout to that of the update: one pass, or two."""
+def update_text(kind):
+    """Counts an update of one pass, or of two, by rows that a policy on the CPU wrote."""
     epochs, old = (2, "sampled") if kind == "two epochs" else (1, kind)
-    algorithm = gw.GRPOCfg(group_size=4, num_epochs=epochs, minibatch_size=None, objective={"old_log_prob": old})
-    callbacks = [on("rollout_end", clear), on("iteration_end", note)]
-    model = text_runs.save_model(folder / "model")
-    text_runs.train(text_runs.copying(), model, folder / "run", algorithm, callbacks=callbacks, **QUIET)
+    cfg = GRPOCfg(group_size=4, num_epochs=epochs, minibatch_size=None, objective={"old_log_prob": old})
+    written = text_rollout(rows_of(CausalLM(tiny_model()), [[5, 6, 7], [9], [10, 11, 12, 13]]))
+    algorithm = GRPO(cfg, CausalLM(tiny_model()).to(DEVICE))
+    algorithm.update(written)
+    WAITS.clear()
+    algorithm.update(written)
+    found.update(WAITS)
 
 
 if __name__ == "__main__":
-    places = ("groupwise.training.build", "groupwise.text.build", "groupwise.run")
     with tempfile.TemporaryDirectory() as scratch, EmulatedDevice():
-        for place in places:
-            patch(f"{place}.pick_device", lambda name: DEVICE).start()
-        run = train_control if sys.argv[1] in SETTINGS else train_text
-        run(Path(scratch), sys.argv[1])
+        if sys.argv[1] in SETTINGS:
+            train_control(Path(scratch), sys.argv[1])
+        else:
+            update_text(sys.argv[1])
     print(json.dumps(found))

@@ -7,7 +7,7 @@ import pytest
 from forked import run_script
 
 SUPPORT = Path(__file__).parents[1] / "support"
-WAITS = {"ppo": 5, "grpo": 6, "sampled": 4, "recomputed": 5, "two epochs": 7}
+WAITS = {"ppo": 5, "grpo": 6, "sampled": 3, "recomputed": 4, "two epochs": 6}
 """Of one iteration of control, and of an update of texts: transformers waits twice in each pass for the mask of its prefixes."""
 
 

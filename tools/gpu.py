@@ -65,7 +65,9 @@ PYTEST = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "
 PYTEST += ("-o", "addopts=--import-mode=importlib --strict-markers")
 DETERMINISTIC = (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),)
 CHECKED = "not shapes_of_calls"  # which the plugin of jaxtyping checks
-MARKED = ("tests/functional", "tests/speed", "tests/envs/test_torch_tasks.py", "tests/text/test_vocabulary.py")
+MARKED = ("tests/functional", "tests/speed", "tests/envs/test_torch_tasks.py", "tests/algorithms/test_devices.py")
+MARKED += ("tests/collectors/test_torch_groups.py", "tests/collectors/test_torch_vector.py")
+MARKED += ("tests/text/test_vocabulary.py", "tests/text/test_update.py")
 TESTED = ("-m", "gpu", "-k", CHECKED, *MARKED)
 if DEVICE != "cuda":
     TESTED = ("-k", f"cpu and {CHECKED}", "tests/functional")

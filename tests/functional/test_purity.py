@@ -5,7 +5,6 @@ import random
 import sys
 from pathlib import Path
 
-import beartype
 import jaxtyping
 import pytest
 import torch
@@ -145,6 +144,8 @@ def test_shapes_of_calls_are_checked():
 
 
 def test_checks_of_calls_draw_from_no_generator_of_the_process():
+    beartype = pytest.importorskip("beartype")
+
     def check(values: list[int]) -> None:
         """Looks at one item, whichever it draws."""
 

@@ -3,12 +3,15 @@
 import random
 import sys
 from collections import Counter
+from importlib.util import find_spec
 
 import jaxtyping
-from beartype._check.code import codemain
 
-# a server's thread, whose calls are checked, would disturb environments that play with the process's generator
-codemain.getrandbits = random.Random(0).getrandbits
+if find_spec("beartype"):  # `make gpu` does without
+    from beartype._check.code import codemain
+
+    # a server's thread, whose calls are checked, would disturb environments that play with the process's generator
+    codemain.getrandbits = random.Random(0).getrandbits
 
 CHECKED_CALLS = 5
 """Of each function in each test, that are checked. Whole runs go on with the same calls, and take twice as long with checks."""

@@ -53,6 +53,7 @@ SLOW = {
     "text/test_asynchronous.py",
     "text/test_cloning.py",
     "text/test_gem.py",
+    "text/test_isolated.py",
     "text/test_openenv.py",
     "text/test_played_episodes.py",
     "text/test_sandbox.py",

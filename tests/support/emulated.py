@@ -104,8 +104,8 @@ def compute(func, args, kwargs):
     name = func.overloadpacket.__name__
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     there = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
-    mixes = name not in ("stack", "cat")  # others take a number of the CPU
-    here = [one for one in tensors if not isinstance(one, EmulatedTensor) and not (mixes and one.dim() == 0)]
+    takes_numbers = name not in ("stack", "cat")  # of the CPU: tensors without dimensions
+    here = [one for one in tensors if not isinstance(one, EmulatedTensor) and not (takes_numbers and one.dim() == 0)]
     asked = kwargs.get("device")
     is_there = bool(there) if asked is None else asked.type == NAME
     if name == "_to_copy":
@@ -130,7 +130,9 @@ def compute(func, args, kwargs):
     own = {id(tensor.raw): tensor for tensor in there}
 
     def to_device(leaf):
-        return own.get(id(leaf), EmulatedTensor(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return own[id(leaf)] if id(leaf) in own else EmulatedTensor(leaf)
 
     args, kwargs = tree_map(lambda leaf: leaf.raw if isinstance(leaf, EmulatedTensor) else leaf, (args, kwargs))
     if is_there and asked is not None:

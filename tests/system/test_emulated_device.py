@@ -8,7 +8,7 @@ from forked import run_script
 
 SUPPORT = Path(__file__).parents[1] / "support"
 WAITS = {"ppo": 5, "grpo": 6, "sampled": 3, "recomputed": 4, "two epochs": 6}
-"""Of one iteration of control, and of an update of texts: transformers waits twice in each pass for the mask of its prefixes."""
+"""Waits of an iteration of control, and of an update of texts, in each pass of which transformers waits twice for its mask."""
 
 
 @pytest.mark.parametrize("kind", WAITS)

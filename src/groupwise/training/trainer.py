@@ -264,6 +264,7 @@ class Trainer:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
         found, device = self.algorithm.update(self.buffer.get()), self.algorithm.policy.device
+        # a copy to the CPU that is not waited for would be read too soon
         values = [one.detach().to(device, torch.float64, non_blocking=device.type != "cpu") for one in found.values()]
         metrics = dict(zip(found, torch.stack(values).tolist(), strict=True))  # one host sync
         updated = time.perf_counter()

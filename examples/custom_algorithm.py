@@ -38,7 +38,7 @@ class ImitateBest(BaseAlgorithm):
     metric_names = ("loss", "entropy")
 
     def update(self, rollout):
-        """Improve the policy by one rollout; returns 0-dim metrics."""
+        """Improve the policy by one rollout; returns metrics."""
         batch = transition_view(rollout)
         num_episodes = int(batch["episode_id"].max()) + 1
         group, _ = episode_groups(batch, num_episodes)
@@ -50,10 +50,10 @@ class ImitateBest(BaseAlgorithm):
 
         data = self.policy_inputs(batch)
         data["loss_mask"] = batch["loss_mask"] & imitated  # not in place: nothing writes into a rollout
-        metrics = self.optimize(data, num_episodes)
+        metrics = self.optimize(data, num_episodes, {"train/elite_share": elite.float().mean()})
         self.policy.update_normalizers(rollout, self.engine)  # observation statistics move between updates only
         self.iteration += 1
-        return metrics | {"train/elite_share": elite.float().mean()}
+        return metrics
 
     def loss(self, batch, evaluation):
         """``-log_prob - ent_coef * entropy`` of each step; ``optimize`` takes the mean."""

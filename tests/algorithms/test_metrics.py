@@ -5,7 +5,7 @@ import torch
 from small_updates import build, make_rollout, parameters
 
 from groupwise.algorithms.base import sampler_kl_sums
-from groupwise.algorithms.losses import DIAGNOSTICS, Counts, policy_loss
+from groupwise.algorithms.losses import Counts, policy_loss
 from groupwise.config.algorithm import ObjectiveCfg
 
 
@@ -69,10 +69,10 @@ def test_an_updates_metrics_are_those_of_its_elements_one_by_one(monkeypatch, ki
     found = algorithm.update(make_rollout(algorithm.policy))
     assert found["train/optimizer_steps"] == len(steps) > 0
     assert bool(current) is (settings == "stopped")  # the last step was measured and not taken
-    assert found["rollout/sampler_kl"].item() == pytest.approx(steps[0][names.index("approx_kl")].item(), abs=1e-6)
+    assert found["rollout/sampler_kl"] == pytest.approx(steps[0][names.index("approx_kl")].item(), abs=1e-6)
     expected = torch.stack(steps).mean(dim=0).tolist()
     for name, value in zip(names, expected, strict=True):
-        assert found[f"train/{name}"].item() == pytest.approx(value, abs=1e-5), name
+        assert found[f"train/{name}"] == pytest.approx(value, abs=1e-5), name
     clipped = torch.stack(norms)
     assert clipped.max() <= 0.5 + 1e-5
     assert found["train/grad_norm"] >= clipped.mean() - 1e-6  # the norm before clipping
@@ -88,14 +88,12 @@ def test_looking_at_single_steps_changes_neither_metrics_nor_parameters(kind):
         ends.append((parameters(algorithm), metrics))
     (one, first), (other, second) = ends
     assert torch.equal(one, other)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first == second
 
 
-def test_metrics_carry_no_gradient():
+def test_metrics_are_numbers():
     algorithm = build("grpo")
-    assert "approx_kl" in DIAGNOSTICS
-    assert not any(value.requires_grad for value in algorithm.update(make_rollout(algorithm.policy)).values())
+    assert {type(value) for value in algorithm.update(make_rollout(algorithm.policy)).values()} == {float}
 
 
 def test_sampler_mismatch_by_hand():

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -26,4 +27,4 @@ def check_updates(device, updated, make_policy, rollout):
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert metrics.keys() == expected_metrics.keys()
     for name, value in expected_metrics.items():
-        torch.testing.assert_close(metrics[name].cpu(), value, rtol=1e-3, atol=1e-5, msg=name)
+        assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name

@@ -7,7 +7,7 @@ import pytest
 from forked import run_script
 
 SUPPORT = Path(__file__).parents[1] / "support"
-WAITS = {"ppo": 5, "grpo": 6, "sampled": 3, "recomputed": 4, "two epochs": 6}
+WAITS = {"ppo": 4, "grpo": 5, "sampled": 4, "recomputed": 5, "two epochs": 7}
 """Waits of an iteration of control, and of an update of texts, in each pass of which transformers waits twice for its mask."""
 
 

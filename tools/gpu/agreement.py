@@ -142,7 +142,7 @@ def text(
         rollout["next_value"] = torch.zeros_like(rollout["reward"])
     before = parameters(policy)
     metrics = trained.update(rollout)
-    return rows, change(policy, before), float(metrics["rollout/sampler_kl"])
+    return rows, change(policy, before), metrics["rollout/sampler_kl"]
 
 
 def compare_text(found: dict[str, Any], family: str, **variant: Any) -> None:

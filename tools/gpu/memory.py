@@ -136,8 +136,8 @@ def text_update(**settings: Any) -> tuple[gw.GRPO, Any]:
     return gw.GRPO(cfg, language_policy()), text_rollout(rows).to(DEVICE)
 
 
-def norm(metrics: dict[str, torch.Tensor]) -> float:
-    return float(metrics["train/grad_norm"])
+def norm(metrics: dict[str, float]) -> float:
+    return metrics["train/grad_norm"]
 
 
 def advice(error: BaseException) -> str:

@@ -98,7 +98,7 @@ def measure(found: dict[str, Any], rows: int, speed: str, ends: bool) -> None:
         peaks[1] = max(peaks[1], peak_bytes())
     generate, update = min(steps[WARM_UP:], key=sum)
     tokens = int(rollout["loss_mask"].sum())
-    mismatch, norm = float(metrics["rollout/sampler_kl"]), float(metrics["train/grad_norm"])
+    mismatch, norm = metrics["rollout/sampler_kl"], metrics["train/grad_norm"]
     found |= {
         "step_s": round(generate + update, 3),
         "generate_s": round(generate, 3),

@@ -13,8 +13,8 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain, compress
+from functools import partial, reduce
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -142,8 +142,8 @@ class BaseAlgorithm(ABC):
     # --- for algorithms ---
 
     @abstractmethod
-    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Improve the policy by one rollout ``[N, T+1]``, which is not written to; returns 0-dim metrics."""
+    def update(self, rollout: TensorDict) -> dict[str, float]:
+        """Improve the policy by one rollout ``[N, T+1]``, which is not written to; returns metrics."""
 
     def loss(self, batch: Batch, evaluation: Evaluation) -> LossOutput:
         """Loss and metrics of each element of a micro-batch."""
@@ -163,7 +163,7 @@ class BaseAlgorithm(ABC):
 
     # --- the loop ---
 
-    def optimize(self, data: dict[str, Nested], num_episodes: int) -> dict[str, Tensor]:
+    def optimize(self, data: dict[str, Nested], num_episodes: int, also: dict[str, Tensor]) -> dict[str, float]:
         """Minimise ``loss`` over all epochs; returns the mean of each metric over the optimiser steps.
 
         Where no element counts on any rank, nothing changes: ``train/optimizer_steps`` is 0.
@@ -171,12 +171,13 @@ class BaseAlgorithm(ABC):
         Args:
             data: keys ``[N, T]``: what ``policy.evaluate`` and ``loss`` read, with ``loss_mask`` and ``episode_id``.
             num_episodes: ids in ``episode_id`` are below it.
+            also: further metrics, 0-dim, to return with these: all are read from the device together.
         """
         cfg, names, all_sum = self.cfg, self.metric_names, self.engine.sum
         self.optimize_start = time.perf_counter()
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
         zeros = torch.zeros(len(names), device=self.policy.device)
-        steps: list[tuple[Tensor, list[Tensor]]] = []  # norm of the gradient, and sums of metrics of each micro-batch
+        steps = [(zeros.new_zeros(()), zeros)]  # norm of the gradient, and sums of metrics; before the first step none
         mismatch = zeros.new_zeros(2, dtype=torch.float64)  # of the sampler, before any weight changes
         recomputed = cfg.objective.old_log_prob == "recomputed"
         watched = cfg.target_kl is not None or self.schedule.adaptive
@@ -188,42 +189,43 @@ class BaseAlgorithm(ABC):
 
         for minibatch in self._minibatches(data, num_episodes):
             micro_batches, of_step = self.micro_batches.run(minibatch, add_up)
-            if recomputed and not steps:
+            if recomputed and len(steps) == 1:
                 mismatch = sum(map(sampler_kl_sums, micro_batches), mismatch)
             self.engine.sum_gradients(self.parameters)
-            means = dict(zip(names, all_sum(sum(of_step, zeros)), strict=True)) if watched else {}
+            sums = reduce(torch.add, of_step or [zeros])
+            means = dict(zip(names, all_sum(sums), strict=True)) if watched else {}
             if self.schedule.adaptive:
                 self.schedule.adapt(means)
             # the policy has moved too far for another step: Stable-Baselines3's rule
             if cfg.target_kl is not None and float(means["approx_kl"]) > 1.5 * cfg.target_kl:
                 break
             norm = self.clip_gradients(cfg.max_grad_norm)
-            steps.append((norm.cpu() if self.waits else norm, of_step))
-            if self.waits and not math.isfinite(steps[-1][0]):
-                self._refuse(len(steps))
+            steps.append((norm, sums))
+            if self.waits and not math.isfinite(norm):
+                self._refuse(len(steps) - 1)
             else:
                 self.optimizer.step()
         self.engine.publish(self.learner, self.policy)
 
-        finite = torch.stack([norm for norm, _ in steps]).isfinite().tolist() if steps else []  # one host sync
-        taken = list(compress(steps, finite))
-        self.optimizer_steps += len(taken)
-        total = torch.stack([zeros, *chain(*(of_step for _, of_step in taken))]).sum(dim=0)
-        total, first = all_sum(torch.stack([total, sum(taken[0][1], zeros) if taken else zeros]))
-        metrics = {f"train/{name}": value / max(len(taken), 1) for name, value in zip(names, total, strict=True)}
-        mean_norm = torch.stack([norm for norm, _ in taken] or [zeros[0]]).mean()
-        metrics["train/grad_norm"] = mean_norm.to(zeros.device, non_blocking=True)
-        metrics["train/optimizer_steps"] = zeros.new_full((), float(len(taken)))
-        rate = self.schedule.learning_rate * self.schedule.factor
-        metrics["train/learning_rate"] = zeros.new_full((), rate, dtype=torch.float64)
+        norms, of_steps = (torch.stack(column) for column in zip(*steps, strict=True))
+        finite = norms.isfinite()
+        total, first = all_sum(torch.stack([torch.where(finite[:, None], of_steps, 0).sum(dim=0), of_steps[:2][-1]]))
+        taken = finite.sum() - 1
+        found = dict(zip(names, total / taken.clamp(min=1), strict=True))
+        found["grad_norm"] = torch.where(finite, norms, 0)[1:].sum() / taken.clamp(min=1)
+        found = {f"train/{name}": value for name, value in found.items()} | {"train/optimizer_steps": taken} | also
         if recomputed:
             total, count = all_sum(mismatch)
-            metrics["rollout/sampler_kl"] = total / count.clamp(min=1)
+            found["rollout/sampler_kl"] = total / count.clamp(min=1)
         elif "approx_kl" in names:  # no weight has changed yet in the first step
-            metrics["rollout/sampler_kl"] = first[names.index("approx_kl")]
-        if not all(finite):
-            metrics["train/skipped_steps"] = zeros.new_full((), float(len(steps) - len(taken)))
-            self._refuse(finite.index(False) + 1)
+            found["rollout/sampler_kl"] = first[names.index("approx_kl")]
+        values = [one.detach().to(zeros.device, torch.float64, non_blocking=True) for one in found.values()]
+        metrics = dict(zip(found, torch.stack(values).tolist(), strict=True))  # one host sync
+        metrics["train/learning_rate"] = self.schedule.learning_rate * self.schedule.factor
+        self.optimizer_steps += int(metrics["train/optimizer_steps"])
+        if skipped := len(steps) - 1 - int(metrics["train/optimizer_steps"]):
+            metrics["train/skipped_steps"] = float(skipped)
+            self._refuse(finite.tolist().index(False))
         return metrics
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:

@@ -6,8 +6,6 @@ variance for Gaussians, or ``Policy.imitate``.
 
 from typing import ClassVar
 
-from torch import Tensor
-
 from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.config.algorithm import BCCfg
 from groupwise.data.rollout import TensorDict, transition_view
@@ -21,10 +19,10 @@ class BehaviorCloning(BaseAlgorithm):
     metric_names: ClassVar = ("loss", "entropy")
     cfg: BCCfg
 
-    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Improve the policy by demonstrated steps ``[N, T+1]``; returns 0-dim metrics."""
+    def update(self, rollout: TensorDict) -> dict[str, float]:
+        """Improve the policy by demonstrated steps ``[N, T+1]``; returns metrics."""
         batch = transition_view(rollout)
-        metrics = self.optimize(self.policy_inputs(batch), int(batch["episode_id"].max()) + 1)
+        metrics = self.optimize(self.policy_inputs(batch), int(batch["episode_id"].max()) + 1, {})
         self.iteration += 1
         return metrics
 

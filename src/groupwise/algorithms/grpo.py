@@ -61,8 +61,8 @@ class GRPO(BaseAlgorithm):
         """Whether there is a gradient where all advantages are 0."""
         self._is_first = True
 
-    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns 0-dim metrics.
+    def update(self, rollout: TensorDict) -> dict[str, float]:
+        """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns metrics.
 
         Raises:
             DataError: no group has two members.
@@ -95,7 +95,13 @@ class GRPO(BaseAlgorithm):
         if evaluation is not None and cfg.top_entropy_quantile < 1:
             chosen = highest(evaluation.entropy, cfg.top_entropy_quantile, data["loss_mask"], all_sum)
             data = multiplied(data, chosen.to(evaluation.entropy))
-        metrics = self.optimize(data, num_episodes)
+
+        # groups whose members all did equally well, in every part of the reward that is compared
+        raw = weighted_rewards(credit._replace(reward=batch["reward"], parts=None))
+        returns = [weight * episode_return(reward, episode, num_episodes) for weight, reward in raw]
+        member_of, scored = episode_groups(batch, num_episodes)
+        alike = zero_variance_groups(torch.stack(returns, dim=-1), member_of, num_groups, scored, all_sum=all_sum)
+        metrics = self.optimize(data, num_episodes, {"rollout/zero_variance_groups": alike})
 
         if self._is_first and mask.any():  # else nothing was left of the rollout, which has its own warning
             self._warn_of_equal_returns(advantage)
@@ -104,13 +110,7 @@ class GRPO(BaseAlgorithm):
         sync = cfg.sync_ref_model
         if self.reference is not None and sync is not None and self.iteration % sync.steps == 0:
             self.reference.move_towards(self.learner, sync.mixup_alpha)
-
-        # groups whose members all did equally well, in every part of the reward that is compared
-        raw = weighted_rewards(credit._replace(reward=batch["reward"], parts=None))
-        returns = [weight * episode_return(reward, episode, num_episodes) for weight, reward in raw]
-        member_of, scored = episode_groups(batch, num_episodes)
-        alike = zero_variance_groups(torch.stack(returns, dim=-1), member_of, num_groups, scored, all_sum=all_sum)
-        return metrics | {"rollout/zero_variance_groups": alike}
+        return metrics
 
     def _reference_scores(self, reference: Policy, inputs: dict[str, Nested]) -> dict[str, Nested]:
         """Log-probabilities of the reference, and its distributions where the KL is exact."""

@@ -52,8 +52,8 @@ class PPO(BaseAlgorithm):
         advantage = gae(reward, batch["value"], batch["next_value"], *ends, gamma=gamma, gae_lambda=gae_lambda)
         return advantage, advantage + batch["value"]
 
-    def update(self, rollout: TensorDict) -> dict[str, Tensor]:
-        """Improve policy and critic by one rollout ``[N, T+1]``; returns 0-dim metrics."""
+    def update(self, rollout: TensorDict) -> dict[str, float]:
+        """Improve policy and critic by one rollout ``[N, T+1]``; returns metrics."""
         batch, all_sum = transition_view(rollout), self.engine.sum
         advantage, returns = self.compute_gae(rollout, self.cfg.gamma, self.cfg.gae_lambda)
         explained = explained_variance(batch["value"], returns, batch["loss_mask"], all_sum=all_sum)
@@ -61,10 +61,11 @@ class PPO(BaseAlgorithm):
             advantage = whiten(advantage, batch["loss_mask"], all_sum=all_sum)
         num_episodes = batch["episode_id"].numel()  # ids are below it; to count them would be to wait for the device
         data = self.loss_inputs(batch, self.policy_inputs(batch), advantage, num_episodes)
-        metrics = self.optimize(data | {"old_value": batch["value"], "returns": returns}, num_episodes)
+        data |= {"old_value": batch["value"], "returns": returns}
+        metrics = self.optimize(data, num_episodes, {"train/explained_variance": explained})
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
-        return metrics | {"train/explained_variance": explained}
+        return metrics
 
     def prepare(self, elements: dict[str, Nested], minibatch: Tensor, num_minibatches: int) -> dict[str, Nested]:
         """Normalise the advantages over each minibatch, if asked."""

@@ -813,7 +813,7 @@ class GRPO(OnPolicyAlgorithm):
         else:
             self.core.set_progress(1 - self._current_progress_remaining)  # SB3 sets the learning rate
         self._update_learning_rate(self.policy.optimizer)
-        metrics = {name: value.item() for name, value in self.core.update(rollout).items()}
+        metrics = self.core.update(rollout)
         self._core_state = {
             key: value.cpu() if isinstance(value, Tensor) else value
             for key, value in self.core.state_dict().items()

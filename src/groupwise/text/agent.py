@@ -360,8 +360,7 @@ class LanguageAgent:
         if not isinstance(experiences[0], Completions):
             raise DataError(f"completions are a {type(experiences[0]).__name__}; fix: what get_action returned")
         self._buffer.add(self._rollout(*experiences))
-        metrics = self.algorithm.update(self._buffer.get())
-        self.metrics = {name: float(value) for name, value in metrics.items()}
+        self.metrics = self.algorithm.update(self._buffer.get())
         for name, value in self.metrics.items():
             if not math.isfinite(value) and self.cfg.algorithm.on_nonfinite == "stop":
                 raise DivergedError.because(f"{name} is {value} in iteration {self.iteration}")

@@ -263,10 +263,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_rollout_end(self, rollout)
         update_start = time.perf_counter()
-        found, device = self.algorithm.update(self.buffer.get()), self.algorithm.policy.device
-        # a copy to the CPU that is not waited for would be read too soon
-        values = [one.detach().to(device, torch.float64, non_blocking=device.type != "cpu") for one in found.values()]
-        metrics = dict(zip(found, torch.stack(values).tolist(), strict=True))  # one host sync
+        metrics = {name: float(value) for name, value in self.algorithm.update(self.buffer.get()).items()}
         updated = time.perf_counter()
 
         self._bad_updates = self._bad_updates + 1 if "train/skipped_steps" in metrics or self.buffer.all_dropped else 0

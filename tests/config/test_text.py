@@ -57,7 +57,7 @@ def test_a_tool_has_a_time_limit_of_its_own():
         resolve_text(task={"tool": "calculator", "env_timeout": 2.0})
 
 
-@pytest.mark.parametrize("name", ["gigpo", "knn"])
+@pytest.mark.parametrize("name", ["gigpo", "knn", "lstd"])
 def test_texts_have_no_states_to_compare(name):
     """Their observations are single tokens: for ``6 7 8`` and ``9 7 4`` the two 7 would count as one state."""
     for how in ({"preset": name}, {"algorithm": {"credit": objective_preset(name).settings["credit"]}}):
@@ -67,7 +67,7 @@ def test_texts_have_no_states_to_compare(name):
             for task in ({"env": "x"}, {"tools": ["x"]}, {"tool": "calculator"}):
                 assert resolve_text(**how, task=task).algorithm.credit.baseline.name == name
         else:
-            with pytest.raises(ConfigError, match=r"credit.baseline='knn' compares states"):
+            with pytest.raises(ConfigError, match=rf"credit.baseline='{name}' compares states"):
                 resolve_text(**how, task={"env": "x"})
     assert resolve("CartPole-v1", preset=name).algorithm.credit.baseline.name == name
 

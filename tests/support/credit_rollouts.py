@@ -48,7 +48,7 @@ def zeros_like_steps(values, shape):
     return torch.zeros((*shape, *one.shape), dtype=one.dtype)
 
 
-def credit(batch, gamma=1.0, engine=None, **choices):
+def credit(batch, gamma=1.0, engine=None, memory=None, **choices):
     return advantages(
         CreditInput(
             batch=batch.set("action", torch.zeros_like(batch["step"])),
@@ -58,6 +58,7 @@ def credit(batch, gamma=1.0, engine=None, **choices):
             num_groups=int(batch["group_id"].max()) + 1,
             num_episodes=int(batch["episode_id"].max()) + 1,
             engine=engine or Engine(),
+            memory=memory,
         )
     )
 

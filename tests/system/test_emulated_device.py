@@ -21,7 +21,7 @@ def test_an_iteration_waits_a_few_times(kind):
     ("file", "name", "cases"),
     [
         ("algorithms/test_devices.py", "test_every_objective", 35),
-        ("algorithms/test_devices.py", "test_ppo_and_every_credit", 22),
+        ("algorithms/test_devices.py", "test_ppo_and_every_credit", 23),
         ("text/test_update.py", "test_an_update_is_that_of_the_cpu_on_every_device", 2),
         ("collectors/test_torch_groups.py", "test_a_resumed_collector_goes_on_bit_for_bit", 1),
         ("collectors/test_torch_vector.py", "test_a_resumed_collector_goes_on_bit_for_bit", 1),

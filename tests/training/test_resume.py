@@ -16,6 +16,7 @@ from run_folders import logged, same_weights
 from torch_pendulum import TorchPendulum
 
 import groupwise as gw
+from groupwise.config.load import objective_preset
 from groupwise.report import folder as module
 from groupwise.report.folder import RunFolder
 from groupwise.training.checkpoint import load_checkpoint, serialize
@@ -39,9 +40,14 @@ RUNS = {
         "env": {"num_envs": 4},
     },
 }
+RUNS["lstd"] = {
+    "algorithm": gw.GRPOCfg(num_steps=50, num_epochs=2, group_size=4, **objective_preset("lstd").settings),
+    "env": {"num_envs": 4},
+}
 SLOW = """
 import sys, time
 import groupwise as gw
+from groupwise.config.load import objective_preset
 
 class Slow(gw.Callback):
     def on_iteration_end(self, trainer, rollout, metrics):
@@ -65,7 +71,7 @@ def assert_same_run(a, b):
         assert serialize(first) == serialize(second)
 
 
-@pytest.fixture(scope="module", params=["ppo", pytest.param("recurrent", marks=pytest.mark.slow), "grpo"])
+@pytest.fixture(scope="module", params=["ppo", pytest.param("recurrent", marks=pytest.mark.slow), "grpo", "lstd"])
 def uninterrupted(request, tmp_path_factory):
     return gw.train(settings(request.param, tmp_path_factory.mktemp(request.param) / "whole"))
 

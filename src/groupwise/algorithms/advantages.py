@@ -8,16 +8,17 @@ baseline, the scale, and rules for steps that members do not reach. A baseline i
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
-from groupwise.config.base import Fraction, NonNegative, PositiveInt, settings_of
+from groupwise.config.base import Fraction, NonNegative, Positive, PositiveInt, settings_of
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, require_name
@@ -51,6 +52,8 @@ class CreditInput(NamedTuple):
     """Parts of the reward in the scale of ``reward`` (``cfg.reward="parts"``). None: as they are in the batch."""
     num_steps: int | None = None
     """Steps are numbered below it. None: it is looked up, for which Python waits for the device."""
+    memory: dict[str, Tensor] | None = None
+    """Tensors that the rule keeps for the next update, in checkpoints too; the same on every rank. None: nothing is kept."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -127,13 +130,28 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
 
 
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
-    """Advantages by the independent choices of ``CreditCfg``, with mean 0 and standard deviation 1 if it says so."""
+    """Advantages by the independent choices of ``CreditCfg``, with mean 0 and standard deviation 1 if it says so.
+
+    Raises:
+        DataError: the baseline is of vectors of floats, and observations are not.
+    """
     advantage = torch.zeros_like(credit.reward)
-    baseline = credit.cfg.baseline
+    baseline, obs = credit.cfg.baseline, credit.batch.get("obs", None)
+    if baseline.vectors and not (isinstance(obs, Tensor) and obs.is_floating_point() and obs.dim() == 3):
+        raise no_vectors(baseline.name, obs)
     function = partial(BASELINES[baseline.name], **baseline.parameters()) if baseline.whole else group_advantage
     for weight, reward in weighted_rewards(credit):
         advantage = advantage + weight * function(credit._replace(reward=reward))
     return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
+
+
+def no_vectors(baseline: str, obs: Nested) -> DataError:
+    """The error of a baseline that is of vectors of floats."""
+    got = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
+    return DataError(
+        f"credit.baseline={baseline!r} needs vectors of floats [N, T, D] as observations, got {got}; "
+        "fix: baseline='mean' with group_key='group_step'"
+    )
 
 
 def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
@@ -339,6 +357,7 @@ def register_baseline(
     needs: dict[str, tuple[str, ...]] | None = None,
     within_group: bool = True,
     discounts: bool = False,
+    vectors: bool = False,
     greedy_members: Literal[0, 1] = 0,
     check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
@@ -351,6 +370,7 @@ def register_baseline(
         needs: required values of other settings of credit.
         within_group: a group of equal returns has advantages 0.
         discounts: it reads ``CreditInput.gamma``.
+        vectors: observations must be vectors of floats.
         greedy_members: further deterministic episodes of each group, not trained on.
         check: called with the settings; raises a ``ValueError`` where they contradict each other.
 
@@ -370,6 +390,7 @@ def register_baseline(
                 needs=needs or {},
                 within_group=within_group,
                 discounts=discounts,
+                vectors=vectors,
                 greedy_members=greedy_members,
             )
         BASELINES[name] = function
@@ -468,12 +489,16 @@ def gigpo(credit: CreditInput, weight: NonNegative = 1.0) -> Tensor:
     return group_advantage(credit) + weight * again
 
 
-@register_baseline(
-    "knn",
-    whole=True,
-    needs={"returns": ("return_to_go",), "group_key": ("group",), "scale": ("none",), "reward": ("total",)},
-    within_group=False,
-)
+_VALUES: dict[str, tuple[str, ...]] = {
+    "returns": ("return_to_go",),
+    "group_key": ("group",),
+    "scale": ("none",),
+    "reward": ("total",),
+}
+"""Settings of credit beside a baseline that gives each state a value."""
+
+
+@register_baseline("knn", whole=True, needs=_VALUES, within_group=False, vectors=True)
 def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -> Float[Tensor, "row step"]:
     """The mean of returns from the nearest states of other episodes, with generalised advantages.
 
@@ -483,18 +508,9 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
         k: Number of neighbours. Fewer: less bias; more: less variance.
         gae_lambda: Lambda of the generalised advantage estimate, as in PPO. 1: returns, without bootstrapping from values.
 
-    Raises:
-        DataError: observations are not vectors of floats.
-
     Source: https://arxiv.org/abs/1606.04460.
     """
     batch, reward, gamma, engine, obs = credit.batch, credit.reward, credit.gamma, credit.engine, credit.batch["obs"]
-    if not isinstance(obs, Tensor) or not obs.is_floating_point() or obs.dim() != 3:
-        got = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
-        raise DataError(
-            f"credit.baseline='knn' needs vectors of floats [N, T, D] as observations, got {got}; "
-            "fix: baseline='mean' with group_key='group_step'"
-        )
 
     # the steps of all ranks, with: discounted return to the episode's end in the rollout; gamma to the number of steps until
     # a truncation, the weight of the value there; whether it is the last one of a truncated episode
@@ -522,6 +538,94 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
     # at truncations the value is the step's own: the final observation has no return
     next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
     return gae(reward, value, next_value, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
+
+
+@register_baseline("lstd", whole=True, needs=_VALUES, within_group=False, vectors=True)
+def lstd(
+    credit: CreditInput,
+    features: PositiveInt = 512,
+    ridge: Positive = 1e-3,
+    decay: Fraction = 0.6,
+    gae_lambda: Fraction = 0.99,
+    folds: Annotated[int, Ge(2)] = 4,
+) -> Float[Tensor, "row step"]:
+    """Values that are linear in fixed random features, by least squares over other episodes, with generalised advantages.
+
+    The weights ``w`` of a fold are those for which the generalised advantages of all other folds, ``sum_k (gamma
+    lambda)^k (r + gamma V' - V)``, do not correlate with the features: LSTD(lambda), one linear system for each fold.
+    The combination is not from a paper. 0 for the only episode of a first update.
+
+    Args:
+        features: Number of random Fourier features, beside the observation itself and a constant.
+        ridge: Weight of ``|w|^2`` for each step. More: less variance; less: less bias.
+        decay: Share of the earlier updates' sums that each update keeps. 0: none.
+        gae_lambda: Lambda of the least squares, and of the generalised advantage estimate, as in PPO. 1: returns, without
+            bootstrapping from values.
+        folds: Parts of the episodes. The values of a part come from the others.
+
+    Source: https://doi.org/10.1023/A:1017936530646 (LSTD), https://papers.nips.cc/paper/3182-random-features-for-large-scale-kernel-machines.
+    """
+    batch, gamma, engine = credit.batch, credit.gamma, credit.engine
+    memory = {} if credit.memory is None else credit.memory
+    member, truncated, done, obs = batch["loss_mask"], batch["truncated"], credit.done, batch["obs"].double()
+    number = (batch["episode_id"].max() + 1).clamp(min=0)[None]
+    counts, rank = engine.gather(number)
+    fold = torch.where(member, (batch["episode_id"] + counts[: rank.start].sum()) % folds, -1)
+
+    def remembered(name: str, like: Tensor) -> Tensor:
+        return memory[name].to(like) if name in memory else torch.zeros_like(like)
+
+    # features of states over their standard deviation so far
+    seen = engine.sum(torch.stack([torch.ones_like(obs), obs, obs.square()])[:, member].sum(dim=1))
+    seen = memory["seen"] = seen + remembered("seen", seen)
+    mean, mean_square = (seen[1:] / seen[0].clamp(min=1)).unbind()
+    phi = random_features(obs, mean, mean_square, features)
+
+    # generalised advantages are linear in the weights: sums of rewards less w times sums of phi - gamma phi'
+    after = torch.cat([phi[:, 1:], phi[:, -1:]], dim=1)
+    # at truncations the value is the step's own: the final observation is not kept
+    after = torch.where(truncated[..., None], phi, after) * ~batch["terminated"][..., None]
+    sums = torch.cat([phi - gamma * after, credit.reward[..., None].double()], dim=-1)
+    for t in reversed(range(sums.shape[1] - 1)):  # in place: it has hundreds of columns
+        sums[:, t] += gamma * gae_lambda * ~done[:, t, None] * sums[:, t + 1]
+
+    # a constant with the products, so that the ridge counts their steps
+    sums = torch.cat([sums, torch.ones_like(sums[..., :1])], dim=-1)
+    parts = engine.sum(torch.stack([phi[fold == part].T @ sums[fold == part] for part in range(folds)]))
+    whole = parts.sum(dim=0)
+    whole += remembered("products", whole)
+    memory["products"] = decay * whole
+    advantage = torch.zeros_like(sums[..., 0])
+    others, steps = whole - parts, (whole - parts)[:, -1, -1]  # the last feature is 1
+    penalty = torch.ones_like(phi[0, 0])
+    penalty[-1] = 1e-3  # the constant is hardly held back
+    held = others[..., :-2] + torch.diag(ridge * penalty) * steps.clamp(min=1)[:, None, None]
+    weights = torch.linalg.solve(held, others[..., -2])
+    for part, w in enumerate(weights):
+        known = (fold == part) & (steps[part] > 0)
+        advantage[known] = (sums[..., -2] - sums[..., :-2] @ w)[known]
+    return advantage.to(credit.reward)
+
+
+def random_features(
+    obs: Float[Tensor, "row step feature"],
+    mean: Float[Tensor, " feature"],
+    mean_square: Float[Tensor, " feature"],
+    number: int,
+) -> Float[Tensor, "row step output"]:
+    """Random Fourier features of standardised observations, these themselves, and 1.
+
+    The kernel is a mixture of Gaussian ones, of widths between a third and three times the typical distance of two states.
+    They are the same in every update.
+    """
+    scale = (mean_square - mean.square()).clamp(min=0).sqrt()
+    state = ((obs - mean) / torch.where(scale > _FLAT * mean.abs(), scale, torch.inf)).clamp(-5, 5)
+    size, generator = obs.shape[-1], torch.Generator().manual_seed(0)
+    width = size**0.5 * 3 ** (2 * torch.rand(number, generator=generator, dtype=torch.float64) - 1)
+    frequency = torch.randn(size, number, generator=generator, dtype=torch.float64) / width
+    phase = 2 * torch.pi * torch.rand(number, generator=generator, dtype=torch.float64)
+    waves = (state @ frequency.to(obs.device) + phase.to(obs.device)).cos() * 2**0.5
+    return torch.cat([waves, state, torch.ones_like(state[..., :1])], dim=-1)
 
 
 # --- knn: values from the nearest states of other episodes ---

@@ -60,6 +60,8 @@ class GRPO(BaseAlgorithm):
         self._learns_alone = alone or kl_in_loss or bool(cfg.ent_coef)
         """Whether there is a gradient where all advantages are 0."""
         self._is_first = True
+        self.memory: dict[str, Tensor] = {}
+        """What the credit keeps from one update for the next."""
 
     def update(self, rollout: TensorDict) -> dict[str, float]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns metrics.
@@ -87,7 +89,7 @@ class GRPO(BaseAlgorithm):
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)
         sizes = num_groups, num_episodes
-        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, *sizes, self.engine, parts, num_steps)
+        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, *sizes, self.engine, parts, num_steps, self.memory)
         advantage = self._with_kl(credit, inputs, evaluation) if self._kl_in_credit else advantages(credit)
         if not self._learns_alone:
             inputs["loss_mask"] = inputs["loss_mask"] & (all_sum(advantage.count_nonzero()) > 0)
@@ -158,7 +160,7 @@ class GRPO(BaseAlgorithm):
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
-        state = super().state_dict()
+        state = super().state_dict() | {"memory": dict(self.memory)}
         return (
             state if self.reference is None else state | {"reference": self.engine.whole(self.reference.state_dict())}
         )
@@ -167,5 +169,6 @@ class GRPO(BaseAlgorithm):
         """Restore a saved ``state_dict``."""
         super().load_state_dict(state)
         self._is_first = not self.optimizer_steps
+        self.memory = dict(state["memory"])
         if self.reference is not None:
             self.reference.load_state_dict(self.engine.split(state["reference"], self.reference.state_dict()))

@@ -597,7 +597,8 @@ class TextRunCfg(CommonCfg):
                 f"gamma={grpo.gamma:g}, counts tokens, and an environment answers turns of any length; fix: "
                 "credit.returns='turn_to_go' with group_key='group_step'"
             )
-        if credit.rule == "composed" and credit.baseline.name in ("gigpo", "knn")[self.task.has_env :]:
+        of_states = credit.baseline.vectors or (credit.baseline.name == "gigpo" and not self.task.has_env)
+        if credit.rule == "composed" and of_states:
             raise ValueError(
                 f"algorithm.credit.baseline={credit.baseline.name!r} compares states of an environment, and a text has none: its "
                 "observations are single tokens; fix: baseline='mean', or for 'gigpo' a text environment (task.env, task.tools)"

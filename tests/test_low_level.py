@@ -1,6 +1,7 @@
 """The parts that researchers compose, put together by hand."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -32,5 +33,5 @@ def test_updates_from_parts(name: str):
     env.close()
     after = policy.state_dict()
     assert all(not torch.equal(value, after[name]) for name, value in before.items())
-    assert all(metric.dim() == 0 and metric.isfinite() for metric in metrics.values())
+    assert all(map(math.isfinite, metrics.values()))
     assert metrics["train/grad_norm"] > 0

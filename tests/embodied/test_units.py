@@ -103,7 +103,7 @@ def test_decisions_of_one_unit_are_transitions_bit_for_bit(name):
 def equal(found, expected):
     assert torch.equal(found[0], expected[0])
     assert found[1].keys() == expected[1].keys()
-    assert all(torch.equal(found[1][key], value) for key, value in expected[1].items())
+    assert all(found[1][key] == value for key, value in expected[1].items())
 
 
 @pytest.mark.parametrize("normalize_advantage", ["none", "batch", "minibatch"])
@@ -141,7 +141,7 @@ def test_the_ratio_is_one_at_the_start_and_minibatches_count_decisions(objective
     algorithm = GRPO(GRPOCfg(objective=ObjectiveCfg(**objective), **cfg), chunk_policy())
     metrics = algorithm.update(rollout)
     assert metrics["train/clip_fraction"] == 0
-    assert float(metrics["train/approx_kl"].abs()) < 1e-10
+    assert abs(metrics["train/approx_kl"]) < 1e-10
     quarter = int(rollout["loss_mask"].sum()) // 4
     metrics = GRPO(GRPOCfg(num_epochs=1, minibatch_size=quarter), chunk_policy()).update(rollout)
     assert metrics["train/optimizer_steps"] == 4
@@ -203,7 +203,7 @@ def test_the_kl_of_a_decision_in_its_reward_is_the_sum_over_its_executed_units()
     with torch.no_grad():
         algorithm.policy.log_std += 0.1
     seen = []
-    algorithm.optimize = lambda data, num_episodes: seen.append(data) or {}
+    algorithm.optimize = lambda data, num_episodes, also: seen.append(data) or {}
     algorithm.update(rollout)
     policies = algorithm.policy, algorithm.reference
     scores = []

@@ -200,7 +200,7 @@ class BaseAlgorithm(ABC):
             if cfg.target_kl is not None and float(means["approx_kl"]) > 1.5 * cfg.target_kl:
                 break
             norm = self.clip_gradients(cfg.max_grad_norm)
-            steps.append((norm, sums))
+            steps.append((norm.to(zeros.device, non_blocking=True), sums))  # gradients may be kept on the CPU
             if self.waits and not math.isfinite(norm):
                 self._refuse(len(steps) - 1)
             else:

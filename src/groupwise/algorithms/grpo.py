@@ -61,7 +61,7 @@ class GRPO(BaseAlgorithm):
         """Whether there is a gradient where all advantages are 0."""
         self._is_first = True
         self.memory: dict[str, Tensor] = {}
-        """What the credit keeps from one update for the next."""
+        """Tensors that the credit keeps from one update for the next."""
 
     def update(self, rollout: TensorDict) -> dict[str, float]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns metrics.
@@ -160,7 +160,7 @@ class GRPO(BaseAlgorithm):
 
     def state_dict(self) -> dict[str, object]:
         """Everything but the policy that the next update depends on."""
-        state = super().state_dict() | {"memory": dict(self.memory)}
+        state = super().state_dict() | {"memory": {name: kept.cpu() for name, kept in self.memory.items()}}
         return (
             state if self.reference is None else state | {"reference": self.engine.whole(self.reference.state_dict())}
         )

@@ -282,7 +282,7 @@ def test_the_cache_is_that_of_transformers(tmp_path, family):
     model = tiny_model(family).eval()
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=torch.zeros(3, 7, dtype=torch.long), past_key_values=cache)
+        model(input_ids=torch.zeros(3, 7, dtype=torch.long), cache=cache)
     held = sum(size((layer.keys, layer.values)) for layer in cache.layers)
     sizes = sizes_of(ModelCfg(path=str(save_config(tmp_path, family))))
     assert 4 * sizes.kv_width * 3 * 7 == held

@@ -229,6 +229,7 @@ HYBRIDS = {
         "mamba_head_dim": 16,
         "n_groups": 1,
     },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
 }
 """Settings of models some of whose layers keep a recurrent state, or that of a convolution."""
@@ -259,14 +260,13 @@ NO_BEGIN = "keeps a state of the text that cannot begin several completions"
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        *((kind, NO_BEGIN) for kind in ["mamba", "mamba2", "falcon_mamba", "rwkv"]),
+        *((kind, NO_BEGIN) for kind in ["mamba", "falcon_mamba", "rwkv"]),
         ("recurrent_gemma", "logits_soft_cap=30"),
     ],
 )
 def test_models_whose_states_cannot_begin_completions_are_refused(kind, reason):
     """They take no cache of transformers, or read the padding; RecurrentGemma caps its logits besides."""
-    sizes = {"num_heads": 4, "head_dim": 16, "n_groups": 1} if kind == "mamba2" else {}
-    sizes |= {"lru_width": 32, "block_types": ["recurrent", "attention"]} if kind == "recurrent_gemma" else {}
+    sizes = {"lru_width": 32, "block_types": ["recurrent", "attention"]} if kind == "recurrent_gemma" else {}
     with pytest.raises(ConfigError, match=f"{reason}.*; fix: "):
         CausalLM(random_model(kind, **sizes))
 

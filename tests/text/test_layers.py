@@ -66,12 +66,12 @@ def test_rows_behind_prefixes_leave_the_cache_as_it_was():
     model = tiny_model()
     prefixes = prefix_cache(model.config)
     assert len(prefixes.layers) == len(DynamicCache(config=model.config).layers) == 2
-    model(input_ids=torch.tensor([[4, 5], [6, 7]]), past_key_values=prefixes, use_cache=True)
+    model(input_ids=torch.tensor([[4, 5], [6, 7]]), cache=prefixes, use_cache=True)
     assert prefixes.get_seq_length() == 2
     kept = prefixes.layers[0].keys
     cache = suffix_cache(model.config, prefixes, torch.tensor([1, 0, 1]))
     rows = torch.tensor([[8], [9], [10]])
-    first, second = (model(input_ids=rows, past_key_values=cache, use_cache=True).logits for _ in range(2))
+    first, second = (model(input_ids=rows, cache=cache, use_cache=True).logits for _ in range(2))
     assert torch.equal(first, second)
     assert prefixes.layers[0].keys is kept
     plain = model(input_ids=torch.tensor([[6, 7, 8], [4, 5, 9], [6, 7, 10]])).logits[:, -1:]

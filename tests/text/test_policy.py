@@ -248,7 +248,7 @@ class Broken(LlamaForCausalLM):
 
     @staticmethod
     def _forget(module, args, kwargs):
-        past = 0 if kwargs.get("past_key_values") is None else kwargs["past_key_values"].get_seq_length()
+        past = 0 if kwargs.get("cache") is None else kwargs["cache"].get_seq_length()
         if past:
             kwargs["attention_mask"] = kwargs["attention_mask"].clone()
             kwargs["attention_mask"][:, :past] = 0

@@ -274,9 +274,16 @@ class CausalLM(Policy):
         named = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
         inputs = {name: None if one is None else one.to(self.device, non_blocking=True) for name, one in named.items()}
         with self.computing():
-            output = self.network.base_model(**inputs, past_key_values=cache, use_cache=cache is not None)
+            kept = {} if cache is None else {self.cache_argument: cache}
+            output = self.network.base_model(**inputs, **kept, use_cache=cache is not None)
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    @property
+    def cache_argument(self) -> str:
+        """The argument of the model's pass that takes a cache: ``cache`` since transformers 5.24. Empty: it takes none."""
+        known = inspect.signature(self.network.base_model.forward).parameters
+        return next((name for name in ("cache", "past_key_values") if name in known), "")
 
     def blocks(self) -> list[nn.Module]:
         """Modules that compute one after the other, of which a rank may hold one at a time; the rest belongs to all of them."""
@@ -396,7 +403,7 @@ class CausalLM(Policy):
         name, base = type(self.network).__name__, self.network.base_model
         cache = DynamicCache(config=self.network.config)
         off = math.inf
-        if "past_key_values" in inspect.signature(base.forward).parameters:
+        if self.cache_argument:
             if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
                 return
             one, other, ends = [1, 2, 3], [4], [5, 6, 7]

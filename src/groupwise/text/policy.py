@@ -400,8 +400,7 @@ class CausalLM(Policy):
         """Refuse models that keep other states than keys and values, unless rows that generation padded, repeated and continued
         are scored as whole ones.
         """
-        name, base = type(self.network).__name__, self.network.base_model
-        cache = DynamicCache(config=self.network.config)
+        name, cache = type(self.network).__name__, DynamicCache(config=self.network.config)
         off = math.inf
         if self.cache_argument:
             if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):

@@ -11,7 +11,7 @@ TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help python demo demo-agent demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture gpu bench bench-peers docs clean
+.PHONY: help python demo demo-agent demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture gpu bench bench-peers package docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -80,7 +80,7 @@ demo-robot: $(VENV)/.robots  ## A robot arm learns from ten demonstrations and s
 test: check  ## Every check; tests of the core, of texts and of fast paths, without slow ones
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not learn and not torture and not contrib and not slow"
 
-test-all: check  ## Every check and every test
+test-all: check package  ## Every check, the package and every test
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
 # builds of torchvision on PyPI are for another torch, and break vLLM's import
@@ -127,6 +127,9 @@ bench: $(VENV)/.dev  ## Speed against Stable-Baselines3 on this machine
 
 bench-peers: $(PEERS)/.done $(PEERS)-torchrl/.done $(PEERS)-jax/.done  ## Speed and learning beside five other libraries (long; ARGS="--seeds 700": one round)
 	$(PEERS)/bin/python benchmarks/peers/run.py $(ARGS)
+
+package: python  ## Build the wheel and the sdist, install them in a fresh environment, and try what users run first
+	$(BIN)/python tools/package.py $(if $(OUT),--out $(OUT))
 
 docs: $(VENV)/.dev  ## Build the documentation into docs/_build/html, warnings are errors
 	$(BIN)/python -m sphinx -W -b html docs docs/_build/html

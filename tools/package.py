@@ -1,0 +1,145 @@
+"""Proves the package: builds the wheel and the sdist, and runs what users run first, in a fresh environment outside
+the checkout, with the wheel and then with the sdist in its place.
+
+    make package
+    python tools/package.py --out dist      # keeps what was built
+
+Dependencies are resolved by pip, without this project's constraints.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ("build==1.3.0", "twine==6.2.0")
+EXTRAS = "text,view"
+MOST_SECONDS = 600
+"""Limit of each step."""
+STEPS = (
+    ("groupwise", "--help"),
+    ("groupwise", "list"),
+    ("groupwise", "doctor"),
+    ("groupwise", "train", "CartPole-v1", "--total-steps", "2000", "--run-dir", "run", "--speed", "off"),
+    ("groupwise", "eval", "run", "--episodes", "2"),
+    ("groupwise", "report", "run"),
+    ("python", "-P", "{sdist}/examples/text_copy.py", "--total-steps", "128", "--run-dir", "text"),
+    ("groupwise", "report", "text"),
+)
+"""Commands of a user, in order, in an empty folder."""
+
+
+def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
+    """The command's output.
+
+    Raises:
+        SystemExit: it failed; with its output.
+    """
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    if path is not None:
+        env["PATH"] = os.pathsep.join((str(path), env["PATH"]))
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=MOST_SECONDS, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """A fresh environment with these packages; the folder of its programs."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    programs = folder / ("Scripts" if os.name == "nt" else "bin")
+    run(programs / "python", "-m", "pip", "install", "--quiet", "--no-compile", *packages, cwd=folder.parent)
+    return programs
+
+
+def tracked() -> set[str]:
+    """Paths in the repository; in an unpacked sdist all files."""
+    if (ROOT / ".git").exists():
+        return set(run("git", "ls-files", cwd=ROOT).splitlines())
+    return {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()}
+
+
+def check_contents(wheel: Path, sdist: Path) -> None:
+    """Refuse a wheel without a file of ``src``, and an sdist without a file of the repository.
+
+    Raises:
+        SystemExit: with the names of what is missing.
+    """
+    expected = tracked()
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    package = {name.removeprefix("src/") for name in expected if name.startswith("src/groupwise/")}
+    with tarfile.open(sdist) as archive:
+        shipped = {name.partition("/")[2] for name in archive.getnames()}
+    for kind, missing in (("wheel", package - inside), ("sdist", expected - shipped)):
+        if missing:
+            raise SystemExit(f"the {kind} lacks {', '.join(sorted(missing)[:10])}; fix: package-data, or MANIFEST.in")
+
+
+def check_view(programs: Path, folder: Path) -> None:
+    """Start ``groupwise view`` and read its page."""
+    server = subprocess.Popen(
+        [str(programs / "groupwise"), "view", "run"], cwd=folder, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        address = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
+        with urllib.request.urlopen(address, timeout=60) as page:  # noqa: S310 (the server that was just started)
+            assert b"CartPole-v1" in page.read()
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="keep the wheel and the sdist here")
+    args = parser.parse_args()
+    began = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - began:6.0f} s  {text}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="groupwise-package-") as name:
+        scratch = Path(name)
+        programs = environment(scratch / "tools", *TOOLS)
+        run(programs / "python", "-m", "build", "--outdir", scratch / "dist", ROOT, cwd=scratch)
+        (wheel,), (sdist,) = (scratch / "dist").glob("*.whl"), (scratch / "dist").glob("*.tar.gz")
+        say(f"built {wheel.name} ({wheel.stat().st_size:,} bytes) and {sdist.name} ({sdist.stat().st_size:,} bytes)")
+        check_contents(wheel, sdist)
+        run(programs / "python", "-m", "twine", "check", "--strict", wheel, sdist, cwd=scratch)
+        say("every file is in them, and twine has no complaint")
+        with tarfile.open(sdist) as archive:
+            archive.extractall(scratch / "sdist", filter="data")
+        (source,) = (scratch / "sdist").iterdir()
+        programs = environment(scratch / "env", f"{wheel}[{EXTRAS}]")
+        for built in (wheel, sdist):
+            if built == sdist:
+                run(programs / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "groupwise", cwd=scratch)
+                run(programs / "python", "-m", "pip", "install", "--quiet", f"{sdist}[{EXTRAS}]", cwd=scratch)
+            say(f"installed {built.name}")
+            folder = scratch / f"user-{built.suffix[1:]}"
+            folder.mkdir()
+            for step in STEPS:
+                run(*(word.format(sdist=source) for word in step), cwd=folder, path=programs)
+                say(f"  {' '.join(step)}")
+            check_view(programs, folder)
+            say("  groupwise view run")
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            for built in (wheel, sdist):
+                shutil.copy(built, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ release = metadata.version("groupwise")
 author = "the groupwise authors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "generated/ablation.md"]  # the latter is included by experiments.md
+exclude_patterns = ["_build", "generated/ablation.md"]  # the latter is included by a page
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from groupwise.config import load as presets
 from groupwise.config import resolve, resolve_text
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg
-from groupwise.config.base import Cfg, Choice
+from groupwise.config.base import OTHER_NAMES, Cfg, Choice
 from groupwise.config.evolution import EvolutionCfg
 from groupwise.config.run import RunCfg, TextRunCfg
 
@@ -34,6 +34,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "settings.md": settings_page(),
         FOLDER / "presets.md": presets_page(),
         FOLDER / "defaults.md": defaults_table(),
+        FOLDER / "names.md": names_table(),
     }
 
 
@@ -50,6 +51,15 @@ def settings_page() -> str:
         *(_choice_section(name, members) for name, members in families().items()),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def names_table() -> str:
+    """Names of other libraries, by the name here that an error message answers with."""
+    theirs: dict[str, list[str]] = {}
+    for name, ours in sorted(OTHER_NAMES.items(), key=lambda pair: (pair[1].lower(), pair[0])):
+        theirs.setdefault(ours, []).append(f"`{name}`")
+    rows = [(", ".join(names), f"`{ours}`" if " " not in ours else ours) for ours, names in theirs.items()]
+    return f"{NOTE}\n\n{_table(('elsewhere', 'groupwise'), rows)}\n"
 
 
 def config_classes() -> list[type[Cfg]]:

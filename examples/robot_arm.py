@@ -2,7 +2,7 @@
 
     python examples/robot_arm.py                 a few minutes on two cores; no download
 
-The policy sees the state, 39 numbers, and answers with five actions at a time. docs/robot_tutorial.md explains each part.
+The policy sees the state, 39 numbers, and answers with five actions at a time. docs/robots.md explains each part.
 """
 
 import argparse

@@ -18,7 +18,6 @@ from groupwise.config.algorithm import (
     StepCfg,
     register_algorithm,
 )
-from groupwise.config.base import OTHER_NAMES
 from groupwise.config.policy import PolicyCfg, RecurrentCfg, VLACfg
 from groupwise.config.run import EnvCfg, RunCfg
 from groupwise.errors import ConfigError
@@ -209,15 +208,6 @@ def test_a_config_built_in_python_complains_as_a_file_does(fields):
     with pytest.raises(ConfigError, match=f"^{cfg_type.__name__}: ") as caught:
         cfg_type(**fields)
     assert isinstance(caught.value, ValueError)
-
-
-def test_names_of_other_libraries_are_those_of_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
-    table = re.findall(
-        r"^\| (.*) \| (.*) \|$", page.partition("## Names that are answered")[2].partition("\n## ")[0], re.MULTILINE
-    )
-    shown = {theirs: ours for cell, ours in table for theirs in re.findall(r"`(\w+)`", cell)}
-    assert {theirs: shown[theirs].replace("`", "") for theirs in OTHER_NAMES} == OTHER_NAMES
 
 
 def test_every_mistake_is_reported_at_once():

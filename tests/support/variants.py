@@ -1,4 +1,4 @@
-"""Presets, and the variants of docs/variants.md, which are settings over a preset."""
+"""Presets, and the variants of docs/credit.md, which are settings over a preset."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from groupwise.config import load as presets
 
-PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
+PAGE = Path(__file__).parents[2] / "docs" / "credit.md"
 VARIANTS = {
     name: (preset, json.loads(settings))
     for name, preset, settings in re.findall(

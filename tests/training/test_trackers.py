@@ -154,7 +154,7 @@ def test_the_tracker_of_the_docs_gets_every_iteration(registry, monkeypatch):
     mlflow = MagicMock()
     mlflow.search_runs.return_value = []
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    page = (Path(__file__).parents[2] / "docs/run_folder.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/report.md").read_text()
     (block,) = [block for block in page.split("```") if "class MLflow:" in block]
     exec(block.removeprefix("python").partition("gw.train(")[0], {"__name__": "page"})
     gw.train("CartPole-v1", run_dir="mine", **TINY | {"logging": {"report_to": ["mlflow"], "progress": "none"}})

@@ -284,7 +284,7 @@ def _plan_lines(plan: Any, gpu: str, assumed: str, changes: dict[str, float]) ->
     if not plan.fits:
         yield f"It does not fit. fix: {'one of' if changes else 'GPUs with more memory, or a smaller model'}"
         yield from (_row(options, peak, "GB at the peak") for options, peak in changes.items())
-    yield "An estimate: docs/planning.md"
+    yield "An estimate: docs/distributed.md"
 
 
 def _row(label: str, size: float, remark: str = "") -> str:

@@ -1,6 +1,6 @@
 """Demonstrations on disk, in the layout of LeRobot's dataset format v3.0 without videos (https://huggingface.co/docs/lerobot).
 
-``docs/demonstrations.md`` lists the files and the columns. Images are PNG files inside the rows, as LeRobot stores them
+``docs/robots.md`` lists the files and the columns. Images are PNG files inside the rows, as LeRobot stores them
 without a video codec; several views are columns of their own. An ``instruction`` [B] uint8, zero-padded UTF-8, is a row of
 ``meta/tasks.parquet``.
 """

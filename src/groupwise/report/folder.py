@@ -1,4 +1,4 @@
-"""The run folder: settings, metrics, checkpoints and pictures of a run. ``docs/run_folder.md`` lists its files."""
+"""The run folder: settings, metrics, checkpoints and pictures of a run. ``docs/report.md`` lists its files."""
 
 import json
 import math

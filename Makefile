@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
+# TORCH=cpu: the build of torch for CPUs alone, which is some gigabytes smaller on Linux
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(filter cpu,$(TORCH)),$(TORCH_CPU))
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # what processes of tests import is compiled once
 PEERS := .venv-peers
 VLLM := .venv-vllm
-TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help

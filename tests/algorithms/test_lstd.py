@@ -196,8 +196,19 @@ def test_features_are_waves_of_standardised_states_these_and_one():
     ],
 )
 def test_other_observations_are_refused(obs, says):
-    with pytest.raises(DataError, match=rf"baseline='lstd' needs vectors of floats .*got {says}; fix: baseline='mean'"):
+    with pytest.raises(
+        DataError, match=rf"baseline='lstd' needs vectors of numbers .*got {says}; fix: .*baseline='mean'"
+    ):
         credit(random_episodes().set("obs", obs), gamma=0.9, **lstd())
+
+
+@pytest.mark.parametrize("rule", [lstd(), lstd() | {"baseline": "knn"}], ids=["lstd", "knn"])
+def test_whole_numbers_are_as_good_as_floats(rule):
+    batch = random_episodes()
+    whole = (batch["obs"] * 3).long()
+    one, other = (credit(batch.clone().set("obs", obs), gamma=0.9, **rule) for obs in (whole, whole.float()))
+    assert torch.equal(one, other)
+    assert one.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,11 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages by the independent choices of ``CreditCfg``, with mean 0 and standard deviation 1 if it says so.
 
     Raises:
-        DataError: the baseline is of vectors of floats, and observations are not.
+        DataError: the baseline is of vectors of numbers, and observations are not.
     """
     advantage = torch.zeros_like(credit.reward)
     baseline, obs = credit.cfg.baseline, credit.batch.get("obs", None)
-    if baseline.vectors and not (isinstance(obs, Tensor) and obs.is_floating_point() and obs.dim() == 3):
+    if baseline.vectors and not (isinstance(obs, Tensor) and obs.dim() == 3):
         raise no_vectors(baseline.name, obs)
     function = partial(BASELINES[baseline.name], **baseline.parameters()) if baseline.whole else group_advantage
     for weight, reward in weighted_rewards(credit):
@@ -146,11 +146,12 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
 
 
 def no_vectors(baseline: str, obs: Nested) -> DataError:
-    """The error of a baseline that is of vectors of floats."""
+    """The error of a baseline that is of vectors of numbers."""
     got = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
     return DataError(
-        f"credit.baseline={baseline!r} needs vectors of floats [N, T, D] as observations, got {got}; "
-        "fix: baseline='mean' with group_key='group_step'"
+        f"credit.baseline={baseline!r} needs vectors of numbers [N, T, D] as observations, got {got}; fix: for a "
+        "Discrete space gymnasium.wrappers.FlattenObservation around the environment, otherwise baseline='mean' with "
+        "group_key='group_step'"
     )
 
 
@@ -370,7 +371,7 @@ def register_baseline(
         needs: required values of other settings of credit.
         within_group: a group of equal returns has advantages 0.
         discounts: it reads ``CreditInput.gamma``.
-        vectors: observations must be vectors of floats.
+        vectors: observations must be vectors of numbers.
         greedy_members: further deterministic episodes of each group, not trained on.
         check: called with the settings; raises a ``ValueError`` where they contradict each other.
 
@@ -519,7 +520,7 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
     tail = return_to_go(gamma * (cut & member).to(reward), done, gamma)
     numbers = torch.stack([return_to_go(reward, done, gamma), tail, cut.to(reward)], dim=-1)
     counts, rank = engine.gather((batch["episode_id"].max() + 1).clamp(min=0)[None])
-    state, own = engine.gather(obs[member])
+    state, own = engine.gather(obs[member].to(reward.dtype))
     episode, _ = engine.gather(batch["episode_id"][member] + counts[: rank.start].sum())  # unique over all ranks
     score, tail, ended = engine.gather(numbers[member])[0].unbind(dim=-1)
     cut = ended.bool()

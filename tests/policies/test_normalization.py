@@ -80,17 +80,29 @@ def test_constant_data_normalises_to_zero():
     assert statistics.normalize(torch.tensor(5.0)).item() == 0.0
 
 
+def test_bytes_are_normalised_and_images_are_not():
+    vector, image = spaces.Box(0, 255, (2,), np.uint8), spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    assert ObsNormalizer(spaces.Dict({"a": vector, "b": image})).paths == [("a",)]
+    assert not ObsNormalizer(image).paths
+    normalizer = ObsNormalizer(vector)
+    obs = torch.tensor([[0, 7], [2, 7], [4, 7]], dtype=torch.uint8)
+    normalizer.update(obs, full(3))
+    # mean 2 and variance 8 / 3; a constant element is 0
+    torch.testing.assert_close(normalizer(obs)[:, 0], torch.tensor([-1.0, 0.0, 1.0]) * 1.5**0.5)
+    assert not normalizer(obs)[:, 1].any()
+
+
 def test_obs_normalizer_leaves_the_rest_alone():
     space = spaces.Dict(
         {
             "x": spaces.Box(-9, 9, (2,)),
             "n": spaces.Discrete(3),
-            "t": spaces.Tuple((spaces.Box(0, 255, (4,), np.uint8), spaces.Box(0, 9, ()))),
+            "t": spaces.Tuple((spaces.Box(0, 255, (4,), np.int32), spaces.Box(0, 9, ()))),
         }
     )
     normalizer = ObsNormalizer(space)
     assert normalizer.paths == [("t", "1"), ("x",)]
-    tree = TensorDict({"0": torch.arange(12, dtype=torch.uint8).reshape(3, 4), "1": torch.tensor([1.0, 2.0, 3.0])}, [3])
+    tree = TensorDict({"0": torch.arange(12, dtype=torch.int32).reshape(3, 4), "1": torch.tensor([1.0, 2.0, 3.0])}, [3])
     obs = TensorDict(
         {"x": torch.tensor([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]]), "n": torch.tensor([0, 1, 2]), "t": tree}, [3]
     )

@@ -38,7 +38,7 @@ class PolicyCfg(AnyPolicyCfg, name="actor_critic"):
     critic_keys: Keys | None = None
     """Entries that the critic reads. None: all. Actor and critic with keys of their own share no layers."""
     normalize_obs: bool = False
-    """Scale float observations to running mean 0 and standard deviation 1."""
+    """Scale observations of floats, and of uint8 that are no images, to running mean 0 and standard deviation 1."""
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
 

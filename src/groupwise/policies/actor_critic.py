@@ -103,7 +103,7 @@ def image_layout(space: Any) -> tuple[int, int, int, bool] | None:
 class ObsEncoder(nn.Module):
     """Features of any observation: those of every leaf of the space, one after another.
 
-    A Box is flattened (uint8 scaled from the bounds of the space to 0 and 1, also in images), Discrete and MultiDiscrete
+    A Box is flattened (uint8 that is not normalised is scaled from the bounds of the space to 0 and 1, as in images), Discrete and MultiDiscrete
     become one-hot, MultiBinary stays zeros and ones, and images go through a CNN. Leaves of a Dict or Tuple follow in the
     order of the space.
 
@@ -281,12 +281,19 @@ class RunningMeanStd(nn.Module):
 
 
 class ObsNormalizer(nn.Module):
-    """Scales the float Boxes of an observation to running mean 0 and standard deviation 1, clipped at 10; the rest passes."""
+    """Scales Boxes of floats, and of uint8 that are no images, to running mean 0 and standard deviation 1, clipped at 10.
+
+    The rest passes. Bounds of uint8 say little of its scale: cells of MiniGrid are below 11 of 255.
+    """
 
     def __init__(self, space: Any) -> None:
         super().__init__()
-        every = leaf_spaces(space).items()
-        leaves = {path: leaf for path, leaf in every if space_kind(leaf) == "box" and leaf.dtype.kind == "f"}
+        boxes = {path: leaf for path, leaf in leaf_spaces(space).items() if space_kind(leaf) == "box"}
+        leaves = {
+            path: leaf
+            for path, leaf in boxes.items()
+            if leaf.dtype.kind == "f" or (leaf.dtype == np.uint8 and image_layout(leaf) is None)
+        }
         self.paths = list(leaves)
         self.statistics = nn.ModuleList(RunningMeanStd(tuple(leaf.shape)) for leaf in leaves.values())
 

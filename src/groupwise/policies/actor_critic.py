@@ -275,7 +275,7 @@ class RunningMeanStd(nn.Module):
         self.shift.copy_(self.mean)
         self.scale.copy_((self.var + _EPS).rsqrt())
 
-    def normalize(self, x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    def normalize(self, x: Shaped[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """``(x - mean) / std``, clipped to ``[-CLIP, CLIP]``."""
         return ((x - self.shift) * self.scale).clamp(-CLIP, CLIP)
 

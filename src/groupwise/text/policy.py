@@ -167,6 +167,9 @@ class CausalLM(Policy):
             listed = [*(own if isinstance(own, list | tuple) else [own]), getattr(tokenizer, "eos_token_id", None)]
             eos_ids = [int(token) for token in listed if token is not None]
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        known = inspect.signature(self.network.base_model.forward).parameters
+        self.cache_argument = "cache" if "cache" in known else "past_key_values"
+        """The argument of the model's pass that takes a cache; it changed its name with transformers 5.24."""
         self._check_head()
         if wrong := [token for token in self.eos_ids if not 0 <= token < len(self.head)]:
             raise ConfigError(
@@ -274,16 +277,9 @@ class CausalLM(Policy):
         named = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
         inputs = {name: None if one is None else one.to(self.device, non_blocking=True) for name, one in named.items()}
         with self.computing():
-            kept = {} if cache is None else {self.cache_argument: cache}
-            output = self.network.base_model(**inputs, **kept, use_cache=cache is not None)
+            output = self.network.base_model(**inputs, **{self.cache_argument: cache}, use_cache=cache is not None)
         hidden: Tensor = output.last_hidden_state
         return hidden
-
-    @property
-    def cache_argument(self) -> str:
-        """The argument of the model's pass that takes a cache: ``cache`` since transformers 5.24. Empty: it takes none."""
-        known = inspect.signature(self.network.base_model.forward).parameters
-        return next((name for name in ("cache", "past_key_values") if name in known), "")
 
     def blocks(self) -> list[nn.Module]:
         """Modules that compute one after the other, of which a rank may hold one at a time; the rest belongs to all of them."""
@@ -402,7 +398,7 @@ class CausalLM(Policy):
         """
         name, cache = type(self.network).__name__, DynamicCache(config=self.network.config)
         off = math.inf
-        if self.cache_argument:
+        if self.cache_argument in inspect.signature(self.network.base_model.forward).parameters:
             if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
                 return
             one, other, ends = [1, 2, 3], [4], [5, 6, 7]

@@ -1,6 +1,6 @@
 """Learning claims: greedy return of the final policy over 100 fresh episodes, several seeds, with intervals.
 
-Seeds start at 100; tuning used seeds below 100 only. Every run is a process of its own. Results go to
+Seeds start at 100; tuning used others, except for PPO's preset of LunarLander. Every run is a process of its own. Results go to
 ``benchmarks/results/learn.json``, run by run; a run that is there already is not repeated unless ``--fresh``.
 
     make learn                                   # every row; exit status 1 if a claim fails

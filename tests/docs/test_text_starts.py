@@ -18,8 +18,8 @@ def test_table_and_text_are_the_results():
     assert not any(row["started so"]["groups"] for row in played.values())
     apart = [name for name, row in played.items() if row["as it is"]["groups"]]
     text = " ".join((ROOT / "docs" / "text_environments.md").read_text(encoding="utf-8").split())
-    assert f"Of {len(played)} games {len(apart)} part" in text
-    assert f"{len(GAMES) - len(played)} more end in an error" in text
+    assert f"tried {len(GAMES)} games and examples, of which {len(GAMES) - len(played)} stop with an error" in text
+    assert f"In {len(apart)} of the other {len(played)}, members with equal seeds get different answers" in text
 
 
 def test_what_parts_and_what_is_alike_is_found_again():

@@ -62,20 +62,25 @@ def environment(folder: Path, *packages: str) -> Path:
     return programs
 
 
-def tracked() -> set[str]:
-    """Paths in the repository; in an unpacked sdist all files."""
-    if (ROOT / ".git").exists():
-        return set(run("git", "ls-files", cwd=ROOT).splitlines())
-    return {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()}
+FOLDERS = ("src/groupwise", "tests", "docs", "benchmarks", "examples", "tools")
+"""Folders whose files the sdist has."""
+LEFT_OUT = ("__pycache__", "_build")
+
+
+def files() -> set[str]:
+    """Paths of the files in ``FOLDERS``, but for what tools wrote there."""
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file())
+    inside = (path.relative_to(ROOT) for path in paths)
+    return {path.as_posix() for path in inside if not set(LEFT_OUT) & {*path.parts}}
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
-    """Refuse a wheel without a file of ``src``, and an sdist without a file of the repository.
+    """Refuse a wheel without a file of ``src``, and an sdist without a file of ``FOLDERS``.
 
     Raises:
         SystemExit: with the names of what is missing.
     """
-    expected = tracked()
+    expected = files()
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
     package = {name.removeprefix("src/") for name in expected if name.startswith("src/groupwise/")}

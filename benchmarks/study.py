@@ -43,7 +43,7 @@ class Task(NamedTuple):
     recipe: str | None = None
     """Environment whose presets it takes; its own by default."""
     gamma: float | None = None
-    """Discount of every method, where that of the recipe is known not to do."""
+    """Discount of every method; that of the recipe by default."""
 
 
 TASKS = {
@@ -61,7 +61,6 @@ TASKS = {
 
 # Methods: the settings of a run of an environment
 
-VALUES: Tree = {"group_key": "group", "returns": "return_to_go", "scale": "none", "normalize": "batch"}
 PER_STEP: Tree = {"group_key": "group_step", "returns": "return_to_go", "baseline": "mean", "scale": "batch_std"}
 
 
@@ -77,7 +76,7 @@ def ppo_long(own: Tree, ppo_own: Tree) -> Tree:
 
 def lstd(own: Tree, ppo_own: Tree) -> Tree:
     """GRPO's preset with ``lstd`` at its defaults; the discount of PPO's preset where GRPO's was chosen per time step."""
-    return {"name": "grpo", "gamma": _gamma(own, ppo_own), "credit": VALUES | {"baseline": "lstd"}}
+    return {"name": "grpo", "gamma": _gamma(own, ppo_own), "credit": _credit("lstd")}
 
 
 def knn(own: Tree, ppo_own: Tree) -> Tree:
@@ -85,7 +84,7 @@ def knn(own: Tree, ppo_own: Tree) -> Tree:
     if _has_values(own):
         return {"name": "grpo"}
     baseline = {"name": "knn", "gae_lambda": ppo_own["gae_lambda"]}
-    return {"name": "grpo", "gamma": _gamma(own, ppo_own), "credit": VALUES | {"baseline": baseline}}
+    return {"name": "grpo", "gamma": _gamma(own, ppo_own), "credit": _credit("knn") | {"baseline": baseline}}
 
 
 def step(own: Tree, ppo_own: Tree) -> Tree:
@@ -94,6 +93,12 @@ def step(own: Tree, ppo_own: Tree) -> Tree:
 
 
 METHODS: dict[str, Callable[[Tree, Tree], Tree]] = {f.__name__: f for f in (ppo, lstd, ppo_long, step, knn)}
+
+
+def _credit(preset: str) -> Tree:
+    from groupwise.config.load import objective_preset
+
+    return dict(objective_preset(preset).settings["credit"])
 
 
 def _has_values(own: Tree) -> bool:
@@ -139,11 +144,10 @@ def run(cell: Cell) -> Tree:
 
     import groupwise as gw
 
-    told = settings(cell.env, cell.method)
     with tempfile.TemporaryDirectory() as folder:
         began, cpu = time.perf_counter(), time.process_time()
         run = gw.train(
-            **told,
+            **settings(cell.env, cell.method),
             seed=cell.seed,
             run_dir=f"{folder}/run",
             logging={"progress": "none"},

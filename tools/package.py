@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import urllib.request
 import zipfile
@@ -37,13 +38,18 @@ STEPS = (
 """Commands of a user, in order, in an empty folder; with the sdist, whose modules are the same, the first four."""
 
 
+def variables() -> dict[str, str]:
+    """The environment's variables, without those that would let another Python's packages in."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
 def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
     """The command's output.
 
     Raises:
         SystemExit: it failed; with its output.
     """
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    env = variables()
     if path is not None:
         env["PATH"] = os.pathsep.join((str(path), env["PATH"]))
     done = subprocess.run(
@@ -56,9 +62,9 @@ def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
 
 def environment(folder: Path, *packages: str) -> Path:
     """A fresh environment with these packages; the folder of its programs."""
-    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    run(sys.executable, "-P", "-m", "venv", folder, cwd=folder.parent)
     programs = folder / ("Scripts" if os.name == "nt" else "bin")
-    run(programs / "python", "-m", "pip", "install", "--quiet", "--no-compile", *packages, cwd=folder.parent)
+    run(programs / "python", "-P", "-m", "pip", "install", "--quiet", "--no-compile", *packages, cwd=folder.parent)
     return programs
 
 
@@ -93,15 +99,17 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 def check_view(programs: Path, folder: Path) -> None:
     """Start ``groupwise view`` and read its page."""
-    server = subprocess.Popen(
-        [str(programs / "groupwise"), "view", "run"], cwd=folder, stdout=subprocess.PIPE, text=True
-    )
+    command = [str(programs / "groupwise"), "view", "run"]
+    server = subprocess.Popen(command, cwd=folder, env=variables(), stdout=subprocess.PIPE, text=True)
+    limit = threading.Timer(MOST_SECONDS, server.kill)
+    limit.start()
     try:
         assert server.stdout is not None
         address = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
         with urllib.request.urlopen(address, timeout=60) as page:  # noqa: S310 (the server that was just started)
             assert b"CartPole-v1" in page.read()
     finally:
+        limit.cancel()
         server.terminate()
         server.wait(60)
 
@@ -118,11 +126,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="groupwise-package-") as name:
         scratch = Path(name)
         programs = environment(scratch / "tools", *TOOLS)
-        run(programs / "python", "-m", "build", "--outdir", scratch / "dist", ROOT, cwd=scratch)
+        run(programs / "python", "-P", "-m", "build", "--outdir", scratch / "dist", ROOT, cwd=scratch)
         (wheel,), (sdist,) = (scratch / "dist").glob("*.whl"), (scratch / "dist").glob("*.tar.gz")
         say(f"built {wheel.name} ({wheel.stat().st_size:,} bytes) and {sdist.name} ({sdist.stat().st_size:,} bytes)")
         check_contents(wheel, sdist)
-        run(programs / "python", "-m", "twine", "check", "--strict", wheel, sdist, cwd=scratch)
+        run(programs / "python", "-P", "-m", "twine", "check", "--strict", wheel, sdist, cwd=scratch)
         say("every file is in them, and twine has no complaint")
         with tarfile.open(sdist) as archive:
             archive.extractall(scratch / "sdist", filter="data")
@@ -130,8 +138,8 @@ def main() -> None:
         programs = environment(scratch / "env", f"{wheel}[{EXTRAS}]")
         for built in (wheel, sdist):
             if built == sdist:
-                run(programs / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "groupwise", cwd=scratch)
-                run(programs / "python", "-m", "pip", "install", "--quiet", f"{sdist}[{EXTRAS}]", cwd=scratch)
+                run(programs / "python", "-P", "-m", "pip", "uninstall", "--quiet", "--yes", "groupwise", cwd=scratch)
+                run(programs / "python", "-P", "-m", "pip", "install", "--quiet", f"{sdist}[{EXTRAS}]", cwd=scratch)
             say(f"installed {built.name}")
             folder = scratch / f"user-{built.suffix[1:]}"
             folder.mkdir()

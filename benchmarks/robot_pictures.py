@@ -6,6 +6,8 @@ with the same picture: only the sentence tells them apart. Each arm starts from 
 
 Metric: success of the likeliest actions in 100 episodes with starts that no training saw, the same for all seeds; and in 50
 with the sentences of two tasks exchanged each. Settings were chosen on seed 0; the seeds reported are 1 to 3.
+With three demonstrations of each task clones solved 57 % (seed 0) and 78 % (seed 1, not continued) of the episodes, and GRPO
+took seed 0 to 85 % in 1,736 episodes; clones were to solve 20 to 60 %, so there are two.
 
     python benchmarks/robot_pictures.py                             # every run that results/robot_pictures.json lacks
     python benchmarks/robot_pictures.py --arms grpo --seeds 1
@@ -15,8 +17,8 @@ with the sentences of two tasks exchanged each. Settings were chosen on seed 0; 
 import argparse
 import json
 import os
+import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,12 +50,12 @@ CHUNK = 5
 class Size(NamedTuple):
     """How much of everything."""
 
-    demos: int = 3
+    demos: int = 2
     """Of each task."""
     cloned: int = 20_000
     """Demonstrated steps that cloning reads, again and again."""
     envs: int = 64
-    steps: int = 350_000
+    steps: int = 420_000
     """Environment steps of GRPO: at least 6,000 episodes."""
     told: int = 100
     """Episodes of an evaluation."""
@@ -160,40 +162,44 @@ def success(policy: Any, seed: int, size: Size) -> dict[str, Any]:
     return found
 
 
-def one(arm: str, seed: int, size: Size) -> dict[str, Any]:
-    """A clone, and one arm from it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, began = Path(name), time.process_time()
-        start = clone(seed, folder, size)
-        cloned = time.process_time() - began
-        before = success(start.policy, 10_000, size)
-        print(f"{arm} {seed}: clone {before}, {cloned:.0f} CPU s", flush=True)
+def one(arm: str, seed: int, size: Size, folder: Path) -> dict[str, Any]:
+    """A clone, and one arm from it. What is in the folder already goes on from there."""
+    before = folder / "before.json"
+    if not before.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # half a clone
+        folder.mkdir(parents=True)
         began = time.process_time()
+        start = clone(seed, folder, size)
+        cloned = {"cpu_seconds": round(time.process_time() - began)}
+        before.write_text(json.dumps(cloned | success(start.policy, 10_000, size)))
+        print(f"{arm} {seed}: clone {before.read_text()}", flush=True)
+    if (folder / "run").exists():
+        run = gw.resume(folder / "run")
+    else:
         run = gw.train(
             env_cfg(num_envs=size.envs, start_mode=ARMS[arm]),
             {"name": "grpo", **SETTINGS},
             preset="vla",
             total_steps=size.steps,
-            policy=gw.config.VLACfg(init_from=str(start.path)),
+            policy=gw.config.VLACfg(init_from=str(folder / "clone")),
             seed=seed,
             evaluation={"interval": max(1, size.steps // 3), "episodes": size.exchanged},
+            checkpoint_interval=20_000,
             run_dir=folder / "run",
         )
-        trained = time.process_time() - began
-        metrics = run.metrics()
-        return {
-            "arm": arm,
-            "seed": seed,
-            "before": before,
-            "after": success(run.policy, 10_000, size),
-            "curve": [[m["env_steps"], m["eval/success_rate"]] for m in metrics if "eval/success_rate" in m],
-            "training": [
-                [m["env_steps"], round(m["rollout/success_rate"], 3)] for m in metrics if "rollout/success_rate" in m
-            ],
-            "episodes": round(sum(m.get("rollout/episodes", 0) for m in metrics)),
-            "env_steps": metrics[-1]["env_steps"],
-            "cpu_seconds": {"clone": round(cloned), "grpo": round(trained)},
-        }
+    metrics = run.metrics()
+    return {
+        "arm": arm,
+        "seed": seed,
+        "before": json.loads(before.read_text()),
+        "after": success(run.policy, 10_000, size),
+        "curve": [[m["env_steps"], m["eval/success_rate"]] for m in metrics if "eval/success_rate" in m],
+        "training": [
+            [m["env_steps"], round(m["rollout/success_rate"], 3)] for m in metrics if "rollout/success_rate" in m
+        ],
+        "episodes": round(sum(m.get("rollout/episodes", 0) for m in metrics)),
+        "env_steps": metrics[-1]["env_steps"],
+    }
 
 
 def table(results: cells.Cells) -> str:
@@ -225,6 +231,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/robot_pictures"), help="of the runs, to go on after a kill"
+    )
     parser.add_argument("--smallest", action="store_true", help="one iteration of one seed")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     args = parser.parse_args()
@@ -233,7 +242,8 @@ def main() -> None:
     plan = [(arm, seed) for arm in args.arms for seed in args.seeds]
     for arm, seed in [] if args.table else plan[:1] if args.smallest else plan:
         if (arm, seed) not in known:
-            results.append(one(arm, seed, SMALLEST if args.smallest else Size()))
+            folder = args.folder.absolute() / f"{arm}_{seed}"
+            results.append(one(arm, seed, SMALLEST if args.smallest else Size(), folder))
             cells.save(args.out, results)
             print(json.dumps(results[-1]), flush=True)
     print(table(results))

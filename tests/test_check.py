@@ -54,6 +54,21 @@ class BreaksInReset(Sound):
         raise RuntimeError("no room")
 
 
+class ShowsNaN(Sound):
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs * np.nan, *rest
+
+
+class Doubles(Sound):
+    """Its observations are not of their space."""
+
+    observation_space = gymnasium.spaces.Box(-1e-9, 1e-9, (1,), np.float32)
+
+    def look(self):
+        return np.array([self.state])
+
+
 class PaysNaN(Sound):
     def step(self, action):
         obs, _, *ends = super().step(action)
@@ -143,7 +158,7 @@ def test_a_callable_that_makes_all_rows():
 
 def test_rows_that_cheat_are_a_finding():
     report = check_env(LeaksTime)
-    reason = "rows that were started with the same seed differ at the start"
+    reason = "two starts with the same seed differ at the start"
     assert reason in report.training.reason
     assert reason in report.start_varies.reason
 
@@ -152,7 +167,7 @@ def test_a_cheat_is_refused_with_the_reason_and_the_fix():
     report = check_env(Cheats)
     assert report.training.value is None
     reason = (
-        "seed, fresh: rows that were started with the same seed differ at the start, in 'obs' of row 1; "
+        "seed, fresh: two starts with the same seed differ at the start, in 'obs' of row 1; "
         "snapshot: the start of a seed is another state when it is captured again"
     )
     assert report.training.reason == reason
@@ -293,3 +308,23 @@ def test_whether_episodes_are_independent(wrapper):
         f"an episode depends on those before it (running statistics of {wrapper.__name__})"
     )
     assert forgets.fix.startswith("policy.normalize_obs or policy.normalize_reward")
+
+
+def test_an_observation_that_is_not_finite_is_a_finding():
+    report = check_env(ShowsNaN)
+    assert report.success.reason == "the observation of step 1 is not finite"
+    assert "training uses             no" in str(report)
+    assert "PPO " not in str(report)
+
+
+def test_warnings_of_gymnasium_are_shown_once():
+    report = check_env(lambda: gymnasium.wrappers.PassiveEnvChecker(Doubles()))
+    said = [line for line in str(report).splitlines() if line.startswith("warning  ")]
+    assert len(said) == len(set(said)) >= 2
+    assert "dtype to be float32, actual type: float64" in said[0]
+    assert not any("\x1b" in line or "WARN" in line for line in said)
+    assert "PPO " not in str(report)
+
+
+def test_ppo_takes_what_cannot_share_a_start():
+    assert f"{'PPO':<26}can train here: it needs no shared starts" in str(check_env(Cheats))

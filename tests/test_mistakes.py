@@ -123,11 +123,11 @@ def made(tmp_path_factory):
     return train(Plain), train
 
 
-def unchecked(function, *arguments):
+def unchecked(function, *arguments, **named):
     """The call without the tests' own checks of types."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "CHECKED_CALLS", 0)
-        return function(*arguments)
+        return function(*arguments, **named)
 
 
 def trained(env):
@@ -170,9 +170,17 @@ MISTAKES = {
         lambda run, train: unchecked(gw.PPO, "MlpPolicy", "CartPole-v1"),
         "got 'MlpPolicy'", "takes its settings and a Policy", r"fix: gw\.train\('CartPole-v1', 'ppo'\)",
     ),
+    "16 verbose": (
+        lambda run, train: unchecked(gw.GRPO, "MlpPolicy", "CartPole-v1", verbose=1),
+        "got 'MlpPolicy', 'CartPole-v1', verbose;", "takes its settings and a Policy", r"'grpo'\), or .* groupwise\.contrib\.sb3\.GRPO",
+    ),
+    "16 n_envs": (lambda run, train: train(Plain, n_envs=4), "'n_envs'", "unknown setting", r"did you mean 'num_envs'\?"),
+    "16 callback": (lambda run, train: train(Plain, callback=None), "'callback'", "unknown setting", r"here: callbacks of gw\.train"),
+    "16 policy": (lambda run, train: gw.PPOCfg(policy_kwargs={}), "'policy_kwargs'", "unknown key", "here: policy, in another part"),
+    "16 model": (lambda run, train: gw.evaluate(Plain()), "run is a Plain", "expected a Run or its folder", "fix: .*evaluate_policy"),
     "17": (
         lambda run, train: gw.PPOCfg(learning_rate=lambda left: left),
-        "learning_rate = <function", "expected data, got a function", "fix: a value .*schedule='linear'",
+        "learning_rate = <function", "expected data, got a function", "fix: a value .*schedule='linear' .*clip_coef={'name': 'linear', 'start'",
     ),
     "18 predict": (lambda run, train: run.predict(0), "'predict'", "a Run has no", r"did you mean run\.policy\.predict"),
     "18 learn": (lambda run, train: run.learn(9), "'learn'", "a Run has no", r"here: gw\.resume\(run\.path, total_"),

@@ -70,6 +70,7 @@ class EnvReport:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
     others as in a new environment. ``training``: GRPO's defaults; its value is None where GRPO refuses the environment.
+    ``warnings``: Gymnasium's, of random actions.
     """
 
     env_id: str
@@ -81,6 +82,7 @@ class EnvReport:
     noise_varies: Finding[bool]
     forgets: Finding[bool]
     training: Finding[Training]
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionaries, lists, texts and numbers."""
@@ -101,11 +103,15 @@ class EnvReport:
         reasons = [finding.reason for finding in rows.values() if finding.value is None]
         shared = dict.fromkeys(reason for reason in reasons if reasons.count(reason) > 1)
         lines = [self.env_id, *(f"{'problem':<26}{reason}" for reason in shared)]
+        lines += [f"{'warning':<26}{warning}" for warning in self.warnings]
         for question, finding in rows.items():
             answer = {"True": "yes", "False": "no"}.get(str(finding.value), str(finding.value))
             if finding.value is None:
                 answer = "no, see 'problem'" if finding.reason in shared else f"no: {finding.reason}"
             lines.append(f"{question:<26}{answer}")
+        parts = (self.observation, self.action, self.success)
+        if self.training.value is None and self.training.reason not in [part.reason for part in parts]:
+            lines.append(f"{'PPO':<26}can train here: it needs no shared starts")
         if self.training.fix:
             lines.append(f"{'fix':<26}{self.training.fix}")
         return "\n".join(lines)
@@ -168,7 +174,8 @@ def check_env(env: object) -> EnvReport:
         training = Finding(None, missing[0].reason, missing[0].fix)
     no_limit = f"none is known, so GRPO and evaluations cut episodes after at most {DEFAULT_HORIZON:,} steps"
     limit = Finding[int](None, no_limit) if max_steps is None else Finding(max_steps)
-    played = _tried(partial(_played, opened))
+    heard: list[str] = []
+    played = _tried(partial(_played, opened), heard)
     if played.value is None:
         success = forgets = Finding[Any](None, played.reason, played.fix)
         training = training if training.value is None else success
@@ -178,7 +185,9 @@ def check_env(env: object) -> EnvReport:
             forgets = _tried(lambda: _forgets(plain, make))
         else:  # the check of shared starts compares episodes after others, too
             forgets = Finding(True) if checked.value is not None else refused
-    return EnvReport(name, observation, action, limit, success, start_varies, noise_varies, forgets, training)
+    return EnvReport(
+        name, observation, action, limit, success, start_varies, noise_varies, forgets, training, (*heard,)
+    )
 
 
 def _forgets(cfg: EnvCfg, make: Maker) -> bool:
@@ -201,6 +210,9 @@ def _played(opened: Callable[[], VectorEnv]) -> Finding[str]:
             action = np.stack([flat_action(space, space.sample()) for _ in range(env.num_envs)])
             step = env.step(allowed_action(torch.from_numpy(action), obs, space))
             obs, over, steps = step.obs, bool((step.terminated | step.truncated).any()), steps + 1
+            parts = [obs] if isinstance(obs, torch.Tensor) else list(obs.values(include_nested=True, leaves_only=True))
+            if not all(part.isfinite().all() for part in parts):
+                raise EnvError(f"the observation of step {steps} is not finite; fix: return finite observations")
             if not step.reward.isfinite().all():
                 number = step.reward[~step.reward.isfinite()][0]
                 raise EnvError(f"the reward of step {steps} is {number}; fix: return finite rewards")
@@ -215,10 +227,14 @@ def _played(opened: Callable[[], VectorEnv]) -> Finding[str]:
     return Finding(None, f"{reason}(of a TorchGroupEnv: write its method success)")
 
 
-def _tried(probe: Callable[[], T]) -> Finding[T]:
-    """The result of ``probe``; or why it fails, with the type of the error unless it is one of ours, and the fix."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report has the same messages
+def _tried(probe: Callable[[], T], heard: list[str] | None = None) -> Finding[T]:
+    """The result of ``probe``; or why it fails, with the type of the error unless it is one of ours, and the fix.
+
+    Args:
+        heard: gets Gymnasium's warnings. Others are not shown: the report has the same messages.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         logging.disable(logging.WARNING)
         try:
             return Finding(probe())
@@ -230,6 +246,9 @@ def _tried(probe: Callable[[], T]) -> Finding[T]:
             return Finding(None, kind + reason, fix)
         finally:
             logging.disable(logging.NOTSET)
+            if heard is not None:
+                texts = (re.sub(r"\x1b\[\d*m", "", str(warning.message)) for warning in caught)
+                heard += dict.fromkeys(text.removeprefix("WARN: ") for text in texts if text.startswith("WARN: "))
 
 
 def _brief(space: Any) -> str:

@@ -1,6 +1,7 @@
 """The functions that users call: train, evaluate, resume and sample."""
 
 import logging
+import os
 import re
 import signal
 import sys
@@ -22,7 +23,7 @@ from groupwise import system as files
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.memory import ran_out_of_memory
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg
-from groupwise.config.base import GIVEN, OTHER_NAMES, check_programs, explain, meant
+from groupwise.config.base import GIVEN, OTHER_NAMES, check_programs, explain, meant, refuse_unknown
 from groupwise.config.load import with_absolute_paths
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, VLACfg
 from groupwise.config.run import (
@@ -96,6 +97,9 @@ def read_settings(
             f"{', '.join(named)}: of language models, whose data, rewards and tool are a task; fix: "
             f"gw.train(gw.TextTask(data, reward=my_reward{tool}), model='path-or-hub-id'); for an environment: policy=..."
         )
+    known = {*RunCfg.model_fields, *TextRunCfg.model_fields, *env_settings}
+    wrong = [key for key, value in settings.items() if value is None or OTHER_NAMES.get(key) in env_settings]
+    refuse_unknown(wrong, known, "run")  # others are refused where they are read
     given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
     policy_fields = None if isinstance(policy, Policy) else policy
     settings = settings | {"policy": policy_fields}
@@ -677,8 +681,13 @@ def evaluate(
                 f"the parameter {bad!r} of the policy is not finite, so its scores would mean nothing; fix: "
                 f"gw.Run.load({str(run.path)!r}) has the saved one"
             )
-    else:
+    elif isinstance(run, str | os.PathLike):
         run = Run.load(run, checkpoint=checkpoint, **given)
+    else:
+        raise ConfigError(
+            f"run is a {type(run).__name__}, expected a Run or its folder; fix: what gw.train returned, or for a model of "
+            "Stable-Baselines3 its evaluate_policy"
+        )
     seed = derive_seed(run.cfg.seed, "final evaluation") if seed is None else seed
     greedy = completions_per_prompt == 1 if deterministic is None else deterministic
     if isinstance(run.cfg, TextRunCfg):

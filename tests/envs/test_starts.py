@@ -97,7 +97,7 @@ def test_falling_to_the_next_way_warns_and_says_why(env, tier, reason):
 
 
 def test_a_cheating_environment_is_refused_with_each_reason_once():
-    apart = "rows that were started with the same seed differ at"
+    apart = "two starts with the same seed differ at"
     reasons = {
         GlobalNoise: f"seed, snapshot, fresh: {apart} step 1 of equal actions with equal noise, in 'obs' of row 1",
         GlobalStart: f"seed, fresh: {apart} the start, in 'obs' of row 1; "
@@ -300,7 +300,7 @@ def test_a_cheating_environment_is_caught_and_the_key_is_named(env, where, num_e
 
 def test_what_shows_at_some_starts_only_is_caught():
     for seed in range(8):
-        with pytest.raises(GroupStartError, match="rows that were started with the same seed differ"):
+        with pytest.raises(GroupStartError, match="two starts with the same seed differ"):
             verify_group_start(rows_of(LeavesSomething), seed=seed)
         assert verify_group_start(rows_of(RarelyThere, 8), seed=seed).start_varies
     with pytest.raises(GroupStartError, match=r"at step 1 of equal actions"):

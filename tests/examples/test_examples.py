@@ -88,8 +88,11 @@ def check_optuna_search(out: str, run_dir: Path) -> None:
     assert finals[int(best)] == pytest.approx(float(score), abs=0.06)
 
 
+ROW_OF_ARM = rf"^(clone|after GRPO) +{NUMBER}% +{NUMBER}% to +{NUMBER}%   "
+
+
 def check_robot_arm(out: str, run_dir: Path) -> None:
-    rows = re.findall(rf"^(clone|after GRPO) +{NUMBER}% +{NUMBER}% to +{NUMBER}%   none", out, re.MULTILINE)
+    rows = re.findall(ROW_OF_ARM + "none", out, re.MULTILINE)
     assert [name for name, *_ in rows] == ["clone", "after GRPO"]
     for _, *shares in rows:
         success, low, high = map(float, shares)
@@ -130,6 +133,16 @@ def test_example(name: str, tmp_path: Path):
     out = run_script(script, *arguments, "--run-dir", run_dir, folder=tmp_path, ranks=ranks, two_episodes=two)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     check(out, run_dir)
+
+
+@pytest.mark.learn
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [100, 101, 102])
+def test_the_robot_arm_learns_from_success(seed: int, tmp_path: Path):
+    out = run_script(EXAMPLES / "robot_arm.py", "--seed", seed, "--run-dir", tmp_path / "run", folder=tmp_path)
+    clone, trained = (float(success) for _, success, *_ in re.findall(ROW_OF_ARM, out, re.MULTILINE))
+    assert trained >= 70
+    assert trained >= clone + 20
 
 
 def test_a_budget_of_one_iteration_needs_no_second_half(tmp_path: Path):

@@ -88,11 +88,14 @@ class BaseAlgorithm(ABC):
         seed: int = 0,
         optimizer: MakeOptimizer | None = None,
         gradient: MakeGradient | None = None,
+        **unknown: object,
     ) -> None:
-        if not isinstance(cfg, AlgorithmCfg) or not isinstance(policy, Policy):
+        if unknown or not isinstance(cfg, AlgorithmCfg) or not isinstance(policy, Policy):
+            name = type(self).__name__
+            got = ", ".join([f"{cfg!r:.80}", f"{policy!r:.80}", *unknown])
             raise ConfigError(
-                f"{type(self).__name__} takes its settings and a Policy, got {cfg!r:.80} and {policy!r:.80}; fix: "
-                "gw.train('CartPole-v1', 'ppo')"
+                f"{name} takes its settings and a Policy, got {got}; fix: gw.train('CartPole-v1', {name.lower()!r}), or with "
+                "the interface of Stable-Baselines3 groupwise.contrib.sb3.GRPO"
             )
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None

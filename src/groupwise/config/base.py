@@ -122,8 +122,10 @@ class Cfg(BaseModel):
         found = [repr(name)] if name in known else [f"{part}.{name}" for part, own in groups.items() if name in own]
         # epsilon is Adam's eps
         found = found or [repr(field) for field in known if len(field) > 2 and key.startswith(field)]
-        if found or name != key:
+        if found or " " in name or "." in name:
             return f"unknown key {key!r}; {meant(found or [name])}"
+        if name != key:
+            return f"unknown key {key!r}; here: {name}, in another part of the settings"
         near = nearest(key, known, cutoff=0.6) or f"; known: {', '.join(known)}"
         return f"unknown key {key!r}{near}"
 
@@ -172,7 +174,7 @@ def explain(item: Mapping[str, Any]) -> str:
         case _ if inspect.isroutine(item["input"]):
             return (
                 f"{path} = {item['input']!r:.200}: expected data, got a function; fix: a value (schedule='linear' lowers the "
-                "learning rate)"
+                "learning rate, clip_coef={'name': 'linear', 'start': 0.2, 'end': 0.0} the clip range)"
             )
         case "string_pattern_mismatch" if item["ctx"]["pattern"] in FORMS:
             return f"{path} = {item['input']!r:.200}: expected {FORMS[item['ctx']['pattern']]}"

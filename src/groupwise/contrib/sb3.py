@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from groupwise.algorithms import grpo
 from groupwise.algorithms.losses import CLIP
 from groupwise.config.algorithm import CreditCfg, GroupStepCfg, GRPOCfg, ObjectiveCfg
-from groupwise.config.base import Choice, explain
+from groupwise.config.base import OTHER_NAMES, Choice, explain, meant
 from groupwise.config.load import objective_preset
 from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested, TensorDict
@@ -101,7 +101,8 @@ def refuse(names: Iterable[str], algorithm: type) -> None:
         if name in ELSEWHERE:
             raise ConfigError(f"GRPO takes no {name}: {ELSEWHERE[name]}")
         if name not in known:
-            raise UnknownNameError("argument of GRPO", name, known)
+            hint = meant([repr(OTHER_NAMES[name])]) if OTHER_NAMES.get(name) in known else None
+            raise UnknownNameError("argument of GRPO", name, known, hint=hint)
 
 
 def update_cfg(model: "GRPO") -> GRPOCfg:

@@ -98,7 +98,7 @@ def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> tuple[int, boo
     apart = _started(env, start, _own(env, seed, "noise"), actions)
     for trace in (first, again, apart[:1]):
         if (where := _first_difference(first, trace)) is not None:
-            raise _ApartError(f"rows that were started with the same seed differ {where}")
+            raise _ApartError(f"two starts with the same seed differ {where}")
     return len(first) - 1, _first_difference(first, apart) is not None
 
 
@@ -176,7 +176,8 @@ def _first_difference(expected: _Trace, trace: _Trace, tolerance: float = 0.0) -
             reference = right[key][:1]
             same = (array == reference) | ((array != array) & (reference != reference))
             if tolerance:
-                same |= np.isclose(array, reference, rtol=0, atol=tolerance * float(np.abs(reference).max(initial=0)))
+                largest = float(np.abs(np.nan_to_num(reference)).max(initial=0))
+                same |= np.isclose(array, reference, rtol=0, atol=tolerance * largest)
             if not same.all():
                 when = f"at step {step} of equal actions with equal noise" if step else "at the start"
                 return f"{when}, in {key!r} of row {int(np.argwhere(~same)[0, 0])}"

@@ -250,7 +250,7 @@ RULES = (  # causes go before their consequences
     )),
     Rule("Evaluation against training", (RETURN, SCORE),
          "Sampled in training {v.late:.4g}, last evaluation {m[eval/return_mean].last:.4g}.", draws=2, sick=(
-        (lambda m, v: v.late - m.interval[1] > 0.3 * m.span, "It may need chance: evaluation.deterministic=false."),
+        (lambda m, v: v.late - m.interval[1] > 0.3 * m.span, "The policy may need random actions: evaluation.deterministic=false."),
     )),
     Rule("Last against best", (SCORE, "eval/return_std", "eval/episodes"), "Last {v.last:.4g}, best {v.max:.4g}.", sick=(
         (_got_worse, "The policy got worse; the best one is in checkpoints/best. A lower learning_rate, or target_kl."),

@@ -28,6 +28,7 @@ REFUSED = [
     ({"credit": {"group_key": "group_step"}}, "credit: group_key='group_step'"),
     ({"objective": {"trust_region": {"clip_low": 0}}}, "objective.trust_region.clip_low = 0"),
     ({"learning_rat": 1e-3}, "did you mean 'learning_rate'?"),
+    ({"num_generations": 4}, "did you mean 'group_size'?"),
     # choices that read what no rollout here holds
     ({"credit": "gdpo"}, "credit.reward='parts'"),
     ({"credit": "remax"}, "credit.baseline='greedy'"),

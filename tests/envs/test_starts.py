@@ -84,7 +84,7 @@ def test_the_best_way_that_works_is_taken_without_a_word(env, expected):
 @pytest.mark.parametrize(
     ("env", "tier", "reason"),
     [
-        (Forgetful, "seed", r"snapshot: rows .* differ at step 1 .*fix: .*np_random"),
+        (Forgetful, "seed", r"snapshot: two starts .* differ at step 1 .*fix: .*np_random"),
         (Raising, "seed", r"snapshot: KeyError: 'no such slot'"),
         (Remembers, "fresh", r"seed: .*at the start, in 'obs' of row 0.*fix: .*np_random"),
     ],

@@ -161,6 +161,16 @@ def test_resampling_ends_as_soon_as_there_are_enough(monkeypatch):
     assert of.position == 2
 
 
+@pytest.mark.parametrize(("texts", "warned"), [(["9.", "9."], True), (["9.", "4."], False)])
+def test_a_first_rollout_that_mostly_has_no_reward_is_told(texts, warned, caplog):
+    of = collector({"1": texts, "2": ["9.", "5."]})
+    for _ in range(2):
+        collect(of)
+    said = [record.getMessage() for record in caplog.records if "have no reward" in record.getMessage()]
+    assert said == ["3 of 4 completions have no reward and are not trained on: every function returned None or failed; fix: "
+                    f"the rewards {', '.join(of.rewards.names)}, or the columns that they read"] * warned  # fmt: skip
+
+
 def test_parts_of_the_reward_in_another_order_are_equal_rewards():
     # 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in the last place of a float64
     def part(i):

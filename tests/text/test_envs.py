@@ -227,6 +227,12 @@ ONE = SAMPLING | {"stop": tuple("0123456789 ")}
 """A turn is one character, unless it is a special token."""
 
 
+@pytest.mark.parametrize(("sampling", "warned"), [({"max_new_tokens": 1, "min_new_tokens": 1}, True), (ONE, False)])
+def test_turns_that_are_all_cut_are_told(sampling, warned, model, tmp_path, caplog):
+    train(task(), model, tmp_path / "run", total_steps=8, sampling=sampling)
+    assert ("every first turn was cut at sampling.max_new_tokens=1, so no tool" in caplog.text) == warned
+
+
 def test_rollouts_have_the_episodes_turns_rewards_and_ends(either, tmp_path):
     look = Look()
     run = train(

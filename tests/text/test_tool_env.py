@@ -948,7 +948,9 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
 
 def test_functions_have_no_verified_start():
-    assert str(TextStartReport("seed", (), 0, start_varies=True)) == "shared (seed), no turn was compared"
+    assert (
+        str(TextStartReport("seed", (), 0, start_varies=True)) == "shared (seed), not verified, as no turn was played"
+    )
 
 
 def test_tools_that_were_given_are_given_again():

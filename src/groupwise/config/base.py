@@ -36,9 +36,9 @@ OTHER_NAMES = {
     "n_iterations": "total_iterations", "num_train_epochs": "total_epochs", "total_timesteps": "total_steps",
     "callback": "callbacks of gw.train", "eval_freq": "interval", "n_eval_episodes": "episodes",
     "activation_fn": "activation", "net_arch": "hidden_sizes", "max_completion_length": "max_new_tokens", "rank": "r",
-    "reward_fn": "rewards", "reward_funcs": "rewards", "reward_function": "rewards",
+    "train_dataset": "data", "reward_fn": "rewards", "reward_funcs": "rewards", "reward_function": "rewards",
     "algo": "algorithm", "bf16": "precision", "eval_steps": "interval", "gradient_accumulation_steps": "num_prompts",
-    "max_output_tokens": "max_new_tokens", "max_prompt_length": "max_prompt_tokens", "max_steps": "total_iterations",
+    "max_output_tokens": "max_new_tokens", "max_tool_calling_iterations": "max_turns", "max_prompt_length": "max_prompt_tokens", "max_steps": "total_iterations",
     "enjoy": "play", "load_best": "checkpoint", "n_timesteps": "total_steps", "output_dir": "run_dir", "peft_config": "model.lora",
     "per_device_train_batch_size": "num_prompts", "policy_kwargs": "policy", "save_freq": "checkpoint_interval",
     "save_steps": "checkpoint_interval", "tensorboard_log": "report_to", "use_vllm": "generation", "verbose": "progress",
@@ -84,7 +84,7 @@ class Cfg(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             lines = [f"{type(self).__name__}: {explain(item)}" for item in error.errors()]
-            raise ConfigError("\n".join(lines)) from error
+            raise ConfigError("\n".join(lines)) from None
 
     # Marked as pydantic marks its own __init__: then pydantic calls it only for the outermost config, and errors inside
     # keep their full path. There is no public way: an error raised by a validator becomes a ValidationError.

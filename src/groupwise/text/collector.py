@@ -1,6 +1,7 @@
 """Rollouts of texts: groups of completions of the same prompt, in turns with an environment, scored by reward functions."""
 
 import functools
+import logging
 import math
 import random
 import time
@@ -43,6 +44,8 @@ from groupwise.text.policy import TOKEN, CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask
 from groupwise.text.tool_env import env_of
+
+log = logging.getLogger(__name__)
 
 # Texts as a rollout: tokens are the observations, next tokens the actions
 
@@ -617,6 +620,8 @@ class TextCollector(DataCollector):
             )
         self.last_steps = sum(member.written for member in self.members)
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
+        if self.iteration == 1:
+            self._warn_of_lost_completions()
         self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
         self._metrics["rollout/filtered_groups"] = float(len(filtered))
         self._metrics["rollout/epoch"] = self.position * self.world_size / self.data_size
@@ -624,6 +629,24 @@ class TextCollector(DataCollector):
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows)
         return rollout if self.policy.actor_only else self._with_values(rollout)
+
+    def _warn_of_lost_completions(self) -> None:
+        """Warn after a first rollout whose completions mostly have no reward, or whose turns were all cut."""
+        unscored, count = sum(member.reward is None for member in self.members), len(self.members)
+        if 2 * unscored > count:
+            log.warning(
+                "%d of %d completions have no reward and are not trained on: every function returned None or failed; fix: the "
+                "rewards %s, or the columns that they read",
+                unscored,
+                count,
+                ", ".join(self.rewards.names),
+            )
+        if all(member.episode is not None and (member.turns, member.stop) == (1, "length") for member in self.members):
+            log.warning(
+                "every first turn was cut at sampling.max_new_tokens=%d, so no tool or environment has read one; fix: a larger "
+                "max_new_tokens, or sampling.stop, which ends a turn",
+                self._cfg.sampling.max_new_tokens,
+            )
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
         """The rollout with the critic's values."""

@@ -508,7 +508,7 @@ class TextStartReport:
         if self.mode == "none":
             return "not shared (start_mode='none')"
         kept = f"; each member has its own {' and '.join(self.kept)}" if self.kept else ""
-        compared = f"verified over {self.turns} turns" if self.turns else "no turn was compared"
+        compared = f"verified over {self.turns} turns" if self.turns else "not verified, as no turn was played"
         return f"shared ({self.mode}), {compared}{kept}"
 
 

@@ -51,7 +51,7 @@ def make_registered(
     or a setting does not exist, is missing or has the wrong type.
     """
     if name not in registry:
-        raise UnknownNameError(kind, name, registry)
+        raise UnknownNameError(kind, name, registry, more="; one of yours: register it, and name its file by --plugin")
     made, what = registry[name], f"{kind} {name!r}"
     is_class, signature = inspect.isclass(made), inspect.signature(made)
     try:

@@ -478,10 +478,10 @@ class PromptEncoder:
         return ids
 
     def _no_template(self, what: str) -> ConfigError:
-        reason = "chat='never'" if self.cfg.chat == "never" else f"{self.tokenizer.name_or_path!r} has no chat template"
-        return ConfigError(
-            f"{what} for conversations, but {reason}; fix: the tokenizer of a chat model, chat='auto', or prompts that are texts"
-        )
+        never = self.cfg.chat == "never"
+        reason = "chat='never'" if never else f"{self.tokenizer.name_or_path!r} has no chat template"
+        fix = "chat='auto'" if never else "the tokenizer of a chat model, or one with a chat_template"
+        return ConfigError(f"{what} for conversations, but {reason}; fix: {fix}, or prompts that are texts")
 
 
 def _same(one: str, other: str) -> int:

@@ -81,7 +81,7 @@ def lstd(own: Tree, ppo_own: Tree) -> Tree:
 
 def knn(own: Tree, ppo_own: Tree) -> Tree:
     """GRPO's preset with ``knn``; where that is not the preset, at the discount and lambda of PPO's."""
-    if _has_values(own):
+    if _baseline(own) == "knn":
         return {"name": "grpo"}
     baseline = {"name": "knn", "gae_lambda": ppo_own["gae_lambda"]}
     return {"name": "grpo", "gamma": _gamma(own, ppo_own), "credit": _credit("knn") | {"baseline": baseline}}
@@ -89,7 +89,7 @@ def knn(own: Tree, ppo_own: Tree) -> Tree:
 
 def step(own: Tree, ppo_own: Tree) -> Tree:
     """GRPO's preset with the comparison per time step."""
-    return {"name": "grpo"} | ({"credit": PER_STEP} if _has_values(own) else {})
+    return {"name": "grpo"} | ({} if _baseline(own) == "mean" else {"credit": PER_STEP})
 
 
 METHODS: dict[str, Callable[[Tree, Tree], Tree]] = {f.__name__: f for f in (ppo, lstd, ppo_long, step, knn)}
@@ -101,15 +101,16 @@ def _credit(preset: str) -> Tree:
     return dict(objective_preset(preset).settings["credit"])
 
 
-def _has_values(own: Tree) -> bool:
-    return own["credit"]["baseline"] != "mean"
+def _baseline(own: Tree) -> str:
+    baseline = own["credit"]["baseline"]
+    return str(baseline if isinstance(baseline, str) else baseline["name"])
 
 
 def _gamma(own: Tree, ppo_own: Tree) -> float:
-    return float(own["gamma"] if _has_values(own) else ppo_own["gamma"])
+    return float(ppo_own["gamma"] if _baseline(own) == "mean" else own["gamma"])
 
 
-def settings(env: str, method: str) -> Tree:
+def settings(env: str, method: str, steps: int) -> Tree:
     """Arguments of ``gw.train``."""
     from groupwise.config.load import env_preset
 
@@ -123,7 +124,7 @@ def settings(env: str, method: str) -> Tree:
         "algorithm": algorithm,
         "num_envs": preset["env"]["num_envs"],
         "policy": preset.get("policy", {}),
-        "total_steps": task.steps,
+        "total_steps": steps,
     }
 
 
@@ -138,16 +139,17 @@ class Cell(NamedTuple):
     seed: int
 
 
-def run(cell: Cell) -> Tree:
+def run(cell: Cell, smallest: bool = False) -> Tree:
     """Train, and evaluate the policy that training ends with. In a process of its own."""
     import numpy as np
 
     import groupwise as gw
 
+    task = TASKS[cell.env]._replace(**{"steps": 4_000, "final_episodes": 2} if smallest else {})
     with tempfile.TemporaryDirectory() as folder:
         began, cpu = time.perf_counter(), time.process_time()
         run = gw.train(
-            **settings(cell.env, cell.method),
+            **settings(cell.env, cell.method, task.steps),
             seed=cell.seed,
             run_dir=f"{folder}/run",
             logging={"progress": "none"},
@@ -157,7 +159,7 @@ def run(cell: Cell) -> Tree:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
         rows = [row for row in run.metrics() if row.get("rollout/return_mean") is not None]
         tenths = np.array_split([row["rollout/return_mean"] for row in rows], 10)
-        final = gw.evaluate(run, TASKS[cell.env].final_episodes, seed=100_000 + cell.seed)
+        final = gw.evaluate(run, task.final_episodes, seed=100_000 + cell.seed)
         return cell._asdict() | {
             "final": round(final.return_mean, 2),
             "training_mean": round(float(np.mean([row["rollout/return_mean"] for row in rows])), 2),
@@ -169,9 +171,9 @@ def run(cell: Cell) -> Tree:
         }
 
 
-def in_process(cell: Cell) -> Tree:
+def in_process(cell: Cell, smallest: bool = False) -> Tree:
     """The cell's result, from another process on one thread."""
-    command = [sys.executable, "-P", "-W", "ignore", str(HERE), "--cell", *map(str, cell)]
+    command = [sys.executable, "-P", "-W", "ignore", str(HERE), "--cell", *map(str, cell), *["--smallest"] * smallest]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     path = os.pathsep.join((str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])))
     env = os.environ | threads | {"PYTHONPATH": path}
@@ -235,12 +237,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--table", action="store_true", help="write the table, run nothing")
     parser.add_argument("--cell", nargs=3, metavar=("ENV", "METHOD", "SEED"), help="one run, printed and not kept")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="runs of a few thousand steps")
     args = parser.parse_args()
     if args.cell:
         env, method, seed = args.cell
-        print(json.dumps(run(Cell(env, method, int(seed)))))
+        print(json.dumps(run(Cell(env, method, int(seed)), args.smallest)))
         return
-    done = cells.load(RESULT)
+    done = cells.load(args.out)
     if args.table:
         TABLE.write_text(table(done))
         return
@@ -248,9 +252,9 @@ def main() -> None:
     missing = [cell for cell in plan(args.only, args.methods, args.seeds) if cell not in known]
     print(f"{len(missing)} runs are missing", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        for job in as_completed([pool.submit(in_process, cell) for cell in missing]):
+        for job in as_completed([pool.submit(in_process, cell, args.smallest) for cell in missing]):
             done.append(job.result())
-            cells.save(RESULT, done)
+            cells.save(args.out, done)
             cell = done[-1]
             print(
                 f"{cell['env']} {cell['method']} {cell['seed']}: {cell['final']} in {cell['cpu_seconds']} s", flush=True

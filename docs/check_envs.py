@@ -4,11 +4,11 @@
     python docs/check_envs.py Ant-v5 CartPole-v1    only these, the others stay as they were
     python docs/check_envs.py --page                only the page, from the data
 
-What was found is kept in ``docs/generated/environments.json``. Needs the extras atari, box2d, minigrid and mujoco.
+What was found is kept in ``docs/generated/environments.json``, or in another folder (``--out``). Needs the extras atari, box2d, minigrid and mujoco.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -64,21 +64,27 @@ FAMILIES: dict[str, list[str]] = {
 NOTE = "<!-- Written by docs/check_envs.py from environments.json. -->"
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Check what was asked for, and write data and page."""
     names = [name for family in FAMILIES.values() for name in family]
-    data: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"found": {}}
-    if arguments != ["--page"]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="ENVIRONMENT", help="all by default")
+    parser.add_argument("--page", action="store_true", help="only the page, from the data")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of data and page")
+    args = parser.parse_args()
+    kept, written = args.out / DATA.name, args.out / PAGE.name
+    data: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {"found": {}}
+    if not args.page:
         from groupwise.check import check_env
 
         register()
         data["versions"] = {name: version(name) for name in ("gymnasium", "ale-py", "Box2D", "minigrid", "mujoco")}
-        for name in arguments or names:
+        for name in args.names or names:
             data["found"][name] = check_env(checked(name)).to_dict()
             print(name, "trains" if data["found"][name]["training"]["value"] else "refused", flush=True)
             data["found"] = {name: data["found"][name] for name in names if name in data["found"]}
-            DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(data), encoding="utf-8")
+            kept.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    written.write_text(page(data), encoding="utf-8")
 
 
 def register() -> None:
@@ -111,12 +117,13 @@ def page(data: dict[str, Any]) -> str:
     found = data["found"]
     present = {title: [name for name in names if name in found] for title, names in FAMILIES.items()}
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
+    distinct = len({name.partition(" (")[0] for name in found})
     return (
         "\n\n".join(
             [
                 "# Environments",
                 NOTE,
-                f"The result of `groupwise check-env` for {len(found)} environments ({versions}).",
+                f"The result of `groupwise check-env` for {distinct} environments, some also with wrappers ({versions}).",
                 "- `training uses`: the [start mode](../starts.md) in which a group shares its start, bit for bit, and "
                 "`env.vectorization`.\n"
                 "- `steps random`: members with their own random numbers drifted apart within some tens of random steps.",
@@ -183,4 +190,4 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

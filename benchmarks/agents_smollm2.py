@@ -75,7 +75,7 @@ class Watch(Curve):
     def on_iteration_end(self, trainer: Any, rollout: Any, metrics: dict[str, float]) -> None:
         names = {"success": "rollout/success_rate", "cut": "rollout/stop_max_tokens"}
         names |= {part: f"time/{part}_seconds" for part in ("collect", "update")}
-        found = {name: metrics[metric] for name, metric in names.items()}
+        found = {name: metrics.get(metric) for name, metric in names.items()}
         self.results["training"].append(
             {"iteration": trainer.iteration, "cpu_seconds": time.process_time() - self.cpu} | found
         )
@@ -89,7 +89,7 @@ class Watch(Curve):
         entry = {"iteration": iteration, "success": success, "episodes": self.seen[:10]}
         self.results["evaluations"].append(entry)
         self._write()
-        print(f"iteration {iteration}: {success:.3f}", flush=True)
+        print(f"iteration {iteration}: success {success}", flush=True)
 
     def _write(self) -> None:
         self.out.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")

@@ -95,15 +95,17 @@ def train(
         return run.metrics()
 
 
-def overlap(model: Path, rounds: int) -> list[dict[str, Any]]:
+def overlap(
+    model: Path, rounds: int, updates: dict[str, tuple[float, ...]], staleness: tuple[int, ...], iterations: int
+) -> list[dict[str, Any]]:
     """Runs that take turns."""
     found = []
     with server(model, SECONDS_PER_TOKEN) as url:
         for seed in range(800, 800 + rounds):
-            for name, update in UPDATES.items():
-                for staleness in STALENESS:
-                    metrics = train(model, url, staleness, seed, TIMED + 3, "decoupled", update)
-                    found.append({"seed": seed, "updates": name, "max_staleness": staleness} | timed(metrics[2:]))
+            for name, update in updates.items():
+                for most in staleness:
+                    metrics = train(model, url, most, seed, iterations, "decoupled", update)
+                    found.append({"seed": seed, "updates": name, "max_staleness": most} | timed(metrics[2:]))
                     print(found[-1], flush=True)
     return found
 
@@ -142,18 +144,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of runs that are timed")
     parser.add_argument("--seeds", type=int, default=4, help="of runs that learn")
     parser.add_argument("--iterations", type=int, default=60, help="of runs that learn")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--smallest", action="store_true", help="one update of each objective, and four beside a server"
+    )
     options = parser.parse_args()
+    learned = (options.seeds, options.iterations, (*STALENESS, 8))
+    overlapped = (options.rounds, UPDATES, STALENESS, TIMED + 3)
+    if options.smallest:
+        learned, overlapped = (1, 1, (0,)), (1, {"short": UPDATES["short"]}, (1,), 4)
     sys.path.insert(0, str(SUPPORT))
     from text_runs import save_model
 
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder) / "model")
         if options.only != "overlap":
-            results["learning"] = learning(model, options.seeds, options.iterations, (*STALENESS, 8))
+            results["learning"] = learning(model, *learned)
         if options.only != "learning":
-            results["overlap"] = overlap(model, options.rounds)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            results["overlap"] = overlap(model, *overlapped)
+    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="share of each task's steps")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--worker", nargs=3, metavar=("TASK", "SIDE", "STEPS"))
     args = parser.parse_args()
     if args.worker:
@@ -274,8 +275,8 @@ def main() -> None:
             found = {side: measured(task, side, args.before, steps, 1000 + number) for side in sides}
             rounds[-1][task] = found
             print(number, task, found, flush=True)
-    runs = json.loads(RESULT.read_text()) if RESULT.exists() else []
-    RESULT.write_text(json.dumps([*runs, {"scale": args.scale, "rounds": rounds}], indent=2) + "\n")
+    runs = json.loads(args.out.read_text()) if args.out.exists() else []
+    args.out.write_text(json.dumps([*runs, {"scale": args.scale, "rounds": rounds}], indent=2) + "\n")
     print(table(rounds))
 
 

@@ -52,7 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(method: str, width: int) -> dict[str, float]:
+def trained(method: str, width: int, iterations: int) -> dict[str, float]:
     """Milliseconds of an iteration's rollout and update, median; the process's peak of memory."""
     import groupwise as gw
 
@@ -68,22 +68,22 @@ def trained(method: str, width: int) -> dict[str, float]:
             METHODS[method] | SHARED,
             num_envs=ROWS,
             policy={"hidden_sizes": [width, width], "normalize_obs": False, "normalize_reward": False},
-            total_steps=ROWS * LENGTH * (WARM_UP + ITERATIONS[width]),
+            total_steps=ROWS * LENGTH * (WARM_UP + iterations),
             seed=0,
             run_dir=f"{folder}/run",
             callbacks=[Clock()],
             logging={"progress": "none"},
             evaluation={"interval": None},
         )
-        assert run.summary["env_steps"] == ROWS * LENGTH * (WARM_UP + ITERATIONS[width])
+        assert run.summary["env_steps"] == ROWS * LENGTH * (WARM_UP + iterations)
     collect, update = (1000 * statistics.median(part) for part in zip(*seconds[WARM_UP:], strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     return {"collect_ms": round(collect, 1), "update_ms": round(update, 1), "memory_mib": round(peak / 1024)}
 
 
-def measured(method: str, width: int) -> dict[str, Any]:
+def measured(method: str, width: int, iterations: int) -> dict[str, Any]:
     """One run in a process of its own."""
-    command = [sys.executable, __file__, "--worker", method, "--width", str(width)]
+    command = [sys.executable, __file__, "--worker", method, "--width", str(width), "--iterations", str(iterations)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
     return {"method": method, "width": width, **json.loads(out.splitlines()[-1])}
@@ -94,15 +94,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", choices=METHODS)
     parser.add_argument("--width", type=int, choices=ITERATIONS)
+    parser.add_argument("--iterations", type=int, help="of a worker")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="one iteration of the least network, without a critic")
     args = parser.parse_args()
     if args.worker:
-        print(json.dumps(trained(args.worker, args.width)))
+        print(json.dumps(trained(args.worker, args.width, args.iterations)))
         return
+    rounds, methods, iterations = (1, ["knn"], {64: 1}) if args.smallest else (args.rounds, [*METHODS], ITERATIONS)
     runs = []
-    for _ in range(args.rounds):
-        for width in ITERATIONS:
-            for method in METHODS:
-                runs.append(measured(method, width))
+    for _ in range(rounds):
+        for width, timed in iterations.items():
+            for method in methods:
+                runs.append(measured(method, width, timed))
                 print(runs[-1], flush=True)
     keys = ("collect_ms", "update_ms", "memory_mib")
     medians = {
@@ -110,11 +114,11 @@ def main() -> None:
             key: statistics.median(run[key] for run in runs if (run["method"], run["width"]) == (method, width))
             for key in keys
         }
-        for width in ITERATIONS
-        for method in METHODS
+        for width in iterations
+        for method in methods
     }
     machine = {"cpus": os.cpu_count(), "processor": platform.machine()}
-    RESULT.write_text(json.dumps({"machine": machine, "runs": runs, "median": medians}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"machine": machine, "runs": runs, "median": medians}, indent=1) + "\n")
     print(json.dumps(medians, indent=1))
 
 

@@ -47,10 +47,10 @@ Act = Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
-def played(act: Act, seed: int) -> dict[str, float]:
+def played(act: Act, seed: int, episodes: int) -> dict[str, float]:
     """What the actions come to over fresh episodes."""
-    env = CubePush(EPISODES)
-    obs, returns = env.reset(seed=seed), torch.zeros(EPISODES)
+    env = CubePush(episodes)
+    obs, returns = env.reset(seed=seed), torch.zeros(episodes)
     for _ in range(env.max_episode_steps or 0):
         step = env.step(act(obs))
         obs, returns = step.obs, returns + step.reward
@@ -58,40 +58,45 @@ def played(act: Act, seed: int) -> dict[str, float]:
     return {"return_mean": float(returns.mean()), "solved": float(solved)}
 
 
-def learned(name: str, seed: int, folder: str) -> dict[str, Any]:
+def learned(name: str, seed: int, folder: str, steps: int, episodes: int) -> dict[str, Any]:
     """One run, and how its policy does."""
     start = time.perf_counter()
     run = gw.train(
         CubePush,
         SETTINGS[name],
         num_envs=64,
-        total_steps=STEPS,
+        total_steps=steps,
         seed=seed,
         run_dir=f"{folder}/{name}_{seed}",
         logging={"progress": "none"},
     )
     seconds = round(time.perf_counter() - start, 1)
     policy = run.policy
-    found = played(lambda obs: policy.env_action(policy.act(obs, deterministic=True).action), 10_000 + seed)
+    found = played(lambda obs: policy.env_action(policy.act(obs, deterministic=True).action), 10_000 + seed, episodes)
     return {"run": name, "seed": seed, "seconds": seconds} | found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="one iteration of PPO")
     args = parser.parse_args()
+    names, seeds, steps, episodes = list(SETTINGS), args.seeds, STEPS, EPISODES
+    if args.smallest:
+        names, seeds, steps, episodes = names[:1], seeds[:1], 1, 8
     torch.set_num_threads(1)
     draws = torch.Generator().manual_seed(0)
     runs = [
-        {"run": "random"} | played(lambda obs: 2 * torch.rand(len(obs), 3, generator=draws) - 1, 10_000),
-        {"run": "nothing"} | played(lambda obs: torch.zeros(len(obs), 3), 10_000),
+        {"run": "random"} | played(lambda obs: 2 * torch.rand(len(obs), 3, generator=draws) - 1, 10_000, episodes),
+        {"run": "nothing"} | played(lambda obs: torch.zeros(len(obs), 3), 10_000, episodes),
     ]
     with tempfile.TemporaryDirectory() as folder:
-        for seed in args.seeds:
-            for name in SETTINGS:
-                runs.append(learned(name, seed, folder))
+        for seed in seeds:
+            for name in names:
+                runs.append(learned(name, seed, folder, steps, episodes))
                 print(runs[-1], flush=True)
-    RESULT.write_text(json.dumps({"steps": STEPS, "episodes": EPISODES, "runs": runs}, indent=2) + "\n")
+    args.out.write_text(json.dumps({"steps": steps, "episodes": episodes, "runs": runs}, indent=2) + "\n")
     print(json.dumps(runs, indent=2))
 
 

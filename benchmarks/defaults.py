@@ -236,10 +236,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--skip", type=int, default=0, help="seeds to leave out at the start")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="as few steps as a run can have")
     args = parser.parse_args()
     torch.set_num_threads(1)
     known = METHODS["cartpole" if args.part == "cartpole" else "suite"]
-    cells = cells_of.load(RESULT)
+    cells = cells_of.load(args.out)
     if args.report:
         report(args.part, cells)
         return
@@ -249,8 +251,8 @@ def main() -> None:
                 key = (env_id, method, seed)
                 if args.only not in env_id or any((c["env"], c["method"], c["seed"]) == key for c in cells):
                     continue
-                cells.append(run(env_id, method, known[method], seed, task.steps))
-                cells_of.save(RESULT, cells)
+                cells.append(run(env_id, method, known[method], seed, 1 if args.smallest else task.steps))
+                cells_of.save(args.out, cells)
                 print(cells[-1], flush=True)
 
 

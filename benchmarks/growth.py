@@ -252,7 +252,7 @@ def points(only: str) -> list[Point]:
     ]
 
 
-def measure(chosen: list[Point], repeats: int, seconds: float) -> None:
+def measure(chosen: list[Point], repeats: int, seconds: float, out: Path) -> None:
     """Run the points in rounds, and keep the medians, along with what is known of other points."""
     taken: dict[Point, list[Measured]] = {point: [] for point in chosen}
     context = get_context("forkserver")  # what is imported once need not be imported by each run
@@ -262,7 +262,7 @@ def measure(chosen: list[Point], repeats: int, seconds: float) -> None:
             for point in chosen:
                 taken[point].append(found := pool.submit(run, point, seconds).result())
                 print(f"{point.axis:7} {point.size:6,} {point.algorithm:4} {found['us_per_step']:9.2f} us", flush=True)
-    _write({point: _summary(rounds) for point, rounds in taken.items()}, repeats)
+    _write({point: _summary(rounds) for point, rounds in taken.items()}, repeats, out)
 
 
 def _summary(rounds: list[Measured]) -> dict[str, Any]:
@@ -272,8 +272,8 @@ def _summary(rounds: list[Measured]) -> dict[str, Any]:
     return medians | {name: [found[key] for found in rounds] for name, key in each.items()}
 
 
-def _write(found: dict[Point, dict[str, Any]], repeats: int) -> None:
-    known = {Point(r["axis"], r["size"], r["algorithm"]): r for r in _read()}
+def _write(found: dict[Point, dict[str, Any]], repeats: int, out: Path) -> None:
+    known = {Point(r["axis"], r["size"], r["algorithm"]): r for r in _read(out)}
     known |= {point: point._asdict() | {"repeats": repeats} | summary for point, summary in found.items()}
     ordered = [known[point] for point in points("") if point in known]
     result = {
@@ -282,7 +282,7 @@ def _write(found: dict[Point, dict[str, Any]], repeats: int) -> None:
         "points": ordered,
     }
     _add_exponents(ordered)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _add_exponents(rows: list[dict[str, Any]]) -> None:
@@ -296,15 +296,15 @@ def _add_exponents(rows: list[dict[str, Any]]) -> None:
         before[line] = row
 
 
-def _read() -> list[dict[str, Any]]:
-    return json.loads(RESULT.read_text())["points"] if RESULT.exists() else []
+def _read(out: Path) -> list[dict[str, Any]]:
+    return json.loads(out.read_text())["points"] if out.exists() else []
 
 
-def report() -> None:
+def report(out: Path) -> None:
     """Print the table and draw the plot."""
-    rows = _read()
+    rows = _read(out)
     print(table(rows))
-    _plot(rows)
+    _plot(rows, PLOT if out == RESULT else out.with_suffix(".png"))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -334,7 +334,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 COLORS = {"ppo": "#1f77b4", "grpo": "#d95f02"}
 
 
-def _plot(rows: list[dict[str, Any]]) -> None:
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -356,7 +356,7 @@ def _plot(rows: list[dict[str, Any]]) -> None:
         fontsize=10.5,
         color="0.3",
     )
-    figure.savefig(PLOT)
+    figure.savefig(path)
 
 
 def _line(panel: Any, algorithm: str, line: list[dict[str, Any]], lift: float) -> None:
@@ -440,14 +440,19 @@ def main() -> None:
     parser.add_argument(
         "--profile", nargs=3, metavar=("AXIS", "SIZE", "ALGORITHM"), help="one point; writes growth.prof"
     )
+    parser.add_argument("--out", type=Path, default=RESULT, help="results; the plot is then beside them")
+    parser.add_argument("--smallest", action="store_true", help="only the first point of the first axis")
     args = parser.parse_args()
     if args.profile:
         axis, size, algorithm = args.profile
         print(run(Point(axis, int(size), algorithm), args.seconds, profile=True))
         return
     if not args.report:
-        measure(points(args.only), args.repeats, args.seconds)
-    report()
+        if args.smallest:
+            measure(points(args.only)[:1], 1, 0.0, args.out)
+        else:
+            measure(points(args.only), args.repeats, args.seconds, args.out)
+    report(args.out)
 
 
 if __name__ == "__main__":

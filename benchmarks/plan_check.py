@@ -36,6 +36,7 @@ SMOL |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": T
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "vocab_size": 128256}
 PROMPTS, GROUP, PROMPT, COMPLETION = 4, 4, 32, 48
+SMALLEST = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 256}
 CASES = {"1 process": (1, "ddp"), "2 processes, ddp": (2, "ddp"), "2 processes, fsdp": (2, "fsdp")}
 
 
@@ -81,7 +82,7 @@ def worker(folder: str, name: str, out: str) -> None:
     algorithm = GRPO(cfg.algorithm, policy, engine)
     generator = torch.Generator().manual_seed(engine.rank)
     for step in range(3):
-        prompts = torch.randint(4, 49152, (PROMPTS, PROMPT), generator=generator).tolist()
+        prompts = torch.randint(4, model.config.vocab_size, (PROMPTS, PROMPT), generator=generator).tolist()
         seeds = torch.arange(PROMPTS * GROUP).view(PROMPTS, GROUP) + 1000 * step
         groups = complete(policy, prompts, seeds)
         rows = [
@@ -106,9 +107,10 @@ def worker(folder: str, name: str, out: str) -> None:
         engine.close()
 
 
-def here(folder: str) -> dict:
+def here(folder: str, cases: list[str]) -> dict:
     found = {}
-    for name, (ranks, _) in CASES.items():
+    for name in cases:
+        ranks, _ = CASES[name]
         with tempfile.NamedTemporaryFile() as file:
             torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
             command = [sys.executable, *torchrun, __file__, "--worker", name, "--folder", folder, "--file", file.name]
@@ -138,6 +140,8 @@ def show(name: str, pair) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--published", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="a tiny model on one process")
     parser.add_argument("--worker")
     parser.add_argument("--folder")
     parser.add_argument("--file")
@@ -145,12 +149,13 @@ def main() -> None:
     if args.worker:
         worker(args.folder, args.worker, args.file)
         return
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    result = json.loads(args.out.read_text()) if args.out.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         if not args.published:
-            result["here"] = here(save(f"{folder}/smol", SMOL))
+            sizes, cases = (SMOL | SMALLEST, ["1 process"]) if args.smallest else (SMOL, [*CASES])
+            result["here"] = here(save(f"{folder}/smol", sizes), cases)
         result["published"] = published(save(f"{folder}/llama", LLAMA))
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
     for name, found in result.get("here", {}).items():
         for what, pair in found.items():
             show(f"{name}: {what}, MB", [n / 1e6 for n in pair])

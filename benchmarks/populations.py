@@ -1,7 +1,7 @@
 """Populations against random search and Optuna, from deliberately bad ranges, at equal environment steps.
 
-A cell is one search: a method, with PPO or GRPO, in an environment from a seed. All methods get the steps of ``MEMBERS`` whole
-runs. The score is the mean return of the greedy policy of the best run over fresh episodes. The curve is the best of the last
+A cell is one search: a method, with PPO or GRPO, in an environment from a seed. All methods get the steps of whole runs of
+all members. The score is the mean return of the greedy policy of the best run over fresh episodes. The curve is the best of the last
 evaluations of all runs so far, over the steps of all runs together. Cells go to ``benchmarks/results/populations.json``, one by
 one; one that is there already is not repeated.
 
@@ -26,7 +26,6 @@ from groupwise.comparison.results import RunRecord, compare_records, shown
 from groupwise.config.evolution import Place
 
 RESULT = Path(__file__).parent / "results" / "populations.json"
-MEMBERS, ROUNDS = 8, 10
 FIRST_SEED = 4000
 EPISODES, FINAL_EPISODES = 10, 100
 SEARCH = {
@@ -41,11 +40,18 @@ Point = tuple[int, float]
 
 
 class Task(NamedTuple):
-    """An environment, the steps of a round, and the returns that count as 0 and 1."""
+    """The steps of a round in an environment, the returns that count as 0 and 1, and how long a search is."""
 
     round_steps: int
     random: float
     good: float
+    members: int = 8
+    rounds: int = 10
+
+    @property
+    def steps(self) -> int:
+        """Of a search."""
+        return self.members * self.rounds * self.round_steps
 
 
 TASKS = {"Pendulum-v1": Task(10_000, -1200, -150), "LunarLander-v3": Task(10_000, -200, 250)}
@@ -59,16 +65,16 @@ class KeepCfg(gw.config.SelectionCfg, name="keep"):
 
 
 def evolved(
-    env: str, algorithm: str, seed: int, selection: str, folder: Path, workers: int
+    env: str, task: Task, algorithm: str, seed: int, selection: str, folder: Path, workers: int
 ) -> tuple[list[Point], Path]:
     """Curve and best run of a population, or of random search."""
     population = gw.evolve(
         env,
         algorithm,
         search=SEARCH,
-        population=MEMBERS,
-        rounds=ROUNDS,
-        round_steps=TASKS[env].round_steps,
+        population=task.members,
+        rounds=task.rounds,
+        round_steps=task.round_steps,
         episodes=EPISODES,
         selection=selection,
         seed=seed,
@@ -79,12 +85,12 @@ def evolved(
     curve, steps = [], 0
     for _, rows in itertools.groupby(population.rows(), key=lambda row: row["round"]):
         played = [row for row in rows if row["status"] == "ok"]
-        steps += MEMBERS * TASKS[env].round_steps
+        steps += task.members * task.round_steps
         curve.append((steps, max(row["mean"] for row in played)))
     return curve, population.path / "best"
 
 
-def tpe(env: str, algorithm: str, seed: int, folder: Path) -> tuple[list[Point], Path]:
+def tpe(env: str, task: Task, algorithm: str, seed: int, folder: Path) -> tuple[list[Point], Path]:
     """Curve and best run of Optuna's TPE with its median pruner, until the steps are used up."""
     import optuna
 
@@ -113,7 +119,7 @@ def tpe(env: str, algorithm: str, seed: int, folder: Path) -> tuple[list[Point],
             {"name": algorithm} | settings,
             run_dir=folder / f"trial-{trial.number}",
             seed=100 * seed + trial.number,
-            total_steps=min(ROUNDS * size, left),
+            total_steps=min(task.rounds * size, left),
             evaluation={"interval": size, "episodes": EPISODES},
             logging={"progress": "none"},
             callbacks=[scores],
@@ -128,15 +134,15 @@ def tpe(env: str, algorithm: str, seed: int, folder: Path) -> tuple[list[Point],
 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=4)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner)
-    size = TASKS[env].round_steps
-    left, curve, last = MEMBERS * ROUNDS * size, [], {}
+    size = task.round_steps
+    left, curve, last = task.steps, [], {}
     while left >= size:
         number = len(study.trials)
         study.optimize(train, n_trials=1, catch=gw.errors.DivergedError)
         done = study.trials[number].intermediate_values
         for steps, score in done.items():
             last[number] = score
-            curve.append((MEMBERS * ROUNDS * size - left + steps, max(last.values())))
+            curve.append((task.steps - left + steps, max(last.values())))
         if study.trials[number].state.name == "FAIL":  # it diverged, so it is no policy to keep
             last.pop(number, None)
         left -= max(done, default=size)  # one that diverges at once has used a part of a round
@@ -144,14 +150,14 @@ def tpe(env: str, algorithm: str, seed: int, folder: Path) -> tuple[list[Point],
     return curve, folder / f"trial-{best}"
 
 
-def run(env: str, algorithm: str, method: str, seed: int, workers: int) -> Tree:
+def run(env: str, algorithm: str, method: str, seed: int, task: Task, workers: int) -> Tree:
     """A finished cell."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         if method == "tpe":
-            curve, best = tpe(env, algorithm, seed, Path(scratch))
+            curve, best = tpe(env, task, algorithm, seed, Path(scratch))
         else:
-            curve, best = evolved(env, algorithm, seed, METHODS[method], Path(scratch), workers)
+            curve, best = evolved(env, task, algorithm, seed, METHODS[method], Path(scratch), workers)
         score = gw.evaluate(best, FINAL_EPISODES, seed=10_000 + seed).return_mean
     seconds = round(time.perf_counter() - began, 1)
     who = {"env": env, "algorithm": algorithm, "method": method, "seed": seed}
@@ -196,8 +202,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--workers", type=int, default=1, help="processes of a population")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="two members, one round of few steps")
     args = parser.parse_args()
-    cells = cells_of.load(RESULT)
+    cells = cells_of.load(args.out)
+    smallest = {"round_steps": 2_048, "members": 2, "rounds": 1} if args.smallest else {}
     if args.report:
         report(cells)
         return
@@ -207,8 +216,8 @@ def main() -> None:
             key = (env, algorithm, method, seed)
             if args.only not in env or any((c["env"], c["algorithm"], c["method"], c["seed"]) == key for c in cells):
                 continue
-            cells.append(run(*key, workers=args.workers))
-            cells_of.save(RESULT, cells)
+            cells.append(run(*key, TASKS[env]._replace(**smallest), args.workers))
+            cells_of.save(args.out, cells)
             print(cells[-1], flush=True)
 
 

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ BOUNDS = gym.spaces.Box(-1, 1, (CHUNK, 4), np.float32)
 class Clock(gw.Callback):
     """Times all iterations but the first, and where this process spends its time."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: int) -> None:
+        self.members = members
         self.cpu: dict[str, float] = {}
         self.running: list[str] = []
         self.since = 0.0
@@ -103,13 +105,13 @@ class Clock(gw.Callback):
             self.cpu, self.since = {}, time.process_time()
             return
         self.switch()
-        self.result = per_episode(self.begin, MEMBERS * (trainer.iteration - 1), trainer.engine.world_size)
-        mine = MEMBERS * (trainer.iteration - 1) / trainer.engine.world_size
+        self.result = per_episode(self.begin, self.members * (trainer.iteration - 1), trainer.engine.world_size)
+        mine = self.members * (trainer.iteration - 1) / trainer.engine.world_size
         self.result["shares"] = {share: round(seconds / mine, 4) for share, seconds in sorted(self.cpu.items())}
 
 
-def train(side: str, settings: dict[str, Any]) -> dict[str, Any]:
-    clock = Clock()
+def train(side: str, settings: dict[str, Any], members: int = MEMBERS) -> dict[str, Any]:
+    clock = Clock(members)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     kwargs = {"obs": "image", "reward": "dense", "pixels": PIXELS, **settings}
     gw.train(
@@ -117,15 +119,15 @@ def train(side: str, settings: dict[str, Any]) -> dict[str, Any]:
             id=f"MetaWorld/{TASK}",
             kwargs=kwargs,
             action_chunk=CHUNK,
-            num_envs=MEMBERS // ranks,
+            num_envs=members // ranks,
             vectorization="async" if side == "workers" else "sync",
         ),
         gw.GRPOCfg(group_size=GROUP, num_steps=DECISIONS, num_epochs=1, minibatch_size=MINIBATCH, micro_batch_size=32),
         policy=gw.config.VLACfg(),
-        total_steps=(1 + TIMED) * MEMBERS * DECISIONS * CHUNK,
+        total_steps=(1 + TIMED) * members * DECISIONS * CHUNK,
         evaluation={"interval": 10**9, "episodes": 1},
         callbacks=[clock],
-        run_dir=os.environ["RUN_DIR"],
+        run_dir=os.environ.get("RUN_DIR"),
     )
     return clock.result
 
@@ -277,9 +279,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--setting", choices=SETTINGS)
+    parser.add_argument("--smallest", action="store_true", help="of --side and --setting, in this process: one group")
     args = parser.parse_args()
     if args.side:
-        found = (plain_loop if args.side.startswith("plain") else train)(args.side, SETTINGS[args.setting])
+        side = (
+            plain_loop if args.side.startswith("plain") else partial(train, members=GROUP if args.smallest else MEMBERS)
+        )
+        found = side(args.side, SETTINGS[args.setting])
         if os.environ.get("RANK", "0") == "0":
             print("RESULT", json.dumps(found), flush=True)
         return

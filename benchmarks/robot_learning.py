@@ -51,6 +51,7 @@ class Task(NamedTuple):
     """Actions of a decision."""
     label_noise: float = 0.1
     cloned_steps: int = 100_000
+    num_envs: int = 64
 
 
 TASKS = {
@@ -70,8 +71,8 @@ ARMS = {
 NETWORK = {"hidden_sizes": [128, 128]}
 
 
-def success(run: Any, seed: int) -> float:
-    return gw.evaluate(run, episodes=EPISODES, seed=10_000 + seed).success_rate
+def success(run: Any, seed: int, episodes: int) -> float:
+    return gw.evaluate(run, episodes=episodes, seed=10_000 + seed).success_rate
 
 
 def clone(task: Task, seed: int, folder: Path) -> Path:
@@ -83,20 +84,19 @@ def clone(task: Task, seed: int, folder: Path) -> Path:
     return gw.train(env, cfg, total_steps=task.cloned_steps, seed=seed, policy=policy, run_dir=folder / "clone").path
 
 
-def one(job: tuple[str, int, str]) -> dict[str, Any]:
+def one(name: str, seed: int, arm: str, task: Task, episodes: int) -> dict[str, Any]:
     """One arm of one task and seed, from its own copy of the clone."""
-    name, seed, arm = job
-    task, (algorithm, start_mode) = TASKS[name], ARMS[arm]
+    algorithm, start_mode = ARMS[arm]
     with tempfile.TemporaryDirectory() as folder:
         start = clone(task, seed, Path(folder)) if task.demos else None
         began = time.perf_counter()
         run = gw.train(
-            gw.EnvCfg(id=task.env, action_chunk=task.chunk, num_envs=64, start_mode=start_mode),
+            gw.EnvCfg(id=task.env, action_chunk=task.chunk, num_envs=task.num_envs, start_mode=start_mode),
             {"name": algorithm, **task.settings},
             total_steps=task.steps,
             seed=seed,
             policy={"init_from": str(start)} if start else NETWORK,
-            evaluation={"interval": task.steps // 5, "episodes": EPISODES},
+            evaluation={"interval": task.steps // 5, "episodes": episodes},
             run_dir=Path(folder, "run"),
         )
         metrics = run.metrics()
@@ -104,8 +104,8 @@ def one(job: tuple[str, int, str]) -> dict[str, Any]:
             "task": name,
             "seed": seed,
             "arm": arm,
-            "before": success(start, seed) if start else None,
-            "after": success(run, seed),
+            "before": success(start, seed, episodes) if start else None,
+            "after": success(run, seed, episodes),
             "curve": [[m["env_steps"], m["eval/success_rate"]] for m in metrics if "eval/success_rate" in m],
             "episodes": round(sum(m.get("rollout/episodes", 0) for m in metrics)),
             "env_steps": metrics[-1]["env_steps"],
@@ -139,15 +139,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--table", action="store_true", help="only print what is there")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="as few steps as a run can have")
     args = parser.parse_args()
-    results = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    smallest = {"demos": 1, "steps": 5, "cloned_steps": 100, "num_envs": 8} if args.smallest else {}
+    tasks = {name: task._replace(**smallest) for name, task in TASKS.items()}
+    results = json.loads(args.out.read_text()) if args.out.exists() else []
     known = {(r["task"], r["seed"], r["arm"]) for r in results}
     jobs = [(task, seed, arm) for seed in range(1, args.seeds + 1) for arm in args.arms for task in args.only]
     missing = [] if args.table else [job for job in jobs if job not in known]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for done in as_completed([pool.submit(one, job) for job in missing]):
+        episodes = 2 if args.smallest else EPISODES
+        for done in as_completed([pool.submit(one, *job, tasks[job[0]], episodes) for job in missing]):
             results.append(done.result())
-            RESULT.write_text(json.dumps(results, indent=1) + "\n")
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
             print(results[-1], flush=True)
     table(results)
 

@@ -95,7 +95,9 @@ def image_of_the_package(rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    rounds = args.rounds
     result = {
         "machine": {"processor": platform.processor() or platform.machine(), "mujoco": mujoco.__version__},
         "milliseconds": {
@@ -103,7 +105,7 @@ def main() -> None:
             "image": images(rounds) | {"corner2, env.render()": image_of_the_package(rounds)},
         },
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

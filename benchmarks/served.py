@@ -28,7 +28,7 @@ from groupwise.cli.train import parse_seeds
 RESULTS = Path(__file__).parent / "results" / "served.json"
 TOKENS = 4_000
 ALGORITHM = text_learn.ALGORITHM | {"learning_rate": 1e-5}
-SETTINGS = text_learn.SETTINGS | {"lora": None, "total_steps": TOKENS}
+SETTINGS = {name: value for name, value in text_learn.SETTINGS.items() if name != "lora"} | {"total_steps": TOKENS}
 # vLLM 0.32 dies on CPUs where the prompt of a request with a seed is read in parts (CPU Generator does not use offset)
 WHOLE_PROMPTS = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"]
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
@@ -71,7 +71,7 @@ def _resident(process: int) -> float:
     return int(match[1]) / 1024 if match else 0.0
 
 
-def learn(model: Path, seed: int, generation: str, python: str) -> dict[str, Any]:
+def learn(model: Path, seed: int, generation: str, python: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What the docs say of a run."""
     train, held_out = text_learn.questions()
     server = {"name": "server", "python": python, "args": ["--enforce-eager", "--max-model-len", "256", *WHOLE_PROMPTS]}
@@ -85,7 +85,7 @@ def learn(model: Path, seed: int, generation: str, python: str) -> dict[str, Any
             seed=seed,
             run_dir=Path(folder) / "run",
             generation=server if generation == "vllm" else "native",
-            **SETTINGS,
+            **settings,
         )
         metrics = run.metrics()
     memory.ended.set()
@@ -125,8 +125,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("smollm2"), help="made if it is not there")
     parser.add_argument("--seeds", type=parse_seeds, default=(0,))
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--smallest", action="store_true", help="two iterations, or a few more")
     options = parser.parse_args()
-    cells = cells_of.load(RESULTS)
+    settings = SETTINGS | ({"total_steps": 400} if options.smallest else {})
+    cells = cells_of.load(options.out)
     if options.report:
         report(cells)
         return
@@ -136,8 +139,8 @@ def main() -> None:
         for generation in ("vllm", "native"):
             if any((cell["generation"], cell["seed"]) == (generation, seed) for cell in cells):
                 continue
-            cells.append(learn(options.model, seed, generation, options.python))
-            cells_of.save(RESULTS, cells)
+            cells.append(learn(options.model, seed, generation, options.python, settings))
+            cells_of.save(options.out, cells)
             print(json.dumps(cells[-1]), flush=True)
 
 

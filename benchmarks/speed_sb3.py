@@ -108,34 +108,39 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--worker", choices=[*OURS, "sb3"])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="one round of few steps, not compiled")
     args = parser.parse_args()
     if args.worker:
         train = train_sb3 if args.worker == "sb3" else train_ours
         args.out.write_text(json.dumps(train(args.steps, args.worker)))
         return
-    measure("compiled", 512)  # so that the compiler's own headers are compiled, and files in the page cache
-    rounds = [{name: measure(name, args.steps) for name in (*OURS, "sb3")} for _ in range(args.rounds)]
-    ratios = {name: [round_[name][0] / round_["sb3"][0] for round_ in rounds] for name in OURS}
+    ours: tuple[str, ...] = OURS
+    if args.smallest:
+        ours, args.rounds, args.steps = ("plain",), 1, 512
+    else:
+        measure("compiled", 512)  # so that the compiler's own headers are compiled, and files in the page cache
+    rounds = [{name: measure(name, args.steps) for name in (*ours, "sb3")} for _ in range(args.rounds)]
+    ratios = {name: [round_[name][0] / round_["sb3"][0] for round_ in rounds] for name in ours}
     result = {
         "what": "env steps per second of whole training, PPO, CartPole-v1, SB3 zoo settings, one thread",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
         "steps": args.steps,
         "rounds": [{name: rate for name, (rate, _) in round_.items()} for round_ in rounds],
-        "compiling": [round_["compiled"][1] for round_ in rounds],
-        "median": {name: statistics.median(round_[name][0] for round_ in rounds) for name in (*OURS, "sb3")},
+        "compiling": [round_["compiled"][1] for round_ in rounds if "compiled" in round_],
+        "median": {name: statistics.median(round_[name][0] for round_ in rounds) for name in (*ours, "sb3")},
         "ratio": {
             name: {"median": statistics.median(found), "min": min(found), "max": max(found)}
             for name, found in ratios.items()
         },
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"SB3 {result['median']['sb3']:,.0f} steps/s")
     for name, found in ratios.items():
         rate, middle = result["median"][name], statistics.median(found)
         print(f"groupwise, {name}: {rate:,.0f} steps/s, ratio {middle:.2f} ({min(found):.2f} to {max(found):.2f})")
-    print(f"-> {RESULT}")
+    print(f"-> {args.out}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def questions() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     return [prompt(pair) for pair in train], [prompt(pair) for pair in held_out]
 
 
-def learn(seed: int, model: Path, folder: Path) -> dict[str, Any]:
+def learn(seed: int, model: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What one seed reaches, before and after."""
     train, held_out = questions()
     run = gw.train(
@@ -69,7 +69,7 @@ def learn(seed: int, model: Path, folder: Path) -> dict[str, Any]:
         model=gw.ModelCfg(path=str(model), precision="bfloat16"),
         seed=seed,
         run_dir=folder / f"seed_{seed}",
-        **SETTINGS,
+        **settings,
     )
     metrics = run.metrics()
     return {
@@ -103,10 +103,11 @@ def untrained(model: Path, folder: Path) -> dict[str, Any]:
     return {"greedy": scored(run), "sampled": scored(run, COMPLETIONS)}
 
 
-def report(results: dict[str, Any]) -> None:
-    """Table and picture from the results."""
-    TABLE.write_text(table(results), encoding="utf-8")
-    draw(results)
+def report(results: dict[str, Any], out: Path) -> None:
+    """Table and picture from the results, in the docs, or beside results that are elsewhere."""
+    kept = out == RESULTS
+    (TABLE if kept else out.with_suffix(".md")).write_text(table(results), encoding="utf-8")
+    draw(results, PICTURE if kept else out.with_suffix(".png"))
     print(table(results))
 
 
@@ -123,7 +124,7 @@ def cells(found: dict[str, Any]) -> list[str]:
     return [f"{rate['mean']:.1%} ({rate['ci95'][0]:.1%} to {rate['ci95'][1]:.1%})" for rate in rates]
 
 
-def draw(results: dict[str, Any]) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), dpi=130, layout="constrained")
@@ -137,7 +138,7 @@ def draw(results: dict[str, Any]) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(PICTURE)
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -145,24 +146,25 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-2")
     parser.add_argument("--smollm2", type=Path, help="folder of smollm2.py; made if it is not there")
     parser.add_argument("--report", action="store_true", help="only table and picture, from what there is")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--smallest", action="store_true", help="one iteration, in one process")
     options = parser.parse_args()
+    settings, processes = (SETTINGS | {"total_steps": 1}, 1) if options.smallest else (SETTINGS, num_cpus())
     if options.report:
-        report(json.loads(RESULTS.read_text(encoding="utf-8")))
+        report(json.loads(options.out.read_text(encoding="utf-8")), options.out)
         return
     with tempfile.TemporaryDirectory() as scratch:
         model = options.smollm2 or Path(scratch) / "smollm2"
         smollm2.make(model)
         # a thread each: rounding, and so what is learned, is then the same however many cores there are
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            num_cpus(), mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)
-        ) as pool:
-            jobs = [pool.submit(learn, seed, model, Path(scratch)) for seed in parse_seeds(options.seeds)]
+        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            jobs = [pool.submit(learn, seed, model, Path(scratch), settings) for seed in parse_seeds(options.seeds)]
             before = pool.submit(untrained, model, Path(scratch)).result()
-            results = {"algorithm": ALGORITHM, "settings": SETTINGS, "untrained": before}
+            results = {"algorithm": ALGORITHM, "settings": settings, "untrained": before}
             results["seeds"] = [job.result() for job in jobs]
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    report(results)
+    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    report(results, options.out)
 
 
 if __name__ == "__main__":

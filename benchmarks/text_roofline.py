@@ -76,9 +76,10 @@ def main() -> None:
     parser.add_argument("--smollm2", type=Path, required=True)
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch; one a core")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(args.threads)
     result = {precision: measure(args.smollm2, precision, args.steps) for precision in args.precisions}
     for precision, parts in result.items():
         for part, found in parts.items():

@@ -8,6 +8,7 @@ In each of ten groups three members with one seed play the same turns, each one 
 those that a member alone has sampled. Needs the extras text, textarena and textworld, and gem-llm.
 """
 
+import argparse
 import contextlib
 import json
 import random
@@ -15,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -193,20 +194,35 @@ def said(found: dict) -> str:
     return f"**{found['groups']} of {GROUPS} part**, turn {found['turn']:g}"
 
 
-def main(words: list[str]) -> None:
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def main() -> None:
     """Measure what was asked for, and write results and table."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"games": {}}
-    if words != ["--table"]:
-        packages = ("textarena", "gem-llm", "textworld", "reasoning-gym")
-        results["versions"] = {package: version(package) for package in packages}
-        for name in words or GAMES:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("games", nargs="*", metavar="GAME", help="all by default")
+    parser.add_argument("--table", action="store_true", help="only the table, from the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="results; the table is then beside them")
+    args = parser.parse_args()
+    results = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {"games": {}}
+    if not args.table:
+        known = results.get("versions", {})
+        results["versions"] = known | versions(("textarena", "gem-llm", "textworld", "reasoning-gym"))
+        for name in args.games or GAMES:
             with contextlib.redirect_stdout(sys.stderr):
                 results["games"][name] = measure(GAMES[name])
             print(name, results["games"][name], flush=True)
             results["games"] = {name: results["games"][name] for name in GAMES if name in results["games"]}
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    TABLE.write_text(table(results), encoding="utf-8")
+            args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    beside = TABLE if args.out == RESULTS else args.out.with_suffix(".md")
+    beside.write_text(table(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

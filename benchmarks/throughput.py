@@ -54,7 +54,7 @@ CREDIT_IN_TORCH: dict[str, Any] = {key: CREDIT[key] for key in ("group_key", "re
 TRUNCATE = {"partial_groups": "truncate"}
 
 
-def train_ours(name: str, seed: int) -> tuple[float, float]:
+def train_ours(name: str, seed: int, steps: int) -> tuple[float, float]:
     """Steps per second of ``gw.train`` after the first iteration, and the greedy policy's mean return."""
     import torch
 
@@ -91,11 +91,11 @@ def train_ours(name: str, seed: int) -> tuple[float, float]:
             cfg,
             num_envs=NUM_ENVS[name],
             seed=seed,
-            total_steps=STEPS,
+            total_steps=steps,
             run_dir=f"{folder}/run",
             callbacks=[clock],
             logging={"progress": "none"},
-            evaluation={"interval": STEPS, "episodes": 1},
+            evaluation={"interval": steps, "episodes": 1},
         )
     (start, before), (end, after) = clock.seen[0], clock.seen[-1]
     return (after - before) / (end - start), played(run.policy, seed)
@@ -112,7 +112,7 @@ def played(policy: Any, seed: int) -> float:
     ).return_mean
 
 
-def train_sb3(seed: int) -> tuple[float, float]:
+def train_sb3(seed: int, steps: int) -> tuple[float, float]:
     """As ``train_ours``, of Stable-Baselines3 with PPO's settings above."""
     import torch
     from stable_baselines3 import PPO as SB3PPO
@@ -133,25 +133,25 @@ def train_sb3(seed: int) -> tuple[float, float]:
         seed=seed,
     )
     start = time.perf_counter()
-    model.learn(STEPS)
+    model.learn(steps)
     rate = model.num_timesteps / (time.perf_counter() - start)
     judge = make_vec_env("CartPole-v1", n_envs=100, seed=10_000 + seed)
     return rate, float(evaluate_policy(model, judge, n_eval_episodes=100)[0])
 
 
-def worker(name: str, seed: int) -> None:
+def worker(name: str, seed: int, steps: int) -> None:
     """Print one run as JSON."""
     train = train_sb3 if name == "sb3" else partial(train_ours, name)
-    rate, score = train(seed)
+    rate, score = train(seed, steps)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"steps_per_second": round(rate), "return": score, "memory_mib": round(memory)}))
 
 
-def measured(name: str, seed: int, *, load: bool = False) -> dict[str, Any]:
+def measured(name: str, seed: int, steps: int, *, load: bool = False) -> dict[str, Any]:
     """One run in a process of its own, beside a busy one if asked."""
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if load else None
     try:
-        command = [sys.executable, __file__, "--worker", name, "--seeds", str(seed)]
+        command = [sys.executable, __file__, "--worker", name, "--seeds", str(seed), "--steps", str(steps)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
     finally:
@@ -166,18 +166,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--worker", choices=["ppo", "grpo", "grpo-torch", "sb3"])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="two iterations of the first run alone")
     args = parser.parse_args()
     if args.worker:
-        worker(args.worker, args.seeds[0])
+        worker(args.worker, args.seeds[0], args.steps)
         return
     turns = [("ppo", False), ("sb3", False), ("grpo", False), ("grpo-torch", False), ("ppo", True), ("grpo", True)]
+    if args.smallest:
+        turns, args.seeds, args.steps = turns[:1], args.seeds[:1], 2 * PPO["num_steps"] * NUM_ENVS["ppo"]
     runs = []
     for seed in args.seeds:
         for name, load in turns:
-            runs.append(measured(name, seed, load=load))
+            runs.append(measured(name, seed, args.steps, load=load))
             print(runs[-1], flush=True)
     result = {
-        "what": f"CartPole-v1, {STEPS:,} steps of training on one thread, 64-64 tanh, in turn",
+        "what": f"CartPole-v1, {args.steps:,} steps of training on one thread, 64-64 tanh, in turn",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()},
         "settings": {
             "num_envs": NUM_ENVS,
@@ -194,7 +199,7 @@ def main() -> None:
             for name, load in turns
         },
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["median"], indent=2))
 
 

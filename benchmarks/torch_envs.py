@@ -160,11 +160,11 @@ def train_peer(peer: str, num_envs: int, device: str, threads: int) -> dict[str,
     return rsl_rl_ppo.train(rsl_rl_ppo.pushed_by_sign(env), settings, warm_up=WARM_UP[device], seconds=SECONDS)
 
 
-def measured(run: str, num_envs: int, device: str, threads: int) -> dict[str, Any]:
+def measured(run: str, num_envs: int, device: str, threads: int, more: list[str]) -> dict[str, Any]:
     """One run in a process of its own."""
     command = [sys.executable, __file__, "--worker", run, "--envs", str(num_envs), "--device", device]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    command += ["--threads", str(threads)]
+    command += ["--threads", str(threads), *more]
     out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return {"run": run, "num_envs": num_envs, "threads": threads} | found
@@ -180,6 +180,10 @@ def main() -> None:
     parser.add_argument("--worker", choices=["ppo", "grpo", *PEERS])
     parser.add_argument("--speed", nargs="+", default=["auto"], choices=["auto", "off"], help="fast paths, of --worker")
     parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--out", type=Path, help="results, in place of those in benchmarks/results")
+    parser.add_argument(
+        "--smallest", action="store_true", help="PPO at the least number, for two iterations, not compiled"
+    )
     args = parser.parse_args()
     SECONDS = args.seconds
     device = args.device or default_device()
@@ -192,18 +196,20 @@ def main() -> None:
                 what = {"num_envs": num_envs, "speed": speed} if len(args.envs) * len(args.speed) > 1 else {}
                 print(json.dumps(what | train(args.worker, num_envs, device, args.threads, speed)), flush=True)
         return
-    turns = ["ppo", "grpo", "leanrl"]
-    if find_spec("rsl_rl") is None:
+    turns, rounds, more = ["ppo", "grpo", "leanrl"], args.rounds, ["--seconds", str(SECONDS)]
+    if args.smallest:
+        turns, rounds, args.envs, more = turns[:1], 1, args.envs[:1], ["--seconds", "0", "--speed", "off"]
+    elif find_spec("rsl_rl") is None:
         print("rsl_rl is not installed, so it does not run; fix: pip install rsl-rl-lib==5.5.1")
     else:
         turns.append("rsl_rl")
-    path = RESULTS / f"torch_envs_{device}.json"
+    path = args.out or RESULTS / f"torch_envs_{device}.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     runs = [r for r in runs if r["num_envs"] not in args.envs]
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for num_envs in args.envs:
             for run in turns:
-                runs.append(measured(run, num_envs, device, args.threads))
+                runs.append(measured(run, num_envs, device, args.threads, more))
                 print(runs[-1], flush=True)
     result = {
         "what": f"TorchCartPole on {device}, 64-64 tanh, eight minibatches an epoch, whole training, in turn",

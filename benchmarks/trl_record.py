@@ -162,13 +162,15 @@ def measure(settings: dict[str, Any], sets: dict[str, dict[str, Tensor]], data: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "tests" / "text")
-    out = parser.parse_args().out
+    parser.add_argument("--smallest", action="store_true", help="the first case alone")
+    args = parser.parse_args()
+    out, cases = args.out, list(CASES.items())[: 1 if args.smallest else None]
     generator = torch.Generator().manual_seed(0)
     old = weights(0.3, None, generator)
     sets = {"old": old, "policy": weights(0.02, old, generator), "reference": weights(0.06, old, generator)}
     data = batch(generator)
     records = []
-    for (case, settings), (kl, more), masked in itertools.product(CASES.items(), KL.items(), (False, True)):
+    for (case, settings), (kl, more), masked in itertools.product(cases, KL.items(), (False, True)):
         if (kl == "corrected" and case in SEQUENCE_LEVEL) or (masked and (kl == "corrected" or case == "temperature")):
             continue
         found = measure(settings | more | {"mask_truncated_completions": masked}, sets, data)

@@ -7,6 +7,7 @@ The page is asked for as its script does it.
     python benchmarks/view_overhead.py         # about 5 minutes on 2 cores; needs the extra view
 """
 
+import argparse
 import json
 import resource
 import subprocess
@@ -52,13 +53,16 @@ class Times(gw.Callback):
 
 
 @contextmanager
-def viewing(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
+def viewing(folder: Path, pauses: float) -> Iterator[list["subprocess.Popen[str]"]]:
     """The viewer of a folder, and a reader of the page of its run."""
     command = [sys.executable, "-m", "groupwise", "view", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as viewer:
         assert viewer.stdout is not None
         address = viewer.stdout.readline().strip()
-        with subprocess.Popen([sys.executable, __file__, address], stdout=subprocess.PIPE, text=True) as reader:
+        command = [sys.executable, __file__, "--follow", address, "--pauses", str(pauses)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None
+            reader.stdout.readline()  # it has imported what it needs
             try:
                 yield [viewer, reader]
             finally:
@@ -66,8 +70,9 @@ def viewing(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
                 viewer.terminate()
 
 
-def follow(address: str) -> None:
+def follow(address: str, pauses: float) -> None:
     """Read the list until the run is there, then its page at each change; prints when each page was asked for and read."""
+    print(flush=True)
     url, version = address, ""
     while True:
         begin = time.monotonic()
@@ -78,7 +83,7 @@ def follow(address: str) -> None:
                 print(begin, time.monotonic(), flush=True)
             elif "runs/run" in page:
                 url, version = f"{address}runs/run", ""
-        time.sleep(min(max(2.0, 25 * (time.monotonic() - begin)), 60.0))  # as live.js
+        time.sleep(pauses * min(max(2.0, 25 * (time.monotonic() - begin)), 60.0))  # as live.js
 
 
 def slowdowns(iterations: list[Span], pages: list[Span]) -> list[float]:
@@ -96,14 +101,24 @@ def slowdowns(iterations: list[Span], pages: list[Span]) -> list[float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--smallest", action="store_true", help="a short run, whose page is asked for more often")
+    parser.add_argument("--follow", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--pauses", type=float, default=1.0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.follow:
+        follow(args.follow, args.pauses)
+        return
+    steps, pauses = (40_000, 0.02) if args.smallest else (STEPS, 1.0)
     times = Times()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with viewing(folder) as (_, reader):
+        with viewing(folder, pauses) as (_, reader):
             gw.train(
                 "CartPole-v1",
                 "ppo",
-                total_steps=STEPS,
+                total_steps=steps,
                 speed="off",
                 run_dir=folder / "run",
                 callbacks=[times],
@@ -130,9 +145,9 @@ def main() -> None:
         "cost, percent": [round(100 * share * (1 - 1 / slow), 2) for slow in (mean(ratios), mean(ratios) - half, mean(ratios) + half)],
         "slowdowns": ratios,
     }  # fmt: skip
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key != "slowdowns"}, indent=1))
 
 
 if __name__ == "__main__":
-    follow(sys.argv[1]) if len(sys.argv) > 1 else main()
+    main()

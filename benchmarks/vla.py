@@ -3,6 +3,7 @@
 python benchmarks/vla.py
 """
 
+import argparse
 import time
 
 import gymnasium as gym
@@ -29,7 +30,7 @@ def observations(count):
     )
 
 
-def milliseconds(function, repeats=5):
+def milliseconds(function, repeats):
     function()
     start = time.process_time()
     for _ in range(repeats):
@@ -38,18 +39,21 @@ def milliseconds(function, repeats=5):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smallest", action="store_true", help="one observation, once")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    measure(VLAPolicy(OBS, CHUNKS, actor_only=True))
+    measure(VLAPolicy(OBS, CHUNKS, actor_only=True), *((1,), 1) if args.smallest else ())
 
 
-def measure(policy):
+def measure(policy, counts=(1, 8, 32), repeats=5):
     print(f"{type(policy).__name__}: {sum(p.numel() for p in policy.parameters()):,} parameters")
-    for count in (1, 8, 32):
+    for count in counts:
         obs = observations(count)
         batch = {"obs": obs, "action": policy.act(obs).action}
-        forward = milliseconds(lambda obs=obs: policy.act(obs))
-        both = milliseconds(lambda batch=batch: policy.evaluate(batch).log_prob.sum().backward())
+        forward = milliseconds(lambda obs=obs: policy.act(obs), repeats)
+        both = milliseconds(lambda batch=batch: policy.evaluate(batch).log_prob.sum().backward(), repeats)
         print(f"{count:2d} observations: forward {forward:.1f} ms, forward and backward {both:.1f} ms")
 
 

@@ -1,10 +1,11 @@
 """Writes the pages that are made from the code: every setting, every preset, the defaults.
 
-    python docs/generate.py
+    python docs/generate.py             # or: --out FOLDER, in place of docs/generated
 
 A test compares them with what this script would write, so they cannot go stale.
 """
 
+import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,13 +29,13 @@ SHOWN_DEFAULTS = ("total_steps", "env.num_envs", "num_prompts", "algorithm.", "p
 NOTE = "<!-- Written by docs/generate.py. Change the code or the preset files, then run it again. -->"
 
 
-def pages() -> dict[Path, str]:
+def pages(folder: Path = FOLDER) -> dict[Path, str]:
     """Text of each generated page by its path."""
     return {
-        FOLDER / "settings.md": settings_page(),
-        FOLDER / "presets.md": presets_page(),
-        FOLDER / "defaults.md": defaults_table(),
-        FOLDER / "names.md": names_table(),
+        folder / "settings.md": settings_page(),
+        folder / "presets.md": presets_page(),
+        folder / "defaults.md": defaults_table(),
+        folder / "names.md": names_table(),
     }
 
 
@@ -306,8 +307,11 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def main() -> None:
     """Write the pages."""
-    FOLDER.mkdir(exist_ok=True)
-    for path, text in pages().items():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    folder = parser.parse_args().out
+    folder.mkdir(exist_ok=True)
+    for path, text in pages(folder).items():
         path.write_text(text, encoding="utf-8")
 
 

@@ -65,6 +65,7 @@ def mlp() -> dict[str, Any]:
 
 
 def main() -> None:
+    members = 2 if args.smallest else MEMBERS
     env = make_vect_envs(ENV, NUM_ENVS, should_async_vector=False)
     env.reset(seed=args.seed)  # AgileRL resets without one
     hp_config = HyperparameterConfig(
@@ -82,7 +83,7 @@ def main() -> None:
         rand_seed=args.seed,
     )
     population = PPO.population(
-        size=MEMBERS,
+        size=members,
         observation_space=env.single_observation_space,
         action_space=env.single_action_space,
         hp_config=hp_config,
@@ -100,14 +101,14 @@ def main() -> None:
         update_epochs=4,
         share_encoders=True,
     )
-    tournament = WatchedTournament(tournament_size=TOURNAMENT, elitism=True, population_size=MEMBERS)
+    tournament = WatchedTournament(tournament_size=TOURNAMENT, elitism=True, population_size=members)
     train_on_policy(
         env,
         ENV,
         "PPO",
         population,
         max_steps=2 * MAX_ROUNDS * ROUND_STEPS,  # the watch ends it
-        evo_steps=ROUND_STEPS,
+        evo_steps=LEARN_STEP if args.smallest else ROUND_STEPS,
         eval_loop=1,
         selection_strategy=tournament,
         mutation=mutations,

@@ -1,15 +1,99 @@
-"""Scripts of benchmarks, tools and examples import what exists, and the workflow calls targets that exist."""
+"""Scripts of benchmarks, tools and examples import what exists, and start; the workflow calls targets that exist."""
 
 import ast
 import importlib
+import importlib.util
 import re
+import shlex
 
 import pytest
+from forked import run_script
 from scripts import ROOT
 
 SCRIPTS = sorted(
     path for folder in ("benchmarks", "docs", "examples", "tools") for path in ROOT.glob(f"{folder}/**/*.py")
 )
+
+MODULE = ""
+"""Others import it; what it imports itself must be there."""
+SMALLEST = {
+    "benchmarks/agents.py": "--smallest --arms shared --out {out}",
+    "benchmarks/agents_smollm2.py": "--smallest --smollm2 {model} --out {out}",
+    "benchmarks/agents_textworld.py": "--smallest --out {out}",
+    "benchmarks/async_collection.py": "--smallest --only overlap --out {out}",
+    "benchmarks/before_after.py": "--before {root} --only zoo_plain --rounds 1 --scale 0.01 --out {out}",
+    "benchmarks/cells.py": MODULE,
+    "benchmarks/checkpoint_overhead.py": "--smallest --out {out}",
+    "benchmarks/critic_cost.py": "--smallest --out {out}",
+    "benchmarks/cube_push.py": "--smallest --out {out}",
+    "benchmarks/defaults.py": "tuning --smallest --only FrozenLake --methods grpo sb3 --seeds 1 --out {out}",
+    "benchmarks/faults.py": "--train control {folder}/run {{}}",  # a fault is four runs or more, some as root
+    "benchmarks/growth.py": "--smallest --only width --out {out}",
+    "benchmarks/head.py": "--tokens 8 --vocabulary 64 --width 16 --rounds 1",
+    "benchmarks/keep_cache.py": "--smallest --smollm2 {model} --out {out}",
+    "benchmarks/learn.py": "--smallest --only CartPole-v1-ppo --out {out}",
+    "benchmarks/peers/cleanrl_ppo.py": "--steps 1024",
+    "benchmarks/peers/evolution_agilerl.py": "--smallest",
+    "benchmarks/peers/evolution_ours.py": "--smallest",
+    "benchmarks/peers/evolution_watch.py": MODULE,
+    "benchmarks/peers/jax_ppo.py": "--steps 1024",
+    "benchmarks/peers/leanrl_ppo.py": MODULE,
+    "benchmarks/peers/ours.py": "--settings zoo --steps 512",
+    "benchmarks/peers/rsl_rl_ppo.py": MODULE,
+    "benchmarks/peers/run.py": "--help",  # each peer is in an environment of its own
+    "benchmarks/peers/sb3_ppo.py": "--steps 512",
+    "benchmarks/peers/sbx_ppo.py": "--steps 512",
+    "benchmarks/peers/settings.py": MODULE,
+    "benchmarks/peers/step_clock.py": MODULE,
+    "benchmarks/peers/torchrl_ppo.py": "--steps 512",
+    "benchmarks/peers/worker.py": MODULE,
+    "benchmarks/plan_check.py": "--smallest --out {out}",
+    "benchmarks/point_mass.py": "--seeds 1 --total-steps 1",
+    "benchmarks/population_memory.py": "{model} --rounds 1",
+    "benchmarks/populations.py": "--smallest --only Pendulum --algorithms ppo --methods tournament tpe --seeds 1 --out {out}",
+    "benchmarks/populations_agilerl.py": "--report",  # AgileRL is in an environment of its own
+    "benchmarks/robot_images.py": "--smallest --side ranks --setting 'one view'",
+    "benchmarks/robot_images_autocast.py": "--help",  # an episode on a CPU under autocast takes most of a minute
+    "benchmarks/robot_learning.py": "--smallest --only plate-slide-v3 --arms grpo --seeds 1 --jobs 1 --out {out}",
+    "benchmarks/robot_pictures.py": "--help",
+    "benchmarks/robots.py": "--rounds 1 --out {out}",
+    "benchmarks/sb3_learn.py": "--smallest --only CartPole --out {out}",
+    "benchmarks/served.py": "--smallest --python {served} --model {model} --out {out}",
+    "benchmarks/smollm2.py": "{model}",
+    "benchmarks/speed_sb3.py": "--smallest --out {out}",
+    "benchmarks/study.py": "--smallest --only CartPole-v1 --methods lstd --seeds 1 --jobs 1 --out {out}",
+    "benchmarks/text_learn.py": "--smallest --seeds 0 --smollm2 {model} --out {out}",
+    "benchmarks/text_reasoning.py": "--smallest --smollm2 {model} --out {out}",
+    "benchmarks/text_roofline.py": "--smollm2 {model} --precisions float32 --steps 1 --threads 1 --out {out}",
+    "benchmarks/text_starts.py": "'words, as in TRL' reasoning-gym:chain_sum --out {out}",
+    "benchmarks/throughput.py": "--smallest --out {out}",
+    "benchmarks/torch_envs.py": "--smallest --device cpu --threads 1 --out {out}",
+    "benchmarks/trl_record.py": "--smallest --out {folder}",
+    "benchmarks/trl_speed.py": "--cases tiny --steps 1 --no-memory --out {out}",
+    "benchmarks/view_overhead.py": "--smallest --out {out}",
+    "benchmarks/vla.py": "--smallest",
+    "docs/check_envs.py": "CartPole-v1 --out {folder}",
+    "docs/generate.py": "--out {folder}",
+    "tools/count_settings.py": "",
+    "tools/package.py": "--help",
+    "tools/step_path.py": "control grpo",
+    "tools/tiny_text.py": MODULE,
+    "tools/torture.py": "--help",  # its least is 1,000 iterations of training
+}
+"""Arguments with which each script does the least from its start to its result."""
+NEEDED = {
+    "benchmarks/agents_textworld.py": "textworld",
+    "benchmarks/peers/evolution_agilerl.py": "agilerl",
+    "benchmarks/peers/evolution_ours.py": "psutil",
+    "benchmarks/peers/jax_ppo.py": "gymnax",
+    "benchmarks/peers/rsl_rl_ppo.py": "rsl_rl",
+    "benchmarks/peers/sbx_ppo.py": "sbx",
+    "benchmarks/peers/torchrl_ppo.py": "torchrl",
+    "benchmarks/point_mass.py": "embodichain",
+    "benchmarks/trl_record.py": "trl",
+    "benchmarks/trl_speed.py": "trl",
+}
+"""Modules of packages that tests do not install; a script without its module is skipped."""
 
 
 def names_of_the_library(source: str) -> set[str]:
@@ -49,6 +133,41 @@ def test_a_name_that_is_gone_is_found():
         "import groupwise as gw\ndef f():\n    from groupwise.run import train, gone\n    gw.lost()"
     )
     assert {name for name in names if not exists(name)} == {"groupwise.run.gone", "groupwise.lost"}
+
+
+def test_every_script_is_run():
+    found = {path.relative_to(ROOT).as_posix() for path in SCRIPTS}
+    others = {name for name in found if name.startswith(("examples/", "tools/gpu"))}  # which have tests of their own
+    assert found - others - {"docs/conf.py"} == SMALLEST.keys()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Stands in for SmolLM2, which is a download."""
+    from tiny_models import tiny_model
+    from tiny_tokenizers import tiny_tokenizer
+
+    folder, tokenizer = tmp_path_factory.mktemp("model"), tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SMALLEST)
+def test_scripts_run_at_their_smallest(path, tmp_path, model):
+    """Forked from a process that has imported the library: a new interpreter for each would double what it takes."""
+    needed = NEEDED.get(path)
+    if needed and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{path} needs {needed}")
+    places = {"root": ROOT, "folder": tmp_path, "out": tmp_path / "out.json", "model": model}
+    if "{served}" in SMALLEST[path]:
+        from vllm_double import python_of_double
+
+        places["served"] = python_of_double(tmp_path)
+    words = [word.format(**places) for word in shlex.split(SMALLEST[path])]
+    run_script(ROOT / path, *words, folder=tmp_path, lenient=True)
+    assert "{out}" not in SMALLEST[path] or places["out"].stat().st_size
 
 
 def test_the_workflow_calls_targets_of_the_makefile():

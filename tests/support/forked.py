@@ -58,9 +58,10 @@ class Script:
         ranks: processes, which find each other as under torchrun.
         pictures: whether runs draw them.
         two_episodes: whether evaluations of trainings are that short.
+        lenient: whether it may warn, as with ``-W ignore``.
     """
 
-    def __init__(self, script, *args, folder=None, ranks=1, pictures=False, two_episodes=False):
+    def __init__(self, script, *args, folder=None, ranks=1, pictures=False, two_episodes=False, lenient=False):
         self._folder = tempfile.TemporaryDirectory(prefix="script-")
         self._out = Path(self._folder.name)
         port = _free_port()
@@ -68,7 +69,7 @@ class Script:
         argv = ["script", *map(str, args)]
         self.processes = [
             CONTEXT.Process(
-                target=_run, args=(script, argv, folder, env, self._out / str(rank), pictures, two_episodes)
+                target=_run, args=(script, argv, folder, env, self._out / str(rank), pictures, two_episodes, lenient)
             )
             for rank, env in enumerate(environments)
         ]
@@ -113,11 +114,11 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-def _run(script, argv, folder, env, out, pictures, two_episodes):
+def _run(script, argv, folder, env, out, pictures, two_episodes, lenient):
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(env)
-    warnings.simplefilter("error")
+    warnings.simplefilter("ignore" if lenient else "error")
     warnings.filterwarnings("default", module="torch.distributed")
     warnings.filterwarnings("default", r"`torch\.jit\.", DeprecationWarning)  # of torch's compiler when it is imported
     if not pictures:

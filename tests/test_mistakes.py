@@ -252,6 +252,11 @@ def test_what_is_said_names_the_value_what_was_expected_and_the_fix(row, made, c
         assert pattern is None or re.search(pattern, said, re.MULTILINE), said
 
 
+def test_what_is_none_by_default_may_be_given_as_none(made):
+    _, train = made
+    assert train(gw.TextTask(["1"], reward=lambda completions, **rest: [1.0] * len(completions)), lora=None).path
+
+
 def test_most_say_all_three():
     scores = [sum(pattern is not None for pattern in patterns) for _, *patterns in MISTAKES.values()]
     assert {int(row.split()[0]) for row in MISTAKES} == {*range(1, 41)}

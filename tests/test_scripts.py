@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from forked import run_script
@@ -153,8 +154,15 @@ def model(tmp_path_factory):
     return folder
 
 
+LONG = "before_after cube_push keep_cache learn plan_check population_memory robot_images robot_learning speed_sb3"
+LONG += " text_learn trl_speed view_overhead"
+"""Take 10 to 30 seconds, mostly imports of their processes: ``make learn`` runs them."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", SMALLEST)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.learn] * (Path(path).stem in LONG.split())) for path in SMALLEST]
+)
 def test_scripts_run_at_their_smallest(path, tmp_path, model):
     """Forked from a process that has imported the library: a new interpreter for each would double what it takes."""
     needed = NEEDED.get(path)

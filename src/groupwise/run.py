@@ -98,8 +98,8 @@ def read_settings(
             f"gw.train(gw.TextTask(data, reward=my_reward{tool}), model='path-or-hub-id'); for an environment: policy=..."
         )
     known = {*RunCfg.model_fields, *TextRunCfg.model_fields, *env_settings}
-    wrong = [key for key, value in settings.items() if value is None or OTHER_NAMES.get(key) in env_settings]
-    refuse_unknown(wrong, known, "run")  # others are refused where they are read
+    others = OTHER_NAMES.keys() & settings.keys()
+    refuse_unknown([key for key in others if settings[key] is None or OTHER_NAMES[key] in env_settings], known, "run")
     given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
     policy_fields = None if isinstance(policy, Policy) else policy
     settings = settings | {"policy": policy_fields}

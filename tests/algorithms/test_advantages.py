@@ -4,7 +4,7 @@ import pytest
 import torch
 from credit_rollouts import STEP, TWO, by_step, credit, per_episode, preset, rollout, same_rewards_in_other_order
 
-from groupwise.algorithms.advantages import CREDIT_RULES, CreditInput, Scores, register_credit
+from groupwise.algorithms.advantages import BASELINES, CREDIT_RULES, CreditInput, Scores, register_credit
 from groupwise.config.algorithm import CreditCfg, GRPOCfg
 from groupwise.errors import ConfigError, DataError
 
@@ -207,6 +207,15 @@ def test_a_rule_that_returns_no_advantages_is_named(returned, what, monkeypatch)
     message = rf"credit rule 'mine' returned .*{what}.*, expected a tensor of shape \[2, 3\]; fix: .*gather_segments"
     with pytest.raises(DataError, match=message):
         credit(rollout(TWO), rule="mine")
+
+
+@pytest.mark.parametrize("returns", ["outcome", "return_to_go"])
+@pytest.mark.parametrize(("returned", "what"), [(torch.zeros(1), r"shape \[1\]"), (None, "NoneType")])
+def test_a_baseline_of_another_shape_is_named_and_never_broadcast(returned, what, returns, monkeypatch):
+    monkeypatch.setitem(BASELINES, "mean", lambda scores: returned)
+    message = rf"baseline 'mean' returned .*{what}.*, expected a tensor of shape .*; fix: an advantage for each"
+    with pytest.raises(DataError, match=message):
+        credit(rollout(TWO), returns=returns)
 
 
 def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():

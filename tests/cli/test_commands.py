@@ -59,10 +59,11 @@ def test_train_takes_the_environment_s_preset(api, capsys):
 
 
 def test_a_clone_goes_on_with_training_in_its_own_environment(capsys):
-    cfg = config.resolve("CartPole-v1", {"name": "bc", "data": "demos"}, env={"kwargs": {"sutton": True}})
+    env = {"kwargs": {"sutton": True}, "action_chunk": 5}
+    cfg = config.resolve("CartPole-v1", {"name": "bc", "data": "demos"}, env=env, policy="recurrent")
     run = SimpleNamespace(path=Path("runs/x"), summary={"seconds": 1.0, "stopped": "total_steps"}, cfg=cfg)
     assert print_run(run) == 0
-    expected = """Next:  groupwise train CartPole-v1 --policy.init-from runs/x --env.kwargs '{"sutton": true}'\n"""
+    expected = """--env.kwargs '{"sutton": true}' --env.action-chunk 5 --policy recurrent --policy.init-from runs/x\n"""
     assert capsys.readouterr().out.endswith(expected)
 
 

@@ -161,7 +161,7 @@ def test_the_command_records_a_registered_expert(tmp_path, monkeypatch, capsys):
     clone = [*shlex.split(again)[1:], "--run-dir", "clone", "--total-steps", "200", "--env.kwargs", "{}"]
     assert cli.main([*clone, "--evaluation.episodes", "1"]) == 0
     following = capsys.readouterr().out.splitlines()[-1]
-    assert following == "Next:  groupwise train ToyReaching-v0 --policy.init-from clone"
+    assert following == "Next:  groupwise train ToyReaching-v0 --env.max-episode-steps 20 --policy.init-from clone"
     goes_on = ["--run-dir", "next", "--total-iterations", "1", "--evaluation.episodes", "1"]
     assert cli.main([*shlex.split(following)[2:], *goes_on]) == 0
     assert cli.main(["demos", "ToyReaching-v0", "--help"]) == 0

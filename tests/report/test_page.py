@@ -101,6 +101,7 @@ def test_a_page_is_whole_and_needs_nothing_else(runs, name):
         assert expected.lower() in words.lower()
     assert ("Critic" in words) == (name == "ppo")
     assert ("data:image/gif" in text) == (name == "grpo")
+    assert ("nearest states of other episodes (credit.baseline=knn)" in words) == (name == "grpo")  # CartPole's preset
     assert ("best and worst completion" in words) == (name == "text")
     assert ('<p class="completion">' in text) == (name == "text")
 

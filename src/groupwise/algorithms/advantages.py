@@ -121,12 +121,15 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
     mask, rule = credit.batch["loss_mask"], credit.cfg.rule
     found: object = CREDIT_RULES[rule](credit)
     if not isinstance(found, Tensor) or found.shape != mask.shape:
-        what = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(type(found))
-        raise DataError(
-            f"credit rule {rule!r} returned {what}, expected a tensor of shape {list(mask.shape)}; fix: an advantage for "
-            "each step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
-        )
+        fix = "an advantage for each step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
+        raise _wrong_shape(f"credit rule {rule!r}", found, mask, fix)
     return torch.where(mask, found, 0.0)
+
+
+def _wrong_shape(what: str, found: object, like: Tensor, fix: str) -> DataError:
+    """The error of a function of the user's that did not return a tensor like this one, before it is broadcast."""
+    returned = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(type(found))
+    return DataError(f"{what} returned {returned}, expected a tensor of shape {list(like.shape)}; fix: {fix}")
 
 
 def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
@@ -212,7 +215,10 @@ def group_advantage(credit: CreditInput) -> Float[Tensor, "row step"]:
 def minus_baseline(scores: Scores) -> Float[Tensor, "*batch"]:
     """Advantages by the configured baseline; by the mean, where it is one of whole rollouts that compares groups, too."""
     cfg = scores.credit.cfg.baseline
-    return scores.relative() if cfg.whole else BASELINES[cfg.name](scores, **cfg.parameters())
+    found: object = scores.relative() if cfg.whole else BASELINES[cfg.name](scores, **cfg.parameters())
+    if not isinstance(found, Tensor) or found.shape != scores.score.shape:
+        raise _wrong_shape(f"baseline {cfg.name!r}", found, scores.score, "an advantage for each of scores.score")
+    return found
 
 
 def whole_episodes(credit: CreditInput, score: Float[Tensor, " episode"]) -> Float[Tensor, "row step"]:

@@ -22,6 +22,7 @@ from groupwise.config import to_json
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
+from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
 from groupwise.errors import ConfigError, GroupwiseError, RunFolderError
 from groupwise.report.folder import RunFolder
@@ -220,8 +221,12 @@ def print_run(run: Any, quiet: bool = False) -> int:
     if not quiet:
         words = ["eval", run.path]
         if run.cfg.algorithm.name == "bc" and isinstance(run.cfg, RunCfg):  # a clone is where training begins
-            kwargs = ["--env.kwargs", json.dumps(run.cfg.env.kwargs)] if run.cfg.env.kwargs else []
-            words = ["train", run.cfg.env.id, "--policy.init-from", run.path, *kwargs]
+            env = run.cfg.env
+            more = ["--env.kwargs", json.dumps(env.kwargs)] if env.kwargs else []
+            for name, value in env.changed("action_chunk", "num_action_steps", "max_episode_steps").items():
+                more += [f"--env.{name.replace('_', '-')}", str(value)]
+            more += ["--policy", run.cfg.policy.name] if run.cfg.policy.name != PolicyCfg.own_name() else []
+            words = ["train", env.id, *more, "--policy.init-from", run.path]
         elif run.cfg.algorithm.name == "bc" and score is None:  # there are no rewards, or no held-out prompts
             words = ["sample", run.path, "PROMPT"]
         show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command(*words)}")

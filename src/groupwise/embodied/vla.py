@@ -251,7 +251,7 @@ class VLAPolicy(Policy):
         ):
             raise UnsupportedSpaceError(
                 "a VLA policy needs a Box of floats [A], or a chunk of them [C, A], with low < high and both finite, got "
-                f"{action_space}; fix: gymnasium.wrappers.RescaleAction or TransformAction"
+                f"{action_space}; fix: the robot's limits as the bounds of action_space (gymnasium.wrappers.TransformAction)"
             )
         self.cfg = cfg
         self.observation_space, self.action_space = observation_space, action_space

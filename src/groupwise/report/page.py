@@ -222,6 +222,14 @@ class Answer(NamedTuple):
     text: str
 
 
+_OTHERS = "so all members of a group can be above 0, or below."
+_COMPARED = {
+    "knn": f"A step is compared with the returns from the nearest states of other episodes (credit.baseline=knn), {_OTHERS}",
+    "lstd": f"A step is compared with the value of its state by least squares (credit.baseline=lstd), {_OTHERS}",
+}
+"""What advantages are relative to, where it is not the group."""
+
+
 def write_page(run: Path, out: Path | None = None) -> Path:
     """Write the page of the run in a folder, also of one that failed or still trains; returns its path.
 
@@ -267,6 +275,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             health=_health(metrics, folder),
             groups=groups,
             grouped="group_size" in config["algorithm"],
+            compared=_COMPARED.get(config["algorithm"].get("credit", {}).get("baseline", {}).get("name"), ""),
             static=groups[:STATIC_GROUPS],
             data=to_json(groups),
             frames=frames.model_dump() if frames and shown.intersection([(frames.iteration, frames.group)]) else None,

@@ -607,11 +607,8 @@ class TextCollector(DataCollector):
         self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
         self.iteration += 1
         self.members = [*chain(*kept, *filtered)]
-        self.finished = [
-            Episode(float(member.reward), member.written, member.stop != "length")
-            for member in self.members
-            if member.reward is not None and not member.greedy
-        ]
+        sampled = [(one, one.reward) for one in self.members if not one.greedy]
+        self.finished = [Episode(float(r), one.written, one.stop != "length") for one, r in sampled if r is not None]
         self._unscored = 0 if self.finished else self._unscored + 1
         if self._unscored == MAX_UNSCORED:
             raise DataError(
@@ -623,8 +620,8 @@ class TextCollector(DataCollector):
         if self.iteration == 1:
             self._warn_of_lost_completions()
         self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
-        self._metrics["rollout/filtered_groups"] = float(len(filtered))
-        self._metrics["rollout/epoch"] = self.position * self.world_size / self.data_size
+        epoch = self.position * self.world_size / self.data_size
+        self._metrics |= {"rollout/filtered_groups": float(len(filtered)), "rollout/epoch": epoch}
         rows = [training_row(member, self._cfg) for member in chain(*kept)]
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows)

@@ -276,7 +276,6 @@ def seeing(**change):
             (space, r"cannot read (Dict|Box).*fix: a Dict of image uint8")
             for space in (
                 gym.spaces.Box(-1, 1, (3,)),
-                seeing(image=None),
                 seeing(depth=gym.spaces.Discrete(2)),
                 seeing(image=gym.spaces.Box(0, 255, (1, 16, 16, 1), np.uint8)),
                 seeing(image=gym.spaces.Box(0, 1, (1, 16, 16, 3), np.float32)),
@@ -284,6 +283,7 @@ def seeing(**change):
                 seeing(proprio=gym.spaces.Box(0, 255, (2,), np.uint8)),
             )
         ),
+        (seeing(image=None, instruction=None), "which has no image, instruction; fix: a Dict of image uint8"),
         *(
             ({"action_space": space}, "with low < high and both finite")
             for space in (gym.spaces.Discrete(3), gym.spaces.Box(-np.inf, 1, (2,)), gym.spaces.Box(-1, -1, (2,)))

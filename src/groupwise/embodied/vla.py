@@ -239,9 +239,10 @@ class VLAPolicy(Policy):
         }
         fits = forms == {"image": ("uint8", 4), "proprio": ("f", 1), "instruction": ("uint8", 1)} and len(parts) == 3
         if not fits or parts["image"].shape[-1] != 3:
+            missing = ", ".join(name for name in ("image", "proprio", "instruction") if name not in parts)
             raise UnsupportedSpaceError(
-                f"a VLA policy cannot read {observation_space}; fix: a Dict of image uint8 [views, H, W, 3], proprio float [P] "
-                "and instruction uint8 [L] (UTF-8, zero-padded)"
+                f"a VLA policy cannot read {observation_space}{f', which has no {missing}' * bool(missing)}; fix: a Dict of image "
+                "uint8 [views, H, W, 3], proprio float [P] and instruction uint8 [L] (UTF-8, zero-padded), and nothing else"
             )
         is_box = (
             space_kind(action_space) == "box" and action_space.dtype.kind == "f" and len(action_space.shape) in (1, 2)

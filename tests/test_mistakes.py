@@ -176,7 +176,7 @@ MISTAKES = {
     ),
     "16 n_envs": (lambda run, train: train(Plain, n_envs=4), "'n_envs'", "unknown setting", r"did you mean 'num_envs'\?"),
     "16 callback": (lambda run, train: train(Plain, callback=None), "'callback'", "unknown setting", r"here: callbacks of gw\.train"),
-    "16 policy": (lambda run, train: gw.PPOCfg(policy_kwargs={}), "'policy_kwargs'", "unknown key", "here: policy, in another part"),
+    "16 policy": (lambda run, train: gw.PPOCfg(policy_kwargs={}), "'policy_kwargs'", "unknown key", "here: policy, elsewhere"),
     "16 model": (lambda run, train: gw.evaluate(Plain()), "run is a Plain", "expected a Run or its folder", "fix: .*evaluate_policy"),
     "17": (
         lambda run, train: gw.PPOCfg(learning_rate=lambda left: left),

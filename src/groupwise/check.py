@@ -110,7 +110,8 @@ class EnvReport:
                 answer = "no, see 'problem'" if finding.reason in shared else f"no: {finding.reason}"
             lines.append(f"{question:<26}{answer}")
         parts = (self.observation, self.action, self.success)
-        if self.training.value is None and self.training.reason not in [part.reason for part in parts]:
+        played = self.success.reason is None or self.success.reason not in shared
+        if self.training.value is None and played and self.training.reason not in [part.reason for part in parts]:
             lines.append(f"{'PPO':<26}can train here: it needs no shared starts")
         if self.training.fix:
             lines.append(f"{'fix':<26}{self.training.fix}")
@@ -247,7 +248,7 @@ def _tried(probe: Callable[[], T], heard: list[str] | None = None) -> Finding[T]
         finally:
             logging.disable(logging.NOTSET)
             if heard is not None:
-                texts = (re.sub(r"\x1b\[\d*m", "", str(warning.message)) for warning in caught)
+                texts = (" ".join(re.sub(r"\x1b\[\d*m", "", str(warning.message)).split()) for warning in caught)
                 heard += dict.fromkeys(text.removeprefix("WARN: ") for text in texts if text.startswith("WARN: "))
 
 

@@ -98,7 +98,7 @@ def read_settings(
             f"gw.train(gw.TextTask(data, reward=my_reward{tool}), model='path-or-hub-id'); for an environment: policy=..."
         )
     known = {*RunCfg.model_fields, *TextRunCfg.model_fields, *env_settings}
-    others = OTHER_NAMES.keys() & settings.keys()
+    others = [key for key in settings if key in OTHER_NAMES]
     refuse_unknown([key for key in others if settings[key] is None or OTHER_NAMES[key] in env_settings], known, "run")
     given = UserObjects(policy=policy if isinstance(policy, Policy) else None)
     policy_fields = None if isinstance(policy, Policy) else policy

@@ -94,8 +94,8 @@ class BaseAlgorithm(ABC):
             name = type(self).__name__
             got = ", ".join([f"{cfg!r:.80}", f"{policy!r:.80}", *unknown])
             raise ConfigError(
-                f"{name} takes its settings and a Policy, got {got}; fix: gw.train('CartPole-v1', {name.lower()!r}), or with "
-                "the interface of Stable-Baselines3 groupwise.contrib.sb3.GRPO"
+                f"{name} takes its settings and a Policy, got {got}; fix: gw.train('CartPole-v1', "
+                f"{'ppo' if name == 'PPO' else 'grpo'!r}), or with the interface of Stable-Baselines3 groupwise.contrib.sb3.GRPO"
             )
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None

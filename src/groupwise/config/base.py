@@ -126,7 +126,7 @@ class Cfg(BaseModel):
         if found or " " in name or "." in name:
             return f"unknown key {key!r}; {meant(found or [name])}"
         if name != key:
-            return f"unknown key {key!r}; here: {name}, in another part of the settings"
+            return f"unknown key {key!r}; here: {name}, elsewhere"
         near = nearest(key, known, cutoff=0.6) or f"; known: {', '.join(known)}"
         return f"unknown key {key!r}{near}"
 

@@ -176,7 +176,7 @@ def _first_difference(expected: _Trace, trace: _Trace, tolerance: float = 0.0) -
             reference = right[key][:1]
             same = (array == reference) | ((array != array) & (reference != reference))
             if tolerance:
-                largest = float(np.abs(np.nan_to_num(reference)).max(initial=0))
+                largest = float(np.abs(np.nan_to_num(reference, posinf=0, neginf=0)).max(initial=0))
                 same |= np.isclose(array, reference, rtol=0, atol=tolerance * largest)
             if not same.all():
                 when = f"at step {step} of equal actions with equal noise" if step else "at the start"

@@ -230,6 +230,13 @@ _COMPARED = {
 """What advantages are relative to, where it is not the group."""
 
 
+def _compared(credit: object) -> str:
+    match credit:
+        case {"rule": "composed", "baseline": {"name": str(name)}}:
+            return _COMPARED.get(name, "")
+    return ""
+
+
 def write_page(run: Path, out: Path | None = None) -> Path:
     """Write the page of the run in a folder, also of one that failed or still trains; returns its path.
 
@@ -275,7 +282,7 @@ def render(folder: RunFolder, live: Live | None = None) -> str:
             health=_health(metrics, folder),
             groups=groups,
             grouped="group_size" in config["algorithm"],
-            compared=_COMPARED.get(config["algorithm"].get("credit", {}).get("baseline", {}).get("name"), ""),
+            compared=_compared(config["algorithm"].get("credit")),
             static=groups[:STATIC_GROUPS],
             data=to_json(groups),
             frames=frames.model_dump() if frames and shown.intersection([(frames.iteration, frames.group)]) else None,

@@ -629,20 +629,24 @@ class TextCollector(DataCollector):
 
     def _warn_of_lost_completions(self) -> None:
         """Warn after a first rollout whose completions mostly have no reward, or whose turns were all cut."""
-        unscored, count = sum(member.reward is None for member in self.members), len(self.members)
-        if 2 * unscored > count:
+        sampled, most = [member for member in self.members if not member.greedy], self._cfg.sampling.max_new_tokens
+        unscored = sum(member.reward is None for member in sampled)
+        if 2 * unscored > len(sampled):
             log.warning(
-                "%d of %d completions have no reward and are not trained on: every function returned None or failed; fix: the "
+                "%d of %d completions have no reward and are not trained on: it was None or not finite, or failed; fix: the "
                 "rewards %s, or the columns that they read",
                 unscored,
-                count,
+                len(sampled),
                 ", ".join(self.rewards.names),
             )
-        if all(member.episode is not None and (member.turns, member.stop) == (1, "length") for member in self.members):
+        if all(
+            member.episode is not None and (member.turns, member.stop, member.written) == (1, "length", most)
+            for member in sampled
+        ):
             log.warning(
                 "every first turn was cut at sampling.max_new_tokens=%d, so no tool or environment has read one; fix: a larger "
                 "max_new_tokens, or sampling.stop, which ends a turn",
-                self._cfg.sampling.max_new_tokens,
+                most,
             )
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:

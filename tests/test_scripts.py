@@ -56,7 +56,7 @@ SMALLEST = {
     "benchmarks/robot_images.py": "--smallest --side ranks --setting 'one view'",
     "benchmarks/robot_images_autocast.py": "--help",  # an episode on a CPU under autocast takes most of a minute
     "benchmarks/robot_learning.py": "--smallest --only plate-slide-v3 --arms grpo --seeds 1 --jobs 1 --out {out}",
-    "benchmarks/robot_pictures.py": "--help",
+    "benchmarks/robot_pictures.py": "--help",  # its smallest takes a minute
     "benchmarks/robots.py": "--rounds 1 --out {out}",
     "benchmarks/sb3_learn.py": "--smallest --only CartPole --out {out}",
     "benchmarks/served.py": "--smallest --python {served} --model {model} --out {out}",

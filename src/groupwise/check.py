@@ -70,7 +70,7 @@ class EnvReport:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
     others as in a new environment. ``training``: GRPO's defaults; its value is None where GRPO refuses the environment.
-    ``warnings``: Gymnasium's, of random actions.
+    ``plays``: whether random actions could be played, which is what PPO needs. ``warnings``: Gymnasium's of them.
     """
 
     env_id: str
@@ -82,6 +82,7 @@ class EnvReport:
     noise_varies: Finding[bool]
     forgets: Finding[bool]
     training: Finding[Training]
+    plays: bool = True
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,9 +110,7 @@ class EnvReport:
             if finding.value is None:
                 answer = "no, see 'problem'" if finding.reason in shared else f"no: {finding.reason}"
             lines.append(f"{question:<26}{answer}")
-        parts = (self.observation, self.action, self.success)
-        played = self.success.reason is None or self.success.reason not in shared
-        if self.training.value is None and played and self.training.reason not in [part.reason for part in parts]:
+        if self.training.value is None and self.plays:
             lines.append(f"{'PPO':<26}can train here: it needs no shared starts")
         if self.training.fix:
             lines.append(f"{'fix':<26}{self.training.fix}")
@@ -186,8 +185,9 @@ def check_env(env: object) -> EnvReport:
             forgets = _tried(lambda: _forgets(plain, make))
         else:  # the check of shared starts compares episodes after others, too
             forgets = Finding(True) if checked.value is not None else refused
+    plays = played.value is not None and not missing
     return EnvReport(
-        name, observation, action, limit, success, start_varies, noise_varies, forgets, training, (*heard,)
+        name, observation, action, limit, success, start_varies, noise_varies, forgets, training, plays, (*heard,)
     )
 
 

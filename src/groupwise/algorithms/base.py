@@ -69,6 +69,7 @@ class BaseAlgorithm(ABC):
         seed: of the order of minibatches.
         optimizer: makes a faster optimiser for the parameters. None, and where it returns None: torch's own.
         gradient: makes a faster ``backward``. None, and where it returns None: the method.
+        unknown: refused, by an error that says how to train.
     """
 
     grouped: ClassVar[bool] = False

@@ -227,7 +227,7 @@ _COMPARED = {
     "knn": f"A step is compared with the returns from the nearest states of other episodes (credit.baseline=knn), {_OTHERS}",
     "lstd": f"A step is compared with the value of its state by least squares (credit.baseline=lstd), {_OTHERS}",
 }
-"""What advantages are relative to, where it is not the group."""
+"""Explanations of what advantages are relative to, where it is not the group."""
 
 
 def _compared(credit: object) -> str:

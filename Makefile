@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
+# --no-compile: Python compiles what a command imports, which is a small part of torch
 # TORCH=cpu: the build of torch for CPUs alone, which is some gigabytes smaller on Linux
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(filter cpu,$(TORCH)),$(TORCH_CPU))
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt $(if $(filter cpu,$(TORCH)),$(TORCH_CPU))
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # what processes of tests import is compiled once
 PEERS := .venv-peers

@@ -53,7 +53,7 @@ def test_actions_that_the_first_policy_hardly_explores_are_told(squash, tmp_path
     [
         (gw.PPOCfg(num_steps=16), 65, "Training ends at 128 steps in place of 65: an iteration takes 64.\n"),
         (gw.PPOCfg(num_steps=16), 640, ""),
-        (gw.GRPOCfg(num_steps=16, group_size=2), 65, "reaches 65 steps: one takes 64 or more, until its groups are"),
+        (gw.GRPOCfg(num_steps=16, group_size=2), 65, "reaches 65 steps: one takes 64 to 2,564, until its groups are"),
     ],
 )
 def test_a_budget_that_iterations_exceed_is_told_before_training(algorithm, total_steps, note, tmp_path, capsys):

@@ -218,6 +218,14 @@ def test_a_baseline_of_another_shape_is_named_and_never_broadcast(returned, what
         credit(rollout(TWO), returns=returns)
 
 
+@pytest.mark.parametrize(("returned", "what"), [(torch.zeros(2, 1), r"shape \[2, 1\]"), (0.0, "float")])
+def test_a_baseline_of_whole_rollouts_is_checked_too(returned, what, monkeypatch):
+    monkeypatch.setitem(BASELINES, "gigpo", lambda given, **settings: returned)
+    message = rf"baseline 'gigpo' returned .*{what}.*, expected a tensor of shape \[2, 3\]; fix: an advantage for each"
+    with pytest.raises(DataError, match=message):
+        credit(rollout(TWO), baseline="gigpo", returns="return_to_go", group_key="group_step", scale="none")
+
+
 def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
     batch = rollout([(0, [1.0, 2.0], "terminated"), (1, [7.0, 7.0], "terminated")])
     batch["step"] = torch.tensor([[2, 3], [0, 1]])

@@ -59,11 +59,14 @@ def test_train_takes_the_environment_s_preset(api, capsys):
 
 
 def test_a_clone_goes_on_with_training_in_its_own_environment(capsys):
-    env = {"kwargs": {"sutton": True}, "action_chunk": 5}
+    env = {"kwargs": {"sutton": True}, "action_chunk": 5, "obs_keys": ["a", "b"], "action_masks": True}
     cfg = config.resolve("CartPole-v1", {"name": "bc", "data": "demos"}, env=env, policy="recurrent")
     run = SimpleNamespace(path=Path("runs/x"), summary={"seconds": 1.0, "stopped": "total_steps"}, cfg=cfg)
     assert print_run(run) == 0
-    expected = """--env.kwargs '{"sutton": true}' --env.action-chunk 5 --policy recurrent --policy.init-from runs/x\n"""
+    expected = (
+        """--env.kwargs '{"sutton": true}' --env.action-chunk 5 --env.obs-keys a b --env.action-masks """
+        "--policy recurrent --policy.init-from runs/x\n"
+    )
     assert capsys.readouterr().out.endswith(expected)
 
 

@@ -188,6 +188,10 @@ WRONG_IN_RUN = [
     ({"total_steps": "many"}, "total_steps = 'many': input should be a valid integer"),
     ({"seed": True}, "seed = True has the wrong type; fix: 1"),
     ({"env": 3}, "env = 3: expected an object"),
+    (
+        {"env": {"kwargs": {"render_mode": "human"}}},
+        "render_mode='human' would open a window for every environment; fix: ",
+    ),
     ({"env": EnvCfg}, "env = <class "),
     (
         {"algorithm": GRPOCfg(clip_coef=0.1), "preset": "cispo"},

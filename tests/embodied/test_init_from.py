@@ -1,8 +1,10 @@
 """Runs that start from the weights of another: what is taken, what starts fresh, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 
@@ -100,6 +102,15 @@ def test_settings_of_the_policy_follow_the_run_and_yours_come_first(grpo_run, pp
 def test_other_networks_are_refused_by_name(grpo_run, settings, named):
     with pytest.raises(CheckpointError, match=named):
         built(GRPO, grpo_run, settings)
+
+
+def test_another_environment_is_refused_with_both_spaces(grpo_run):
+    there, here = (re.escape(str(gymnasium.make(name).observation_space)) for name in ("CartPole-v1", "Acrobot-v1"))
+    cfg = resolve("Acrobot-v1", GRPO, policy={"init_from": str(grpo_run)}, env={"num_envs": 4})
+    with pytest.raises(
+        CheckpointError, match=f"observation_space {there} there, {here} here; action_space .*action_chunk"
+    ):
+        build(cfg, UserObjects(), Engine())
 
 
 def test_a_missing_folder_is_refused(tmp_path):

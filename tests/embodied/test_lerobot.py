@@ -16,6 +16,7 @@ from groupwise.embodied.lerobot import Column, Demonstration, from_arrow, read_d
 from groupwise.errors import DataError
 
 pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.contrib
 
 ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
@@ -198,14 +199,31 @@ def test_other_observations_are_refused(folder, space, message):
         read_demos(folder, space)
 
 
-@pytest.mark.parametrize("name", ["action", "next.reward", "episode_index", "task_index"])
-def test_columns_that_are_missing_are_named(name, tmp_path):
-    info = write(tmp_path, DEMOS) / "meta" / "info.json"
+def without_feature(folder, name):
+    info = write(folder, DEMOS) / "meta" / "info.json"
     tree = json.loads(info.read_text())
     del tree["features"][name]
     info.write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize("name", ["action", "episode_index", "task_index"])
+def test_columns_that_are_missing_are_named(name, tmp_path):
+    without_feature(tmp_path, name)
     with pytest.raises(DataError, match=f"has no column '{name}'"):
         read_demos(tmp_path, EVERYTHING)
+
+
+def test_columns_that_only_the_description_has_are_named(tmp_path):
+    file = write(tmp_path, DEMOS) / "data/chunk-000/file-000.parquet"
+    pq.write_table(pq.read_table(file).drop_columns("observation.state"), file)
+    with pytest.raises(DataError, match=r"has no column 'observation\.state'"):
+        read_demos(tmp_path, EVERYTHING)
+
+
+def test_rewards_are_zero_where_nobody_recorded_them(tmp_path):
+    without_feature(tmp_path, "next.reward")
+    found = read_demos(tmp_path, EVERYTHING)
+    assert (found.reward.dtype, found.reward.tolist()) == (np.dtype("float32"), [0.0] * len(found.action))
 
 
 @pytest.mark.parametrize("name", ["data/chunk-000/file-000.parquet", "meta/tasks.parquet"])

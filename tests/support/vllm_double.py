@@ -79,17 +79,18 @@ class VLLMDouble:
 
     def answer(self, path, query, body, fault):
         """Status and JSON."""
-        while self.holds_requests and self._paused and path == GENERATE:  # as vLLM does; else it is an error
-            time.sleep(0.01)
         self.calls.append((path, body))
         if fault == "500":
             return 500, {"error": "EngineDeadError: out of memory"}
         if path == "/health":  # also while it does something else
             return 200, {}
-        with self._lock:
-            if fault == "restart":
-                self.restart()
-            return getattr(self, path.strip("/").replace("/", "_"), lambda *call: (404, {}))(body, query, fault)
+        while True:
+            with self._lock:
+                if not (self.holds_requests and self._paused and path == GENERATE):  # as vLLM does; else it is an error
+                    if fault == "restart":
+                        self.restart()
+                    return getattr(self, path.strip("/").replace("/", "_"), lambda *call: (404, {}))(body, query, fault)
+            time.sleep(0.01)
 
     def prompts(self):
         """Of each group that it was asked for, and how many completions."""

@@ -144,6 +144,16 @@ def test_the_observation_of_reset_is_added_to_the_prompt_of_the_row():
         played(ToolEnv(Echo()))
 
 
+@pytest.mark.parametrize("block", [{"type": "image", "image": "a.png"}, {"type": "text", "text": None}, 3])
+def test_blocks_of_reset_that_are_no_text_are_refused(block):
+    made, text = Echo(), {"type": "text", "text": "Look."}
+    made.reset = lambda **row: [text, text]
+    assert played(ToolEnv(made), row={"prompt": "P "}).prompt == "P Look.Look."
+    made.reset = lambda **row: [text, block]
+    with pytest.raises(EnvError, match=r"reset\(\) returned \[\{'type': 'text'.*expected a text or blocks of text"):
+        played(ToolEnv(made))
+
+
 def test_functions_are_tools_sync_or_async_and_several_calls_keep_their_order():
     env = ToolEnv(tools=[add, later])
     turn = call("later", a=3) + call("add", a=1, b=2) + call("add", a="4") + call("later", a=1)

@@ -144,7 +144,10 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
         raise no_vectors(baseline.name, obs)
     function = partial(BASELINES[baseline.name], **baseline.parameters()) if baseline.whole else group_advantage
     for weight, reward in weighted_rewards(credit):
-        advantage = advantage + weight * function(credit._replace(reward=reward))
+        found: object = function(credit._replace(reward=reward))
+        if not isinstance(found, Tensor) or found.shape != advantage.shape:
+            raise _wrong_shape(f"baseline {baseline.name!r}", found, advantage, "an advantage for each step")
+        advantage = advantage + weight * found
     return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
 
 

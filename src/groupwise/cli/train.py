@@ -194,9 +194,10 @@ def print_run(run: Any, quiet: bool = False) -> int:
     found = run.summary
     if "seconds" not in found:  # of several processes, the first one reports
         return 0
-    reached = ""
+    reached, unit = "", "step" if isinstance(run.cfg, RunCfg) else "token"
     if (score := found.get("return_mean")) is not None:
-        kind = "greedy return" if run.cfg.evaluation.deterministic else "return"
+        kind = "return" if isinstance(run.cfg, RunCfg) else "reward"
+        kind = f"greedy {kind}" if run.cfg.evaluation.deterministic else kind
         interval = "95 % interval {:.4g} to {:.4g}".format(*found["ci95"]) if found.get("ci95") else "no interval"
         cut = f", {count} cut at the step limit" if (count := found.get("cut_episodes")) else ""
         reached = f": {kind} {score:.1f} ({found['episodes']} episodes{cut}, {interval})"
@@ -205,15 +206,15 @@ def print_run(run: Any, quiet: bool = False) -> int:
             low, high = (100 * end for end in found["success_ci95"])
             reached += f", success {100 * rate:.0f} % (95 % interval {low:.0f} to {high:.0f})"
             best += f", success {100 * found['best_success_rate']:.0f} %,"
-        reached += f". Best {best} at step {found['best_env_steps']:,}"
+        reached += f". Best {best} at {unit} {found['best_env_steps']:,}"
     show(f"Done in {found['seconds']:.1f} s{reached}.{f' Run folder: {run.path}' if quiet else ''}")
     if found["stopped"] not in BUDGETS:
-        show(f"Stopped at step {found['env_steps']:,}: {found['stopped']}.")
+        show(f"Stopped at {unit} {found['env_steps']:,}: {found['stopped']}.")
     if 0 < found.get("updates_without_gradient", 0) == found["iterations"]:
         show("Nothing was learned: the gradient of every update was 0 (docs/troubleshooting.md).")
     if steps := found.get("unsaved_env_steps"):
         again = plugins.command("resume", run.path)
-        show(f"NOT SAVED: the last {steps:,} steps; fix: make room, then {again}", to="stderr")
+        show(f"NOT SAVED: the last {steps:,} {unit}s; fix: make room, then {again}", to="stderr")
         return 1
     if iterations := found.get("unlogged_iterations"):
         show(f"NOT SAVED: metrics of {iterations:,} iterations; fix: make room", to="stderr")
@@ -223,8 +224,10 @@ def print_run(run: Any, quiet: bool = False) -> int:
         if run.cfg.algorithm.name == "bc" and isinstance(run.cfg, RunCfg):  # a clone is where training begins
             env = run.cfg.env
             more = ["--env.kwargs", json.dumps(env.kwargs)] if env.kwargs else []
-            for name, value in env.changed("action_chunk", "num_action_steps", "max_episode_steps").items():
-                more += [f"--env.{name.replace('_', '-')}", str(value)]
+            of_spaces = ("action_chunk", "num_action_steps", "max_episode_steps", "obs_keys", "action_masks")
+            for name, value in env.changed(*of_spaces).items():
+                values = () if value is True else value if isinstance(value, tuple) else (value,)
+                more += [f"--env.{name.replace('_', '-')}", *map(str, values)]
             more += ["--policy", run.cfg.policy.name] if run.cfg.policy.name != PolicyCfg.own_name() else []
             words = ["train", env.id, *more, "--policy.init-from", run.path]
         elif run.cfg.algorithm.name == "bc" and score is None:  # there are no rewards, or no held-out prompts

@@ -96,7 +96,12 @@ class EnvCfg(Cfg):
         return self.num_action_steps or self.action_chunk
 
     @model_validator(mode="after")
-    def _check_steps(self) -> "EnvCfg":
+    def _check(self) -> "EnvCfg":
+        if self.kwargs.get("render_mode") == "human":
+            raise ValueError(
+                "kwargs: render_mode='human' would open a window for every environment; fix: leave it out, and watch by "
+                "groupwise play, or in videos (evaluation.video_interval)"
+            )
         if self.actions_executed > self.action_chunk:
             raise ValueError(
                 f"num_action_steps={self.num_action_steps} is more than action_chunk={self.action_chunk}; fix: at most that many"

@@ -76,7 +76,7 @@ class Demonstrations(NamedTuple):
     action: Array
     """[M, *A], numbers as [M, 1]"""
     reward: npt.NDArray[np.float32]
-    """[M]"""
+    """[M], zeros if it was not recorded, as by a person who steers the robot."""
     episode: npt.NDArray[np.int64]
     """[M] the episode of each step, from 0."""
 
@@ -186,9 +186,6 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
         ) from error
     if version.split(".")[0] != VERSION.split(".")[0]:
         raise DataError(f"{folder} is of format {version!r}, expected {VERSION!r}; fix: LeRobot's script converts it")
-    needed = ("action", "next.reward", "episode_index", "task_index")  # recordings of LeRobot's may lack rewards
-    if absent := [name for name in needed if name not in features]:
-        raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
     parts = _stored_parts(observation_space)
     wanted = {name: column for _, names, column in parts for name in names}
     for name, column in wanted.items():
@@ -206,12 +203,17 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     table = _read_table(folder, sorted((folder / "data").glob("*/*.parquet")))
     if not len(table):
         raise DataError(f"{folder} has no steps; fix: record again")
+    known = features.keys() & {*table.column_names}
+    if absent := [name for name in ("action", "episode_index", "task_index", *wanted) if name not in known]:
+        raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
     order = np.lexsort([table[n].to_numpy() for n in ("frame_index", "episode_index") if n in table.column_names])
     if (np.diff(order) != 1).any():
         table = table.take(order)
     columns = {name: from_arrow(table[name], column) for name, column in wanted.items()}
     action = features["action"]
-    reward, episode = (table[name].to_numpy().copy() for name in ("next.reward", "episode_index"))
+    episode, reward = table["episode_index"].to_numpy(), np.zeros(len(table), np.float32)
+    if "next.reward" in known:
+        reward = table["next.reward"].to_numpy().astype(np.float32)
     tasks = _read_table(folder, [folder / TASKS]).to_pydict()
     named = [name for name in tasks if name != "task_index"]  # pandas writes an index without a name by one of its own
     if "task_index" not in tasks or len(named) != 1:

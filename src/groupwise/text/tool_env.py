@@ -146,12 +146,18 @@ class ToolEnv(TextEnv):
         prompt, observation = row.get(self._column), None
         if self.made is not None:
             observation = awaited(self.made.reset(**row))
+        if isinstance(observation, list):
+            found = [part.get("text") if isinstance(part, Mapping) else None for part in observation]
+            blocks = [text for text in found if isinstance(text, str)]
+            if len(blocks) < len(found):
+                raise EnvError(
+                    f"reset() returned {observation!r:.80}; expected a text or blocks of text; fix: no images"
+                )
+            observation = "".join(blocks)
         if prompt is None and observation is None:
             raise EnvError(f"no prompt: the data have no column {self._column!r}, reset() returned None; fix: give one")
         if prompt is None or observation is None:
             return (observation or "") if prompt is None else prompt, {}
-        if isinstance(observation, list):
-            observation = "".join(part.get("text", "") for part in observation)
         if isinstance(prompt, str):
             return f"{prompt}{observation}", {}
         *before, last = prompt

@@ -198,7 +198,8 @@ def build_callbacks(
         built += [Report(tracker.name, make_tracker(tracker, run)) for tracker in logging.report_to]
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.shown}"
-        built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()])))
+        words = ("reward", "tokens") if isinstance(cfg, TextRunCfg) else ("return", "steps")
+        built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()]), words=words))
     return [*built, saves]
 
 
@@ -400,15 +401,17 @@ class EnvComponents(Components):
             lines.append(f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}.")
         if isinstance(self.cfg.policy, PolicyCfg) and self.given.policy is None:
             lines += filter(None, [unexplored(self.env.action_space, self.cfg.policy)])
-        total, algorithm = self.cfg.total_steps or 0, self.cfg.algorithm
-        size = self.env.num_envs * self.algorithm.engine.world_size * algorithm.num_steps
+        total, ranks = self.cfg.total_steps or 0, self.algorithm.engine.world_size
+        size = self.env.num_envs * ranks * self.cfg.algorithm.num_steps
         end = size * -(-total // size)
-        if (
-            algorithm.groups.size > 1
-            and 10 * (size + self.env.num_envs * (self.env.max_episode_steps or 0)) > total > 0
-        ):
-            last = f"Training ends with the iteration that reaches {total:,} steps"
-            lines.append(f"{last}: one takes {size:,} or more, until its groups are complete.")
+        if isinstance(collector := self.collector, GroupCollector):
+            # the last group opens below the size; then every row, and all its members but one, may begin an episode
+            episodes = self.env.num_envs + collector.group_size + collector.greedy_members - 1
+            limit = min(steps for steps in (self.env.max_episode_steps, horizon) if steps is not None)
+            most = round(size * (1 + (collector.collection.dynamic_sampling or 0))) + ranks * episodes * limit
+            if 10 * most > total > 0:
+                last = f"Training ends with the iteration that reaches {total:,} steps"
+                lines.append(f"{last}: one takes {size:,} to {most:,}, until its groups are complete.")
         elif end > 1.1 * total:
             lines.append(f"Training ends at {end:,} steps in place of {total:,}: an iteration takes {size:,}.")
         return [*lines, *self.env.notes]
@@ -535,7 +538,9 @@ def build_components(
             spaces, kwargs = (env.observation_space, env.action_space), {"gamma": cfg.algorithm.gamma}
             policy = kind(*spaces, cfg.policy, actor_only=algorithm_type.actor_only, **kwargs)
     policy = policy.to(device)
-    initialized = "" if restored or cfg.policy.init_from is None else initialize(policy, cfg.policy.init_from)
+    identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))
+    source = None if restored else cfg.policy.init_from
+    initialized = "" if source is None else initialize(policy, source, identity)
     groups, longest, changed = cfg.algorithm.groups, env.max_episode_steps, cfg.algorithm
     collection = groups.collection
     if longest is None and groups.size > 1 and collection.horizon is None and collection.partial_groups == "complete":
@@ -587,7 +592,6 @@ def build_components(
         device=device,
     )
     check_rollout_fits(cfg, buffer.slot_bytes, device)
-    identity = Identity(env.env_id, str(env.observation_space), str(env.action_space))
     return EnvComponents(cfg, given, algorithm, collector, buffer, identity, env, initialized, more_callbacks)
 
 

@@ -574,6 +574,7 @@ class Progress(Callback):
         mode: ``auto`` is the bar on a terminal, and in a notebook that has ipywidgets, and lines elsewhere; ``iterations`` is a
             line for each.
         title: printed first.
+        words: what an episode earns, and a unit of experience.
     """
 
     def __init__(
@@ -582,6 +583,7 @@ class Progress(Callback):
         interval: float = 5.0,
         title: str = "",
         console: "Console | None" = None,
+        words: tuple[str, str] = ("return", "steps"),
     ) -> None:
         from rich.console import Console
 
@@ -589,6 +591,7 @@ class Progress(Callback):
         self.console = console or Console(file=stderr)
         self.interval = 0.0 if mode == "iterations" else interval
         self.title = title
+        self.score, self.unit = words
         notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None
         live = mode == "bar" or (mode == "auto" and (self.console.is_terminal or notebook))
         columns = (BarColumn(15), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
@@ -622,7 +625,8 @@ class Progress(Callback):
             self.bar.update(self.bar.task_ids[0], completed=done, description=text)
         else:
             left = int((total - done) * trainer.seconds / max(done, 1e-9))
-            steps = f"{round(trainer.done, 2):>12,} / {total:,} {trainer.budget.unit}"
+            unit = self.unit if trainer.budget.unit == "steps" else trainer.budget.unit
+            steps = f"{round(trainer.done, 2):>12,} / {total:,} {unit}"
             self._print(f"{done / total:5.0%}{steps}   {self._text(metrics)}   {left // 60}:{left % 60:02} left")
 
     def close(self) -> None:
@@ -634,7 +638,7 @@ class Progress(Callback):
     def _text(self, metrics: Mapping[str, float]) -> str:
         parts = []
         if "rollout/return_mean" in metrics:
-            parts.append(f"return {_score(metrics['rollout/return_mean'])}")
+            parts.append(f"{self.score} {_score(metrics['rollout/return_mean'])}")
         if "rollout/success_rate" in metrics:
             parts.append(f"success {metrics['rollout/success_rate']:4.0%}")
         if self._evaluation is not None:
@@ -643,7 +647,7 @@ class Progress(Callback):
                 parts.append(f"eval success {self._evaluation.success_rate:4.0%}")
         speed = metrics["time/steps_per_second"]
         rate = f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
-        return "   ".join([*parts, f"{rate} steps/s"])
+        return "   ".join([*parts, f"{rate} {self.unit}/s"])
 
     def _print(self, line: str) -> None:
         self.console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -141,6 +141,8 @@ class Checkpoint(NamedTuple):
     """State dict of the policy."""
     state: dict[str, Any]
     """Plain data and tensors: counters, callbacks, algorithm; counters only in ``best/``."""
+    identity: Identity | None = None
+    """Environment that it was read for; None before it is written."""
 
 
 def serialize(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -388,7 +390,7 @@ def _read_checkpoint(folder: Path, identity: Identity | None, limits: Mapping[st
             raise TypeError(f"its state is a {type(state).__name__}, expected an object")
     except (*DAMAGES, SafetensorError) as error:
         raise _DamageError(f"{folder} is damaged: {_in_short(error)}") from error
-    return Checkpoint(weights, state)
+    return Checkpoint(weights, state, Identity(*here))
 
 
 def _limits(policy: Mapping[str, Any] | None) -> dict[str, int]:
@@ -419,26 +421,32 @@ def _make_room(folder: Path) -> None:
 # Initial weights from another policy's checkpoint
 
 
-def initialize(policy: Policy, source: Path) -> str:
+def initialize(policy: Policy, source: Path, identity: Identity | None = None) -> str:
     """Give a policy the weights of another one, but not where one lacks ``value_modules`` of the other; says what was done.
 
     Args:
         source: a run folder (its latest checkpoint), or a checkpoint.
+        identity: of the environment it will act in.
 
     Raises:
         RunFolderError: there is no run.
-        CheckpointError: there is no checkpoint, or its policy differs (names the tensors).
+        CheckpointError: there is no checkpoint, or its policy differs (names the tensors, and the spaces if these differ).
     """
     is_checkpoint = source.parent.name == "checkpoints" or (source / MANIFEST).is_file()
     folder = source if is_checkpoint else RunFolder.open(source).latest
-    weights, own = load_checkpoint(folder, policy=policy).policy, policy.state_dict()
+    checkpoint, own = load_checkpoint(folder, policy=policy), policy.state_dict()
+    weights = checkpoint.policy
     of_values = {name for name in own.keys() ^ weights.keys() if name.partition(".")[0] in policy.value_modules}
     absent, unused = of_values - weights.keys(), of_values - own.keys()
     taken = {name: weight for name, weight in weights.items() if name not in unused}
     try:
         load_policy(policy, taken | {name: own[name] for name in absent}, folder)
     except CheckpointError as error:
-        raise CheckpointError(f"init_from: {error}") from error
+        spaces = ("observation_space", "action_space") if identity is not None else ()
+        pairs = [(kind, getattr(checkpoint.identity, kind), getattr(identity, kind)) for kind in spaces]
+        differ = [f"{kind} {there!s:.200} there, {here:.200} here" for kind, there, here in pairs if there != here]
+        why = f"; the environments differ: {'; '.join(differ)}; see env.action_chunk, env.kwargs" if differ else ""
+        raise CheckpointError(f"init_from: {error}{why}") from error
     parts = [f"Weights: {len(taken)} tensors from {folder}"]
     for names, what in ((absent, "{} starts fresh"), (unused, "its {} is not used")):
         if names:

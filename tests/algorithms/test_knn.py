@@ -128,11 +128,12 @@ def test_a_rollout_without_a_step_that_counts_has_no_values():
         (torch.zeros(2, 3, dtype=torch.int64), r"torch.int64 of shape \[2, 3\]"),
         (torch.zeros(2, 3, 4, 4), r"torch.float32 of shape \[2, 3, 4, 4\]"),
         (TensorDict({"a": torch.zeros(2, 3, 1)}, batch_size=[2, 3]), "several tensors"),
+        (None, "none"),
     ],
 )
 def test_what_has_no_distance_is_refused(obs, says):
     with pytest.raises(DataError, match=rf"got {says}; fix: .*baseline='mean' with group_key='group_step'"):
-        credit_of(line().set("obs", obs))
+        credit_of(line().exclude("obs") if obs is None else line().set("obs", obs))
 
 
 @pytest.mark.parametrize(

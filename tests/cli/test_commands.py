@@ -126,6 +126,10 @@ def test_train_from_a_file_with_options_over_it(api, tmp_path):
         ("train CartPole-v1 --plugin absent.py", "--plugin absent.py"),
         ("config CartPole-v1 --env.kwargs {a", "--env.kwargs: '{a' is broken JSON"),
         ("config CartPole-v1 --env.kwargs 3", "env.kwargs = 3"),
+        (
+            "train CartPole-v1 --model x",
+            "--model.path: CartPole-v1 is an environment, and this is an option of language models",
+        ),
         ("eval", "run; fix: see groupwise eval --help"),
         ("eval x --episodes 0", "--episodes"),
         ("enjoy x", "'enjoy': did you mean play?"),

@@ -97,6 +97,10 @@ def test_help_of_a_text_run_leaves_out_steps_of_environments(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "--num-prompts" in shown
     assert "--algorithm.num-steps" not in shown
+    assert cli.main(["train", str(path), "--env.num-envs", "3"]) == 2
+    assert (
+        "run.json is a text task, and this is an option of environments; fix: leave it out" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

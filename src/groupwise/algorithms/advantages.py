@@ -151,9 +151,15 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
 
 
-def no_vectors(baseline: str, obs: Nested) -> DataError:
+def no_vectors(baseline: str, obs: Nested | None) -> DataError:
     """The error of a baseline that is of vectors of numbers."""
-    got = f"{obs.dtype} of shape {list(obs.shape)}" if isinstance(obs, Tensor) else "several tensors"
+    got = (
+        f"{obs.dtype} of shape {list(obs.shape)}"
+        if isinstance(obs, Tensor)
+        else "none"
+        if obs is None
+        else "several tensors"
+    )
     return DataError(
         f"credit.baseline={baseline!r} needs vectors of numbers [N, T, D] as observations, got {got}; fix: for a "
         "Discrete space gymnasium.wrappers.FlattenObservation around the environment, otherwise baseline='mean' with "

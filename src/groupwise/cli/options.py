@@ -191,6 +191,12 @@ def parse_options(
         _show_help(options, f"{parser.prog} {target}", parser.description or "", in_full=in_full)
     known = [option.path for option in options]
     if unknown := [path for path in given if path not in known]:
+        what, other = ("an environment", TextRunCfg) if isinstance(default, RunCfg) else ("a text task", RunCfg)
+        if unknown[0].partition(".")[0] in other.model_fields.keys() - type(default).model_fields.keys():
+            of = (
+                "language models; fix: a file with a task" if other is TextRunCfg else "environments; fix: leave it out"
+            )
+            raise ConfigError(f"{_flag(unknown[0])}: {target} is {what}, and this is an option of {of}")
         raise unknown_option(unknown[0], [*known, *parser.flags, *(() if only else ("preset",))], "--help-all")
     return _resolve(target, preset, _tree(options, given), allow_programs=allow_programs)
 

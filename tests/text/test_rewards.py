@@ -199,6 +199,26 @@ def test_an_exception_ends_the_run_and_names_the_function(function, kind, messag
     assert isinstance(caught.value.__cause__, kind)
 
 
+def test_an_error_of_one_function_cancels_async_ones_that_still_run():
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def judge(**_):
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def fails(**_):
+        assert begun.wait(5)
+        raise ValueError("no answer")
+
+    with pytest.raises(RewardError, match="reward 'fails' raised ValueError: no answer"):
+        score(reward_set(judge, fails))
+    assert cancelled.wait(5)
+
+
 def test_async_functions_run_at_the_same_time_in_one_loop_while_others_run_in_the_main_thread():
     here, done = [], threading.Event()
 

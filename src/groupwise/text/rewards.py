@@ -425,11 +425,17 @@ class RewardSet:
             "trainer_state": state or TrainingState(),
         }
         results: dict[RewardFunction, Any] = {}
-        for function in sorted(self.functions, key=lambda function: not function.is_async):
-            with _blaming(function.name, completions):
-                result = function(keywords, self._log)
-                results[function] = in_loop(result) if inspect.iscoroutine(result) else result
-        scores = [self._finish(function.name, results[function], completions) for function in self.functions]
+        try:
+            for function in sorted(self.functions, key=lambda function: not function.is_async):
+                with _blaming(function.name, completions):
+                    result = function(keywords, self._log)
+                    results[function] = in_loop(result) if inspect.iscoroutine(result) else result
+            scores = [self._finish(function.name, results[function], completions) for function in self.functions]
+        except BaseException:
+            for result in results.values():
+                if isinstance(result, Future):  # a judge is not paid for answers that nobody reads
+                    result.cancel()
+            raise
         rewards: list[float | None] = []
         for member in zip(*scores, strict=True):
             weighted = [w * value for w, value in zip(self.weights, member, strict=True) if isinstance(value, float)]

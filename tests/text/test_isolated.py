@@ -103,8 +103,13 @@ def test_what_cannot_be_sent_or_started_is_an_error():
     with pytest.raises(ConfigError, match=r"reward '<lambda>' cannot be sent to another process: .*; fix"):
         reward_set(lambda completions: [next(generator) for _ in completions])
     rewards = reward_set(Unloadable())
-    with pytest.raises(RewardError, match=r"(?s)the process of reward 'Unloadable' does not start: .*no key"):
+    with pytest.raises(ConfigError, match=r"(?s)^the process of reward 'Unloadable' does not start: .*no key"):
         score(rewards, "a")
+    tool = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), Unloadable())
+    with pytest.raises(
+        ConfigError, match=r"(?s)^the process of the tool does not start: .*; fix: a script needs `if __name"
+    ):
+        ask(tool, "a")
 
 
 class Unloadable:

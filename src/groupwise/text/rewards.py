@@ -28,7 +28,7 @@ from groupwise import plugins
 from groupwise import system as processes
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import RewardCfg
-from groupwise.errors import ConfigError, DataError, EnvError, RewardError, UnknownNameError, nearest
+from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError, RewardError, UnknownNameError, nearest
 from groupwise.plugins import register
 
 Message = dict[str, Any]
@@ -491,6 +491,8 @@ class RewardSet:
 def _blaming(name: str, completions: Sequence[Completion]) -> Iterator[None]:
     try:
         yield
+    except GroupwiseError:
+        raise  # such as of the process that it runs in: nothing that the function did
     except Exception as error:
         raise RewardError(
             f"reward {name!r} raised {type(error).__name__}: {error}; fix: {_fix(error, completions)}"

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from at_events import on
+from at_events import is_freed, on
 from gymnasium.wrappers import RescaleAction
 from PIL import Image
 from plain_envs import Plain
@@ -62,6 +62,14 @@ def test_a_budget_that_iterations_exceed_is_told_before_training(algorithm, tota
     shown = "".join(capsys.readouterr())
     assert note in shown
     assert note or "Training ends" not in shown
+
+
+@pytest.mark.parametrize("settings", [TINY, TINY_GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("env", [gw.EnvCfg(id="Pendulum-v1"), gw.EnvCfg(vectorization="torch")], ids=["numpy", "torch"])
+def test_the_memory_of_a_run_is_free_at_its_end(env, settings):
+    env = env.model_copy(update={"num_envs": 4})
+    settings = {name: value for name, value in settings.items() if name != "num_envs"}
+    assert is_freed(lambda callbacks: gw.train(env, run_dir="run", callbacks=callbacks, **settings))
 
 
 def test_everything_a_run_leaves_behind(pictures, tmp_path):

@@ -258,40 +258,48 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
         plot_curve(metrics, folder.curve, title, *axes)
 
 
-@contextmanager
-def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
-    """Let the first signal of ``STOP`` end training after the running iteration, and the second at once.
+class FinishOnSignal:
+    """Handler of signals: the first one of ``STOP`` ends training after the running iteration, the second at once.
 
     At the first signal, a rollout that can be collected again is abandoned. The second may be an alarm after
     ``SECONDS_TO_FINISH``. It waits for an update, which would be lost, and for saving.
     """
-    signals = 0
 
-    def alarm(seconds: int) -> None:
-        """Send ``ALARM`` after ``seconds``, or not (0), if it is handled here."""
-        if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is handle:
-            signal.alarm(seconds)
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.signals = 0
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
-        if signals == 1:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Interrupt training, raise a ``KeyboardInterrupt``, or ask again in a second."""
+        trainer = self.trainer
+        self.signals += 1
+        if self.signals == 1:
             trainer.interrupt()
-            alarm(SECONDS_TO_FINISH)
+            self.alarm(SECONDS_TO_FINISH)
             if trainer.doing == "collecting" and trainer.collector.repeatable and trainer.engine.world_size == 1:
                 raise KeyboardInterrupt
             with suppress(Exception):  # the terminal may be gone, or in the middle of another line
                 log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")
         elif number in ALARM and (trainer.doing == "updating" or trainer.ending):
-            alarm(1)
+            self.alarm(1)
         else:
             raise KeyboardInterrupt
 
+    def alarm(self, seconds: int) -> None:
+        """Send ``ALARM`` after ``seconds``, or not (0), if it is handled here."""
+        if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is self:
+            signal.alarm(seconds)
+
+
+@contextmanager
+def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
+    """Let signals end training as ``FinishOnSignal`` does."""
+    handle = FinishOnSignal(trainer)
     with handling(handle, *STOP, *ALARM):
         try:
             yield
         finally:
-            alarm(0)
+            handle.alarm(0)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Callbacks of one event."""
 
+import gc
 import itertools
 import shutil
+import weakref
 
 import groupwise as gw
 
@@ -29,3 +31,20 @@ def fail(error):
         raise error
 
     return do
+
+
+def is_freed(train):
+    """Whether ``train(callbacks)`` leaves nothing of a run in a reference cycle, which would hold its memory for a while."""
+    found = []
+    note = on(
+        "training_start", lambda trainer: found.append([weakref.ref(trainer), weakref.ref(trainer.algorithm.policy)])
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        train([note])
+    finally:
+        gc.enable()
+    del note
+    (kept,) = found
+    return [one() for one in kept] == [None, None]

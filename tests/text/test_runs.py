@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from at_events import is_freed
 from peft import LoraConfig
 from text_runs import (
     DIGITS,
@@ -42,6 +43,10 @@ def copied(model, tmp_path_factory):
 
 NOTHING_HELD_OUT = gw.TextTask(numbers()[:20], reward=share_copied)
 ANSWERS_IN_TRAINING_ALONE = gw.TextTask([{"prompt": "1", "answer": "1"}], reward="exact", eval_data=["123"])
+
+
+def test_the_memory_of_a_run_is_free_at_its_end(model, tmp_path):
+    assert is_freed(lambda callbacks: train(copying(), model, tmp_path / "run", lora={"r": 2}, callbacks=callbacks))
 
 
 def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):

@@ -328,12 +328,13 @@ class _Player:
 
     def __init__(self, policy: Policy, cfg: EnvCfg, env: object | None) -> None:
         self.policy = policy
-        self.drawing: Any = None
+        made: list[Any] = []
+        self.made = made
         """The environment of the row."""
 
-        def make(**kwargs: Any) -> Any:
-            self.drawing = rendering_env(cfg.model_copy(update={"kwargs": kwargs}), env, masks=False)
-            return self.drawing
+        def make(**kwargs: Any) -> Any:  # it does not hold the player, which would be a reference cycle
+            made[:] = [rendering_env(cfg.model_copy(update={"kwargs": kwargs}), env, masks=False)]
+            return made[0]
 
         rows = cfg.model_copy(update={"vectorization": "sync"})
         self.env: GroupEnv = make_env(rows, grouped=True, num_envs=1, env=make, verify=False)
@@ -348,7 +349,7 @@ class _Player:
         kept = torch.tensor(member["action"], device=self.policy.device).to(spec.dtype).reshape(-1, *spec.shape)
         for step, action in enumerate(self.policy.env_action(kept)):
             if step % stride == 0:
-                frames.append(draw(self.drawing, MAX_FRAME_SIZE))
+                frames.append(draw(self.made[0], MAX_FRAME_SIZE))
             met.append(_numbers(self.env.step(action[None]).obs))
         apart = ~np.isclose(met[:-1], member["observation"], rtol=1e-4, atol=1e-5, equal_nan=True).all(axis=1)
         if apart.any():
@@ -356,7 +357,7 @@ class _Player:
                 f"No frames: played again from its start seed and with its actions, member {number} of {self.env.env_id} is "
                 f"elsewhere at step {apart.argmax()} than it was in training. More than these decides its start or its steps."
             )
-        return [*frames[: len(_steps_of_frames(len(met) - 1, stride)) - 1], draw(self.drawing, MAX_FRAME_SIZE)]
+        return [*frames[: len(_steps_of_frames(len(met) - 1, stride)) - 1], draw(self.made[0], MAX_FRAME_SIZE)]
 
 
 def _steps_of_frames(length: int, stride: int) -> list[int]:

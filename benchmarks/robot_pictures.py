@@ -56,7 +56,7 @@ class Size(NamedTuple):
     """Demonstrated steps that cloning reads, again and again."""
     envs: int = 64
     steps: int = 420_000
-    """Environment steps of GRPO: at least 6,000 episodes."""
+    """Environment steps of GRPO: about 6,000 episodes."""
     told: int = 100
     """Episodes of an evaluation."""
     exchanged: int = 50

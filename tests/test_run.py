@@ -53,7 +53,7 @@ def test_actions_that_the_first_policy_hardly_explores_are_told(squash, tmp_path
     [
         (gw.PPOCfg(num_steps=16), 65, "Training ends at 128 steps in place of 65: an iteration takes 64.\n"),
         (gw.PPOCfg(num_steps=16), 640, ""),
-        (gw.GRPOCfg(num_steps=16, group_size=2), 65, "reaches 65 steps: one takes 64 to 2,564, until its groups are"),
+        (gw.GRPOCfg(num_steps=16, group_size=2), 65, "reaches 65 steps: one takes 64 to 2,564, because it completes"),
     ],
 )
 def test_a_budget_that_iterations_exceed_is_told_before_training(algorithm, total_steps, note, tmp_path, capsys):
@@ -64,11 +64,25 @@ def test_a_budget_that_iterations_exceed_is_told_before_training(algorithm, tota
     assert note or "Training ends" not in shown
 
 
-@pytest.mark.parametrize("settings", [TINY, TINY_GRPO], ids=["ppo", "grpo"])
-@pytest.mark.parametrize("env", [gw.EnvCfg(id="Pendulum-v1"), gw.EnvCfg(vectorization="torch")], ids=["numpy", "torch"])
-def test_the_memory_of_a_run_is_free_at_its_end(env, settings):
-    env = env.model_copy(update={"num_envs": 4})
-    settings = {name: value for name, value in settings.items() if name != "num_envs"}
+TRUNCATED = TINY_GRPO | {
+    "algorithm": TINY_GRPO["algorithm"].model_copy(update={"collection": gw.CollectionCfg(partial_groups="truncate")})
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "settings"),
+    [
+        ("Pendulum-v1", TINY),
+        (gw.EnvCfg(vectorization="torch"), TINY),
+        (gw.EnvCfg(vectorization="torch"), TRUNCATED),
+        ("Pendulum-v1", TINY_GRPO),
+    ],
+    ids=["ppo", "ppo-torch", "grpo-torch", "grpo"],
+)
+def test_the_memory_of_a_run_is_free_at_its_end(env, settings, pictures):
+    if isinstance(env, gw.EnvCfg):
+        env = env.model_copy(update={"num_envs": 4})
+        settings = {name: value for name, value in settings.items() if name != "num_envs"}
     assert is_freed(lambda callbacks: gw.train(env, run_dir="run", callbacks=callbacks, **settings))
 
 

@@ -128,7 +128,7 @@ def test_a_rollout_without_a_step_that_counts_has_no_values():
         (torch.zeros(2, 3, dtype=torch.int64), r"torch.int64 of shape \[2, 3\]"),
         (torch.zeros(2, 3, 4, 4), r"torch.float32 of shape \[2, 3, 4, 4\]"),
         (TensorDict({"a": torch.zeros(2, 3, 1)}, batch_size=[2, 3]), "several tensors"),
-        (None, "none"),
+        (None, "no observations"),
     ],
 )
 def test_what_has_no_distance_is_refused(obs, says):

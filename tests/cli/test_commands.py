@@ -130,6 +130,11 @@ def test_train_from_a_file_with_options_over_it(api, tmp_path):
             "train CartPole-v1 --model x",
             "--model.path: CartPole-v1 is an environment, and this is an option of language models",
         ),
+        (
+            "check-env CartPole-v1 --model x",
+            "CartPole-v1 is an environment, and this is an option of language models; fix: leave",
+        ),
+        ("train CartPole-v1 --total-epochs 4", "unknown option --total-epochs; did you mean --total-steps?"),
         ("eval", "run; fix: see groupwise eval --help"),
         ("eval x --episodes 0", "--episodes"),
         ("enjoy x", "'enjoy': did you mean play?"),

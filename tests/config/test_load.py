@@ -190,7 +190,7 @@ WRONG_IN_RUN = [
     ({"env": 3}, "env = 3: expected an object"),
     (
         {"env": {"kwargs": {"render_mode": "human"}}},
-        "render_mode='human' would open a window for every environment; fix: ",
+        "render_mode='human' opens windows in training; fix: leave it out",
     ),
     ({"env": EnvCfg}, "env = <class "),
     (

@@ -213,17 +213,17 @@ def test_columns_that_are_missing_are_named(name, tmp_path):
         read_demos(tmp_path, EVERYTHING)
 
 
-def test_columns_that_only_the_description_has_are_named(tmp_path):
+@pytest.mark.parametrize("name", ["observation.state", "next.reward", "action"])
+def test_columns_that_only_the_description_has_are_named(name, tmp_path):
     file = write(tmp_path, DEMOS) / "data/chunk-000/file-000.parquet"
-    pq.write_table(pq.read_table(file).drop_columns("observation.state"), file)
-    with pytest.raises(DataError, match=r"has no column 'observation\.state'"):
+    pq.write_table(pq.read_table(file).drop_columns(name), file)
+    with pytest.raises(DataError, match=f"has no column '{name}'"):
         read_demos(tmp_path, EVERYTHING)
 
 
-def test_rewards_are_zero_where_nobody_recorded_them(tmp_path):
+def test_there_are_no_rewards_where_nobody_recorded_them(tmp_path):
     without_feature(tmp_path, "next.reward")
-    found = read_demos(tmp_path, EVERYTHING)
-    assert (found.reward.dtype, found.reward.tolist()) == (np.dtype("float32"), [0.0] * len(found.action))
+    assert read_demos(tmp_path, EVERYTHING).reward is None
 
 
 @pytest.mark.parametrize("name", ["data/chunk-000/file-000.parquet", "meta/tasks.parquet"])

@@ -43,8 +43,8 @@ def is_freed(train):
     gc.disable()
     try:
         train([note])
+        del note
+        (kept,) = found
+        return [one() for one in kept] == [None, None]
     finally:
         gc.enable()
-    del note
-    (kept,) = found
-    return [one() for one in kept] == [None, None]

@@ -105,11 +105,17 @@ def test_what_cannot_be_sent_or_started_is_an_error():
     rewards = reward_set(Unloadable())
     with pytest.raises(ConfigError, match=r"(?s)^the process of reward 'Unloadable' does not start: .*no key"):
         score(rewards, "a")
+    with pytest.raises(RewardError, match=r"reward 'refuses' raised RewardError: no service; fix: the function"):
+        score(reward_set(refuses, timeout=None), "a")
     tool = make_tool(TextTaskCfg(tool="<given in Python>", tool_timeout=TIMEOUT), Unloadable())
     with pytest.raises(
         ConfigError, match=r"(?s)^the process of the tool does not start: .*; fix: a script needs `if __name"
     ):
         ask(tool, "a")
+
+
+def refuses(completions, **_):
+    raise RewardError("no service")
 
 
 class Unloadable:

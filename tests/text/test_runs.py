@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pandas
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.cli.train import print_run
 from groupwise.config.algorithm import SyncRefModelCfg
 from groupwise.report.folder import kept_iterations, read_groups
 from groupwise.text import build
@@ -47,6 +49,14 @@ ANSWERS_IN_TRAINING_ALONE = gw.TextTask([{"prompt": "1", "answer": "1"}], reward
 
 def test_the_memory_of_a_run_is_free_at_its_end(model, tmp_path):
     assert is_freed(lambda callbacks: train(copying(), model, tmp_path / "run", lora={"r": 2}, callbacks=callbacks))
+
+
+def test_progress_and_result_speak_of_rewards_and_tokens(model, tmp_path, capsys):
+    run = train(copying(), model, tmp_path / "run", logging={"progress": "iterations"})
+    shown = capsys.readouterr().err
+    assert re.search(r"\d / 100 tokens   reward +\d.*tokens/s", shown)
+    assert print_run(run) == 0
+    assert re.search(r"greedy reward .* at token [\d,]+\.\n", capsys.readouterr().out)
 
 
 def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):

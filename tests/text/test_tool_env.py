@@ -149,8 +149,12 @@ def test_blocks_of_reset_that_are_no_text_are_refused(block):
     made, text = Echo(), {"type": "text", "text": "Look."}
     made.reset = lambda **row: [text, text]
     assert played(ToolEnv(made), row={"prompt": "P "}).prompt == "P Look.Look."
+    made.reset = lambda **row: [{"role": "user", "content": "Hi."}]
+    assert played(ToolEnv(made)).prompt == ({"role": "user", "content": "Hi."},)
     made.reset = lambda **row: [text, block]
-    with pytest.raises(EnvError, match=r"reset\(\) returned \[\{'type': 'text'.*expected a text or blocks of text"):
+    with pytest.raises(
+        EnvError, match=r"reset\(\) returned \[\{'type': 'text'.*expected a text, blocks of text or None"
+    ):
         played(ToolEnv(made))
 
 

@@ -153,13 +153,9 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
 
 def no_vectors(baseline: str, obs: Nested | None) -> DataError:
     """The error of a baseline that is of vectors of numbers."""
-    got = (
-        f"{obs.dtype} of shape {list(obs.shape)}"
-        if isinstance(obs, Tensor)
-        else "none"
-        if obs is None
-        else "several tensors"
-    )
+    got = "no observations" if obs is None else "several tensors"
+    if isinstance(obs, Tensor):
+        got = f"{obs.dtype} of shape {list(obs.shape)}"
     return DataError(
         f"credit.baseline={baseline!r} needs vectors of numbers [N, T, D] as observations, got {got}; fix: for a "
         "Discrete space gymnasium.wrappers.FlattenObservation around the environment, otherwise baseline='mean' with "

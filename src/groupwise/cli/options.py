@@ -192,11 +192,11 @@ def parse_options(
     known = [option.path for option in options]
     if unknown := [path for path in given if path not in known]:
         what, other = ("an environment", TextRunCfg) if isinstance(default, RunCfg) else ("a text task", RunCfg)
-        if unknown[0].partition(".")[0] in other.model_fields.keys() - type(default).model_fields.keys():
-            of = (
-                "language models; fix: a file with a task" if other is TextRunCfg else "environments; fix: leave it out"
-            )
-            raise ConfigError(f"{_flag(unknown[0])}: {target} is {what}, and this is an option of {of}")
+        part, dot, _ = unknown[0].partition(".")
+        if dot and part in other.model_fields.keys() - type(default).model_fields.keys():
+            own = "language models" if other is TextRunCfg else "environments"
+            fix = "a file with a task" if other is TextRunCfg and not only else "leave it out"
+            raise ConfigError(f"{_flag(unknown[0])}: {target} is {what}, and this is an option of {own}; fix: {fix}")
         raise unknown_option(unknown[0], [*known, *parser.flags, *(() if only else ("preset",))], "--help-all")
     return _resolve(target, preset, _tree(options, given), allow_programs=allow_programs)
 

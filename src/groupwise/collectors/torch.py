@@ -73,10 +73,14 @@ class TorchCollector(EnvCollector):
                 f"{env.env_id} is on {env.device}, and the policy on {policy.device}; fix: device={str(policy.device)!r}"
             )
         super().__init__(env, policy, seed=seed, rank=rank, actor=actor)
-        self.play: Window = self.window if graph is None else graph(self)
-        """Fills a rollout: ``window``, or what takes its place."""
+        self._graph = None if graph is None else graph(self)
         self._age: Any = torch.zeros(env.num_envs, dtype=torch.int64, device=env.device)
         self._return: Any = torch.zeros(env.num_envs, dtype=torch.float64, device=env.device)
+
+    @property
+    def play(self) -> Any:
+        """Fills a rollout: ``window``, or the graph that takes its place."""
+        return self.window if self._graph is None else self._graph
 
     @property
     def is_heard(self) -> bool:

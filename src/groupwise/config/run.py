@@ -99,8 +99,8 @@ class EnvCfg(Cfg):
     def _check(self) -> "EnvCfg":
         if self.kwargs.get("render_mode") == "human":
             raise ValueError(
-                "kwargs: render_mode='human' would open a window for every environment; fix: leave it out, and watch by "
-                "groupwise play, or in videos (evaluation.video_interval)"
+                "kwargs: render_mode='human' opens windows in training; fix: leave it out, and watch with groupwise play, or "
+                "in videos (evaluation.video_interval)"
             )
         if self.actions_executed > self.action_chunk:
             raise ValueError(

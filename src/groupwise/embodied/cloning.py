@@ -54,6 +54,10 @@ class DemoCollector(EnvCollector):
         """
         demos, space = read_demos(self.folder, self.env.observation_space), self.env.action_space
         steps, episode = len(demos.episode), torch.from_numpy(demos.episode)
+        if demos.reward is None and getattr(self.policy, "reward_normalizer", None) is not None:
+            raise DataError(
+                f"{self.folder} has no rewards (next.reward), which policy.normalize_reward needs; fix: normalize_reward=False"
+            )
         found, single = demos.action.shape[1:], tuple(space.shape) or (1,)
         chunked = len(single) > 1 and found == single[1:]
         same_kind = (demos.action.dtype.kind == "f") == (space.dtype.kind == "f")
@@ -75,7 +79,7 @@ class DemoCollector(EnvCollector):
             "demonstrated": demonstrated,
             "episode_id": episode,
             "group_id": episode,
-            "reward": torch.from_numpy(demos.reward),
+            "reward": torch.zeros(steps) if demos.reward is None else torch.from_numpy(demos.reward),
             "valid": counts,
             "loss_mask": counts,
         }

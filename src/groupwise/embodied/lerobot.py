@@ -75,8 +75,8 @@ class Demonstrations(NamedTuple):
     """[M, ...]"""
     action: Array
     """[M, *A], numbers as [M, 1]"""
-    reward: npt.NDArray[np.float32]
-    """[M], zeros if it was not recorded, as by a person who steers the robot."""
+    reward: npt.NDArray[np.float32] | None
+    """[M]; None if it was not recorded, as by a person who steers the robot."""
     episode: npt.NDArray[np.int64]
     """[M] the episode of each step, from 0."""
 
@@ -203,17 +203,16 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     table = _read_table(folder, sorted((folder / "data").glob("*/*.parquet")))
     if not len(table):
         raise DataError(f"{folder} has no steps; fix: record again")
-    known = features.keys() & {*table.column_names}
-    if absent := [name for name in ("action", "episode_index", "task_index", *wanted) if name not in known]:
+    known, optional = features.keys() & {*table.column_names}, {"next.reward"} & features.keys()
+    if absent := [n for n in ("action", "episode_index", "task_index", *optional, *wanted) if n not in known]:
         raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
     order = np.lexsort([table[n].to_numpy() for n in ("frame_index", "episode_index") if n in table.column_names])
     if (np.diff(order) != 1).any():
         table = table.take(order)
     columns = {name: from_arrow(table[name], column) for name, column in wanted.items()}
     action = features["action"]
-    episode, reward = table["episode_index"].to_numpy(), np.zeros(len(table), np.float32)
-    if "next.reward" in known:
-        reward = table["next.reward"].to_numpy().astype(np.float32)
+    episode = table["episode_index"].to_numpy()
+    reward = table["next.reward"].to_numpy().astype(np.float32) if optional else None
     tasks = _read_table(folder, [folder / TASKS]).to_pydict()
     named = [name for name in tasks if name != "task_index"]  # pandas writes an index without a name by one of its own
     if "task_index" not in tasks or len(named) != 1:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import proxy
 
 import torch
 from jaxtyping import Float
@@ -106,7 +107,7 @@ class RolloutGraph:
     """
 
     def __init__(self, collector: TorchCollector) -> None:
-        self._collector = collector
+        self._collector = proxy(collector)  # which holds this graph
         self._constants: list[Any] = []
         self._replay: Replay | None = None
         self._in_a_row = 0

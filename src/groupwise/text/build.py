@@ -136,7 +136,7 @@ class TextComponents(Components):
         what = "prompts" if self.envs is None else f"episodes of at most {self.cfg.task.max_turns} turns"
         lines = [
             f"{self.collector.data_size:,} {what}, {self.cfg.num_prompts} an iteration; {trained:,} of {whole:,} "
-            f"parameters are trained; total_steps counts tokens of completions"
+            f"parameters are trained; a step is a token of a completion"
         ]
         if self.cfg.model.init_from is not None:
             lines.append(f"The model began with the weights of {self.cfg.model.init_from}.")

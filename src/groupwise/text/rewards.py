@@ -28,7 +28,7 @@ from groupwise import plugins
 from groupwise import system as processes
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import RewardCfg
-from groupwise.errors import ConfigError, DataError, EnvError, GroupwiseError, RewardError, UnknownNameError, nearest
+from groupwise.errors import ConfigError, DataError, EnvError, RewardError, UnknownNameError, nearest
 from groupwise.plugins import register
 
 Message = dict[str, Any]
@@ -82,6 +82,10 @@ class RemoteError(Exception):
     """The function raised an error: its type and message, with its traceback as a note."""
 
 
+class StartError(ConfigError):
+    """The process of a function does not start: nothing that the function did."""
+
+
 class Isolated:
     """Calls ``function`` in another process, whose limit holds also where a call sleeps, forks or holds the interpreter.
 
@@ -109,7 +113,7 @@ class Isolated:
                 self._answer(self._child, processes.SECONDS_TO_IMPORT)
             except (RemoteError, processes.LostChildError) as error:
                 self.close()
-                raise ConfigError(
+                raise StartError(
                     f"the process of {self._name} does not start: {error}; fix: a script needs `if __name__ == '__main__':` "
                     "around what it runs"
                 ) from error
@@ -491,8 +495,8 @@ class RewardSet:
 def _blaming(name: str, completions: Sequence[Completion]) -> Iterator[None]:
     try:
         yield
-    except GroupwiseError:
-        raise  # such as of the process that it runs in: nothing that the function did
+    except StartError:
+        raise
     except Exception as error:
         raise RewardError(
             f"reward {name!r} raised {type(error).__name__}: {error}; fix: {_fix(error, completions)}"

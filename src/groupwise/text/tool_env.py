@@ -146,12 +146,14 @@ class ToolEnv(TextEnv):
         prompt, observation = row.get(self._column), None
         if self.made is not None:
             observation = awaited(self.made.reset(**row))
-        if isinstance(observation, list):
+        if prompt is None and isinstance(observation, list) and "role" in observation[0]:
+            observation = tuple(observation)  # messages
+        elif isinstance(observation, list):
             found = [part.get("text") if isinstance(part, Mapping) else None for part in observation]
             blocks = [text for text in found if isinstance(text, str)]
             if len(blocks) < len(found):
                 raise EnvError(
-                    f"reset() returned {observation!r:.80}; expected a text or blocks of text; fix: no images"
+                    f"reset() returned {observation!r:.80}; expected a text, blocks of text or None; fix: a text, without images"
                 )
             observation = "".join(blocks)
         if prompt is None and observation is None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from groupwise.config.base import GIVEN
 from groupwise.config.run import TextTaskCfg
-from groupwise.errors import ConfigError, GroupwiseError, ToolError
+from groupwise.errors import ConfigError, ToolError
 from groupwise.plugins import register
 from groupwise.system import LostChildError
-from groupwise.text.rewards import Isolated, make_registered
+from groupwise.text.rewards import Isolated, StartError, make_registered
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ def ask(tool: AnyTool, text: str) -> str | None:
     """The tool's answer; a ``ToolError`` with its input if it raised, or returned no text."""
     try:
         answer: Any = tool(text)
-    except GroupwiseError:
-        raise  # such as of the process that it runs in: nothing that the tool did
+    except StartError:
+        raise
     except Exception as error:
         raise ToolError(
             f"the tool raised {type(error).__name__}: {error}\n  its input: {text!r:.80}\nfix: the tool; return errors "

@@ -401,19 +401,23 @@ class EnvComponents(Components):
             lines.append(f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}.")
         if isinstance(self.cfg.policy, PolicyCfg) and self.given.policy is None:
             lines += filter(None, [unexplored(self.env.action_space, self.cfg.policy)])
-        total, ranks = self.cfg.total_steps or 0, self.algorithm.engine.world_size
-        size = self.env.num_envs * ranks * self.cfg.algorithm.num_steps
-        end = size * -(-total // size)
+        total, ranks, each = self.cfg.total_steps or 0, self.algorithm.engine.world_size, self.cfg.env.actions_executed
+        size = self.env.num_envs * ranks * self.cfg.algorithm.num_steps  # decisions, of at most ``each`` steps
+        end = size * each * -(-total // (size * each))
         if isinstance(collector := self.collector, GroupCollector):
             # the last group opens below the size; then every row, and all its members but one, may begin an episode
             episodes = self.env.num_envs + collector.group_size + collector.greedy_members - 1
             limit = min(steps for steps in (self.env.max_episode_steps, horizon) if steps is not None)
             most = round(size * (1 + (collector.collection.dynamic_sampling or 0))) + ranks * episodes * limit
-            if 10 * most > total > 0:
+            more = " or more" if collector.collection.on_env_error == "retry" else f" to {most * each:,}"
+            if 10 * most * each > total > 0:
                 last = f"Training ends with the iteration that reaches {total:,} steps"
-                lines.append(f"{last}: one takes {size:,} to {most:,}, until its groups are complete.")
+                lines.append(f"{last}: one takes {size:,}{more}, because it completes its groups.")
         elif end > 1.1 * total:
-            lines.append(f"Training ends at {end:,} steps in place of {total:,}: an iteration takes {size:,}.")
+            about = "about " if each > 1 else ""
+            lines.append(
+                f"Training ends at {about}{end:,} steps in place of {total:,}: an iteration takes {about}{size * each:,}."
+            )
         return [*lines, *self.env.notes]
 
     def summary_fields(self) -> dict[str, Any]:

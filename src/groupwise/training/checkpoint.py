@@ -443,9 +443,16 @@ def initialize(policy: Policy, source: Path, identity: Identity | None = None) -
         load_policy(policy, taken | {name: own[name] for name in absent}, folder)
     except CheckpointError as error:
         spaces = ("observation_space", "action_space") if identity is not None else ()
-        pairs = [(kind, getattr(checkpoint.identity, kind), getattr(identity, kind)) for kind in spaces]
-        differ = [f"{kind} {there!s:.200} there, {here:.200} here" for kind, there, here in pairs if there != here]
-        why = f"; the environments differ: {'; '.join(differ)}; see env.action_chunk, env.kwargs" if differ else ""
+        differ = []
+        for kind in spaces:
+            there, here = str(getattr(checkpoint.identity, kind)), str(getattr(identity, kind))
+            same = next((place for place, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), 0)
+            cut = slice(max(0, same - 60), max(0, same - 60) + 240)  # long ones differ late
+            differ += (
+                [f"{kind} {'... ' * bool(cut.start)}{there[cut]} there, {here[cut]} here"] if there != here else []
+            )
+        settings = "env.action_chunk, env.obs_keys, env.action_masks and env.kwargs"
+        why = f"; the environments differ: {'; '.join(differ)}; see {settings}" if differ else ""
         raise CheckpointError(f"init_from: {error}{why}") from error
     parts = [f"Weights: {len(taken)} tensors from {folder}"]
     for names, what in ((absent, "{} starts fresh"), (unused, "its {} is not used")):

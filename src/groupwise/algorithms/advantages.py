@@ -121,9 +121,13 @@ def advantages(credit: CreditInput) -> Float[Tensor, "row step"]:
     mask, rule = credit.batch["loss_mask"], credit.cfg.rule
     found: object = CREDIT_RULES[rule](credit)
     if not isinstance(found, Tensor) or found.shape != mask.shape:
-        fix = "an advantage for each step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
-        raise _wrong_shape(f"credit rule {rule!r}", found, mask, fix)
+        raise _wrong_shape(f"credit rule {rule!r}", found, mask, _FOR_EACH_STEP)
     return torch.where(mask, found, 0.0)
+
+
+_FOR_EACH_STEP = (
+    "an advantage for each step, as gather_segments(advantage, batch['episode_id']) from one for each episode"
+)
 
 
 def _wrong_shape(what: str, found: object, like: Tensor, fix: str) -> DataError:
@@ -146,7 +150,7 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     for weight, reward in weighted_rewards(credit):
         found: object = function(credit._replace(reward=reward))
         if not isinstance(found, Tensor) or found.shape != advantage.shape:
-            raise _wrong_shape(f"baseline {baseline.name!r}", found, advantage, "an advantage for each step")
+            raise _wrong_shape(f"baseline {baseline.name!r}", found, advantage, _FOR_EACH_STEP)
         advantage = advantage + weight * found
     return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
 

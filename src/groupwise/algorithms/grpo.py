@@ -71,8 +71,8 @@ class GRPO(BaseAlgorithm):
         """
         cfg, batch, all_sum = self.cfg, transition_view(rollout), self.engine.sum
         mask, episode, group = batch["loss_mask"], batch["episode_id"], batch["group_id"]
-        largest = torch.stack([group.max(), episode.max(), batch["step"].max()])
-        num_groups, num_episodes, num_steps = (largest + 1).tolist()  # one host sync
+        counts = torch.stack([group.max(), episode.max(), batch["step"].max()]) + 1
+        num_groups, num_episodes, num_steps = counts.tolist()  # one host sync
         if num_episodes and not 0 < num_groups < num_episodes and cfg.credit.baseline.within_group:
             raise DataError(
                 f"no group of the rollout has two members ({num_episodes} episodes, {num_groups} groups), so there is nothing "
@@ -82,9 +82,7 @@ class GRPO(BaseAlgorithm):
         inputs = self.policy_inputs(batch)
         if self.reference is not None:
             inputs |= self._reference_scores(self.reference, inputs)
-        evaluation = None
-        if self._kl_in_credit or cfg.top_entropy_quantile < 1:
-            evaluation = self.score(self.learner, inputs)
+        evaluation = self.score(self.learner, inputs) if self._kl_in_credit or cfg.top_entropy_quantile < 1 else None
 
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)
@@ -109,8 +107,7 @@ class GRPO(BaseAlgorithm):
             self._warn_of_equal_returns(advantage)
         self.policy.update_normalizers(rollout, self.engine)
         self.iteration += 1
-        sync = cfg.sync_ref_model
-        if self.reference is not None and sync is not None and self.iteration % sync.steps == 0:
+        if self.reference is not None and (sync := cfg.sync_ref_model) and self.iteration % sync.steps == 0:
             self.reference.move_towards(self.learner, sync.mixup_alpha)
         return metrics
 

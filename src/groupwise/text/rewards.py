@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, SupportsFloat, TypeAlias, cast, get_type_hints
+from typing import Any, NamedTuple, NoReturn, SupportsFloat, TypeAlias, cast, get_type_hints
 
 import cloudpickle
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -436,9 +436,7 @@ class RewardSet:
                     results[function] = in_loop(result) if inspect.iscoroutine(result) else result
             scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         except BaseException:
-            for result in results.values():
-                if isinstance(result, Future):  # a judge is not paid for answers that nobody reads
-                    result.cancel()
+            _cancel(results.values())
             raise
         rewards: list[float | None] = []
         for member in zip(*scores, strict=True):
@@ -463,8 +461,7 @@ class RewardSet:
         scores = numbers(name, result, len(completions))
         if failures := [score for score in scores if isinstance(score, RewardError)]:
             log.warning("reward %r failed for %d of %d completions: %s", name, len(failures), len(scores), failures[0])
-        bad = [place for place, score in enumerate(scores) if isinstance(score, float) and not abs(score) <= LARGEST]
-        if bad:
+        if bad := [place for place, one in enumerate(scores) if isinstance(one, float) and not abs(one) <= LARGEST]:
             self._replace_nonfinite(name, scores, bad)
         return scores
 
@@ -495,12 +492,24 @@ class RewardSet:
 def _blaming(name: str, completions: Sequence[Completion]) -> Iterator[None]:
     try:
         yield
-    except StartError:
-        raise
     except Exception as error:
-        raise RewardError(
-            f"reward {name!r} raised {type(error).__name__}: {error}; fix: {_fix(error, completions)}"
-        ) from error
+        _blame(name, error, completions)
+
+
+def _blame(name: str, error: Exception, completions: Sequence[Completion]) -> NoReturn:
+    """Raise the error with the function's name, unless its process did not start."""
+    if isinstance(error, StartError):
+        raise error
+    raise RewardError(
+        f"reward {name!r} raised {type(error).__name__}: {error}; fix: {_fix(error, completions)}"
+    ) from error
+
+
+def _cancel(results: Iterable[Any]) -> None:
+    """End async calls: a judge is not paid for answers that nobody reads."""
+    for result in results:
+        if isinstance(result, Future):
+            result.cancel()
 
 
 def _fix(error: Exception, completions: Sequence[Completion]) -> str:

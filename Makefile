@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
-# --no-compile: Python compiles what a command imports, which is a small part of torch
 # TORCH=cpu: the build of torch for CPUs alone, which is some gigabytes smaller on Linux
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt $(if $(filter cpu,$(TORCH)),$(TORCH_CPU))
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(filter cpu,$(TORCH)),$(TORCH_CPU))
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # what processes of tests import is compiled once
 PEERS := .venv-peers
@@ -33,7 +32,7 @@ python: | $(BIN)/python
 
 $(VENV)/.core: pyproject.toml constraints.txt | python
 	@echo "installing groupwise into $(VENV) (the first time takes some minutes)"
-	$(PIP) -e .
+	$(PIP) --no-compile -e .  # Python compiles what a command imports, which is a small part of torch
 	@touch $@
 
 $(VENV)/.text: pyproject.toml constraints.txt | python

@@ -30,9 +30,10 @@ $(BIN)/python:
 python: | $(BIN)/python
 	$(call CHECK_PYTHON,$(BIN)/python)
 
+# --no-compile: Python compiles what a command imports, which is a small part of torch
 $(VENV)/.core: pyproject.toml constraints.txt | python
 	@echo "installing groupwise into $(VENV) (the first time takes some minutes)"
-	$(PIP) --no-compile -e .  # Python compiles what a command imports, which is a small part of torch
+	$(PIP) --no-compile -e .
 	@touch $@
 
 $(VENV)/.text: pyproject.toml constraints.txt | python

@@ -55,14 +55,8 @@ def __getattr__(name: str) -> object:
 
         loads = "; fix: gw.Run.load for a run folder, gw.load_config for a file of settings"
         trains = "; fix: gw.train(gw.TextTask(data, reward=my_reward), gw.GRPOCfg(), model='path-or-hub-id')"
-        other = (
-            loads
-            if name.startswith("load")
-            else trains
-            if name in ("GRPOTrainer", "RLOOTrainer", "PPOTrainer")
-            else None
-        )
-        hint = other or nearest(name, __all__)
+        others = dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer"), trains)
+        hint = loads if name.startswith("load") else others.get(name) or nearest(name, __all__)
         raise AttributeError(f"module 'groupwise' has no attribute {name!r}{hint}")
     value = vars(import_module(_MODULES[name]))[name]
     globals()[name] = value  # the next use does not call this function

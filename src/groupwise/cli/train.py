@@ -194,10 +194,9 @@ def print_run(run: Any, quiet: bool = False) -> int:
     found = run.summary
     if "seconds" not in found:  # of several processes, the first one reports
         return 0
-    reached, unit = "", "step" if isinstance(run.cfg, RunCfg) else "token"
+    reached, unit = "", run.cfg.unit
     if (score := found.get("return_mean")) is not None:
-        kind = "return" if isinstance(run.cfg, RunCfg) else "reward"
-        kind = f"greedy {kind}" if run.cfg.evaluation.deterministic else kind
+        kind = f"greedy {run.cfg.score}" if run.cfg.evaluation.deterministic else run.cfg.score
         interval = "95 % interval {:.4g} to {:.4g}".format(*found["ci95"]) if found.get("ci95") else "no interval"
         cut = f", {count} cut at the step limit" if (count := found.get("cut_episodes")) else ""
         reached = f": {kind} {score:.1f} ({found['episodes']} episodes{cut}, {interval})"

@@ -78,7 +78,7 @@ class TorchCollector(EnvCollector):
         self._return: Any = torch.zeros(env.num_envs, dtype=torch.float64, device=env.device)
 
     @property
-    def play(self) -> Any:
+    def play(self) -> Window:
         """Fills a rollout: ``window``, or the graph that takes its place."""
         return self.window if self._graph is None else self._graph
 

@@ -1,7 +1,7 @@
 """The settings of a run: ``RunCfg`` for environments, ``TextRunCfg`` for texts. Imports no torch."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
@@ -424,6 +424,11 @@ class SamplerMismatchCfg(Cfg):
 class CommonCfg(Cfg):
     """Settings of every run."""
 
+    score: ClassVar[str] = "return"
+    """Word for what an episode earns."""
+    unit: ClassVar[str] = "step"
+    """Word for a unit of experience."""
+
     algorithm: SerializeAsAny[AlgorithmCfg] = GRPOCfg()
     """The algorithm, found by its ``name``."""
     total_steps: PositiveInt | None = 100_000
@@ -526,6 +531,9 @@ def _check_threshold(threshold: float | None, metric: EvaluationMetric) -> None:
 
 class TextRunCfg(CommonCfg):
     """Settings of a run on a language model."""
+
+    score: ClassVar[str] = "reward"
+    unit: ClassVar[str] = "token"
 
     task: TextTaskCfg = TextTaskCfg()
     """Prompts and rewards."""

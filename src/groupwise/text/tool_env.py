@@ -146,8 +146,9 @@ class ToolEnv(TextEnv):
         prompt, observation = row.get(self._column), None
         if self.made is not None:
             observation = awaited(self.made.reset(**row))
-        if prompt is None and isinstance(observation, list) and "role" in observation[0]:
-            observation = tuple(observation)  # messages
+        parts = observation if isinstance(observation, list) else []
+        if prompt is None and parts and all(isinstance(part, Mapping) and "role" in part for part in parts):
+            observation = tuple(parts)  # messages
         elif isinstance(observation, list):
             found = [part.get("text") if isinstance(part, Mapping) else None for part in observation]
             blocks = [text for text in found if isinstance(text, str)]

@@ -198,7 +198,7 @@ def build_callbacks(
         built += [Report(tracker.name, make_tracker(tracker, run)) for tracker in logging.report_to]
     if logging.progress != "none":
         title = f"{parts.identity.env_id} | {cfg.algorithm.name.upper()} | seed {cfg.seed} | {folder.shown}"
-        words = ("reward", "tokens") if isinstance(cfg, TextRunCfg) else ("return", "steps")
+        words = cfg.score, f"{cfg.unit}s"
         built.append(Progress(logging.progress, title="\n".join([title, *parts.notes()]), words=words))
     return [*built, saves]
 

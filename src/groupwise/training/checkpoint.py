@@ -442,23 +442,27 @@ def initialize(policy: Policy, source: Path, identity: Identity | None = None) -
     try:
         load_policy(policy, taken | {name: own[name] for name in absent}, folder)
     except CheckpointError as error:
-        spaces = ("observation_space", "action_space") if identity is not None else ()
-        differ = []
-        for kind in spaces:
-            there, here = str(getattr(checkpoint.identity, kind)), str(getattr(identity, kind))
-            same = next((place for place, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), 0)
-            cut = slice(max(0, same - 60), max(0, same - 60) + 240)  # long ones differ late
-            differ += (
-                [f"{kind} {'... ' * bool(cut.start)}{there[cut]} there, {here[cut]} here"] if there != here else []
-            )
-        settings = "env.action_chunk, env.obs_keys, env.action_masks and env.kwargs"
-        why = f"; the environments differ: {'; '.join(differ)}; see {settings}" if differ else ""
+        why = "" if identity is None else _other_spaces(checkpoint.identity, identity)
         raise CheckpointError(f"init_from: {error}{why}") from error
     parts = [f"Weights: {len(taken)} tensors from {folder}"]
     for names, what in ((absent, "{} starts fresh"), (unused, "its {} is not used")):
         if names:
             parts.append(what.format(", ".join(sorted({name.partition(".")[0] for name in names}))))
     return f"{'; '.join(parts)}."
+
+
+def _other_spaces(saved: Identity | None, own: Identity) -> str:
+    """Says how the spaces of two environments differ, from shortly before the first difference; empty if they do not."""
+    differ = []
+    for kind in ("observation_space", "action_space"):
+        there, here = str(getattr(saved, kind)), str(getattr(own, kind))
+        if there != here:
+            alike = next((i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), 0)
+            begin = max(0, alike - 60)
+            shown = [f"{'... ' * (begin > 0)}{text[begin:]:.240}" for text in (there, here)]
+            differ.append(f"{kind} {shown[0]} there, {shown[1]} here")
+    settings = "env.action_chunk, env.obs_keys, env.action_masks and env.kwargs"
+    return f"; the environments differ: {'; '.join(differ)}; see {settings}" if differ else ""
 
 
 # Forks: new runs that begin at a checkpoint of another run

@@ -15,7 +15,7 @@ from groupwise.engines import Engine
 from groupwise.errors import CheckpointError, RunFolderError
 from groupwise.run import build
 from groupwise.training.build import UserObjects
-from groupwise.training.checkpoint import load_checkpoint
+from groupwise.training.checkpoint import Identity, _other_spaces, load_checkpoint
 
 QUIET = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
 GRPO = {"name": "grpo", "num_steps": 16, "group_size": 4}
@@ -111,6 +111,13 @@ def test_another_environment_is_refused_with_both_spaces(grpo_run):
         CheckpointError, match=f"observation_space {there} there, {here} here; action_space .*action_chunk"
     ):
         build(cfg, UserObjects(), Engine())
+
+
+def test_spaces_of_a_stranger_send_nothing_to_the_terminal():
+    saved, own = Identity("a", "Box\x1b[2J", "x" * 300 + "1"), Identity("a", "Box(1)", "x" * 300 + "2")
+    said = _other_spaces(saved, own)
+    assert "observation_space Box\\x1b[2J there, Box(1) here" in said
+    assert f"action_space ... {'x' * 60}1 there, ... {'x' * 60}2 here" in said
 
 
 def test_a_missing_folder_is_refused(tmp_path):

@@ -455,7 +455,7 @@ def _other_spaces(saved: Identity | None, own: Identity) -> str:
     """Says how the spaces of two environments differ, from shortly before the first difference; empty if they do not."""
     differ = []
     for kind in ("observation_space", "action_space"):
-        there, here = str(getattr(saved, kind)), str(getattr(own, kind))
+        there, here = (printable(getattr(one, kind)) for one in (saved, own))  # the first is a stranger's
         if there != here:
             alike = next((i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), 0)
             begin = max(0, alike - 60)

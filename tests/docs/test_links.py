@@ -13,7 +13,7 @@ PAGES = [
     *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts),
 ]
 WRITTEN = [page for page in PAGES if DOCS in page.parents and GENERATED not in page.parents]
-MOST_PAGES, MOST_WORDS, MOST_LINES = 33, 40_000, 250
+MOST_PAGES, MOST_WORDS, MOST_LINES = 32, 40_000, 250
 
 
 def without_blocks(text: str) -> str:

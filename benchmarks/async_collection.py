@@ -96,11 +96,16 @@ def train(
 
 
 def overlap(
-    model: Path, rounds: int, updates: dict[str, tuple[float, ...]], staleness: tuple[int, ...], iterations: int
+    model: Path,
+    rounds: int,
+    updates: dict[str, tuple[float, ...]],
+    staleness: tuple[int, ...],
+    iterations: int,
+    seconds_per_token: float,
 ) -> list[dict[str, Any]]:
     """Runs that take turns."""
     found = []
-    with server(model, SECONDS_PER_TOKEN) as url:
+    with server(model, seconds_per_token) as url:
         for seed in range(800, 800 + rounds):
             for name, update in updates.items():
                 for most in staleness:
@@ -150,9 +155,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     learned = (options.seeds, options.iterations, (*STALENESS, 8))
-    overlapped = (options.rounds, UPDATES, STALENESS, TIMED + 3)
+    overlapped = (options.rounds, UPDATES, STALENESS, TIMED + 3, SECONDS_PER_TOKEN)
     if options.smallest:
-        learned, overlapped = (1, 1, (0,)), (1, {"short": UPDATES["short"]}, (1,), 4)
+        learned, overlapped = (1, 1, (0,)), (1, {"short": (0.01,)}, (1,), 4, 0.0)
     sys.path.insert(0, str(SUPPORT))
     from text_runs import save_model
 

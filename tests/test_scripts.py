@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_script
+from quick_python import quick_python
 from scripts import ROOT
 
 SCRIPTS = sorted(
@@ -33,6 +34,7 @@ SMALLEST = {
     "benchmarks/head.py": "--tokens 8 --vocabulary 64 --width 16 --rounds 1",
     "benchmarks/keep_cache.py": "--smallest --smollm2 {model} --out {out}",
     "benchmarks/learn.py": "--smallest --only CartPole-v1-ppo --out {out}",
+    "benchmarks/lstd_siblings.py": "--smallest",
     "benchmarks/peers/cleanrl_ppo.py": "--steps 1024",
     "benchmarks/peers/evolution_agilerl.py": "--smallest",
     "benchmarks/peers/evolution_ours.py": "--smallest",
@@ -154,8 +156,14 @@ def model(tmp_path_factory):
     return folder
 
 
-LONG = "before_after cube_push keep_cache learn plan_check population_memory robot_images robot_learning speed_sb3"
-LONG += " text_learn trl_speed view_overhead"
+@pytest.fixture(scope="module")
+def python():
+    with quick_python() as path:
+        yield path
+
+
+LONG = "before_after cube_push evolution_ours keep_cache learn plan_check population_memory populations robot_images"
+LONG += " robot_learning speed_sb3 text_learn trl_speed view_overhead"
 """Take 10 to 30 seconds, mostly imports of their processes: ``make learn`` runs them."""
 
 
@@ -163,7 +171,7 @@ LONG += " text_learn trl_speed view_overhead"
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[pytest.mark.learn] * (Path(path).stem in LONG.split())) for path in SMALLEST]
 )
-def test_scripts_run_at_their_smallest(path, tmp_path, model):
+def test_scripts_run_at_their_smallest(path, tmp_path, model, python):
     """Forked from a process that has imported the library: a new interpreter for each would double what it takes."""
     needed = NEEDED.get(path)
     if needed and importlib.util.find_spec(needed) is None:
@@ -172,9 +180,9 @@ def test_scripts_run_at_their_smallest(path, tmp_path, model):
     if "{served}" in SMALLEST[path]:
         from vllm_double import python_of_double
 
-        places["served"] = python_of_double(tmp_path)
+        places["served"] = python_of_double(tmp_path, python)
     words = [word.format(**places) for word in shlex.split(SMALLEST[path])]
-    run_script(ROOT / path, *words, folder=tmp_path, lenient=True)
+    run_script(ROOT / path, *words, folder=tmp_path, lenient=True, python=python)
     assert "{out}" not in SMALLEST[path] or places["out"].stat().st_size
 
 

@@ -70,7 +70,7 @@ MARKED += ("tests/collectors/test_torch_groups.py", "tests/collectors/test_torch
 MARKED += ("tests/text/test_vocabulary.py", "tests/text/test_update.py")
 TESTED = ("-m", "gpu", "-k", CHECKED, *MARKED)
 if DEVICE != "cuda":
-    TESTED = ("-k", f"cpu and {CHECKED}", "tests/functional")
+    TESTED = ("-k", f"cpu and {CHECKED}", "tests/functional/test_gae.py" if TINY else "tests/functional")
 PARTS = (
     Part("text_speed", script("text_speed"), 60, True, TEXT),
     Part("control_speed", script("control_speed"), 60, True),

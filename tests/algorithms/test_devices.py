@@ -14,7 +14,7 @@ CREDITS = {name: credit for name, credit in CREDITS.items() if "parts" not in na
 @pytest.mark.parametrize("name", objective_updates.EVERY)
 def test_every_objective(device, name):
     def updated(rollout, policy):
-        return objective_updates.updated(objective_updates.EVERY[name], rollout, policy)
+        return objective_updates.updated(objective_updates.EVERY[name], rollout, policy, num_epochs=2)
 
     make = objective_updates.make_policy
     check_updates(device, updated, make, objective_updates.make_rollout(make()))

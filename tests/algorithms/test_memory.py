@@ -122,7 +122,7 @@ class Env(gymnasium.Env):
         return self.np_random.random(8, dtype=np.float32), float(action), False, self.t == 16, {}
 
 class Limit(gw.Callback):
-    # 4,096 steps of a hidden layer are 16 MiB, and an update needs a dozen of these
+    # 1,024 steps of a hidden layer are 16 MiB, and an update needs a dozen of these
     def on_rollout_end(self, trainer, rollout):
         used = int(re.search(r"VmSize:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
         resource.setrlimit(resource.RLIMIT_AS, (used + 40 * 2**20, -1))
@@ -130,9 +130,9 @@ class Limit(gw.Callback):
     def on_iteration_end(self, trainer, rollout, metrics):
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 
-algorithm = gw.GRPOCfg(num_steps=512, num_epochs=1, minibatch_size=None, group_size=4)
-settings = {"num_envs": 8, "max_episode_steps": 16, "total_steps": 4096, "evaluation": {"episodes": 1}}
-gw.train(Env, algorithm, policy={"hidden_sizes": (1024, 1024)}, callbacks=[Limit()], run_dir=sys.argv[1], **settings)
+algorithm = gw.GRPOCfg(num_steps=128, num_epochs=1, minibatch_size=None, group_size=4)
+settings = {"num_envs": 8, "max_episode_steps": 16, "total_steps": 1024, "evaluation": {"episodes": 1}}
+gw.train(Env, algorithm, policy={"hidden_sizes": (4096, 64)}, callbacks=[Limit()], run_dir=sys.argv[1], **settings)
 """
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Script
 
 from groupwise import cli, plugins
 from groupwise.errors import SlowPathWarning
@@ -184,6 +185,20 @@ gymnasium.register("Chatty-v0", Chatty, max_episode_steps=50)
 """
 
 
+def printed(calls: list[list[str]], folder: Path, **options: bool) -> tuple[str, str]:
+    """What commands print, one after the other, and their exit codes: at stdout, and at stderr."""
+    code = f"""
+import warnings
+from groupwise.cli import main
+warnings.resetwarnings()  # as in a new interpreter
+print([main(words) for words in {calls!r}])
+"""
+    script = Script(code, folder=folder, **options)
+    script.processes[0].join(280)
+    err = script.errors(0)
+    return script.finish(), err
+
+
 @pytest.mark.slow
 def test_quiet_prints_one_line_and_errors_and_verbose_every_iteration(tmp_path: Path):
     (tmp_path / "chatty.py").write_text(CHATTY)
@@ -192,15 +207,15 @@ def test_quiet_prints_one_line_and_errors_and_verbose_every_iteration(tmp_path: 
     calls = [[*words, "-q", "--run-dir", "a"]] * 2
     more = ["--plugin", "chatty.py", "--total-iterations"]
     calls += [["resume", "a", "-q", *more, "4"], ["resume", "a", "--fork", "b", "-q", *more, "5"]]
-    code = f"from groupwise.cli import main\nprint([main(words) for words in {calls!r}])"
-    quiet, verbose = run(tmp_path, code=code), run(tmp_path, *words, "-v")
-    *lines, codes = quiet.stdout.splitlines()
-    assert [line.partition(b" in ")[0] for line in lines] == [b"Done"] * 3
-    assert [line.partition(b" Run folder: ")[2][-1:] for line in lines] == [b"a", b"a", b"b"]
-    assert codes == b"[0, 2, 0, 0]"
-    [error] = quiet.stderr.splitlines()
-    assert b"run folder 'a' is taken" in error
-    assert verbose.returncode == 0
-    assert verbose.stderr.count(b" iterations   return") == 3
-    assert b"DEBUG groupwise.mine: a detail" in verbose.stderr
-    assert b"a warning" in verbose.stderr
+    out, err = printed(calls, tmp_path, pictures=True)
+    *lines, codes = out.splitlines()
+    assert [line.partition(" in ")[0] for line in lines] == ["Done"] * 3
+    assert [line.partition(" Run folder: ")[2][-1:] for line in lines] == ["a", "a", "b"]
+    assert codes == "[0, 2, 0, 0]"
+    [error] = err.splitlines()
+    assert "run folder 'a' is taken" in error
+    out, err = printed([[*words, "-v"]], tmp_path)
+    assert out.splitlines()[-1] == "[0]"
+    assert err.count(" iterations   return") == 3
+    assert "DEBUG groupwise.mine: a detail" in err
+    assert "a warning" in err

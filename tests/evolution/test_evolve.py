@@ -337,9 +337,14 @@ def test_language_models_evolve(tmp_path):
 
     model = str(text_runs.save_model(tmp_path / "model"))
     task = gw.TextTask(["1", "2", "12", "21"], reward=reward, eval_data=["11", "22"])
-    search = {"algorithm.learning_rate": {"min": 1e-4, "max": 1e-2, "log": True}, "algorithm.group_size": [2, 4, 8]}
-    size = {"population": 2, "rounds": 2, "round_steps": 150, "episodes": 2, "num_prompts": 2}
-    options = {"model": model, "sampling": {"max_new_tokens": 6}, "run_dir": tmp_path / "population"}
+    search = {"algorithm.learning_rate": {"min": 1e-4, "max": 1e-2, "log": True}, "algorithm.group_size": [2, 4]}
+    size = {"population": 2, "rounds": 2, "round_steps": 60, "episodes": 2, "num_prompts": 2}
+    options = {
+        "evaluation": {"interval": 10_000},
+        "model": model,
+        "sampling": {"max_new_tokens": 6},
+        "run_dir": tmp_path / "population",
+    }
     population = gw.evolve(task, {"group_size": 4}, search=search, **size, **options)
     assert all(row["status"] == "ok" and 0 <= row["mean"] <= 1 for row in population.rows())
     assert len(gw.sample(population.path / "best", "1")) == 1

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from forked import run_script
 from scripts import ROOT, load
 
 from groupwise.envs.starts import verify_group_start
@@ -21,8 +20,11 @@ def example():
     return load(SCRIPT)
 
 
-def test_it_trains(tmp_path):
-    out = run_script(SCRIPT, "--total-steps", "600", "--num-envs", "8", "--run-dir", tmp_path / "run", folder=tmp_path)
+def test_it_trains(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(example, "SUBSTEPS", 1)  # all five are recorded for each number of environments
+    monkeypatch.setattr("sys.argv", ["script", "--total-steps=300", "--num-envs=8", f"--run-dir={tmp_path / 'run'}"])
+    example.main()
+    out = capsys.readouterr().out
     assert "share their start by native" in out
     assert re.search(r"^\d+% of 100 cubes reach their goals, return -\d", out, re.MULTILINE)
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from quick_python import quick_python
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -24,7 +25,10 @@ def test_a_notebook_runs_and_shows_its_run(name, steps, pictures, tmp_path, monk
     for cell in notebook.cells:
         cell.source = re.sub(r"total_steps=[\d_]+", f"total_steps={steps}", cell.source).replace('"none"', '"auto"')
     client = nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}})
-    client.execute()
+    with quick_python() as python:
+        client.create_kernel_manager()
+        client.km.kernel_spec.argv[0] = str(python)
+        client.execute()
     assert f"{steps}/{steps}" in str([widget.get("outputs") for widget in client.widget_state.values()])  # the panel
     shown = [output["data"] for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     assert pictures <= {kind for data in shown for kind in data}

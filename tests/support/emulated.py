@@ -7,7 +7,6 @@ from unittest.mock import patch
 import torch
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "emulated"
 READS = (
@@ -96,17 +95,19 @@ class EmulatedDevice(TorchDispatchMode):
 
 def compute(func, args, kwargs):
     """The result of an operation, computed on the CPU; a ``RuntimeError`` if it mixes the devices."""
+    asked = kwargs.get("device")
+    tensors = [*_tensors(args), *_tensors(kwargs.values())]
+    there = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
+    if not there and (asked is None or asked.type != NAME):
+        return func(*args, **kwargs)
     if torch.is_inference_mode_enabled():  # otherwise operations come in their parts
         with EmulatedDevice():
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
     name = func.overloadpacket.__name__
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    there = [tensor for tensor in tensors if isinstance(tensor, EmulatedTensor)]
     takes_numbers = name not in ("stack", "cat")  # of the CPU: tensors without dimensions
     here = [one for one in tensors if not isinstance(one, EmulatedTensor) and not (takes_numbers and one.dim() == 0)]
-    asked = kwargs.get("device")
     is_there = bool(there) if asked is None else asked.type == NAME
     if name == "_to_copy":
         if is_there != bool(there) and (there or not kwargs.get("non_blocking")):  # who reads it must wait for it
@@ -134,12 +135,30 @@ def compute(func, args, kwargs):
             return leaf
         return own[id(leaf)] if id(leaf) in own else EmulatedTensor(leaf)
 
-    args, kwargs = tree_map(lambda leaf: leaf.raw if isinstance(leaf, EmulatedTensor) else leaf, (args, kwargs))
+    args = _mapped(_raw, args)
+    kwargs = {key: _mapped(_raw, value) for key, value in kwargs.items()}
     if is_there and asked is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
     result = func(*args, **kwargs)
     with torch.inference_mode(False):  # inference tensors of subclasses cannot be written into
-        return tree_map(to_device, result) if is_there else result
+        return _mapped(to_device, result) if is_there else result
+
+
+def _tensors(values):
+    """Those among arguments of an operation, which are in lists at most."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _mapped(function, value):
+    return type(value)(_mapped(function, part) for part in value) if type(value) in (list, tuple) else function(value)
+
+
+def _raw(leaf):
+    return leaf.raw if isinstance(leaf, EmulatedTensor) else leaf
 
 
 def _wait(what):

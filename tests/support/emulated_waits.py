@@ -1,8 +1,9 @@
-"""Prints how often an iteration of ``ppo`` or ``grpo`` waits for its device, or an update of texts by its ``old_log_prob``."""
+"""Prints how often an iteration of ``ppo`` or ``grpo`` waits for its device, or an update of texts by its ``old_log_prob``: a line each."""
 
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -34,12 +35,13 @@ def note(trainer, *_):
 def train_control(folder, kind):
     """Counts from the end of one iteration to that of the next."""
     with (
+        EmulatedDevice(),
         patch("groupwise.training.build.pick_device", return_value=DEVICE),
         patch("groupwise.run.pick_device", return_value=DEVICE),
     ):
         gw.train(
-            TorchCartPole,
-            SETTINGS[kind],
+            partial(TorchCartPole, max_episode_steps=12),
+            SETTINGS[kind].model_copy(update={"minibatch_size": 96}),
             num_envs=16,
             total_iterations=3,
             checkpoint_interval=10**9,
@@ -56,17 +58,20 @@ def update_text(kind):
     epochs, old = (2, "sampled") if kind == "two epochs" else (1, kind)
     cfg = GRPOCfg(group_size=4, num_epochs=epochs, minibatch_size=None, objective={"old_log_prob": old})
     written = text_rollout(rows_of(CausalLM(tiny_model()), [[5, 6, 7], [9], [10, 11, 12, 13]]))
-    algorithm = GRPO(cfg, CausalLM(tiny_model()).to(DEVICE))
-    algorithm.update(written)
-    WAITS.clear()
-    algorithm.update(written)
+    with EmulatedDevice():
+        algorithm = GRPO(cfg, CausalLM(tiny_model()).to(DEVICE))
+        algorithm.update(written)
+        WAITS.clear()
+        algorithm.update(written)
     found.update(WAITS)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch, EmulatedDevice():
-        if sys.argv[1] in SETTINGS:
-            train_control(Path(scratch), sys.argv[1])
+    for kind in sys.argv[1:]:
+        found.clear()
+        if kind in SETTINGS:
+            with tempfile.TemporaryDirectory() as scratch:
+                train_control(Path(scratch), kind)
         else:
-            update_text(sys.argv[1])
-    print(json.dumps(found))
+            update_text(kind)
+        print(json.dumps({kind: found}))

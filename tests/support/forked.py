@@ -59,9 +59,20 @@ class Script:
         pictures: whether runs draw them.
         two_episodes: whether evaluations of trainings are that short.
         lenient: whether it may warn, as with ``-W ignore``.
+        python: what it takes for its interpreter, where it starts processes.
     """
 
-    def __init__(self, script, *args, folder=None, ranks=1, pictures=False, two_episodes=False, lenient=False):
+    def __init__(
+        self,
+        script,
+        *args,
+        folder=None,
+        ranks=1,
+        pictures=False,
+        two_episodes=False,
+        lenient=False,
+        python=sys.executable,
+    ):
         self._folder = tempfile.TemporaryDirectory(prefix="script-")
         self._out = Path(self._folder.name)
         port = _free_port()
@@ -69,7 +80,8 @@ class Script:
         argv = ["script", *map(str, args)]
         self.processes = [
             CONTEXT.Process(
-                target=_run, args=(script, argv, folder, env, self._out / str(rank), pictures, two_episodes, lenient)
+                target=_run,
+                args=(script, argv, folder, env, self._out / str(rank), pictures, two_episodes, lenient, str(python)),
             )
             for rank, env in enumerate(environments)
         ]
@@ -114,7 +126,7 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-def _run(script, argv, folder, env, out, pictures, two_episodes, lenient):
+def _run(script, argv, folder, env, out, pictures, two_episodes, lenient, python):
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(env)
@@ -127,7 +139,7 @@ def _run(script, argv, folder, env, out, pictures, two_episodes, lenient):
         with_two_episodes(pytest.MonkeyPatch())
     if folder is not None:
         os.chdir(folder)
-    sys.argv = argv
+    sys.argv, sys.executable = argv, python
     if isinstance(script, Path):
         sys.path.insert(0, str(script.parent))
         runpy.run_path(str(script), run_name="__main__")

@@ -14,6 +14,7 @@ from groupwise.text.tools import Tool
 
 DIGITS = "0123456789"
 SETTINGS = {"num_prompts": 4, "sampling": {"max_new_tokens": 4}, "total_steps": 100, "logging": {"progress": "none"}}
+SETTINGS |= {"evaluation": {"prompts": 8}}  # games have a hundred
 
 
 def save_model(folder, *, chat=False, positions=64, **sizes):

@@ -275,10 +275,10 @@ def _handler(double):
     return Handler
 
 
-def python_of_double(folder):
+def python_of_double(folder, python=sys.executable):
     """What runs as the Python of an environment with vLLM."""
     path, here = folder / "python", Path(__file__)
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent}:{here.parents[2]}/src exec {sys.executable} {here} "$@"\n')
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={here.parent}:{here.parents[2]}/src exec {python} {here} "$@"\n')
     path.chmod(0o755)
     return path
 

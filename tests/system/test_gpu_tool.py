@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick_python import quick_python
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"text_speed": 3, "control_speed": 4, "idle": 2, "repeats": 3, "ranks": 4, "memory": 4, "agreement": 5}
@@ -14,9 +15,9 @@ PARTS |= {"deterministic": 2, "tests": 0, "doctor": 0}
 """Least cases of each part that this environment can run; the others need packages that it may lack."""
 
 
-def gpu(folder, *words, **environment):
+def gpu(folder, *words, python=sys.executable, **environment):
     environment = {"DEV": "cpu", "TINY": "1", "OUT": str(folder), "SECONDS": "1200"} | environment
-    command = [sys.executable, ROOT / "tools" / "gpu.py", *words]
+    command = [python, ROOT / "tools" / "gpu.py", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     files = list(folder.glob("gpu_cpu_*.json"))
     return done, json.loads(files[0].read_text()) if files else None
@@ -25,7 +26,8 @@ def gpu(folder, *words, **environment):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_part_is_right_on_a_cpu(tmp_path):
-    done, found = gpu(tmp_path)
+    with quick_python() as python:
+        done, found = gpu(tmp_path, python=python)
     assert done.returncode == 0, done.stdout[-3000:]
     parts = {part["part"]: part for part in found["parts"]}
     for name, cases in PARTS.items():

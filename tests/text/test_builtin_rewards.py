@@ -27,16 +27,17 @@ from groupwise.text.task import gym_examples
 
 @pytest.fixture
 def score():
-    opened = []
+    opened = {}
 
     def call(name, completions, *, ids=None, prompts=None, columns=None, **kwargs):
-        rewards = RewardSet([make_reward(RewardCfg(name=name, kwargs=kwargs))])
-        opened.append(rewards)
-        ids = ids or [[1]] * len(completions)
+        cfg = RewardCfg(name=name, kwargs=kwargs)
+        if (key := cfg.model_dump_json()) not in opened:
+            opened[key] = RewardSet([make_reward(cfg)])
+        rewards, ids = opened[key], ids or [[1]] * len(completions)
         return [*rewards.score(prompts or ["?"] * len(completions), completions, ids, columns or {}).reward]
 
     yield call
-    for rewards in opened:
+    for rewards in opened.values():
         rewards.close()
 
 

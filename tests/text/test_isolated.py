@@ -146,7 +146,8 @@ def math_set(**settings):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of CPU time")
-def test_a_comparison_has_cpu_time_and_is_no_failure_when_it_is_used_up(caplog):
+def test_a_comparison_has_cpu_time_and_is_no_failure_when_it_is_used_up(caplog, monkeypatch):
+    monkeypatch.setattr("groupwise.text.sandbox._CLOCK", 50.0)  # other processes may leave it little of the CPU
     rewards, began = math_set(seconds=0.5), time.monotonic()
     assert score(rewards, ENDLESS, "\\boxed{2*2}", ENDLESS).reward == (0.0, 1.0, 0.0)
     assert time.monotonic() - began < 60

@@ -594,7 +594,7 @@ class Slow(Guess):
         with Slow.lock:
             Slow.running += 1
             Slow.most = max(Slow.most, Slow.running)
-        time.sleep(0.01)
+        time.sleep(0.005)
         with Slow.lock:
             Slow.running -= 1
         return super().step(text)
@@ -603,21 +603,19 @@ class Slow(Guess):
 ONE = {"max_new_tokens": 2, "stop": tuple("0123456789 ")}
 
 
-@pytest.mark.parametrize("threads", [4, 16])
-def test_environments_play_at_once_and_results_do_not_depend_on_it(model, tmp_path, threads):
+def test_environments_play_at_once_and_results_do_not_depend_on_it(model, tmp_path):
     runs = []
-    for number, count in enumerate((1, threads)):
+    for count in (1, 4, 16):
         Slow.most = 0
         task = gw.TextTask(env=Slow, max_turns=3, data_size=20, env_threads=count)
         runs.append(
-            train(
-                task, model, tmp_path / str(number), sampling=ONE, total_steps=None, total_iterations=2, num_prompts=4
-            )
+            train(task, model, tmp_path / str(count), sampling=ONE, total_steps=None, total_iterations=2, num_prompts=4)
         )
         assert (Slow.most > 1) == (count > 1)
         assert Slow.most <= count
-    assert same_weights(*runs)
-    assert logged(runs[0]) == logged(runs[1])
+    for run in runs[1:]:
+        assert same_weights(runs[0], run)
+        assert logged(runs[0]) == logged(run)
 
 
 def test_environments_play_at_once_with_servers_too(tmp_path):
@@ -634,6 +632,7 @@ def test_environments_play_at_once_with_servers_too(tmp_path):
                     sampling=ONE,
                     total_steps=None,
                     total_iterations=2,
+                    num_prompts=2,
                     generation=generation,
                 )
             )
@@ -896,10 +895,11 @@ class Long(gw.TextEnv):
         return "1"
 
 
-def long_run(model, folder, make=Long, **settings):
+def long_run(model, folder, make=Long, num_prompts=4, **settings):
     look = Scripted()
     task = gw.TextTask(env=make, max_turns=5, data_size=4, **settings)
-    run = train(task, model, folder, sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look])
+    more = {"num_prompts": num_prompts, "evaluation": {"prompts": num_prompts}}
+    run = train(task, model, folder, sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look], **more)
     return run, look.members
 
 
@@ -930,19 +930,19 @@ def test_enormous_observations_cost_no_time(tmp_path):
     texts = save_model(tmp_path / "texts", positions=256)
     for settings in ({}, {"max_observation_tokens": 20}):
         began = time.process_time()
-        long_run(texts, tmp_path / f"{len(settings)}", partial(Long, size=3_000_000), **settings)
-        assert time.process_time() - began < 30
+        long_run(texts, tmp_path / f"{len(settings)}", partial(Long, size=3_000_000), num_prompts=1, **settings)
+        assert time.process_time() - began < 20
 
 
 def test_episodes_have_a_time(model, tmp_path):
     class Sleeps(Guess):
         def step(self, text):
-            time.sleep(0.2)
+            time.sleep(0.1)
             return super().step(text)
 
-    task = gw.TextTask(env=Sleeps, max_turns=3, data_size=8, episode_timeout=0.1)
-    look = Scripted()
-    train(task, model, tmp_path / "run", sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look])
+    task = gw.TextTask(env=Sleeps, max_turns=3, data_size=8, start_mode="none", episode_timeout=0.05)
+    look, few = Scripted(), {"num_prompts": 2, "evaluation": {"prompts": 1}}
+    train(task, model, tmp_path / "run", sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look], **few)
     late = [member for member in look.members if member.episode.ending == "timeout"]
     assert late
     assert all(member.reward is not None and len(member.episode.turns) == member.turns - 1 for member in late)
@@ -1045,7 +1045,7 @@ def test_an_error_does_not_wait_for_an_environment_that_hangs():
     began = time.monotonic()
     with pytest.raises(EnvError, match="gone"):
         envs.each(lambda episode: envs.play(episode, "1"), episodes)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
 
 def test_a_close_that_fails_leaves_no_other_open(caplog):

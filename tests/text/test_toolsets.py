@@ -150,7 +150,7 @@ server.run()
 @pytest.fixture
 def server(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
-    return MCPServer("python", str(tmp_path / "server.py"), start="start", seconds=20.0)
+    return MCPServer("python", str(tmp_path / "server.py"), start="start", seconds=100.0)
 
 
 def test_members_have_servers_of_their_own_that_begin_alike(server):
@@ -197,7 +197,7 @@ def test_a_server_that_ends_or_does_not_start_is_an_error_of_the_environment(ser
 
 
 def test_a_start_that_fails_is_an_error_of_the_environment(server, tmp_path):
-    envs = envs_of(MCPServer("python", str(tmp_path / "server.py"), start="strat", seconds=20.0))
+    envs = envs_of(MCPServer("python", str(tmp_path / "server.py"), start="strat", seconds=100.0))
     with pytest.raises(EnvError, match=r"the MCP server's start: error: Unknown tool.*; fix: start="):
         envs.open(Start(0, ROW), 1)
     envs.close()

@@ -139,7 +139,8 @@ def test_example(name: str, tmp_path: Path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [100, 101, 102])
 def test_the_robot_arm_learns_from_success(seed: int, tmp_path: Path):
-    out = run_script(EXAMPLES / "robot_arm.py", "--seed", seed, "--run-dir", tmp_path / "run", folder=tmp_path)
+    words = ["--seed", seed, "--run-dir", tmp_path / "run"]
+    out = run_script(EXAMPLES / "robot_arm.py", *words, folder=tmp_path, seconds=3500)
     clone, trained = (float(success) for _, success, *_ in re.findall(ROW_OF_ARM, out, re.MULTILINE))
     assert trained >= 70
     assert trained >= clone + 20

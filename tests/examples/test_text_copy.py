@@ -38,5 +38,5 @@ def test_what_it_leaves_and_says(tmp_path, monkeypatch, capsys):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_it_copies_numbers_that_it_never_saw(seed, tmp_path):
-    out = run_script(SCRIPT, "--seed", seed, "--run-dir", tmp_path / "run", folder=tmp_path)
+    out = run_script(SCRIPT, "--seed", seed, "--run-dir", tmp_path / "run", folder=tmp_path, seconds=850)
     assert float(re.search(RESULT, out, re.MULTILINE)[4]) >= 0.95

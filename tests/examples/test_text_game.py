@@ -42,7 +42,7 @@ def test_what_it_leaves_and_says(tmp_path, monkeypatch, capsys):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [100, 101, 102, 103, 104])
 def test_it_finds_each_number(seed, tmp_path):
-    out = run_script(SCRIPT, "--seed", seed, "--run-dir", tmp_path / "run", folder=tmp_path)
+    out = run_script(SCRIPT, "--seed", seed, "--run-dir", tmp_path / "run", folder=tmp_path, seconds=850)
     untrained, sampled, greedy = map(float, re.search(RESULT, out, re.MULTILINE).groups())
     assert untrained < 0.3
     assert sampled > 0.6

@@ -111,9 +111,9 @@ class Script:
         self._folder.cleanup()
 
 
-def run_script(script, *args, **options):
+def run_script(script, *args, seconds=280, **options):
     """What it printed."""
-    return Script(script, *args, **options).finish()
+    return Script(script, *args, **options).finish(seconds)
 
 
 def _rank(rank, ranks, port):

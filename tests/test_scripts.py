@@ -162,7 +162,7 @@ def python():
         yield path
 
 
-LONG = "before_after cube_push evolution_ours keep_cache learn plan_check population_memory populations robot_images"
+LONG = "before_after cube_push keep_cache learn plan_check population_memory populations robot_images"
 LONG += " robot_learning speed_sb3 text_learn trl_speed view_overhead"
 """Take 10 to 30 seconds, mostly imports of their processes: ``make learn`` runs them."""
 

@@ -122,7 +122,7 @@ class Env(gymnasium.Env):
         return self.np_random.random(8, dtype=np.float32), float(action), False, self.t == 16, {}
 
 class Limit(gw.Callback):
-    # 1,024 steps of a hidden layer are 16 MiB, and an update needs a dozen of these
+    # 1,024 steps of a hidden layer are 16 MiB, and an update needs several of these
     def on_rollout_end(self, trainer, rollout):
         used = int(re.search(r"VmSize:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
         resource.setrlimit(resource.RLIMIT_AS, (used + 40 * 2**20, -1))

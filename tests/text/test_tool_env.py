@@ -930,8 +930,8 @@ def test_enormous_observations_cost_no_time(tmp_path):
     texts = save_model(tmp_path / "texts", positions=256)
     for settings in ({}, {"max_observation_tokens": 20}):
         began = time.process_time()
-        long_run(texts, tmp_path / f"{len(settings)}", partial(Long, size=3_000_000), num_prompts=1, **settings)
-        assert time.process_time() - began < 20
+        long_run(texts, tmp_path / f"{len(settings)}", partial(Long, size=3_000_000), **settings)
+        assert time.process_time() - began < 10
 
 
 def test_episodes_have_a_time(model, tmp_path):
@@ -1045,7 +1045,7 @@ def test_an_error_does_not_wait_for_an_environment_that_hangs():
     began = time.monotonic()
     with pytest.raises(EnvError, match="gone"):
         envs.each(lambda episode: envs.play(episode, "1"), episodes)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 10
 
 
 def test_a_close_that_fails_leaves_no_other_open(caplog):

@@ -287,7 +287,7 @@ def compare_records(
     settings: Mapping[str, dict[str, dict[str, Any]]] | None = None,
     notes: Sequence[str] = (),
 ) -> Comparison:
-    """Compare runs of one or several methods in each environment.
+    """Comparison of runs of one or several methods, in each environment.
 
     Args:
         reference: for each environment the scores that count as 0 and 1, such as a random policy's and a solved task's.

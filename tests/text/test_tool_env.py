@@ -895,11 +895,10 @@ class Long(gw.TextEnv):
         return "1"
 
 
-def long_run(model, folder, make=Long, num_prompts=4, **settings):
-    look = Scripted()
+def long_run(model, folder, make=Long, **settings):
+    look, few = Scripted(), {"evaluation": {"prompts": 4}}
     task = gw.TextTask(env=make, max_turns=5, data_size=4, **settings)
-    more = {"num_prompts": num_prompts, "evaluation": {"prompts": num_prompts}}
-    run = train(task, model, folder, sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look], **more)
+    run = train(task, model, folder, sampling=ONE, total_steps=None, total_iterations=1, callbacks=[look], **few)
     return run, look.members
 
 

@@ -82,7 +82,9 @@ demo-robot: $(VENV)/.robots  ## A robot arm learns from ten demonstrations and s
 test: check  ## Every check; tests of the core, of texts and of fast paths, without slow ones
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not learn and not torture and not contrib and not slow"
 
-test-all: check package  ## Every check, the package and every test
+# pip and mypy keep one core busy each
+test-all: $(VENV)/.dev  ## Every check, the package and every test
+	$(MAKE) --jobs=2 check package
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
 # builds of torchvision on PyPI are for another torch, and break vLLM's import
@@ -130,7 +132,7 @@ bench: $(VENV)/.dev  ## Speed against Stable-Baselines3 on this machine
 bench-peers: $(PEERS)/.done $(PEERS)-torchrl/.done $(PEERS)-jax/.done  ## Speed and learning beside five other libraries (long; ARGS="--seeds 700": one round)
 	$(PEERS)/bin/python benchmarks/peers/run.py $(ARGS)
 
-package: python  ## Build the wheel and the sdist, install them in a fresh environment, and try what users run first
+package: python  ## Build the sdist and the wheel, install it in a fresh environment, and try what users run first
 	$(BIN)/python tools/package.py $(if $(OUT),--out $(OUT))
 
 docs: $(VENV)/.dev  ## Build the documentation into docs/_build/html, warnings are errors

@@ -1,5 +1,5 @@
-"""Proves the package: builds the wheel and the sdist, and runs what users run first, in a fresh environment outside
-the checkout, with the wheel and then with the sdist in its place.
+"""Proves the package: builds the sdist and from it the wheel, installs the wheel in a fresh environment outside the
+checkout, and runs what users run first.
 
     make package
     python tools/package.py --out dist      # keeps what was built
@@ -35,7 +35,7 @@ STEPS = (
     ("python", "-P", "{sdist}/examples/text_copy.py", "--total-steps", "128", "--run-dir", "text"),
     ("groupwise", "report", "text"),
 )
-"""Commands of a user, in order, in an empty folder; with the sdist, whose modules are the same, the first four."""
+"""Commands of a user, in order, in an empty folder."""
 
 
 def variables() -> dict[str, str]:
@@ -126,6 +126,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="groupwise-package-") as name:
         scratch = Path(name)
         programs = environment(scratch / "tools", *TOOLS)
+        # without --wheel, build makes the wheel from the sdist
         run(programs / "python", "-P", "-m", "build", "--outdir", scratch / "dist", ROOT, cwd=scratch)
         (wheel,), (sdist,) = (scratch / "dist").glob("*.whl"), (scratch / "dist").glob("*.tar.gz")
         say(f"built {wheel.name} ({wheel.stat().st_size:,} bytes) and {sdist.name} ({sdist.stat().st_size:,} bytes)")
@@ -136,18 +137,14 @@ def main() -> None:
             archive.extractall(scratch / "sdist", filter="data")
         (source,) = (scratch / "sdist").iterdir()
         programs = environment(scratch / "env", f"{wheel}[{EXTRAS}]")
-        for built in (wheel, sdist):
-            if built == sdist:
-                run(programs / "python", "-P", "-m", "pip", "uninstall", "--quiet", "--yes", "groupwise", cwd=scratch)
-                run(programs / "python", "-P", "-m", "pip", "install", "--quiet", f"{sdist}[{EXTRAS}]", cwd=scratch)
-            say(f"installed {built.name}")
-            folder = scratch / f"user-{built.suffix[1:]}"
-            folder.mkdir()
-            for step in STEPS if built == wheel else STEPS[:4]:
-                run(*(word.format(sdist=source) for word in step), cwd=folder, path=programs)
-                say(f"  {' '.join(step)}")
-            check_view(programs, folder)
-            say("  groupwise view run")
+        say(f"installed {wheel.name}")
+        folder = scratch / "user"
+        folder.mkdir()
+        for step in STEPS:
+            run(*(word.format(sdist=source) for word in step), cwd=folder, path=programs)
+            say(f"  {' '.join(step)}")
+        check_view(programs, folder)
+        say("  groupwise view run")
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             for built in (wheel, sdist):

@@ -67,8 +67,9 @@ def by_traces(batch, gamma, trace, features, ridge, folds):
 
 @pytest.mark.parametrize("trace", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize(("features", "ridge", "folds"), [(4, 1e-2, 3), (16, 1e-3, 2)])
-def test_it_is_the_printed_algorithm(trace, features, ridge, folds):
-    batch = random_episodes()
+@pytest.mark.parametrize("lengths", [(5, 9, 7, 6, 8, 9, 5), (100, 40, 90, 76, 75, 74, 73)])  # of one block, and of two
+def test_it_is_the_printed_algorithm(trace, features, ridge, folds, lengths):
+    batch = random_episodes(lengths=lengths)
     settings = {"features": features, "ridge": ridge, "folds": folds, "gae_lambda": trace}
     found = credit(batch, gamma=0.9, **lstd(**settings))
     torch.testing.assert_close(found, by_traces(batch, 0.9, trace, features, ridge, folds), rtol=1e-4, atol=1e-5)

@@ -581,46 +581,59 @@ def lstd(
 
     Source: https://doi.org/10.1023/A:1017936530646 (LSTD), https://papers.nips.cc/paper/3182-random-features-for-large-scale-kernel-machines.
     """
-    batch, gamma, engine = credit.batch, credit.gamma, credit.engine
+    batch, reward, gamma, engine = credit.batch, credit.reward, credit.gamma, credit.engine
     memory = {} if credit.memory is None else credit.memory
-    member, truncated, done, obs = batch["loss_mask"], batch["truncated"], credit.done, batch["obs"].double()
+    member, terminated, truncated, done = batch["loss_mask"], batch["terminated"], batch["truncated"], credit.done
     number = (batch["episode_id"].max() + 1).clamp(min=0)[None]
     counts, rank = engine.gather(number)
-    fold = torch.where(member, (batch["episode_id"] + counts[: rank.start].sum()) % folds, -1)
+    fold = (batch["episode_id"] + counts[: rank.start].sum()) % folds
 
     def remembered(name: str, like: Tensor) -> Tensor:
         return memory[name].to(like) if name in memory else torch.zeros_like(like)
 
     # features of states over their standard deviation so far
+    obs = batch["obs"].double()
     seen = engine.sum(torch.stack([torch.ones_like(obs), obs, obs.square()])[:, member].sum(dim=1))
     seen = memory["seen"] = seen + remembered("seen", seen)
     mean, mean_square = (seen[1:] / seen[0].clamp(min=1)).unbind()
-    phi = random_features(obs, mean, mean_square, features)
+    blocks = obs.split(-(-_LSTD_BLOCK // len(obs)), dim=1)
+    phis = [random_features(block, mean, mean_square, features) for block in blocks]
 
     # generalised advantages are linear in the weights: sums of rewards less w times sums of phi - gamma phi'
-    after = torch.cat([phi[:, 1:], phi[:, -1:]], dim=1)
-    # at truncations the value is the step's own: the final observation is not kept
-    after = torch.where(truncated[..., None], phi, after) * ~batch["terminated"][..., None]
-    sums = torch.cat([phi - gamma * after, credit.reward[..., None].double()], dim=-1)
-    for t in reversed(range(sums.shape[1] - 1)):  # in place: it has hundreds of columns
-        sums[:, t] += gamma * gae_lambda * ~done[:, t, None] * sums[:, t + 1]
+    width, stop = phis[0].shape[-1], obs.shape[1]
+    parts = obs.new_zeros(folds, width, width + 2)
+    after, later = phis[-1][:, -1:], obs.new_zeros(len(obs), width + 1)
+    for phi in reversed(phis):
+        now = slice(stop - phi.shape[1], stop)
+        # at truncations the value is the step's own: the final observation is not kept
+        after = torch.where(truncated[:, now, None], phi, torch.cat([phi[:, 1:], after], dim=1))
+        # a constant with the products, so that the ridge counts their steps
+        sums = torch.cat([phi, reward[:, now, None].double(), torch.ones_like(phi[..., :1])], dim=-1)
+        sums[..., :width] -= gamma * ~terminated[:, now, None] * after
+        for t in reversed(range(phi.shape[1])):
+            sums[:, t, :-1] += gamma * gae_lambda * ~done[:, now.start + t, None] * later
+            later = sums[:, t, :-1]
+        for part in range(folds):
+            own = member[:, now] & (fold[:, now] == part)
+            parts[part] += phi[own].T @ sums[own]
+        after, stop = phi[:, :1], now.start
 
-    # a constant with the products, so that the ridge counts their steps
-    sums = torch.cat([sums, torch.ones_like(sums[..., :1])], dim=-1)
-    parts = engine.sum(torch.stack([phi[fold == part].T @ sums[fold == part] for part in range(folds)]))
+    parts = engine.sum(parts)
     whole = parts.sum(dim=0)
     whole += remembered("products", whole)
     memory["products"] = decay * whole
-    advantage = torch.zeros_like(sums[..., 0])
     others, steps = whole - parts, (whole - parts)[:, -1, -1]  # the last feature is 1
-    penalty = torch.ones_like(phi[0, 0])
+    penalty = torch.ones_like(whole[:, 0])
     penalty[-1] = 1e-3  # the constant is hardly held back
     held = others[..., :-2] + torch.diag(ridge * penalty) * steps.clamp(min=1)[:, None, None]
     weights = torch.linalg.solve(held, others[..., -2])
-    for part, w in enumerate(weights):
-        known = (fold == part) & (steps[part] > 0)
-        advantage[known] = (sums[..., -2] - sums[..., :-2] @ w)[known]
-    return advantage.to(credit.reward)
+
+    values = torch.cat([phi @ weights.T for phi in phis], dim=1)
+    value = values.gather(-1, fold[..., None])[..., 0]
+    next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
+    ends = terminated, truncated
+    advantage = gae(reward.double(), value, next_value, *ends, gamma=gamma, gae_lambda=gae_lambda)
+    return torch.where(member & (steps > 0)[fold], advantage, 0).to(reward)
 
 
 def random_features(
@@ -652,6 +665,8 @@ ROUNDS = 10
 """Iterations of the values at truncations; each leaves at most gamma of the error."""
 _BLOCK = 256
 """States that are compared with the pool at once: distances of all of them together would need gigabytes."""
+_LSTD_BLOCK = 512
+"""Steps whose sums over features are held at once: each has hundreds."""
 _FLAT = 1e-6
 """A feature whose standard deviation is a smaller share of its size than this is left out: only rounding changes it."""
 

@@ -70,7 +70,7 @@ class EnvReport:
     whether success is reported, and tasks are named. ``start_varies``: whether the start depends on the seed.
     ``noise_varies``: whether members drift apart under equal actions. ``forgets``: whether an episode is the same after
     others as in a new environment. ``training``: GRPO's defaults; its value is None where GRPO refuses the environment.
-    ``plays``: whether random actions could be played, which is what PPO needs. ``warnings``: Gymnasium's of them.
+    ``plays``: whether random actions could be played, which is what PPO needs. ``warnings``: Gymnasium's warnings about the environment.
     """
 
     env_id: str

@@ -303,18 +303,25 @@ def context() -> ForkServerContext:
     return get_context("forkserver")
 
 
+_STARTING = threading.Lock()
+"""Held while a thread has changed the environment's variables."""
+
+
 def start(target: Callable[..., None], *args: Any, name: str, daemon: bool = True) -> BaseProcess:
     """A new process that runs ``target(*args)``. Its children are killed with it; with ``daemon`` it may have none."""
     context().set_forkserver_preload([target.__module__])
     process = context().Process(target=_main, args=(target, *args), daemon=daemon, name=name)
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"  # it imports nothing from the current folder before it has the path of this one
-    try:
-        process.start()
-    finally:
-        os.environ.pop("PYTHONSAFEPATH")
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
+    with _STARTING:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = (
+            "1"  # it imports nothing from the current folder before it has the path of this one
+        )
+        try:
+            process.start()
+        finally:
+            os.environ.pop("PYTHONSAFEPATH")
+            if before is not None:
+                os.environ["PYTHONSAFEPATH"] = before
     return process
 
 

@@ -20,7 +20,7 @@ from objective_updates import (
 )
 from small_updates import OBS
 
-from groupwise.algorithms.losses import LOSSES, UpdateStart, finest_item, reference_kl
+from groupwise.algorithms.losses import LOSSES, Counts, UpdateStart, finest_item, policy_loss, reference_kl
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError, DataError
@@ -182,3 +182,20 @@ def test_what_the_policy_cannot_do_is_refused_before_the_first_rollout():
     build({"trust_region": "vespo", "ratio": "sequence_product"}, policy)
     with pytest.raises(ConfigError, match=r"seq_mean_token_sum_norm.*max_length"):
         build({"aggregation": "seq_mean_token_sum_norm"})
+
+
+@pytest.mark.parametrize(
+    ("region", "below", "above"),
+    [
+        ({"name": "clip", "clip_low": 0.4, "clip_high": 0.4}, [False, False], [True, True]),
+        ({"name": "gmpo", "clip_low": 0.4, "clip_high": 0.4}, [True, False], [False, True]),  # at 0.670 and 1.492
+        ({"name": "reinforce"}, [True, True], [True, True]),  # at 0.8 and 1.2
+    ],
+)
+def test_steps_count_as_clipped_where_the_trust_region_clips(region, below, above):
+    ratio, ones = torch.tensor([0.65, 0.69, 1.45, 1.52]), torch.ones(4)
+    batch = {"old_log_prob": torch.zeros(4), "advantage": ones, "loss_mask": ones.bool(), "episode_id": torch.arange(4)}
+    _, (_, clipped, low, high) = policy_loss(ObjectiveCfg(trust_region=region), ratio.log(), batch, Counts(4))
+    assert low.bool().tolist() == [*below, False, False]
+    assert high.bool().tolist() == [False, False, *above]
+    assert torch.equal(clipped, low + high)

@@ -111,3 +111,24 @@ def test_equal_returns_are_warned_of_at_the_first_update_with_data(caplog):
     assert caplog.messages == []
     algorithm.update(rollout)
     assert [message[:23] for message in caplog.messages] == ["update 2 learns nothing"]
+
+
+@pytest.mark.parametrize(("is_flat", "number"), [(False, 1), (True, 3)])
+def test_the_step_and_the_parameter_that_are_named_belong_together(is_flat, number, caplog):
+    """A fast optimiser, which does not wait for the gradient's norm, keeps the last gradient that it refused."""
+    algorithm = build("ppo", on_nonfinite="drop", fast={"optimizer": flat_adam} if is_flat else {}, **ADAM)
+    names, backward, seen = {0: "actor.head.bias", 2: "critic.head.bias"}, algorithm.backward, []
+
+    def spoilt(batch):
+        metrics = backward(batch)
+        if (name := names.get(len(seen))) is not None:
+            dict(algorithm.policy.named_parameters())[name].grad.fill_(math.nan)
+        seen.append(1)
+        return metrics
+
+    algorithm.backward = spoilt
+    algorithm.update(make_rollout(algorithm.policy))
+    [message] = caplog.messages
+    assert f"step {number} of update 1" in message
+    if is_flat:
+        assert f"(first {names[number - 1]})" in message

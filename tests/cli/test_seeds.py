@@ -76,6 +76,7 @@ sys.exit(130)
 
 def test_seeds_train_in_a_process_and_a_folder_each(capsys, processes, tmp_path):
     folder = tmp_path / "many"
+    folder.mkdir()  # empty
     argv = ["train", "CartPole-v1", "--seeds", "0-1,5", "--algorithm.gamma", "0.5", "--run-dir", str(folder)]
     assert cli.main(argv) == 0
     assert sorted(command[command.index("--seed") + 1] for command in processes) == ["0", "1", "5"]

@@ -37,7 +37,9 @@ def test_environments_and_tasks():
     assert environment_of(one) == ("A-v0", {"env.id": "A-v0", "env.kwargs.g": 1, "env.max_episode_steps": None})
     assert environment_of(one) != environment_of(other)
     name, settings = environment_of({"task": {"data": "some/sums.jsonl", "rewards": []}, "model": {"path": "m"}})
-    assert (name, settings["task.data"]) == ("sums.jsonl", "some/sums.jsonl")
+    assert (name, settings["task.data"]) == ("sums", "some/sums.jsonl")
+    tasks = [{"data": "", "env": "guess/Number-v0"}, {"data": "<given in Python>"}, {"data": "reasoning_gym:chain_sum"}]
+    assert [environment_of({"task": task})[0] for task in tasks] == ["Number-v0", "text", "chain_sum"]
     assert "model.path" in method_of({"task": {"data": "x"}, "model": {"path": "m"}})
 
 

@@ -104,7 +104,7 @@ def test_texts_are_compared_by_their_task():
         write_seeds(Path(name), (0.25, 0.5))
         rewrite_settings(name, env=None, policy=None, task={"data": "data/sums.jsonl"}, model={"path": model})
     [found] = gw.compare(["small", "large"]).environments
-    assert (found.environment, found.unit) == ("sums.jsonl", "tokens written")
+    assert (found.environment, found.unit) == ("sums", "tokens written")
     assert [m.method for m in found.methods] == ["grpo path=models/a", "grpo path=models/b"]
 
 

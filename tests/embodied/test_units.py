@@ -11,6 +11,7 @@ from objective_updates import EVERY, ROWS, STEPS, fill_episodes, parameters, sam
 from small_updates import OBS
 from two_ranks import on_two_ranks
 
+from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import GRPOCfg, ObjectiveCfg, PPOCfg
@@ -233,3 +234,18 @@ def test_the_log_probability_of_a_chunk_is_the_sum_over_its_independent_dimensio
     mean, log_std = mine.dist.chunk(2, dim=-1)
     single = torch.distributions.Normal(mean, log_std.exp())
     torch.testing.assert_close(single.log_prob(action.action).sum(dim=-1), mine.log_prob)
+
+
+def test_smaller_micro_batches_are_counted_in_decisions(monkeypatch, caplog):
+    algorithm = objective_updates.build({}, chunk_policy())
+    rollout, backward, sizes = chunk_rollout(chunk_policy()), BaseAlgorithm.backward, []
+
+    def limited(self, batch):
+        sizes.append(len(batch["loss_mask"]))
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return backward(self, batch)
+
+    monkeypatch.setattr(BaseAlgorithm, "backward", limited)
+    algorithm.update(rollout)
+    assert f"fix: algorithm.micro_batch_size={-(-sizes[0] // 2)}" in caplog.messages[0]

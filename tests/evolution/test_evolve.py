@@ -2,7 +2,9 @@
 
 import gc
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -263,6 +265,7 @@ def test_the_command_explains_mistakes(words, message, capsys):
         ({"search": {"seed": [1, 2]}}, "seed cannot change"),
         ({"algorithm": "grpo", "search": {"algorithm.kl_coef": [0, 0.1]}}, r"algorithm\.kl_coef = 0 cannot change"),
         ({"search": {"algorithm.learning_rate": [-1.0, 1e-2]}}, r"algorithm.learning_rate = -1.0 is not possible"),
+        ({"search": {"algorithm.num_epochs": {"min": 1, "max": 4.6}}}, r"num_epochs = 4\.6 is no whole number; fix: 5"),
         ({"total_steps": 100}, "rounds times round_steps"),
         ({"stop": {"threshold": 400}}, "ends after its rounds"),
         ({"round_steps": 63}, "an iteration takes about 64 steps"),
@@ -348,3 +351,20 @@ def test_language_models_evolve(tmp_path):
     population = gw.evolve(task, {"group_size": 4}, search=search, **size, **options)
     assert all(row["status"] == "ok" and 0 <= row["mean"] <= 1 for row in population.rows())
     assert len(gw.sample(population.path / "best", "1")) == 1
+
+
+def test_workers_that_were_killed_while_idle_are_started_again(tmp_path, caplog):
+    killed = []
+
+    def hook(name, before, after):
+        for process in multiprocessing.active_children():
+            if process.name == "groupwise member":
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                killed.append(process.pid)
+        return after
+
+    found = evolve(tmp_path / "p", on_mutation=hook, population=2, round_steps=64, workers=2)
+    assert len(killed) == 2
+    assert found.round == found.cfg.rounds
+    assert "failed" not in caplog.text

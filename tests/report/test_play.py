@@ -247,6 +247,15 @@ def test_an_environment_that_draws_arrays_has_both(run: gw.Run, display, registe
     assert reel is None or len(reel.frames) == 2
 
 
+def test_an_environment_that_cannot_be_reset_is_closed(run: gw.Run, registered, monkeypatch: pytest.MonkeyPatch):
+    closed = []
+    monkeypatch.setattr(Drawn, "reset", lambda self, *, seed=None, options=None: 1 / 0)
+    monkeypatch.setattr(Drawn, "close", lambda self: closed.append(self))
+    with pytest.raises(EnvError, match="division by zero"):
+        perform(run, "Drawn-v0", Reel(Path("a.gif")))
+    assert len(closed) == 2  # the first one, made to read its render modes, too
+
+
 def perform(run: gw.Run, env_id: str, reel: Reel | None):
     return play_episodes(run.policy, gw.EnvCfg(id=env_id), None, True, 0, 1, reel)
 

@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from groupwise.system import limiting
+from groupwise.system import context, limiting, start
 
 PARENT = """
 import os, re, subprocess, sys, time
@@ -76,3 +77,19 @@ def for_ever():
 def test_a_limit_of_time_holds_where_the_end_of_an_object_swallows_the_error():
     with pytest.raises(TimeoutError, match="CPU time"), limiting(0.1):
         for_ever()
+
+
+def test_threads_that_start_processes_leave_the_variables_as_they_were(monkeypatch):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    seen = []
+
+    def begin(process):
+        seen.append(os.environ["PYTHONSAFEPATH"])
+        time.sleep(0.01)
+
+    monkeypatch.setattr(type(context().Process()), "start", begin)
+    with ThreadPoolExecutor(4) as pool:
+        for job in [pool.submit(start, print, name="work") for _ in range(8)]:
+            job.result()
+    assert seen == ["1"] * 8
+    assert "PYTHONSAFEPATH" not in os.environ

@@ -273,6 +273,26 @@ def test_a_setting_that_the_checkpoint_depends_on_is_named_where_it_was_changed_
     assert "damaged" not in error
 
 
+@pytest.mark.parametrize("speed", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("name", "now", "message"),
+    [
+        ("optimizer", {"name": "adam", "eps": 1e-2}, r"algorithm\.optimizer\.eps cannot change from 1e-05 to 0\.01"),
+        ("optimizer", {"name": "sgd"}, r"algorithm\.optimizer\.name cannot change from 'adam' to 'sgd'"),
+        ("kl_coef", 0.1, r"algorithm\.kl_coef cannot change from 0\.0 to 0\.1"),
+    ],
+)
+def test_a_setting_that_would_not_be_used_is_refused(name, now, message, speed, tmp_path):
+    """The optimiser's state has its settings, and a run without a KL has no reference."""
+    path = tmp_path / "run"
+    gw.train("CartPole-v1", "grpo", num_envs=8, total_iterations=1, run_dir=path, speed=speed)
+    tree = json.loads((path / "config.json").read_text())
+    tree["algorithm"][name] = now
+    (path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(gw.errors.ConfigError, match=message):
+        gw.resume(path, total_iterations=2)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("command", [["eval"], ["eval", "--json"], ["export", "--to", "safetensors"], ["resume"]])
 def test_a_parameter_that_is_not_finite_is_named(command, value, trained, tmp_path, capsys):

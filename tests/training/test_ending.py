@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -316,3 +317,26 @@ def test_an_update_and_a_checkpoint_may_take_longer(parts, monkeypatch):
     with running.finishing_on_signal(trainer), pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert (trainer.iteration, slow.saved) == (1, True)
+
+
+class Counted(gymnasium.Env):
+    """Counts those that are open; its actions have no bounds."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    num_open = 0
+
+    def __init__(self):
+        Counted.num_open += 1
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def close(self):
+        Counted.num_open -= 1
+
+
+def test_environments_of_a_run_that_cannot_be_built_are_closed(tmp_path):
+    with pytest.raises(gw.errors.ConfigError, match="squash_output"):
+        gw.train(Counted, "ppo", policy={"squash_output": True}, num_envs=4, run_dir=tmp_path / "run")
+    assert Counted.num_open == 0

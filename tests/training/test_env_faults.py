@@ -16,6 +16,7 @@ from plain_envs import Plain
 
 import groupwise as gw
 from groupwise.errors import EnvError
+from groupwise.report.folder import kept_iterations
 from groupwise.training import build
 from groupwise.training.evaluation import EvaluationResult
 
@@ -169,3 +170,22 @@ def test_evaluations_say_once_that_they_cut(tmp_path, caplog):
     )
     assert (run.summary["return_mean"], run.summary["cut_episodes"]) == (1_000, 2)
     assert gw.evaluate(run, 3).cut_episodes == 3
+
+
+def test_an_iteration_without_groups_is_skipped_and_training_goes_on(tmp_path):
+    Switch.broken = 10**6
+    run = gw.train(
+        Switch,
+        gw.GRPOCfg(group_size=2, num_steps=8, collection={"on_env_error": "drop"}),
+        num_envs=2,
+        max_episode_steps=4,
+        total_steps=64,
+        run_dir=tmp_path / "run",
+        logging={"progress": "none"},
+        evaluation={"interval": 10**9, "episodes": 2},
+        callbacks=[on("rollout_end", lambda *_: setattr(Switch, "broken", 0))],
+    )
+    first, *others = run.metrics()
+    assert first["rollout/groups"] == 0
+    assert all(row["rollout/groups"] > 0 for row in others)
+    assert [*kept_iterations(run.path / "groups")] == [run.metrics()[-1]["iteration"]]  # and not those of the first

@@ -200,3 +200,15 @@ def test_settings_given_to_resume_point_to_a_fork(run):
             gw.resume(run.path, **given)
     with pytest.raises(gw.errors.ConfigError, match=r"is a run on an environment, .*; fix: gw\.Run\.load"):
         gw.LanguageAgent.load(run.path)
+
+
+def test_a_fork_begins_at_the_checkpoint_before_a_damaged_one(run, tmp_path, caplog):
+    path = tmp_path / "copy"
+    shutil.copytree(run.path, path)
+    with (path / "checkpoints" / "latest" / "policy.safetensors").open("r+b") as file:
+        file.write(b"damaged")
+    forked = gw.fork(path, tmp_path / "new", total_steps=400)
+    assert "latest.1 instead" in caplog.text
+    before = load_checkpoint(RunFolder(run.path).checkpoints / "latest.1")
+    assert same_weights(load_checkpoint(RunFolder(forked).latest).policy, before.policy)
+    assert gw.resume(forked).summary["env_steps"] >= 400

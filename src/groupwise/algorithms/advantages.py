@@ -8,7 +8,7 @@ baseline, the scale, and rules for steps that members do not reach. A baseline i
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, require_name
 from groupwise.functional.advantages import (
     Baseline,
+    BatchScale,
     batch_scale,
     episode_return,
     finished_count,
@@ -73,7 +74,7 @@ class CreditInput(NamedTuple):
         return return_to_go(self.reward.double(), self.done, self.gamma).to(self.reward)
 
 
-_SCALES_OF_BATCH = ("none", "batch_std", "nonzero_share")
+_SCALES_OF_BATCH = get_args(BatchScale)
 """Scales that do not come from the group."""
 
 
@@ -105,7 +106,7 @@ class Scores(NamedTuple):
     ) -> Float[Tensor, "*batch"]:
         """Each score less a baseline from elsewhere, over a scale of the batch."""
         cfg, member = self.credit.cfg, self.member if member is None else member
-        if cfg.scale not in ("batch_std", "nonzero_share", "none"):
+        if cfg.scale not in ("batch_std", "nonzero_share", "none"):  # as type checkers read it
             raise ConfigError(f"this baseline takes no credit.scale={cfg.scale!r}; fix: {', '.join(_SCALES_OF_BATCH)}")
         exact = self.score.double()
         scale = batch_scale(cfg.scale, exact, member, exact.new_zeros(1), cfg.eps, self.credit.engine.sum)
@@ -514,6 +515,19 @@ _VALUES: dict[str, tuple[str, ...]] = {
 """Settings of credit beside a baseline that gives each state a value."""
 
 
+def advantage_by_values(
+    credit: CreditInput, value: Float[Tensor, "row step"], gae_lambda: float
+) -> Float[Tensor, "row step"]:
+    """Generalised advantages by values of states, in their precision.
+
+    At truncations the next value is the step's own: the final observation is not kept.
+    """
+    terminated, truncated = credit.batch["terminated"], credit.batch["truncated"]
+    next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
+    reward = credit.reward.to(value)
+    return gae(reward, value, next_value, terminated, truncated, gamma=credit.gamma, gae_lambda=gae_lambda)
+
+
 @register_baseline("knn", whole=True, needs=_VALUES, within_group=False, vectors=True)
 def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -> Float[Tensor, "row step"]:
     """The mean of returns from the nearest states of other episodes, with generalised advantages.
@@ -551,9 +565,7 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
         found = mean_of_nearest((score + tail * last[episode])[pool])
     value = torch.zeros_like(reward)
     value[member] = found
-    # at truncations the value is the step's own: the final observation has no return
-    next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
-    return gae(reward, value, next_value, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
+    return advantage_by_values(credit, value, gae_lambda)
 
 
 @register_baseline("lstd", whole=True, needs=_VALUES, within_group=False, vectors=True)
@@ -629,10 +641,7 @@ def lstd(
     weights = torch.linalg.solve(held, others[..., -2])
 
     values = torch.cat([phi @ weights.T for phi in phis], dim=1)
-    value = values.gather(-1, fold[..., None])[..., 0]
-    next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
-    ends = terminated, truncated
-    advantage = gae(reward.double(), value, next_value, *ends, gamma=gamma, gae_lambda=gae_lambda)
+    advantage = advantage_by_values(credit, values.gather(-1, fold[..., None])[..., 0], gae_lambda)
     return torch.where(member & (steps > 0)[fold], advantage, 0).to(reward)
 
 

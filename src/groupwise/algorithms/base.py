@@ -69,7 +69,7 @@ class BaseAlgorithm(ABC):
         seed: of the order of minibatches.
         optimizer: makes a faster optimiser for the parameters. None, and where it returns None: torch's own.
         gradient: makes a faster ``backward``. None, and where it returns None: the method.
-        unknown: refused, by an error that says how to train.
+        unknown: any other argument; raises a ``ConfigError`` that shows how to train.
     """
 
     grouped: ClassVar[bool] = False
@@ -229,7 +229,7 @@ class BaseAlgorithm(ABC):
         self.optimizer_steps += int(metrics["train/optimizer_steps"])
         if skipped := len(steps) - 1 - int(metrics["train/optimizer_steps"]):
             metrics["train/skipped_steps"] = float(skipped)
-            self._refuse(finite.tolist().index(False))
+            self._refuse(len(steps) - 1 - finite.flip(0).tolist().index(False))
         return metrics
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
@@ -250,7 +250,7 @@ class BaseAlgorithm(ABC):
         return (batch["weight"] * loss).sum(), (values * torch.stack(shares).flatten(1)).sum(dim=1).float()
 
     def _refuse(self, number: int) -> None:
-        """Warn of the first step of an update whose gradient is NaN or infinite, or stop the run."""
+        """Warn of a step of an update whose gradient is NaN or infinite, or stop the run; of one for each update."""
         if self._refused_in == self.iteration:
             return
         self._refused_in = self.iteration

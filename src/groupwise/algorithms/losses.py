@@ -11,6 +11,7 @@ update's start, by ``objective_data``; the rest looks at single elements or whol
 Unless stated otherwise, a loss has the gradient ``-A`` with respect to ``log_prob`` at ratio 1.
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -142,10 +143,21 @@ class Loss(NamedTuple):
     reads_sampler: bool
     probabilities: bool
     learns_alone: Callable[..., bool]
+    bounds: Callable[..., tuple[float, float]]
 
 
 LOSSES: dict[str, Loss] = {}
 """Trust regions by name."""
+
+
+CLIP = 0.2
+"""Distance from 1 beyond which a ratio counts as clipped under trust regions that have no ``clip_low`` and ``clip_high``."""
+
+
+def clip_range(clip_low: float = CLIP, clip_high: float = CLIP, **settings: object) -> tuple[float, float]:
+    """The least and the greatest ratio that PPO does not clip."""
+    return 1 - clip_low, 1 + clip_high
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -160,6 +172,7 @@ def register_loss(
     reads_sampler: bool = False,
     probabilities: bool = False,
     learns_alone: Callable[..., bool] = lambda **settings: False,
+    bounds: Callable[..., tuple[float, float]] = clip_range,
     check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: make a function available as ``objective.trust_region=name``. Its parameters after the first are its settings.
@@ -172,6 +185,7 @@ def register_loss(
         reads_sampler: the loss reads ``sample_log_prob``.
         probabilities: it compares probabilities, so continuous actions, which have densities, are refused.
         learns_alone: whether, with these settings, the loss has a gradient where all advantages are 0.
+        bounds: the ratios, with these settings, beyond which ``train/clip_fraction`` counts a step.
         check: called with the settings; raises a ``ValueError`` where they contradict each other.
 
     Raises:
@@ -183,7 +197,7 @@ def register_loss(
         if name in LOSSES or name != TrustRegionCfg.default:  # the default's settings are in ``config``
             needs = {"needs_ratio": needs_ratio, "needs_old_log_prob": needs_old_log_prob}
             settings_of(function, name, TrustRegionCfg, check, **needs)
-        LOSSES[name] = Loss(function, select, whole_episodes, reads_sampler, probabilities, learns_alone)
+        LOSSES[name] = Loss(function, select, whole_episodes, reads_sampler, probabilities, learns_alone, bounds)
         return function
 
     return register
@@ -282,7 +296,12 @@ def clip_cov(
     return clip(x, clip_low, clip_high) * (~x.chosen).to(x.log_prob)
 
 
-@register_loss("gmpo", needs_ratio="token", whole_episodes=True)
+@register_loss(
+    "gmpo",
+    needs_ratio="token",
+    whole_episodes=True,
+    bounds=lambda clip_low, clip_high: (math.exp(-clip_low), math.exp(clip_high)),
+)
 def gmpo(x: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:
     """The geometric mean over the episode of ratios clipped step by step, at exp(-clip_low) and exp(clip_high).
 
@@ -660,13 +679,9 @@ def policy_loss(
     if limit is not None:
         loss = loss.masked_fill(~off_policy_keeps(x, limit), 0)
     with torch.no_grad():
-        low = (ratio < 1 - settings.get("clip_low", CLIP)).to(ratio.dtype)
-        high = (ratio > 1 + settings.get("clip_high", CLIP)).to(ratio.dtype)
+        least, most = LOSSES[cfg.trust_region.name].bounds(**settings)
+        low, high = (outside.to(ratio.dtype) for outside in (ratio < least, ratio > most))
         return loss, (k3(old, log_prob), low + high, low, high)
-
-
-CLIP = 0.2
-"""Distance from 1 beyond which a ratio counts as clipped under trust regions that have no ``clip_low`` and ``clip_high``."""
 
 
 # --- data computed once per update ---

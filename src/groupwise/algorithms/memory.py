@@ -17,7 +17,7 @@ Batch = dict[str, Nested]
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is that memory ran out: on a GPU, in Python, or torch's on a CPU; or came of that, in a CUDA graph."""
+    """Whether the error is that memory ran out: on a GPU, in Python, or torch's on a CPU; or was raised while handling that, as in a CUDA graph."""
     kinds = torch.OutOfMemoryError | MemoryError
     return isinstance(error, kinds) or isinstance(error.__context__, kinds) or "DefaultCPUAllocator" in str(error)
 
@@ -51,7 +51,8 @@ class MicroBatches:
         if len(parts) == count:
             error.add_note("micro-batches cannot be smaller; fix: shorter episodes or texts, or a smaller network")
             raise error
-        size = max(batch["loss_mask"].numel() for batch in parts)
+        masks = [batch["loss_mask"] for batch in parts]
+        size = max(mask.numel() if self._item == "row" else len(mask) for mask in masks)  # tokens, or decisions
         fix = f"fix: algorithm.micro_batch_size={size}"
         log.warning("out of memory: micro-batches are halved from now on, which changes no gradient; %s", fix)
 

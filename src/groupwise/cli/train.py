@@ -25,7 +25,7 @@ from groupwise.config.load import read_file
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
 from groupwise.errors import ConfigError, GroupwiseError, RunFolderError
-from groupwise.report.folder import RunFolder
+from groupwise.report.folder import RunFolder, is_free
 from groupwise.system import num_cpus, show
 
 log = logging.getLogger(__name__)
@@ -143,8 +143,8 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
         from groupwise.integrations.ray import resume_on_ray
 
         _set_output(options.progress)
-        how = {"allow_programs": options.allow_programs, "progress": options.progress}
-        return print_run(resume_on_ray(options.run, on_ray(launch), **how), quiet=options.progress == "none")
+        run = resume_on_ray(options.run, on_ray(launch), allow_programs=options.allow_programs)
+        return print_run(run, quiet=options.progress == "none")
 
     for name, kind in {"steps": count, "iterations": count, "epochs": float}.items():
         parser.add_argument(f"--total-{name}", type=kind, help=f"new total budget in {name} (default: unchanged)")
@@ -292,10 +292,9 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
 
     name = f"{cfg.subject}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError as error:
-        raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir") from error
+    if not is_free(folder):
+        raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir")
+    folder.mkdir(parents=True, exist_ok=True)
     progress = cfg.logging.progress
     own = cfg.logging.model_copy(update={"progress": "lines" if progress in ("auto", "bar") else progress})
     settings = to_json(cfg.model_copy(update={"run_dir": None, "logging": own}))

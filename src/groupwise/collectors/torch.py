@@ -1,4 +1,4 @@
-"""Fixed windows of experience from torch environments: for PPO."""
+"""Collection from torch environments: windows for PPO, and groups for GRPO."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from groupwise.comparison.results import Comparison, Measure, Reference, RunRecord, compare_records, setting
 from groupwise.config.base import flat
-from groupwise.config.run import BUDGETS, Budget, EvaluationMetric
+from groupwise.config.run import BUDGETS, Budget, EvaluationMetric, text_subject
 from groupwise.errors import ConfigError, RunFolderError
 from groupwise.report.folder import SCORES, RunFolder
 
@@ -28,8 +28,8 @@ _OF_ENVIRONMENT = ("id", "kwargs", "max_episode_steps")
 def environment_of(config: Tree) -> tuple[str, Flat]:
     """Name and settings of the environment or task that a run was trained on."""
     if "task" in config:
-        name = str(config["task"].get("data", "")).rpartition("/")[2].rpartition(":")[2]
-        return name, flat({"task": config["task"]})
+        task = config["task"]
+        return text_subject(task.get("env"), task.get("data")), flat({"task": task})
     env = config["env"]
     return str(env["id"]), flat({"env": {key: env.get(key) for key in _OF_ENVIRONMENT}})
 

@@ -524,6 +524,12 @@ class RunCfg(CommonCfg):
         return self
 
 
+def text_subject(env: object, data: object) -> str:
+    """A name for folders and plots of the environment, or of the file or task, that prompts come from."""
+    name = str(env or data or "").rpartition(":")[2]
+    return "text" if name.startswith("<") or not name else Path(name).stem
+
+
 def _check_threshold(threshold: float | None, metric: EvaluationMetric) -> None:
     if metric == "success_rate" and threshold is not None and not 0 < threshold <= 1:
         raise ValueError(f"stop.threshold={threshold:g} is no success rate; fix: more than 0 and at most 1")
@@ -561,8 +567,7 @@ class TextRunCfg(CommonCfg):
     @property
     def subject(self) -> str:
         """Name of the environment, or of the file or task that the prompts come from."""
-        name = (self.task.env or self.task.data).rpartition(":")[2]
-        return "text" if name.startswith("<") or not name else Path(name).stem
+        return text_subject(self.task.env, self.task.data)
 
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":

@@ -302,6 +302,8 @@ def check_search(search: Mapping[str, RangeCfg | Choices], base: CommonCfg) -> N
         if inside := [other for other in search if other.startswith(f"{path}.")]:
             raise ConfigError(f"search: {inside[0]} is a part of {path}; fix: one of the two")
         for value in values:
+            if (whole := fitted(base, path, value)) != value:
+                raise ConfigError(f"search: {path} = {value!r:.80} is no whole number; fix: {whole}")
             found = with_settings(base, {path: fitted(base, path, value)})
             if found.named_programs() != base.named_programs():  # it may come from a stranger's population
                 raise ConfigError(f"search: {path} = {value!r:.80} names a program; fix: set it for all members")
@@ -525,12 +527,15 @@ class Processes:
 
     def begin(self, task: Round) -> Any:
         """Send a round to an idle process or a new one."""
-        worker = next((worker for worker in self._processes if worker not in self.busy), None)
-        if worker is None:
-            worker, theirs = processes.context().Pipe()
-            args = (theirs, self._payload, tuple(plugins.loaded()), self._output)
-            self._processes[worker] = processes.start(_work, *args, name="groupwise member", daemon=False)
-            theirs.close()
+        for idle in [worker for worker in self._processes if worker not in self.busy]:
+            with suppress(OSError):
+                idle.send(task)
+                return idle
+            processes.kill(self._processes.pop(idle))  # it died while idle
+        worker, theirs = processes.context().Pipe()
+        args = (theirs, self._payload, tuple(plugins.loaded()), self._output)
+        self._processes[worker] = processes.start(_work, *args, name="groupwise member", daemon=False)
+        theirs.close()
         worker.send(task)
         return worker
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from groupwise.functional.reduce import AllSum, gather_segments, local, segment_min_max, segment_sum
 
 Baseline = Literal["mean", "leave_one_out"]
-BatchScale = Literal["batch_std", "nonzero_share", "none"]
+BatchScale = Literal["none", "batch_std", "nonzero_share"]
 """Scales that are one number for the whole batch."""
 Scale = Literal["std", "population_std", "mean"] | BatchScale
 

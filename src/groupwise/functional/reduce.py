@@ -91,7 +91,7 @@ def whiten_segments(
     *,
     all_sum: AllSum = local,
 ) -> Float[Tensor, "*batch"]:
-    """``whiten`` of each segment by itself, segments with a number being one over all ranks; 0 where the id is -1."""
+    """``whiten`` of each segment by itself; a number is the same segment on every rank. 0 where the id is -1."""
     mask = mask & (segment >= 0)
 
     def total(values: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def loss_weights(
 def token_mean_weights(
     mask: Bool[Tensor, "*batch"], segment: Int[Tensor, "*batch"], num_segments: int, *, all_sum: AllSum = local
 ) -> Float[Tensor, "*batch"]:
-    """``loss_weights`` by ``token_mean`` of each segment by itself, segments with a number being one over all ranks."""
+    """``loss_weights`` by ``token_mean`` of each segment by itself; a number is the same segment on every rank."""
     weight = mask.float()
     count = all_sum(segment_sum(weight, segment, num_segments)).clamp(min=1)
     return weight / gather_segments(count, segment)

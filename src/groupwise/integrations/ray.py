@@ -103,17 +103,16 @@ def resume_on_ray(
     workers: Workers = WORKERS,
     *,
     allow_programs: bool = False,
-    progress: str | None = None,
     **given: Any,
 ) -> Run:
     """Continue a run from its latest checkpoint in workers of the Ray cluster.
 
     Args:
-        allow_programs, progress: as of ``gw.resume``.
+        allow_programs: as of ``gw.resume``.
         given: the Python objects that the run was trained with.
     """
     folder, objects, cfg = reopen(path, given, to_train=True, allow_programs=allow_programs)
-    return _fit(folder.path.absolute(), cfg.with_progress(progress), objects, workers)
+    return _fit(folder.path.absolute(), cfg, objects, workers)
 
 
 def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Run:

@@ -1,4 +1,4 @@
-"""The video of a policy."""
+"""Videos of policies, play in a window, and replayed frames of groups."""
 
 import json
 import math
@@ -152,11 +152,12 @@ def play_episodes(
     with nullcontext() if reel is None else no_display():
         with explained(cfg.id, kind):
             made = rendering_env(cfg, env, mode)
-            made.reset(seed=0)
-            if reel is not None:
-                draw(made)
         most = min(MAX_PLAYED, cfg.max_episode_steps or (made.spec and made.spec.max_episode_steps) or MAX_STEPS)
         with closing(made), torch.random.fork_rng():
+            with explained(cfg.id, kind):
+                made.reset(seed=0)
+                if reel is not None:
+                    draw(made)
             torch.manual_seed(seed)
             starts = [derive_seed(seed, "eval", episode) for episode in range(episodes)]
             return [_play(policy, made, cfg, start, reel, deterministic, most) for start in starts]
@@ -354,8 +355,8 @@ class _Player:
         apart = ~np.isclose(met[:-1], member["observation"], rtol=1e-4, atol=1e-5, equal_nan=True).all(axis=1)
         if apart.any():
             raise NoFramesError(
-                f"No frames: played again from its start seed and with its actions, member {number} of {self.env.env_id} is "
-                f"elsewhere at step {apart.argmax()} than it was in training. More than these decides its start or its steps."
+                f"No frames: replaying member {number} of {self.env.env_id} from its seed and actions gave a different state at step "
+                f"{apart.argmax()}, so this environment depends on something besides the seed."
             )
         return [*frames[: len(_steps_of_frames(len(met) - 1, stride)) - 1], draw(self.made[0], MAX_FRAME_SIZE)]
 

@@ -208,6 +208,7 @@ class CompiledBackward:
         assert isinstance(algorithm.optimizer, FlatAdam)
         self._algorithm = algorithm
         self._flat = algorithm.optimizer
+        self._cfg = algorithm.cfg
         self._vector = self._flat.vector.detach()
         self._function: _Gradient | None = None
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -219,8 +220,9 @@ class CompiledBackward:
         if self._compiled is None and not self.failed:
             self._compile(batch)
         function = self._function
-        # compiled for a number of elements that is not 1
-        if self._compiled is None or function is None or len(batch["loss_mask"]) < 2 or batch.keys() != function.keys:
+        # the settings' numbers are constants, and the number of elements is not 1
+        others = self._algorithm.cfg is not self._cfg or len(batch["loss_mask"]) < 2
+        if self._compiled is None or function is None or others or batch.keys() != function.keys:
             return BaseAlgorithm.backward(self._algorithm, batch)
         with torch.no_grad():
             gradient, metrics = self._compiled(self._vector, *function.values(batch))

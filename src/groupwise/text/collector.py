@@ -192,7 +192,6 @@ def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Te
 
 # Transcripts: the model's turns, the tool's answers, and their rewards
 
-_PROMPTS_AT_ONCE = 32
 _STARTS_TRIED = 3
 """By the check that members share a start."""
 

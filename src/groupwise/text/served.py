@@ -188,8 +188,9 @@ class ServedCollector(TextCollector):
         return groups
 
     def _write(self, transcripts: Sequence[Transcript]) -> None:
-        """After the first turn, which is one request for a group, each member has its own: in threads as environments have them, none
-        waits for another, as servers batch by themselves.
+        """One request for the first turn of a group; after it, each member makes its own.
+
+        Where environments play in threads, no member waits for another: the server batches their requests.
         """
         dialogue, sampling = self._dialogue, self._cfg.sampling
         if dialogue.envs is None:

@@ -459,15 +459,20 @@ class EnvComponents(Components):
 
     def close(self) -> None:
         """Close the environments, unless they are the user's own."""
-        import gymnasium
-
-        if not isinstance(self.given.env, gymnasium.vector.VectorEnv | VectorEnv):
-            super().close()
+        close_env(self.collector, self.given)
 
     def _start_mode(self) -> StartMode | None:
         """How the members of a group share their start, which was verified; None for algorithms without groups."""
         report = self.env.start_report if isinstance(self.env, GroupEnv) and self.algorithm.grouped else None
         return None if report is None else report.start_mode
+
+
+def close_env(env: VectorEnv | Collector, given: UserObjects) -> None:
+    """Close environments, or a collector with its own, unless they are the user's."""
+    import gymnasium
+
+    if not isinstance(given.env, gymnasium.vector.VectorEnv | VectorEnv):
+        env.close()
 
 
 def algorithm_class(cfg: AlgorithmCfg) -> type[BaseAlgorithm]:
@@ -534,6 +539,25 @@ def build_components(
         reward_parts=cfg.algorithm.reward_parts,
         device=device,
     )
+    try:
+        return _components(cfg, given, engine, env, device, restored, policy_type, make_collector)
+    except BaseException:
+        close_env(env, given)
+        raise
+
+
+def _components(
+    cfg: RunCfg,
+    given: UserObjects,
+    engine: Engine,
+    env: VectorEnv,
+    device: torch.device,
+    restored: bool,
+    policy_type: type[Policy] | None,
+    make_collector: Callable[..., tuple[Collector, tuple[Callback, ...]]] | None,
+) -> EnvComponents:
+    """The parts of a run in an environment; ``build_components`` explains the arguments."""
+    algorithm_type = algorithm_class(cfg.algorithm)
     policy = given.policy
     if policy is None:  # orthogonal weights come out differently on another number of threads
         with threads(1), torch.random.fork_rng(devices=[]):

@@ -286,7 +286,7 @@ class KeepGroups(Callback):
                 files.remove(path)
 
     def on_rollout_end(self, trainer: "Trainer", rollout: TensorDict) -> None:
-        """Keep the statistics of normalisers, which the update changes in its end."""
+        """Keep the statistics of normalisers, which the update changes at its end."""
         self._buffers = {name: buffer.clone() for name, buffer in trainer.algorithm.policy.named_buffers()}
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
@@ -295,6 +295,8 @@ class KeepGroups(Callback):
             self._write(trainer, rollout, metrics)
 
     def _write(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+        if not rollout["valid"].any():  # all groups were dropped
+            return
         start = time.perf_counter()
         columns = kept_steps(transition_view(rollout), self.num_groups, trainer, self._buffers)
         write_groups(self.folder, trainer.iteration, columns)

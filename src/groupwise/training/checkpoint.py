@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -281,6 +281,17 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
     A ``ConfigError`` names the setting if that is because ``config.json`` was changed.
     """
     fresh = run.state_dict()
+    changed = _settings_changed(state, fresh)
+
+    def refuse(names: Iterable[str], cause: Exception | None = None) -> None:
+        for name in names:
+            raise ConfigError(
+                f"{name} cannot change from {changed[name].get('saved')!r:.80} to {changed[name].get('now')!r:.80}: the checkpoint "
+                f"{where} was made with it; fix: the former value in config.json, or a new run"
+            ) from cause
+
+    # the optimiser's state has its settings, which would take the place of others without a word
+    refuse(name for name in changed if name.startswith("algorithm.optimizer."))
     try:
         _check_like(state, fresh | {"callbacks": None}, "state")
         _counts_of(state)
@@ -288,12 +299,7 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
     except GroupwiseError:
         raise
     except DAMAGES as error:
-        for name, values in _settings_changed(state, fresh).items():
-            if is_fixed(name):
-                raise ConfigError(
-                    f"{name} cannot change from {values.get('saved')!r:.80} to {values.get('now')!r:.80}: the checkpoint "
-                    f"{where} was made with it; fix: the former value in config.json, or a new run"
-                ) from error
+        refuse((name for name, values in changed.items() if is_fixed(name, values.get("saved"))), error)
         raise CheckpointError(f"{where} is damaged: its state does not fit ({_in_short(error)}); {_FIX}") from error
 
 
@@ -524,7 +530,7 @@ def fork_run(
     changed = differences({"old": flat(folder.read_config()), "new": flat(settings)})
     for name, values in changed.items():
         old, new = values.get("old"), values.get("new")
-        if is_fixed(name) or (name == "algorithm.kl_coef" and not old):
+        if is_fixed(name, old):
             # otherwise the weights do not, or it is text
             fits = "policy" in settings and not name.startswith("policy.")
             begin = f" with policy.init_from={str(folder.path)!r}" if fits else ""
@@ -546,7 +552,9 @@ def fork_run(
             there = ", ".join(map(str, sorted(by_steps))) or "no step"
             raise ConfigError(f"checkpoint={checkpoint}: {folder.path} has {there}; fix: one of these, latest or best")
         found = by_steps[checkpoint]
-    iteration, steps = (load_checkpoint(found).state[name] for name in ("iteration", "env_steps"))
+    # of a damaged one, the one before it
+    found, state = _newest(found, lambda there: (there, _read_checkpoint(there, None, _limits(None)).state))
+    iteration, steps = (state[name] for name in ("iteration", "env_steps"))
     if not finished:
         cfg.budget.check_exceeds(saved_counts(found)[cfg.budget.unit], found)
     kept = [entry for entry in folder.read_metrics() if entry["iteration"] <= iteration]
@@ -573,6 +581,8 @@ def _others(folder: str, names: list[str]) -> set[str]:
     return {*names} - {POLICY, ALGORITHM, STATE, MANIFEST}
 
 
-def is_fixed(name: str) -> bool:
-    """Whether the content of a checkpoint depends on the setting at this path."""
+def is_fixed(name: str, old: Any = None) -> bool:
+    """Whether the content of a checkpoint depends on the setting at this path, whose value was ``old``."""
+    if name == "algorithm.kl_coef":
+        return bool(old == 0)  # there is no reference
     return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and not name.endswith(".init_from")

@@ -515,19 +515,6 @@ _VALUES: dict[str, tuple[str, ...]] = {
 """Settings of credit beside a baseline that gives each state a value."""
 
 
-def advantage_by_values(
-    credit: CreditInput, value: Float[Tensor, "row step"], gae_lambda: float
-) -> Float[Tensor, "row step"]:
-    """Generalised advantages by values of states, in their precision.
-
-    At truncations the next value is the step's own: the final observation is not kept.
-    """
-    terminated, truncated = credit.batch["terminated"], credit.batch["truncated"]
-    next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
-    reward = credit.reward.to(value)
-    return gae(reward, value, next_value, terminated, truncated, gamma=credit.gamma, gae_lambda=gae_lambda)
-
-
 @register_baseline("knn", whole=True, needs=_VALUES, within_group=False, vectors=True)
 def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -> Float[Tensor, "row step"]:
     """The mean of returns from the nearest states of other episodes, with generalised advantages.
@@ -565,7 +552,9 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
         found = mean_of_nearest((score + tail * last[episode])[pool])
     value = torch.zeros_like(reward)
     value[member] = found
-    return advantage_by_values(credit, value, gae_lambda)
+    # at truncations the value is the step's own: the final observation has no return
+    next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
+    return gae(reward, value, next_value, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
 
 
 @register_baseline("lstd", whole=True, needs=_VALUES, within_group=False, vectors=True)
@@ -641,7 +630,10 @@ def lstd(
     weights = torch.linalg.solve(held, others[..., -2])
 
     values = torch.cat([phi @ weights.T for phi in phis], dim=1)
-    advantage = advantage_by_values(credit, values.gather(-1, fold[..., None])[..., 0], gae_lambda)
+    value = values.gather(-1, fold[..., None])[..., 0]
+    next_value = torch.where(truncated, value, torch.cat([value[:, 1:], value[:, -1:]], dim=1))
+    ends = terminated, truncated
+    advantage = gae(reward.double(), value, next_value, *ends, gamma=gamma, gae_lambda=gae_lambda)
     return torch.where(member & (steps > 0)[fold], advantage, 0).to(reward)
 
 

@@ -13,7 +13,7 @@ Unless stated otherwise, a loss has the gradient ``-A`` with respect to ``log_pr
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from annotated_types import Gt
@@ -133,6 +133,9 @@ def _segment_ratio(
 
 # --- trust regions ---
 
+Bounds: TypeAlias = Callable[..., tuple[float, float]]
+"""From the settings to the least and the greatest ratio that is not clipped."""
+
 
 class Loss(NamedTuple):
     """A registered trust region: its function, and its needs in the update; ``register_loss`` explains the fields."""
@@ -143,21 +146,14 @@ class Loss(NamedTuple):
     reads_sampler: bool
     probabilities: bool
     learns_alone: Callable[..., bool]
-    bounds: Callable[..., tuple[float, float]]
+    bounds: Bounds
 
 
 LOSSES: dict[str, Loss] = {}
 """Trust regions by name."""
 
-
 CLIP = 0.2
 """Distance from 1 beyond which a ratio counts as clipped under trust regions that have no ``clip_low`` and ``clip_high``."""
-
-
-def clip_range(clip_low: float = CLIP, clip_high: float = CLIP, **settings: object) -> tuple[float, float]:
-    """The least and the greatest ratio that PPO does not clip."""
-    return 1 - clip_low, 1 + clip_high
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -172,7 +168,7 @@ def register_loss(
     reads_sampler: bool = False,
     probabilities: bool = False,
     learns_alone: Callable[..., bool] = lambda **settings: False,
-    bounds: Callable[..., tuple[float, float]] = clip_range,
+    bounds: Bounds = lambda clip_low=CLIP, clip_high=CLIP, **settings: (1 - clip_low, 1 + clip_high),
     check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
     """Decorator: make a function available as ``objective.trust_region=name``. Its parameters after the first are its settings.
@@ -680,7 +676,7 @@ def policy_loss(
         loss = loss.masked_fill(~off_policy_keeps(x, limit), 0)
     with torch.no_grad():
         least, most = LOSSES[cfg.trust_region.name].bounds(**settings)
-        low, high = (outside.to(ratio.dtype) for outside in (ratio < least, ratio > most))
+        low, high = (ratio < least).to(ratio.dtype), (ratio > most).to(ratio.dtype)
         return loss, (k3(old, log_prob), low + high, low, high)
 
 

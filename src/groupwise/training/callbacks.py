@@ -290,13 +290,11 @@ class KeepGroups(Callback):
         self._buffers = {name: buffer.clone() for name, buffer in trainer.algorithm.policy.named_buffers()}
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Write groups when it is time."""
-        if trainer.iteration == 1 or trainer.passed(self.interval) or trainer.is_done():
+        """Write groups when it is time, unless all were dropped."""
+        if (trainer.iteration == 1 or trainer.passed(self.interval) or trainer.is_done()) and rollout["valid"].any():
             self._write(trainer, rollout, metrics)
 
     def _write(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        if not rollout["valid"].any():  # all groups were dropped
-            return
         start = time.perf_counter()
         columns = kept_steps(transition_view(rollout), self.num_groups, trainer, self._buffers)
         write_groups(self.folder, trainer.iteration, columns)

@@ -715,7 +715,8 @@ def evaluate(
         )
     cfg = run.cfg.model_copy(update={"evaluation": EvaluationCfg(episodes=episodes or 100, deterministic=greedy)})
     target = RunFolder(run.path).video
-    evaluator = EnvEvaluator(cfg, run.given, run.policy, seed=seed)
+    fresh = str(run.summary.get("start_mode")).startswith("fresh")
+    evaluator = EnvEvaluator(cfg, run.given, run.policy, seed=seed, fresh=fresh)
     with threads_for(run.policy), closing(evaluator):
         if video:  # first: it may fail
             record(run.cfg, run.given, run.policy, target, seed)

@@ -60,6 +60,21 @@ def test_a_value_that_looks_like_a_target_moves_nothing(capsys):
     assert "unknown option --env; all options" in capsys.readouterr().err
 
 
+def test_numbers_may_have_commas_between_thousands(capsys):
+    assert cli.main(["config", "CartPole-v1", "--total-steps", "12,345", "--checkpoint-interval", "1,000"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["total_steps"], shown["checkpoint_interval"]) == (12_345, 1_000)
+    assert cli.main(["config", "CartPole-v1", "--policy.hidden-sizes", "32,32"]) == 2
+    assert "expected numbers with spaces between; fix: --policy.hidden-sizes 32 32" in capsys.readouterr().err
+    assert cli.main(["config", "CartPole-v1", "--total-steps", "1,00"]) == 2
+    assert "spaces" not in capsys.readouterr().err
+
+
+def test_a_port_is_checked(capsys):
+    assert cli.main(["view", ".", "--port", "99999"]) == 2
+    assert "--port 99999: expected 0 to 65535" in capsys.readouterr().err
+
+
 COMMANDS = {
     "eval runs/x": "completions-per-prompt",
     "play runs/x": "checkpoint",

@@ -205,6 +205,9 @@ def test_weak_points_are_noted(runs):
     given = {"given_in_python": ["env"]}
     more = {"evaluation": {"episodes": 3}, "env": "CartPole-v1", "provenance": given}
     write_seeds(Path("q"), (1.0, 2.0), algorithm={"gamma": 0.5}, **more)
-    notes = "\n".join(gw.compare([*runs, "q"]).notes)
+    forked = {"forked_from": ["runs/first", "256"]}
+    write_seeds(Path("f"), (1.0, 2.0), algorithm={"gamma": 0.4}, env="CartPole-v1", provenance=forked)
+    notes = "\n".join(gw.compare([*runs, "q", "f"]).notes)
+    assert "forked, or continued with another budget: f/seed_0, f/seed_1; a part" in notes
     assert "evaluated differently: evaluation.episodes" in notes
     assert "an environment given in Python" in notes

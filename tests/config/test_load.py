@@ -1,8 +1,10 @@
 import json
+import math
 import re
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from groupwise.config import json_schema, load_config, resolve, to_json
@@ -325,3 +327,17 @@ def test_a_saved_policy_goes_over_a_preset_of_another_one(policy, write, monkeyp
         presets, "env_preset", lambda env_id: {"grpo": {"policy": {"name": "recurrent", "cell": "lstm"}}}
     )
     assert load_config(path).policy == policy
+
+
+def test_arguments_of_an_environment_survive_the_round_trip_or_are_refused(write):
+    cfg = resolve("CartPole-v1", env={"kwargs": {"range": (0.7, math.inf), "nested": {"a": [None, True]}}})
+    path = write(to_json(cfg))
+    assert load_config(path).env.kwargs == {"range": [0.7, math.inf], "nested": {"a": [None, True]}}
+    for value, message in {
+        "table": ({0: 1.0}, r"env\.kwargs: \['table'\] has the key 0, and keys in a config file are text; fix: '0'"),
+        "array": ([np.zeros(2)], r"env\.kwargs: \['array'\]\[0\] = array\(\[0\., 0\.\]\) cannot be in a config file"),
+        "function": (print, "cannot be in a config file"),
+        "bytes": (b"a", "cannot be in a config file"),
+    }.items():
+        with pytest.raises(ConfigError, match=message[1]):
+            resolve("CartPole-v1", env={"kwargs": {value: message[0]}})

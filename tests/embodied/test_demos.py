@@ -108,6 +108,19 @@ def test_a_callable_and_settings(tmp_path):
     np.testing.assert_array_equal(chunks.action, steps.action)
 
 
+class TwoHands(gymnasium.Env):
+    """An action for each hand."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Dict({"left": observation_space, "right": observation_space})
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, True, False, {"is_success": True}
+
+
 @pytest.mark.parametrize(
     ("env", "expert", "settings", "error", "named"),
     [
@@ -125,6 +138,7 @@ def test_a_callable_and_settings(tmp_path):
         ("ToyReaching-v0", straight, {"episodes": 0}, gw.errors.ConfigError, "episodes = 0"),
         ("ToyReaching-v0", straight, {"noise": -0.1}, gw.errors.ConfigError, "noise = -0.1"),
         ("ToyReaching-v0", straight, {"noise": np.nan}, gw.errors.ConfigError, "noise = nan"),
+        (TwoHands, straight, {}, gw.errors.UnsupportedSpaceError, r"the actions are Dict\(.* holds one vector; fix"),
     ],
 )
 def test_mistakes_are_named(env, expert, settings, error, named, tmp_path):

@@ -68,6 +68,8 @@ def test_a_ready_vector_environment_brings_its_rows_and_mode():
     env = make_env(EnvCfg(), env=ready)
     assert (env.num_envs, env.autoreset, env.env_id) == (3, "same_step", "SyncVectorEnv")
     assert env.max_episode_steps is None
+    made = gymnasium.make_vec("Acrobot-v1", num_envs=2, max_episode_steps=50, vectorization_mode="sync")
+    assert make_env(EnvCfg(max_episode_steps=50), env=made).max_episode_steps == 50
     cartpole = make_env(EnvCfg(), env=CartPoleVectorEnv(2, max_episode_steps=7), grouped=True)
     assert (cartpole.autoreset, cartpole.max_episode_steps) == ("disabled", 7)
     with pytest.raises(EnvError, match="SyncVectorEnv has 3 rows, but num_envs is 4"):

@@ -170,6 +170,11 @@ def test_video_plays_the_whole_episode_at_its_speed(name: str, tmp_path: Path):
     assert levels == pytest.approx([5 * i for i in range(41)], abs=3)  # WebP loses some
 
 
+def test_a_limit_of_steps_holds_for_a_callable_too(tmp_path: Path):
+    film(policy_for(Corridor()), EnvCfg(max_episode_steps=5), Corridor, tmp_path / "policy.gif", seed=0)
+    assert len(levels_and_delays(tmp_path / "policy.gif")[0]) == 6
+
+
 def test_a_recurrent_policy_is_filmed(tmp_path: Path):
     policy = RecurrentActorCritic(Corridor.observation_space, Corridor.action_space, actor_only=True)
     film(policy, EnvCfg(), Corridor, tmp_path / "policy.gif", seed=0)

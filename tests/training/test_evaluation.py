@@ -1,10 +1,14 @@
 import math
 
+import gymnasium
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_envs import Plain
 
+import groupwise as gw
 from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import DataError
@@ -99,3 +103,43 @@ def test_one_episode_gives_numbers_but_no_interval():
         "eval/length_mean": 3.0,
         "eval/episodes": 1.0,
     }
+
+
+class Tires(Plain):
+    """Each of its episodes is a step longer than the one before; it cannot be copied."""
+
+    length = None
+
+    def __init__(self):
+        self.episodes, self.thing = 0, (number for number in ())
+
+    def reset(self, **options):
+        self.episodes += 1
+        return super().reset(**options)
+
+    def step(self, action):
+        obs, reward, _, truncated, info = super().step(action)
+        return obs, reward, self.steps >= self.episodes, truncated, info
+
+
+@pytest.mark.filterwarnings("ignore::groupwise.errors.GroupStartWarning")
+def test_where_starts_need_fresh_environments_evaluations_have_them_too(tmp_path):
+    quiet = {"logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
+    cfg = gw.GRPOCfg(num_steps=8, group_size=2)
+    run = gw.train(Tires, cfg, num_envs=2, max_episode_steps=9, total_iterations=1, run_dir=tmp_path / "run", **quiet)
+    assert run.summary["start_mode"] == "fresh, verified"
+    first = gw.evaluate(run, 2).length_mean
+    assert gw.evaluate(run, 300).length_mean == first < 3
+    assert gw.evaluate(gw.Run.load(run.path, env=Tires), 300).length_mean == first
+
+
+def test_an_environment_that_is_registered_as_a_batch_alone_trains_without_evaluations(tmp_path):
+    gymnasium.register("Batch-v0", vector_entry_point=CartPoleVectorEnv)
+    try:
+        env = gw.EnvCfg(id="Batch-v0", num_envs=2, max_episode_steps=9, vectorization="entry_point")
+        ppo, quiet = gw.PPOCfg(num_steps=8), {"logging": {"progress": "none"}}
+        for number, given in enumerate((env, gymnasium.make_vec("Batch-v0", num_envs=2))):
+            run = gw.train(given, ppo, total_iterations=1, run_dir=tmp_path / str(number), **quiet)
+            assert run.summary["env_steps"] == 16
+    finally:
+        del gymnasium.registry["Batch-v0"]

@@ -139,3 +139,42 @@ def test_another_rank_and_a_rollout_that_failed_begin_anew(tmp_path):
     first.env.step = step
     assert "running" not in first.collector.state_dict()
     assert (first.collect(1)[0]["step"][:, 0] == 0).all()
+
+
+class Aliases(Walk):
+    """Two attributes hold one array, and a list is in itself."""
+
+    def reset(self, **options):
+        super().reset(**options)
+        self.place = np.array([self.place], np.float64)
+        self.body, self.trail = {"place": self.place}, []
+        self.trail.append(self.trail)
+        return self.place.astype(np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        self.body["place"] += 0.1 * (2 * action - 1) + 0.1 * self.np_random.normal()
+        assert self.trail[0] is self.trail
+        return self.place.astype(np.float32), -abs(float(self.place[0])), False, self.count == 50, {}
+
+
+class Views(Aliases):
+    """One attribute is a part of another."""
+
+    def reset(self, **options):
+        seen = super().reset(**options)
+        self.body = {"place": self.place[:1]}
+        return seen
+
+
+def test_an_array_of_two_attributes_is_one_again_and_a_part_of_one_begins_anew(tmp_path):
+    whole, second = (Run(EnvCfg(num_envs=3), Aliases) for _ in range(2))
+    whole.collect(1)
+    whole.save(tmp_path / "latest")
+    second.load(tmp_path / "latest")
+    assert all((a == b).all() for a, b in zip(whole.collect(3), second.collect(3), strict=True))
+    first, other = (Run(EnvCfg(num_envs=3), Views) for _ in range(2))
+    first.collect(1)
+    first.save(tmp_path / "views")
+    other.load(tmp_path / "views")
+    assert (other.collect(1)[0]["step"][:, 0] == 0).all()

@@ -78,9 +78,12 @@ class Parser(ArgumentParser):
         raise ConfigError(f"{message}; fix: see {self.prog} --help")
 
 
+_THOUSANDS = r"\d{1,3}(,\d{3})+"
+
+
 def count(word: str) -> int:
     """A whole number of at least 1, also in the forms 1e5 and 12,345."""
-    word = word.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+", word) else word
+    word = word.replace(",", "") if re.fullmatch(_THOUSANDS, word) else word
     if not re.fullmatch(r"\d+(\.\d+)?([eE]\+?\d+)?", word) or float(word) < 1 or float(word) % 1:
         raise ArgumentTypeError(f"expected a whole number of at least 1, such as 100 or 1e5, got {word!r}")
     return int(float(word))
@@ -282,10 +285,16 @@ def value_of(option: Option, words: Sequence[str]) -> Any:
         if "boolean" in types and word in ("true", "false"):
             return word == "true"
         if not types.isdisjoint(("integer", "number")):
+            if "array" not in own and re.fullmatch(_THOUSANDS, word):
+                return int(word.replace(",", ""))
             for number in (int, float):
                 with suppress(ValueError):
                     return number(word)
-        if types <= {"array", "integer", "number", "null"} and len(parts := re.findall(r"\d[\d.e-]*", word)) > 1:
+        if (
+            "array" in own
+            and types <= {"array", "integer", "number", "null"}
+            and len(parts := re.findall(r"\d[\d.e-]*", word)) > 1
+        ):
             raise ConfigError(
                 f"{option.flag}: {word!r:.200} is no number; expected numbers with spaces between; fix: {option.flag} {' '.join(parts)}"
             )

@@ -12,7 +12,7 @@ from secrets import token_urlsafe
 from typing import Any
 
 from groupwise.cli.options import Parser
-from groupwise.errors import GroupwiseError, RunFolderError, require_extra
+from groupwise.errors import ConfigError, GroupwiseError, RunFolderError, require_extra
 from groupwise.report.folder import RunFolder, explained
 from groupwise.report.health import WORDS, Finding, diagnose
 from groupwise.report.page import answer, answer_of, write_page
@@ -51,6 +51,8 @@ def view_command(parser: Parser, argv: Sequence[str]) -> None:
     parser.add_argument("runs", type=Path, **runs)
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     options = parser.read(argv)
+    if not 0 <= options.port <= 65_535:
+        raise ConfigError(f"--port {options.port}: expected 0 to 65535; fix: leave it out for a free one")
     if not options.runs.is_dir():
         raise RunFolderError(f"there is no folder {str(options.runs)!r}; fix: a folder of runs, or train one first")
     require_extra("starlette", "view")

@@ -95,6 +95,8 @@ class _Run(NamedTuple):
     """(env steps, score) of each measurement."""
     summary: dict[str, Any]
     given: list[str]
+    changed: bool
+    """Whether it was forked, or continued with another budget."""
 
 
 def compare(
@@ -147,6 +149,11 @@ def compare(
             notes.append(f"{environment}: runs were evaluated differently: {', '.join(names)}")
         if any("env" in run.given for run in members):
             notes.append(f"{environment}: an environment given in Python may not be the same in all runs")
+        if changed := [str(run.path) for run in members if run.changed]:
+            notes.append(
+                f"{environment}: forked, or continued with another budget: {', '.join(changed)}; a part of their training had other "
+                "settings than those that are compared"
+            )
         measure: Measure = "evaluation" if all(run.points["evaluation"] for run in members) else "training"
         for label, one in methods.items():
             for run in sorted(one, key=lambda run: run.config["seed"]):
@@ -212,13 +219,14 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
         raise RunFolderError(f"unfinished: resumed, and now {at}")
     if done < budget.total:
         raise RunFolderError(f"stopped early {at} ({stopped})")
-    given = folder.read_provenance()["given_in_python"]
+    known = folder.read_provenance()
+    given = known["given_in_python"]
     method = method_of(config) | {"given_in_python": sorted(given)}
     points: dict[Measure, list[tuple[int, float]]] = {}
     for measure, prefix in _PREFIXES.items():
         key = f"{prefix}/{SCORES[metric]}"
         points[measure] = [(entry["env_steps"], entry[key]) for entry in metrics if key in entry]
-    return _Run(path, name, config, method, points, summary, given)
+    return _Run(path, name, config, method, points, summary, given, bool(known["forked_from"] or known["resumed"]))
 
 
 def _by_environment(runs: Sequence[_Run]) -> dict[str, list[_Run]]:

@@ -8,7 +8,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Len
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -18,6 +27,30 @@ PositiveInt = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+
+
+def _check_plain(value: Any, at: str = "") -> Any:
+    """The value; a ``ValueError`` if a config file would not give it back."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                raise ValueError(
+                    f"{at or 'it'} has the key {key!r:.80}, and keys in a config file are text; fix: {str(key)!r}"
+                )
+            _check_plain(part, f"{at}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            _check_plain(part, f"{at}[{index}]")
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(
+            f"{at} = {value!r:.80} cannot be in a config file; fix: a number, a text or a list, or in place of the name an "
+            "object in Python that knows it"
+        )
+    return value
+
+
+Kwargs = Annotated[dict[str, Any], AfterValidator(_check_plain)]
+"""Arguments of something that is known by its name."""
 
 Keys = Annotated[tuple[str, ...], Len(1)]
 """Entries of a Dict observation."""
@@ -75,7 +108,12 @@ class Cfg(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # in arguments of environments
     )
     programs: ClassVar[tuple[str, ...]] = ()
     """Fields that name a program, or its arguments. A file may be a stranger's, so ``check_programs`` refuses them there."""

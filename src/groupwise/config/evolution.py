@@ -85,11 +85,12 @@ class MutationCfg(Choice, family="mutation", default="grow_shrink"):
         for path in chosen:
             value: Any = settings[path]
             space, scale = search[path], self.scale(random)
-            if isinstance(space, RangeCfg) and isinstance(value, int):  # small numbers move, too
-                away = max(round(value * scale), value + 1) if scale > 1 else min(round(value * scale), value - 1)
-                changed[path] = round(space.clip(float(away)))
-            elif isinstance(space, RangeCfg):
-                changed[path] = space.clip(value * scale)
+            if isinstance(space, RangeCfg):
+                scale = 1 / scale if space.clip(value * scale) == value else scale  # from a bound back
+                away = value * scale
+                if isinstance(value, int):  # small numbers move, too
+                    away = max(round(away), value + 1) if scale > 1 else min(round(away), value - 1)
+                changed[path] = type(value)(space.clip(away))
             else:
                 step = 1 if scale > 1 else -1
                 place = space.index(value) + step

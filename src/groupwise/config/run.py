@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt
 from pydantic import Field, SerializeAsAny, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, LinearCfg, PartsCfg, PPOCfg
-from groupwise.config.base import DEVICE, GIVEN, URL, Cfg, Choice, Keys, Positive, PositiveInt
+from groupwise.config.base import DEVICE, GIVEN, URL, Cfg, Choice, Keys, Kwargs, Positive, PositiveInt
 from groupwise.config.policy import AnyPolicyCfg, ModelCfg, PolicyCfg, SamplingCfg
 from groupwise.errors import ConfigError
 
@@ -60,7 +60,7 @@ class EnvCfg(Cfg):
 
     id: str = "CartPole-v1"
     """A registered Gymnasium id. ``<given in Python>`` stands for an object passed in Python."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Kwargs = {}
     """Arguments of ``gymnasium.make``."""
     num_envs: Annotated[int, Ge(1)] = 8
     """Environments that are stepped together."""
@@ -165,7 +165,7 @@ class RewardCfg(Cfg):
     """A registered reward: ``regex``, ``exact``, ``numeric``, ``math``, ``reasoning_gym``, or your own. ``<given in Python>`` stands for an object passed in Python."""
     weight: float = 1.0
     """Factor of its scores."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Kwargs = {}
     """Arguments of the reward."""
 
 
@@ -188,13 +188,13 @@ class TextTaskCfg(Cfg):
     """A registered text environment, which answers each turn of the model and rewards it. ``<given in Python>`` stands for a class or function passed in Python. None: completions of prompts."""
     tools: tuple[str, ...] = ()
     """Registered functions that the model calls by name, with arguments, as its chat template has it. ``<given in Python>`` stands for one passed in Python. A turn without a call ends the episode."""
-    env_kwargs: dict[str, Any] = {}
+    env_kwargs: Kwargs = {}
     """Arguments of a registered environment."""
     start_mode: TextStartMode | Literal["auto"] = "auto"
     """How members of a group share the start of an episode. ``auto``: the best that passes the check before training."""
     eval_data: str | None = None
     """Held-out prompts for evaluation, given in the same way. None: no evaluation."""
-    data_kwargs: dict[str, Any] = {}
+    data_kwargs: Kwargs = {}
     """Arguments of a reasoning-gym task."""
     data_size: PositiveInt = 1000
     """Number of training prompts of a reasoning-gym task, or of episodes of an environment without data."""
@@ -208,7 +208,7 @@ class TextTaskCfg(Cfg):
     """First message of every conversation that has no system message. Needs a chat template."""
     chat: Literal["auto", "never"] = "auto"
     """``auto``: a string becomes a user message if the tokenizer has a chat template; ``never``: strings are used as they are."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Kwargs = {}
     """Further arguments of the chat template, such as ``{"enable_thinking": false}``."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt, in tokens. None: limited by the model's context only."""
@@ -222,7 +222,7 @@ class TextTaskCfg(Cfg):
     """A completion with at least this reward counts as a success (pass@k)."""
     tool: str | None = None
     """A tool that answers the model's calls: ``calculator``, or your own registered one. Answers are not trained on. None: a completion is one turn."""
-    tool_kwargs: dict[str, Any] = {}
+    tool_kwargs: Kwargs = {}
     """Arguments of the tool."""
     tool_timeout: Positive | None = None
     """Seconds that a call of the tool may take, in a process of its own; a call that takes longer is answered by an error, which the model reads. None: the tool runs in the process of training, without a limit."""

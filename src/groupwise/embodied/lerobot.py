@@ -23,8 +23,8 @@ from torch import Tensor
 
 from groupwise import system as files
 from groupwise.data.rollout import Nested, TensorDict
-from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind
-from groupwise.errors import DataError
+from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind, subspaces
+from groupwise.errors import DataError, UnsupportedSpaceError
 
 VERSION = "v3.0"
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -91,6 +91,11 @@ def write_demos(
     """
     parts = _stored_parts(observation_space)
     columns = {name: column for _, names, column in parts for name in names}
+    if subspaces(action_space) is not None:
+        raise UnsupportedSpaceError(
+            f"the actions are {action_space}, and a data set in LeRobot's format holds one vector; fix: an environment with "
+            "Box or Discrete actions"
+        )
     columns["action"] = number(action_space)
     lengths: list[int] = []
     tasks: dict[str, int] = {}

@@ -318,7 +318,8 @@ def _adopt(env: gymnasium.vector.VectorEnv, device: torch.device | str) -> Vecto
     env_id = type(env.unwrapped).__name__ if env.spec is None else env.spec.id
     if isinstance(env, CartPoleVectorEnv):
         return CartPoleGroupEnv(env, env_id=env_id, device=device)
-    limit = None if env.spec is None else env.spec.max_episode_steps
+    # a limit given to make_vec is among its arguments
+    limit = None if env.spec is None else env.spec.kwargs.get("max_episode_steps", env.spec.max_episode_steps)
     adopted = GymnasiumVectorEnv(env, env_id=env_id, max_episode_steps=limit, device=device)
     adopted.carries_over = _statistics(env)
     return adopted

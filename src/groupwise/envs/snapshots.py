@@ -307,6 +307,8 @@ _ENVS = (gymnasium.Env, VectorEnv)
 _MOST_VALUES = 100_000
 """More (such as tables of transitions) would make checkpoints slow."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
+_SHARED = (np.ndarray, list, deque, dict)
+"""Objects that several attributes may hold, and one of them may change."""
 
 
 class _CannotCaptureError(Exception):
@@ -316,7 +318,7 @@ class _CannotCaptureError(Exception):
 def capture(env: gymnasium.Env | VectorEnv) -> dict[str, Any] | None:
     """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else."""
     try:
-        captured: dict[str, Any] = _captured(env, set(), iter(range(_MOST_VALUES)))
+        captured: dict[str, Any] = _captured(env, {}, iter(range(_MOST_VALUES)))
         return captured
     except _CannotCaptureError:
         return None
@@ -329,17 +331,31 @@ def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
         EnvError: it is made of other objects than the captured one.
     """
     try:
-        _restored(env, state)
+        _restored(env, state, [])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EnvError(f"the captured state does not fit {env}: {error!r}; fix: make it the same way") from error
 
 
-def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
+def _captured(value: Any, seen: dict[int, tuple[int, Any]], budget: Iterator[int]) -> Any:
+    """The value as plain data.
+
+    Args:
+        seen: number and object of each array and container that was captured, by its id. An object that comes twice is
+            captured once, so that it is one object again when it is restored.
+    """
     if next(budget, None) is None:
         raise _CannotCaptureError
     if value is None or (isinstance(value, bool | int | float | str | np.generic) and not isinstance(value, Enum)):
         return value
+    if type(value) in _SHARED:
+        if id(value) in seen:
+            return {"kind": "same", "number": seen[id(value)][0]}
+        seen[id(value)] = len(seen), value
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        others = [other for _, other in seen.values() if isinstance(other, np.ndarray) and other is not value]
+        views = others if value.base is not None else [other for other in others if other.base is not None]
+        if any(np.may_share_memory(value, other) for other in views):
+            raise _CannotCaptureError  # one is a part of the other
         return value.copy()
     if isinstance(value, Enum):
         return {"kind": "enum", "name": value.name}
@@ -352,7 +368,7 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
     if isinstance(value, _ENVS):
         if id(value) in seen:
             return {"kind": "stays"}
-        seen.add(id(value))
+        seen[id(value)] = len(seen), value
         if isinstance(value, HasState):
             parts = {"state": value.clone_state(), "np_random": value.np_random}
             return {"kind": "own", **{name: _captured(part, seen, budget) for name, part in parts.items()}}
@@ -372,13 +388,22 @@ def _captured(value: Any, seen: set[int], budget: Iterator[int]) -> Any:
     raise _CannotCaptureError
 
 
-def _restored(now: Any, saved: Any) -> Any:
-    """The restored value; ``now`` itself, where it is an object that is changed in place."""
+def _restored(now: Any, saved: Any, made: list[Any]) -> Any:
+    """The restored value; ``now`` itself, where it is an object that is changed in place.
+
+    Args:
+        made: the objects that are numbered in a captured state, so far.
+    """
     if not isinstance(saved, Mapping):
-        return saved.copy() if isinstance(saved, np.ndarray) else saved
+        if isinstance(saved, np.ndarray):
+            made.append(saved.copy())
+            return made[-1]
+        return saved
     match saved["kind"]:
         case "stays":
             return now
+        case "same":
+            return made[saved["number"]]
         case "enum":
             return type(now)[saved["name"]]
         case "generator":
@@ -395,22 +420,38 @@ def _restored(now: Any, saved: Any) -> Any:
             for name, array in _mujoco_arrays(now):
                 array[...] = saved["arrays"][name]
         case "env":
+            made.append(now)
             mine, attributes = vars(now), saved["attributes"]
             for name in [name for name in mine if name not in attributes]:
                 del mine[name]
-            mine.update({name: _restored(mine.get(name), part) for name, part in attributes.items()})
+            mine.update({name: _restored(mine.get(name), part, made) for name, part in attributes.items()})
         case "own":
-            now.restore_state(_restored(now.clone_state(), saved["state"]))
-            _restored(now.np_random, saved["np_random"])
+            made.append(now)
+            now.restore_state(_restored(now.clone_state(), saved["state"], made))
+            _restored(now.np_random, saved["np_random"], made)
         case "dict":
+            table: dict[Any, Any] = {}
+            made.append(table)
             before = now if isinstance(now, dict) else {}
-            return {key: _restored(before.get(key), part) for key, part in saved["items"]}
+            for key, part in saved["items"]:
+                table[key] = _restored(before.get(key), part, made)
+            return table
+        case "tuple":
+            return tuple(_items(now, saved["items"], made))
         case kind:
-            old = list(now) if isinstance(now, list | tuple | deque) else []
-            old += [None] * len(saved["items"])
-            items = [_restored(mine, item) for mine, item in zip(old, saved["items"], strict=False)]
-            return deque(items, now.maxlen) if kind == "deque" else _CONTAINERS[kind](items)
+            items: Any = deque(maxlen=now.maxlen) if kind == "deque" else []
+            made.append(items)
+            items.extend(_items(now, saved["items"], made))
+            return items
     return now
+
+
+def _items(now: Any, saved: list[Any], made: list[Any]) -> Iterator[Any]:
+    """The restored items of a list, tuple or deque."""
+    old = list(now) if isinstance(now, list | tuple | deque) else []
+    old += [None] * len(saved)
+    for mine, item in zip(old, saved, strict=False):
+        yield _restored(mine, item, made)
 
 
 def _mujoco_arrays(data: Any) -> list[tuple[str, np.ndarray]]:

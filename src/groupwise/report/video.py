@@ -74,7 +74,8 @@ def film(policy: Policy, cfg: EnvCfg, env: object | None, path: Path, *, seed: i
     with no_display(), explained(cfg.id):
         made = rendering_env(cfg, env)
         try:
-            _play(policy, made, cfg, seed, reel, deterministic=True, max_steps=MAX_STEPS)
+            most = min(MAX_STEPS, cfg.max_episode_steps or MAX_STEPS)
+            _play(policy, made, cfg, seed, reel, deterministic=True, max_steps=most)
         finally:
             with suppress(Exception):  # a broken renderer may fail again
                 made.close()

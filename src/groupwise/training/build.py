@@ -313,9 +313,10 @@ def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None
     plain = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
     cfg = cfg.model_copy(update={**plain, "vectorization": vectorization})
     if not isinstance(env, gymnasium.vector.VectorEnv):
-        return cfg, env
+        spec = gymnasium.registry.get(cfg.id) if env is None else None
+        return (cfg, env) if spec is None or spec.entry_point is not None else None
     wrapped = env is not env.unwrapped or "wrappers" in (env.spec.kwargs if env.spec else {})
-    if env.spec is None or wrapped:
+    if env.spec is None or env.spec.entry_point is None or wrapped:
         return None
     kwargs = {key: value for key, value in env.spec.kwargs.items() if key not in _MAKE_VEC_KWARGS}
     return cfg.model_copy(update={"id": env.spec.id, "kwargs": kwargs}), None

@@ -169,6 +169,16 @@ def test_target_kl_ends_the_update(kind):
     assert limited["train/optimizer_steps"] < free["train/optimizer_steps"] == 20
 
 
+def test_a_sampler_that_is_too_far_for_any_step_is_measured():
+    rollout = make_rollout(make_policy(True)).clone()
+    rollout["sample_log_prob"] -= 0.5 * torch.randn(rollout["sample_log_prob"].shape)
+    _, free = updated("grpo", rollout)
+    _, limited = updated("grpo", rollout, target_kl=1e-4)
+    assert limited["train/optimizer_steps"] == 0
+    assert limited["rollout/sampler_kl"] == limited["train/approx_kl"] == pytest.approx(free["rollout/sampler_kl"])
+    assert limited["rollout/sampler_kl"] > 0.01
+
+
 def test_gradient_clipping_bounds_the_step():
     rollout = make_rollout(make_policy(False))
     start = parameters(build("ppo"))

@@ -31,6 +31,10 @@ def test_settings_survive_json():
         ({"rewards": ({"name": "exact", "wieght": 2},)}, "rewards.0: unknown key 'wieght'"),
         ({"on_long_prompt": "cut"}, "on_long_prompt = 'cut': expected one of error, drop"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens = 0"),
+        (
+            {"tools": ("add",), "on_long_prompt": "drop"},
+            "on_long_prompt='drop' is of prompts that are known before training",
+        ),
         ({"chat": "always"}, "chat = 'always': expected one of auto, never"),
         ({"data_size": 5}, "data_size=5"),
         ({"data": "a.jsonl", "data_kwargs": {"max_terms": 2}}, "data_kwargs="),
@@ -50,6 +54,31 @@ def test_a_discount_and_names_of_parts_that_nothing_reads_are_refused():
     for setting, value in {"gamma": 0.99, "credit": {"reward": {"name": "parts", "names": ["exact"]}}}.items():
         with pytest.raises(ConfigError, match=f"{setting}.* has no effect"):
             resolve_text({setting: value}, task={"data": "prompts.jsonl"}, model={"path": "model"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"task": {"tool": "calculator", "max_episode_tokens": 5}}, r"max_episode_tokens=5 is less than a turn, .*=16"),
+        (
+            {"algorithm": {"credit": {"reward": "parts"}}, "overlong_buffer": 8},
+            "overlong_buffer has no effect on parts",
+        ),
+        (
+            {
+                "algorithm": {"credit": {"reward": "parts", "returns": "turn_to_go", "group_key": "group_step"}},
+                "task": {"tool": "calculator"},
+            },
+            r"algorithm\.credit\.returns='turn_to_go' has no effect on parts",
+        ),
+        ({"algorithm": {"name": "bc", "schedule": "adaptive_kl"}}, "schedule='adaptive_kl' has no effect on behaviour"),
+    ],
+)
+def test_settings_that_would_not_hold_are_refused(fields, message):
+    algorithm = fields.pop("algorithm", {"name": "grpo"})
+    task = {"data": "prompts.jsonl"} | fields.pop("task", {})
+    with pytest.raises(ConfigError, match=message):
+        resolve_text(algorithm, task=task, model={"path": "model"}, sampling={"max_new_tokens": 16}, **fields)
 
 
 def test_a_tool_has_a_time_limit_of_its_own():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from text_games import Guess
 from text_runs import DIGITS, copying, numbers, share_copied
 from tiny_models import tiny_model
 from tiny_tokenizers import character_tokenizer
@@ -373,3 +374,21 @@ def test_an_agent_goes_on_from_a_run_on_an_environment(model, tmp_path):
     agent.learn((completions, masks, env.step(completions)[1]))
     agent.save(tmp_path / "agent")
     assert_equal(gw.LanguageAgent.load(tmp_path / "agent").policy, agent.policy)
+
+
+def test_a_test_between_playing_and_learning_leaves_the_episodes_alone(model):
+    seen = []
+
+    def reward(environments, completions, **columns):
+        seen.append([environment.seen for environment in environments])
+        return [0.0] * len(completions)
+
+    agent = agent_of(model)
+    env = gw.PromptEnv(env=Guess, reward=reward, data_size=8, eval_size=2, batch_size=2, max_turns=2)
+    env.reset()
+    completions, _ = agent.play(env)
+    agent.test(env)
+    assert seen.pop()  # of the evaluation
+    env.step(completions)
+    assert len(seen[0]) == 8
+    assert any(seen[0])

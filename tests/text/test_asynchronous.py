@@ -317,7 +317,7 @@ def test_a_tool_is_called_by_one_rollout_at_a_time(model):
 
     def talk(number):
         member = Transcript(EncodedPrompt(Example("1", {}, Start(0, {"prompt": "1"})), [5]), 0, number)
-        dialogue.begin([member], SamplingCfg(max_new_tokens=4))
+        dialogue.begin([member], 4)
         for _ in range(9):
             member.add_turn(Completion([5], [-1.0], "stop"), "1")
             dialogue.answer([member], 4)

@@ -135,14 +135,25 @@ def test_the_answer_of_a_completion(text, where, answer):
 
 def test_without_tag_or_box_another_rule_can_find_the_answer():
     assert final_answer("3 and 4.", otherwise=last_number) == "4"
+    assert [last_number(text) for text in ("It is -$5.", "from 10-$5", "- $5", "-5")] == ["-$5", "5", "5", "-5"]
     assert final_answer("<answer>3</answer> and 4", otherwise=last_number) == "3"
     assert gold_answer("2 + 2 = 4\n#### 4") == gold_answer(4) == "4"  # it may follow its explanation
 
 
 NUMBERS = {"72": 72, "-5": -5, "+0.50": Fraction(1, 2), ".5": Fraction(1, 2), "1,234,567.5": Fraction(2469135, 2)}
-NUMBERS |= {"$18": 18, "18 %": 18, "18.": 18, "1/3": Fraction(1, 3), "2e-3": Fraction(1, 500)}
+NUMBERS |= {
+    "-$5": -5,
+    "+€1,000": 1000,
+    "$-5": -5,
+    "-£.5": Fraction(-1, 2),
+    "$18": 18,
+    "18 %": 18,
+    "18.": 18,
+    "1/3": Fraction(1, 3),
+    "2e-3": Fraction(1, 500),
+}
 NO_NUMBERS = ["", "-", "x", "1 2", "12 apples", "1,23", "1/0", "1e9999", "٣", "1" * 101, "__import__('os')", "2+2"]
-NO_NUMBERS += ["1.2.3", "nan", "inf"]
+NO_NUMBERS += ["1.2.3", "nan", "inf", "--5", "-$", "-$-5"]
 
 
 @pytest.mark.parametrize(("text", "number"), [*NUMBERS.items(), *((text, None) for text in NO_NUMBERS)])

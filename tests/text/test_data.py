@@ -40,6 +40,8 @@ def test_every_kind_of_object_has_the_same_examples(wrap):
     assert load_examples(wrap(ROWS)) == EXAMPLES
     assert load_examples(["a", "b"]) == [Example("a", {}), Example("b", {})]
     assert load_examples(["a"], prompt_column="question") == [Example("a", {})]
+    missing = pd.DataFrame([{"prompt": "a", "answer": "1"}, {"prompt": "b"}])
+    assert load_examples(missing) == [Example("a", {"answer": "1"}), Example("b", {"answer": None})]
 
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add"}}]}

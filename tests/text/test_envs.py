@@ -192,6 +192,8 @@ class Returns(Guess):
         ),
         ({"step": ("0", None, True, False, {})}, r"returned None; expected a finite number; fix: a float"),
         ({"step": ("0", float("nan"), True, False, {})}, "returned nan; expected a finite number"),
+        ({"step": ("0", "1", True, False, {})}, "returned '1'; expected a finite number"),
+        ({"step": ("0", np.zeros(2), True, False, {})}, r"returned array\(\[0\., 0\.\]\); expected a finite number"),
         ({"step": KeyError("x")}, r"Returns.step\(\) raised KeyError: 'x'\n  the turn: '7'"),
     ],
 )
@@ -570,3 +572,12 @@ def test_what_is_observed_is_read_and_what_an_early_turn_earns_late_is_learned(g
         total_iterations=60, sampling=ONE, evaluation={"interval": 10**9},
     )  # fmt: skip
     assert run.summary["success_rate"] > 0.9
+
+
+@pytest.mark.parametrize("reward", [True, np.bool_(True), np.float32(1), np.array(1), torch.tensor([1])])
+def test_rewards_are_numbers_of_any_library(reward):
+    episode = TextEpisode(Returns(step=("0", reward, True, False, {})))
+    episode.reset(Start(0))
+    episode.step("7")
+    assert episode.rewards == [1.0]
+    assert type(episode.rewards[0]) is float

@@ -19,9 +19,12 @@ from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, DataError, EnvError
 from groupwise.text import rewards, tool_env, tools
 from groupwise.text.calls import Call
+from groupwise.text.collector import Dialogue, Transcript, verified_envs, write
 from groupwise.text.envs import TextEnvs, TextEpisode, TextStartReport, check_text_env, check_text_starts, play_samples
-from groupwise.text.task import Start
-from groupwise.text.tool_env import ToolEnv, Tools, bound_tool, make_text_env
+from groupwise.text.generation import Completion
+from groupwise.text.load import load_causal_lm
+from groupwise.text.task import EncodedPrompt, PromptEncoder, Start
+from groupwise.text.tool_env import ToolEnv, Tools, bound_tool, env_of, make_text_env
 
 WORDS = ("crane", "pearl", "mango", "olive")
 
@@ -1071,3 +1074,48 @@ def test_what_is_no_tool_is_refused_before_training(model, tmp_path):
             tmp_path / "run",
         )
     assert not (tmp_path / "run").exists()
+
+
+class Lucky(gw.TextEnv):
+    """Starts anywhere, by a generator that is not its own."""
+
+    def reset(self, *, seed=None, options=None):
+        return str(random.randrange(10**6)), {}
+
+    def step(self, text):
+        return "", 1.0, True, False, {}
+
+    def sample_action(self, rng):
+        return "1"
+
+
+@pytest.mark.parametrize("names", ["aaaabbbb", "bababab", "abababab"])
+def test_the_starts_of_each_environment_are_checked(names, model):
+    policy = load_causal_lm(gw.ModelCfg(path=str(model)), gw.SamplingCfg(max_new_tokens=2))
+    task = gw.TextTask([{"environment": name} for name in names], env={"a": Guess, "b": Lucky})
+    cfg = gw.TextRunCfg(task=task.cfg, sampling={"max_new_tokens": 2})
+    envs = verified_envs(cfg, task, PromptEncoder(policy.tokenizer, task.cfg), policy, task.load()[0])
+    assert envs.kept == ("random",)
+    start = next(example.start for example in task.load()[0] if example.start.environment == "b")
+    _, prompts = envs.open(start, 4)
+    assert len(set(prompts)) == 1
+    envs.close()
+
+
+def test_turns_end_as_the_environment_of_their_member_has_it(model, tmp_path):
+    class Stops(Guess):
+        stop = ("1",)
+
+    seen = []
+
+    def generate(texts, seeds, sampling, **how):
+        seen.append((len(texts), sampling.stop))
+        return [[Completion([5], [-1.0], "stop")] * seeds.shape[1] for _ in texts]
+
+    policy = load_causal_lm(gw.ModelCfg(path=str(model)), gw.SamplingCfg(max_new_tokens=2))
+    task = gw.TextTask([{"environment": name} for name in "aabb"], env={"a": Guess, "b": Stops}, max_turns=1)
+    encoder = PromptEncoder(policy.tokenizer, task.cfg)
+    members = [Transcript(EncodedPrompt(example, ()), n, n) for n, example in enumerate(task.load()[0])]
+    sampling = gw.SamplingCfg(max_new_tokens=2, stop=("9",))
+    write(members, generate, sampling, Dialogue(encoder, envs=TextEnvs(env_of(task), "seed")))
+    assert sorted(seen) == [(2, ("9",)), (2, ("9", "1"))]

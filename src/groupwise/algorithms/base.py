@@ -185,11 +185,10 @@ class BaseAlgorithm(ABC):
         mismatch = zeros.new_zeros(2, dtype=torch.float64)  # of the sampler, before any weight changes
         recomputed = cfg.objective.old_log_prob == "recomputed"
         watched = cfg.target_kl is not None or self.schedule.adaptive
-        backward = self.gradient or self.backward
 
         def add_up(micro_batches: list[dict[str, Nested]]) -> tuple[list[dict[str, Nested]], list[Tensor]]:
             self.optimizer.zero_grad()
-            return micro_batches, [backward(batch) for batch in micro_batches]
+            return micro_batches, [*map(self.gradient or self.backward, micro_batches)]
 
         for minibatch in self._minibatches(data, num_episodes):
             micro_batches, of_step = self.micro_batches.run(minibatch, add_up)
@@ -202,6 +201,7 @@ class BaseAlgorithm(ABC):
                 self.schedule.adapt(means)
             # the policy has moved too far for another step: Stable-Baselines3's rule
             if cfg.target_kl is not None and float(means["approx_kl"]) > 1.5 * cfg.target_kl:
+                steps[0] = steps[0][0], zeros if steps[1:] else sums  # it was measured, if no step was taken
                 break
             norm = self.clip_gradients(cfg.max_grad_norm)
             steps.append((norm.to(zeros.device, non_blocking=True), sums))  # gradients may be kept on the CPU
@@ -486,7 +486,7 @@ def schedule_factor(cfg: ScheduleCfg, progress: float, budget: int | float = 1, 
         case CosineCfg():
             return cfg.final + (1 - cfg.final) * (1 + math.cos(math.pi * progress)) / 2
         case LinearCfg():
-            return 1 - progress * (1 - cfg.final)
+            return 1 - min(progress, 1) * (1 - cfg.final)
         case ExponentialCfg():
             return float(cfg.decay ** (progress / cfg.interval))
         case StepCfg():  # the tolerance keeps 0.75 / 0.25 at 3 despite rounding

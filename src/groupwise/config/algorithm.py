@@ -369,7 +369,7 @@ class CollectionCfg(Cfg):
     horizon: PositiveInt | None = None
     """Steps after which episodes of a group are truncated. None: whole episodes."""
     on_env_error: Literal["raise", "retry", "drop"] = "raise"
-    """When an environment raises an error, or its process dies or hangs: raise it, start the member again, or drop its group."""
+    """When an environment raises an error, or its process dies or hangs: raise it, start the member again, or drop its group (of texts: the member)."""
     dynamic_sampling: NonNegative | None = None
     """Leave groups without variance out of the loss, and collect others in their place, with at most this many times the steps of an iteration (DAPO). 0: only leave them out. None: they stay."""
 
@@ -599,6 +599,7 @@ class BCCfg(AlgorithmCfg, name="bc"):
         names = ("ratio", "trust_region", "importance_sampling_correction", "old_log_prob")
         objective = {f"objective.{name}": value for name, value in self.objective.changed(*names).items()}
         unread = self.changed("target_kl", "clip_coef") | objective
+        unread |= {"schedule": "adaptive_kl"} if isinstance(self.schedule, AdaptiveKLCfg) else {}
         for name, value in unread.items():
             raise ValueError(f"{name}={value!r} has no effect on behaviour cloning; fix: leave it out")
         return self

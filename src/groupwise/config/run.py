@@ -272,6 +272,11 @@ class TextTaskCfg(Cfg):
             unread |= self.changed(*_OF_EPISODES)
         for name, value in unread.items():
             raise ValueError(f"{name}={value!r} has no effect without an environment; fix: env=..., or leave it out")
+        if (self.env or self.tools) and self.on_long_prompt == "drop":
+            raise ValueError(
+                "on_long_prompt='drop' is of prompts that are known before training, and episodes of env or tools begin with what they "
+                "render; fix: leave it out, and shorten the rows"
+            )
         if self.tool and (self.env or self.tools):
             both = f"env={self.env!r}" if self.env else f"tools={self.tools!r}"
             raise ValueError(f"{both} and tool={self.tool!r} both answer the model; fix: one of the two")
@@ -590,6 +595,11 @@ class TextRunCfg(CommonCfg):
             raise ValueError(f"stop.threshold={self.stop.threshold} needs held-out prompts; fix: task.eval_data")
         if self.overlong_buffer > (longest := self.sampling.max_new_tokens):
             raise ValueError(f"overlong_buffer={self.overlong_buffer} > max_new_tokens={longest}; fix: a smaller one")
+        if (self.task.max_episode_tokens or longest) < longest:
+            raise ValueError(
+                f"task.max_episode_tokens={self.task.max_episode_tokens} is less than a turn, sampling.max_new_tokens={longest}; fix: a "
+                "smaller max_new_tokens"
+            )
         algorithm, objective = self.algorithm, self.algorithm.objective
         unread = self.sampling.changed("top_k", "top_p", "min_p", "min_new_tokens") | self.task.changed("env", "tools")
         unread |= self.changed("generation", "mask_truncated_completions", "overlong_buffer")
@@ -606,6 +616,13 @@ class TextRunCfg(CommonCfg):
                 raise ValueError(f"algorithm.objective.ratio='turn' {needs}, or ratio='sequence'")
             if credit.rule == "composed" and credit.returns in ("turn", "turn_to_go"):
                 raise ValueError(f"algorithm.credit.returns={credit.returns!r} {needs}, or credit.returns='outcome'")
+        by_parts = credit.rule == "composed" and isinstance(credit.reward, PartsCfg)
+        if by_parts and (credit.returns in ("turn", "turn_to_go") or self.overlong_buffer):
+            name = "overlong_buffer" if self.overlong_buffer else f"algorithm.credit.returns={credit.returns!r}"
+            raise ValueError(
+                f"{name} has no effect on parts of a reward, which are known at the end of a completion; fix: credit.reward='total', or "
+                "leave it out"
+            )
         by_token = credit.returns == "process" or (
             credit.returns == "return_to_go" and (credit.group_key.name == "group_step" or grpo.gamma < 1)
         )

@@ -187,12 +187,13 @@ class PromptEnv:
         """
         if not self.eval_set:
             raise ConfigError("no prompts are held out; fix: PromptEnv(data, eval_data, ...)")
-        kept = self._evaluating, self.batch
-        self._evaluating, self.batch, self._evaluated = True, [], 0
+        kept = self._evaluating, self.batch, self.playing
+        self._evaluating, self.batch, self.playing, self._evaluated = True, [], [], 0
         try:
             yield
         finally:
-            self._evaluating, self.batch = kept
+            self.release()
+            self._evaluating, self.batch, self.playing = kept
 
     def release(self) -> None:
         """Take back the environments of episodes that were played."""

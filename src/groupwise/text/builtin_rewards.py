@@ -74,8 +74,9 @@ stripped; ``auto``: the first of these that exists."""
 
 _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _NUMBER = r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])(?:[eE][+-]?[0-9]{1,3})?"
-_WHOLE_NUMBER = re.compile(rf"[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%?\.?")
-_NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
+_SIGN = r"[+-](?=[$€£]\s*[0-9.])"  # before a currency
+_WHOLE_NUMBER = re.compile(rf"({_SIGN})?[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%?\.?")
+_NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_SIGN}[$€£]\s*)?(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
 _COMMAND, _WORD = re.compile(r"\\(?:text|mathrm)\b|\\[A-Za-z]+"), re.compile(r"[A-Za-z]{3}")
 _LONGEST_NUMBER = 100
 _SECONDS_PER_SEARCH = 1.0
@@ -236,12 +237,12 @@ def last_number(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact number that the whole text is, such as ``-5``, ``$1,234.5``, ``18%``, ``1/3`` or ``2e-3``; None otherwise."""
+    """The exact number that the whole text is, such as ``-5``, ``-$1,234.5``, ``18%``, ``1/3`` or ``2e-3``; None otherwise."""
     found = _WHOLE_NUMBER.fullmatch(text.strip())
     if found is None or len(text) > _LONGEST_NUMBER:
         return None
-    over, under = (Fraction(part.replace(",", "")) for part in (found[1], found[2] or "1"))
-    return over / under if under else None
+    over, under = (Fraction(part.replace(",", "")) for part in (found[2], found[3] or "1"))
+    return (-over if found[1] == "-" else over) / under if under else None
 
 
 def _boxed(text: str) -> str | None:

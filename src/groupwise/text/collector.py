@@ -223,6 +223,8 @@ class Transcript:
     """Score of each reward function."""
     episode: TextEpisode | None = None
     """Episode of a text environment, which answers the model's turns and rewards them."""
+    ends: tuple[str, ...] = ()
+    """Texts that end a turn in that environment, besides those of the sampling."""
 
     @property
     def written(self) -> int:
@@ -254,13 +256,7 @@ class Dialogue:
         self.keeps_cache = envs is not None and encoder.cfg.keep_cache
         self._context = context
 
-    def begin(self, members: Sequence[Transcript], sampling: SamplingCfg) -> SamplingCfg:
-        """Begin the episodes; returns the sampling with turns that also end as the environments have it."""
-        self._open(members, sampling.max_new_tokens)
-        ends = [end for one in members if one.episode and one.episode.env for end in one.episode.env.stop]
-        return sampling.model_copy(update={"stop": tuple(dict.fromkeys((*sampling.stop, *ends)))}) if ends else sampling
-
-    def _open(self, members: Sequence[Transcript], max_new_tokens: int) -> None:
+    def begin(self, members: Sequence[Transcript], max_new_tokens: int) -> None:
         """Begin the episodes of groups, whose first observations are their prompts."""
         assert self.envs is not None
         longest = min(self.encoder.cfg.max_prompt_tokens or math.inf, (self._context or math.inf) - max_new_tokens)
@@ -277,6 +273,7 @@ class Dialogue:
                 alike = "although they were alike before training; fix: draw all from the seed of reset()"
                 raise EnvError(f"{error}, {alike}") from error
             for member, member.episode, prompt in zip(group, episodes, prompts, strict=True):
+                member.ends = () if member.episode.env is None else tuple(member.episode.env.stop)
                 tools = member.episode.tools
                 if (key := repr((prompt, tools))) not in encoded:
                     begun = example._replace(prompt=prompt)
@@ -381,7 +378,7 @@ def write(transcripts: Sequence[Transcript], generate: Generate, sampling: Sampl
     """Generate every transcript to its end, all turns of the same number together."""
     running, pasts = list(transcripts), Pasts()
     if dialogue.envs is not None:
-        sampling = dialogue.begin(transcripts, sampling)
+        dialogue.begin(transcripts, sampling.max_new_tokens)
     while running:
         write_turn(running, generate, sampling, dialogue, pasts)
         if dialogue.envs is None:
@@ -395,21 +392,21 @@ def write_turn(
 ) -> None:
     """Generate the next turn of each transcript.
 
-    Members with the same text so far are encoded once; such sets of one size are generated in one call.
+    Members with the same text so far are encoded once; such sets of one size, whose turns end alike, are generated in one call.
     """
     alike, calls = defaultdict[Any, list[Transcript]](list), defaultdict[Any, list[list[Transcript]]](list)
     for member in running:
         alike[member.greedy, member.group, (*member.prompt.tokens, *member.tokens)].append(member)
     for members in alike.values():
-        calls[members[0].greedy, len(members)].append(members)
-    for (greedy, _), groups in calls.items():
+        calls[members[0].greedy, len(members), members[0].ends].append(members)
+    for (greedy, _, ends), groups in calls.items():
+        how = sampling.model_copy(update={"stop": (*sampling.stop, *ends)}) if ends else sampling
         texts = [[*members[0].prompt.tokens, *members[0].tokens] for members in groups]
         seeds = [[derive_seed(member.seed, "turn", member.turns) for member in members] for members in groups]
         known = [pasts.get(id(members[0])) for members in groups] if dialogue.keeps_cache else None
-        written = generate(texts, torch.tensor(seeds), sampling, deterministic=greedy, pasts=known)
+        written = generate(texts, torch.tensor(seeds), how, deterministic=greedy, pasts=known)
         for member, completion in zip(chain(*groups), chain(*written), strict=True):
-            text = dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-            member.add_turn(completion, text)
+            member.add_turn(completion, dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True))
             pasts[id(member)] = completion.past
 
 
@@ -439,7 +436,10 @@ def verified_envs(
         write([member], partial(complete, policy), sampling, dialogue)
         return episode.turns
 
-    starts = [example.start for example in examples[:_STARTS_TRIED] if example.start is not None]
+    of_each: dict[str, list[Start]] = defaultdict(list)
+    for start in (example.start for example in examples if example.start is not None):
+        of_each[start.environment].append(start)
+    starts = [start for some in of_each.values() for start in some[:_STARTS_TRIED]]
     report = check_text_starts(make, cfg.task.start_mode, starts, play, cfg.task.env_timeout)
     if report.kept and cfg.task.env_timeout is not None:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import pickle
 import random
 import threading
@@ -10,12 +11,11 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from threading import Lock, Semaphore
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -260,9 +260,13 @@ class TextEpisode:
         return type(self.env).__name__
 
     def _number(self, method: str, reward: object) -> float:
-        if not isinstance(reward, Real) or not np.isfinite(float(reward)):
+        number = math.nan
+        if not isinstance(reward, str | bytes):
+            with suppress(TypeError, ValueError):  # of what is no number, also of an array of several
+                number = float(cast(Any, reward))
+        if not math.isfinite(number):
             raise EnvError(f"{self._name}.{method}() returned {reward!r:.80}; expected a finite number; fix: a float")
-        return float(reward)
+        return number
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call the environment with the episode's own generators."""
@@ -526,23 +530,28 @@ def check_text_starts(
 
     Args:
         mode: the one to check. ``auto``: the first that passes of ``seed``, ``fresh`` and ``snapshot``.
-        starts: at least two.
+        starts: at least two, of every environment if there are several.
         seconds: that a call may take.
 
     Raises:
         EnvError: members differ, with the first difference and the likely reasons.
     """
-    kept, rejected = _drawn_from(make, starts[0], play, seconds), list[str]()
+    of_each: dict[str, list[Start]] = defaultdict(list)
+    for start in starts:
+        of_each[start.environment].append(start)
+    drawn = {name for some in of_each.values() for name in _drawn_from(make, some[0], play, seconds)}
+    kept, rejected = tuple(name for name in GENERATORS if name in drawn), list[str]()
     if mode == "none":
         return TextStartReport("none", kept, 0, start_varies=True)
     candidates: tuple[TextStartMode, ...] = ("seed", "fresh", "snapshot") if mode == "auto" else (mode,)
     for candidate in candidates:
         with closing(TextEnvs(make, candidate, kept, seconds=seconds)) as envs:
             try:
-                turns, varies = _compared(envs, starts, play)
+                found = [_compared(envs, some, play) for some in of_each.values()]
             except ApartError as error:
                 rejected.append(f"start_mode={candidate!r}: {error}")
             else:
+                turns, varies = sum(turns for turns, _ in found), any(varies for _, varies in found)
                 return TextStartReport(candidate, kept, turns, varies, tuple(rejected))
     raise EnvError(
         "members of a group do not share a start, so their rewards cannot be compared:\n  " + "\n  ".join(rejected) + "\nlikely "

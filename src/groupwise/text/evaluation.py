@@ -108,7 +108,8 @@ class TextEvaluator:
             held_out = [demonstration(example) for example in held_out]
         encoder = PromptEncoder(policy.tokenizer, cfg.task)
         envs = envs or verified_envs(cfg, task, encoder, policy, held_out)
-        prompts = encoder.select(held_out, policy.max_prompt_length(cfg.sampling.max_new_tokens))
+        self._sampling = cfg.evaluation.sampling or cfg.sampling
+        prompts = encoder.select(held_out, policy.max_prompt_length(self._sampling.max_new_tokens))
         self._prompts = prompts[: cfg.evaluation.prompts]
         self._cfg = cfg
         self._rewards = task.rewards(cfg.algorithm.on_nonfinite)
@@ -127,7 +128,7 @@ class TextEvaluator:
         size = _PROMPTS_AT_ONCE * evaluation.completions_per_prompt
         for first in range(0, len(completions), size):
             some = completions[first : first + size]
-            write(some, self._generate, evaluation.sampling or self._cfg.sampling, self._dialogue)
+            write(some, self._generate, self._sampling, self._dialogue)
             score(some, self._rewards)
             self._dialogue.release(some)
         self._rewards.take_logged()  # such metrics are of training alone

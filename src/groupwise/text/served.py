@@ -196,7 +196,7 @@ class ServedCollector(TextCollector):
         if dialogue.envs is None:
             write(transcripts, self.generate, sampling, dialogue)
             return
-        sampling = dialogue.begin(transcripts, sampling)
+        dialogue.begin(transcripts, sampling.max_new_tokens)
         write_turn(transcripts, self.generate, sampling, dialogue, {})
 
         def finish(members: Sequence[Transcript], first: int) -> None:

@@ -85,7 +85,7 @@ def load_examples(source: object, *, prompt_column: str | None = "prompt") -> li
         except (ValueError, RecursionError) as error:  # also of JSON, Parquet and UTF-8
             raise DataError(f"{path}, {error}; fix: write it again, texts in UTF-8") from error
     elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
-        source = source.to_dict("records")
+        source = source.astype(object).where(source.notna(), None).to_dict("records")  # NaN is a text's absence
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise DataError(
             f"{where}: expected a path or a list of examples; got {source!r:.80}; fix: a list of mappings, or one part of "

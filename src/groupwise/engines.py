@@ -7,11 +7,15 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.utils import clip_grad_norm_
 
 from groupwise.errors import ConfigError
@@ -98,8 +102,14 @@ class DistributedEngine(Engine):
 
     def __init__(self, device: str, timeout: float, *, cpu_offload: bool = False) -> None:
         self.device = device
-        if not dist.is_initialized():  # Ray Train does
-            dist.init_process_group(backend_of(device, cpu_offload), timeout=timedelta(seconds=timeout))
+        self._opened = not dist.is_initialized()  # Ray Train does
+        if self._opened:
+            limit = timedelta(seconds=timeout)
+            store, rank, world_size = _rendezvous(limit)
+            # the store outlives a group, and a second one must not find the addresses of the first
+            own = PrefixStore(f"groupwise-{next(_GROUPS)}", store)
+            backend = backend_of(device, cpu_offload)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -133,8 +143,20 @@ class DistributedEngine(Engine):
             dist.broadcast(tensor.detach(), src=0)
 
     def close(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
+        """Leave the process group, if the engine opened it."""
+        if self._opened:
+            dist.destroy_process_group()
+
+
+_GROUPS = count()
+"""Numbers of the process groups of this program, the same on every rank."""
+
+
+@cache
+def _rendezvous(timeout: timedelta) -> tuple[Any, int, int]:
+    """The store of the launcher, with rank and number of ranks."""
+    found: tuple[Any, int, int] = next(iter(rendezvous("env://", timeout=timeout)))
+    return found
 
 
 def backend_of(device: str, cpu_offload: bool) -> str:

@@ -61,7 +61,7 @@ def load(plugins: Sequence[Path]) -> None:
         wrong = ConfigError(
             f"--plugin {plugin}: expected an existing Python file or an installed module; fix: its path with .py, or install it"
         )
-        if plugin.suffix == ".py" or plugin.exists():
+        if plugin.suffix == ".py" or plugin.is_file():
             spec = importlib.util.spec_from_file_location(f"{_PREFIX}{plugin.stem}", plugin)
             if spec is None or spec.loader is None or not plugin.is_file():
                 raise wrong

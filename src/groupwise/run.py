@@ -206,7 +206,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
             load_state(trainer, checkpoint.state, folder.latest)
         else:  # a fork of the best one: it begins there, also in the data, with a new optimiser
             trainer.go_on_from(checkpoint.state)
-            trainer.collector.position = checkpoint.state.get("position", 0)
+            trainer.collector.position = checkpoint.state.get("position", 0) // engine.world_size
             for callback in trainer.callbacks:
                 if isinstance(callback, Evaluate):
                     callback.best_score = checkpoint.state.get(SCORES[parts.metric])

@@ -312,10 +312,9 @@ def start(target: Callable[..., None], *args: Any, name: str, daemon: bool = Tru
     context().set_forkserver_preload([target.__module__])
     process = context().Process(target=_main, args=(target, *args), daemon=daemon, name=name)
     with _STARTING:
+        # it imports nothing from the current folder before it has the path of this one
         before = os.environ.get("PYTHONSAFEPATH")
-        os.environ["PYTHONSAFEPATH"] = (
-            "1"  # it imports nothing from the current folder before it has the path of this one
-        )
+        os.environ["PYTHONSAFEPATH"] = "1"
         try:
             process.start()
         finally:

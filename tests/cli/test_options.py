@@ -68,6 +68,13 @@ def test_numbers_may_have_commas_between_thousands(capsys):
     assert "expected numbers with spaces between; fix: --policy.hidden-sizes 32 32" in capsys.readouterr().err
     assert cli.main(["config", "CartPole-v1", "--total-steps", "1,00"]) == 2
     assert "spaces" not in capsys.readouterr().err
+    for wrong in (
+        ["--algorithm.learning-rate", "0,001"],
+        ["--algorithm.learning-rate", "1,500"],
+        ["--total-steps", "0,500"],
+    ):
+        assert cli.main(["config", "CartPole-v1", *wrong]) == 2, wrong  # a comma may stand for a point
+        assert wrong[1] in capsys.readouterr().err
 
 
 def test_a_port_is_checked(capsys):

@@ -29,7 +29,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plugin_may_be_a_module_by_its_name(tmp_path, monkeypatch, capsys):
-    (tmp_path / "registers_one.py").write_text(PLUGIN)
+    (tmp_path / "registers_one").mkdir()  # a package in the current folder, as in a project of its own
+    (tmp_path / "registers_one" / "__init__.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     try:
         assert cli.main(["config", "OfAPlugin-v0", "--plugin", "registers_one"]) == 0

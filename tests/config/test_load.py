@@ -64,6 +64,25 @@ def test_clip_coef_of_the_user_sets_both_sides_over_a_preset():
     assert (clipped["clip_low"], clipped["clip_high"], objective.ratio) == (0.3, 0.3, "sequence_product")
 
 
+def test_clip_coef_of_a_file_is_under_what_is_given_over_it(write):
+    def bounds(**over):
+        region = load_config(write({"env": {"id": "CartPole-v1"}, "algorithm": {"clip_coef": 0.1}}), **over)
+        return region.algorithm.objective.trust_region.clip_low, region.algorithm.objective.trust_region.clip_high
+
+    assert bounds() == (0.1, 0.1)
+    assert bounds(preset="dapo") == (0.2, 0.28)
+    above = {"objective": {"trust_region": {"clip_high": 0.4}}}
+    assert bounds(algorithm=above) == (0.2, 0.4)
+    assert bounds(algorithm=above | {"clip_coef": 0.3}) == (0.3, 0.3)
+
+
+def test_a_share_of_warmup_is_one_of_any_budget():
+    schedule = {"name": "linear", "warmup": 0.3}
+    assert resolve("CartPole-v1", {"schedule": schedule}, total_iterations=1).algorithm.schedule.warmup == 0.3
+    with pytest.raises(ConfigError, match=r"warmup=5 is not less than total_iterations=5"):
+        resolve("CartPole-v1", {"schedule": schedule | {"warmup": 5}}, total_iterations=5)
+
+
 def test_run_fields_as_configs_dicts_and_values():
     fields = {"env": EnvCfg(num_envs=3), "policy": {"hidden_sizes": [32]}, "run_dir": None, "device": None}
     cfg = resolve("MyEnv-v0", "ppo", **fields)
@@ -334,7 +353,10 @@ def test_arguments_of_an_environment_survive_the_round_trip_or_are_refused(write
     path = write(to_json(cfg))
     assert load_config(path).env.kwargs == {"range": [0.7, math.inf], "nested": {"a": [None, True]}}
     for value, message in {
-        "table": ({0: 1.0}, r"env\.kwargs: \['table'\] has the key 0, and keys in a config file are text; fix: '0'"),
+        "table": (
+            {0: 1.0},
+            r"env\.kwargs: \['table'\] has the key 0, and keys in a config file are text; fix: numbers",
+        ),
         "array": ([np.zeros(2)], r"env\.kwargs: \['array'\]\[0\] = array\(\[0\., 0\.\]\) cannot be in a config file"),
         "function": (print, "cannot be in a config file"),
         "bytes": (b"a", "cannot be in a config file"),

@@ -21,7 +21,7 @@ algorithm:
 policy:
   hidden_sizes: [32, 64]
   normalize_obs: true
-seed: 7
+seed: 07
 """
 
 

@@ -73,6 +73,7 @@ def test_only_members_that_did_not_diverge_go_on_or_are_cloned(selection, member
         (10.0, RangeCfg(min=0.1, max=10), {10 / 1.2, 8.0}),  # and away from a bound
         (9, RangeCfg(min=1, max=9), {8, 7}),
         (1, RangeCfg(min=1, max=9), {2}),
+        (-10, RangeCfg(min=-10, max=-1), {-8}),
         (2, (1, 2, 4), {1, 4}),
         (4, (1, 2, 4), {2}),  # turns at the end
     ],

@@ -97,3 +97,20 @@ def test_loaded_weights_reach_the_vector():
     flat = algorithm.optimizer
     algorithm.policy.load_state_dict({name: torch.ones_like(v) for name, v in algorithm.policy.state_dict().items()})
     assert (flat.vector == 1).all()
+
+
+@pytest.mark.parametrize("first", [FLAT, {}])
+def test_the_state_fits_torchs_optimiser_and_back(first):
+    """So ``speed`` may change in the middle of a run."""
+    one, other = build("ppo", fast=first, **ADAM), build("ppo", fast=FLAT if first == {} else {}, **ADAM)
+    for seed in range(2):
+        one.update(make_rollout(one.policy, seed))
+    other.policy.load_state_dict(one.policy.state_dict())
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for algorithm in (one, other):
+        algorithm.update(make_rollout(algorithm.policy, 2))
+    for left, right in zip(one.policy.parameters(), other.policy.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
+    fresh = build("ppo", fast=FLAT, **ADAM)
+    fresh.load_state_dict(build("ppo", **ADAM).state_dict())  # before its first step torch's has none
+    assert not any(value.any() for value in fresh.optimizer.state.values())

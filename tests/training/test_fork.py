@@ -212,3 +212,22 @@ def test_a_fork_begins_at_the_checkpoint_before_a_damaged_one(run, tmp_path, cap
     before = load_checkpoint(RunFolder(run.path).checkpoints / "latest.1")
     assert same_weights(load_checkpoint(RunFolder(forked).latest).policy, before.policy)
     assert gw.resume(forked).summary["env_steps"] >= 400
+
+
+def test_speed_may_change(run, tmp_path):
+    assert gw.resume(gw.fork(run.path, tmp_path / "new", speed="off", total_steps=400)).summary["env_steps"] >= 400
+
+
+def test_a_checkpoint_that_is_asked_for_is_no_other(run, tmp_path):
+    path = tmp_path / "copy"
+    shutil.copytree(run.path, path)
+    with (path / "checkpoints" / "latest" / "policy.safetensors").open("r+b") as file:
+        file.write(b"damaged")
+    with pytest.raises(gw.errors.CheckpointError, match=r"latest/policy\.safetensors is damaged"):
+        gw.fork(path, tmp_path / "new", checkpoint=run.summary["env_steps"], total_steps=400)
+    shutil.rmtree(path / "checkpoints" / "latest")
+    with (path / "checkpoints" / "latest.1" / "policy.safetensors").open("r+b") as file:
+        file.write(b"damaged")
+    forked = gw.fork(path, tmp_path / "new", total_steps=400)
+    before = load_checkpoint(RunFolder(run.path).checkpoints / "latest.2")
+    assert same_weights(load_checkpoint(RunFolder(forked).latest).policy, before.policy)

@@ -173,8 +173,36 @@ def test_an_array_of_two_attributes_is_one_again_and_a_part_of_one_begins_anew(t
     whole.save(tmp_path / "latest")
     second.load(tmp_path / "latest")
     assert all((a == b).all() for a, b in zip(whole.collect(3), second.collect(3), strict=True))
-    first, other = (Run(EnvCfg(num_envs=3), Views) for _ in range(2))
-    first.collect(1)
-    first.save(tmp_path / "views")
-    other.load(tmp_path / "views")
-    assert (other.collect(1)[0]["step"][:, 0] == 0).all()
+    for make in (Views, lambda: Walk(np.ma.masked_array([1.0, 2.0], [False, True]))):
+        first, other = (Run(EnvCfg(num_envs=3), make) for _ in range(2))
+        first.collect(1)
+        first.save(tmp_path / "other")
+        other.load(tmp_path / "other")
+        assert (other.collect(1)[0]["step"][:, 0] == 0).all()
+
+
+class Columns(Aliases):
+    """Parts of one array that share nothing, and keys of several numbers."""
+
+    def reset(self, **options):
+        seen = super().reset(**options)
+        table = np.zeros((2, 2))
+        self.left, self.right = table[:, 0], table[:, 1]
+        self.visits = {(0, 1): self.body["place"]}
+        return seen
+
+    def step(self, action):
+        self.left += 1
+        self.visits[0, 1] += 0.1
+        obs, reward, *ends = super().step(action)
+        return obs, reward + float(self.left.sum() - self.right.sum()), *ends
+
+
+def test_columns_and_keys_of_several_numbers_go_on(tmp_path):
+    whole, second = (Run(EnvCfg(num_envs=3), Columns) for _ in range(2))
+    whole.collect(1)
+    whole.save(tmp_path / "latest")
+    second.load(tmp_path / "latest")
+    found = second.collect(3)
+    assert all((a == b).all() for a, b in zip(whole.collect(3), found, strict=True))
+    assert (found[0]["step"][:, 0] == STEPS).all()

@@ -141,3 +141,19 @@ def test_two_processes_clone_one_policy_from_disjoint_shares(tmp_path):
     entries = gw.Run.load(tmp_path / "run").metrics()
     assert [entry["env_steps"] for entry in entries] == [128, 256]
     assert "eval/demo_accuracy" in entries[-1]
+
+
+TWICE = """
+import groupwise as gw
+
+fields = {"num_envs": 4, "total_steps": 256, "evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
+gw.train("CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64), run_dir="run", **fields)
+gw.resume("run", 384)
+gw.train("CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64), run_dir="other", **fields)
+"""
+
+
+def test_a_program_trains_several_times(tmp_path):
+    run_script(TWICE, folder=tmp_path, ranks=2)
+    steps = [gw.Run.load(tmp_path / name).metrics()[-1]["env_steps"] for name in ("run", "other")]
+    assert steps == [384, 256]

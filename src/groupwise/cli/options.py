@@ -78,7 +78,7 @@ class Parser(ArgumentParser):
         raise ConfigError(f"{message}; fix: see {self.prog} --help")
 
 
-_THOUSANDS = r"\d{1,3}(,\d{3})+"
+_THOUSANDS = r"[1-9]\d{0,2}(,\d{3})+"
 
 
 def count(word: str) -> int:
@@ -285,7 +285,7 @@ def value_of(option: Option, words: Sequence[str]) -> Any:
         if "boolean" in types and word in ("true", "false"):
             return word == "true"
         if not types.isdisjoint(("integer", "number")):
-            if "array" not in own and re.fullmatch(_THOUSANDS, word):
+            if types.isdisjoint(("array", "number")) and re.fullmatch(_THOUSANDS, word):  # 1,500 may be 1.5 elsewhere
                 return int(word.replace(",", ""))
             for number in (int, float):
                 with suppress(ValueError):

@@ -150,9 +150,10 @@ def compare(
         if any("env" in run.given for run in members):
             notes.append(f"{environment}: an environment given in Python may not be the same in all runs")
         if changed := [str(run.path) for run in members if run.changed]:
+            named = f"{', '.join(changed[:5])}{f' and {len(changed) - 5} more' if changed[5:] else ''}"
             notes.append(
-                f"{environment}: forked, or continued with another budget: {', '.join(changed)}; a part of their training had other "
-                "settings than those that are compared"
+                f"{environment}: forked, or continued with another budget: {named}; a part of their training may have had "
+                "other settings than the ones compared here"
             )
         measure: Measure = "evaluation" if all(run.points["evaluation"] for run in members) else "training"
         for label, one in methods.items():

@@ -29,23 +29,23 @@ NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 
 
+_IN_PYTHON = "fix: numbers, texts, lists and tables, or a function in Python in place of the name"
+
+
 def _check_plain(value: Any, at: str = "") -> Any:
-    """The value; a ``ValueError`` if a config file would not give it back."""
+    """The value; a ``ValueError`` if a config file would not give it back. Tuples come back as lists."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             if not isinstance(key, str):
                 raise ValueError(
-                    f"{at or 'it'} has the key {key!r:.80}, and keys in a config file are text; fix: {str(key)!r}"
+                    f"{at or 'it'} has the key {key!r:.80}, and keys in a config file are text; {_IN_PYTHON}"
                 )
             _check_plain(part, f"{at}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             _check_plain(part, f"{at}[{index}]")
-    elif not isinstance(value, str | int | float | None):
-        raise ValueError(
-            f"{at} = {value!r:.80} cannot be in a config file; fix: a number, a text or a list, or in place of the name an "
-            "object in Python that knows it"
-        )
+    elif not isinstance(value, str | int | float | None) or value != value:
+        raise ValueError(f"{at} = {value!r:.80} cannot be in a config file; {_IN_PYTHON}")
     return value
 
 

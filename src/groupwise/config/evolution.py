@@ -89,7 +89,7 @@ class MutationCfg(Choice, family="mutation", default="grow_shrink"):
                 scale = 1 / scale if space.clip(value * scale) == value else scale  # from a bound back
                 away = value * scale
                 if isinstance(value, int):  # small numbers move, too
-                    away = max(round(away), value + 1) if scale > 1 else min(round(away), value - 1)
+                    away = max(round(away), value + 1) if away > value else min(round(away), value - 1)
                 changed[path] = type(value)(space.clip(away))
             else:
                 step = 1 if scale > 1 else -1

@@ -156,6 +156,7 @@ def _parse_yaml(data: bytes) -> Any:
                 raise ValueError(f"the key {twice!r:.100} comes twice")
             return super().construct_mapping(node, deep)
 
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
     for kind, (pattern, first) in _SCALARS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})$"), list(first))
     try:
@@ -241,7 +242,7 @@ def load_config(
             raise ConfigError("a run has an environment or a text task; got both, fix: leave out env or task")
         if preset is not None:
             own = {} if preset == "auto" else objective_preset(preset).settings
-            file = {k: v for k, v in _table(tree, "algorithm").items() if k not in ("credit", "objective")}
+            file = {k: v for k, v in _table(tree, "algorithm").items() if k not in ("credit", "objective", "clip_coef")}
             tree["algorithm"] = merge(file, {key: value for key, value in own.items() if key in file})
         given = _given(algorithm, fields)
         cfg = _resolve([tree, given], preset or named)
@@ -283,6 +284,10 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         hint = f"it is a preset of grpo; fix: --preset {name} (in Python preset={name!r})"
         raise UnknownNameError("algorithm", name, (), hint=hint)
     cfg_type, given = AlgorithmCfg.named(name), functools.reduce(_over, layers)
+    if "clip_coef" not in _table(layers[-1], "algorithm"):  # it would set the trust region that was given over it
+        above = _table(_table(layers[-1], "algorithm"), "objective")
+        if "trust_region" in above:
+            _table(given, "algorithm").pop("clip_coef", None)
     if kind is RunCfg:
         base = _preset_for(env_preset(str(given["env"]["id"])), cfg_type)
         base = merge({"policy": {"name": AnyPolicyCfg.default}}, base)  # its settings are not those of another policy

@@ -488,7 +488,7 @@ class CommonCfg(Cfg):
     @model_validator(mode="after")
     def _check_algorithm(self) -> "CommonCfg":
         schedule, budget = self.algorithm.schedule, self.budget
-        if isinstance(schedule, LinearCfg) and schedule.warmup >= budget.total:
+        if isinstance(schedule, LinearCfg) and schedule.warmup >= max(1, budget.total):  # below 1 it is a share
             raise ValueError(
                 f"algorithm.schedule.warmup={schedule.warmup} is not less than {budget.name}={budget.total:,}; "
                 f"fix: a share of training below 1, or fewer {budget.unit}"

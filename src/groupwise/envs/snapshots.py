@@ -7,11 +7,11 @@ import functools
 import pickle
 import random
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from io import BytesIO
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import gymnasium
 import numpy as np
@@ -309,6 +309,8 @@ _MOST_VALUES = 100_000
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
 _SHARED = (np.ndarray, list, deque, dict)
 """Objects that several attributes may hold, and one of them may change."""
+_MOST_PARTS = 100
+"""More parts of one array are not compared with each other."""
 
 
 class _CannotCaptureError(Exception):
@@ -318,7 +320,7 @@ class _CannotCaptureError(Exception):
 def capture(env: gymnasium.Env | VectorEnv) -> dict[str, Any] | None:
     """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else."""
     try:
-        captured: dict[str, Any] = _captured(env, {}, iter(range(_MOST_VALUES)))
+        captured: dict[str, Any] = _captured(env, _Seen({}, defaultdict(list)), iter(range(_MOST_VALUES)))
         return captured
     except _CannotCaptureError:
         return None
@@ -336,26 +338,42 @@ def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
         raise EnvError(f"the captured state does not fit {env}: {error!r}; fix: make it the same way") from error
 
 
-def _captured(value: Any, seen: dict[int, tuple[int, Any]], budget: Iterator[int]) -> Any:
-    """The value as plain data.
+class _Seen(NamedTuple):
+    """What was captured so far."""
 
-    Args:
-        seen: number and object of each array and container that was captured, by its id. An object that comes twice is
-            captured once, so that it is one object again when it is restored.
-    """
+    objects: dict[int, tuple[int, Any]]
+    """Number and object of each environment, array and container by its id. One that comes twice is captured once, so that it is
+    one object again when it is restored."""
+    arrays: dict[int, list[np.ndarray]]
+    """Arrays by the id of the one whose memory they are parts of."""
+
+    def add(self, value: Any) -> None:
+        """Give the object the next number."""
+        self.objects[id(value)] = len(self.objects), value
+
+    def is_part(self, array: np.ndarray) -> bool:
+        """Whether the array shares memory with another one; it is noted."""
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        others = self.arrays[id(root)]
+        shares = len(others) > _MOST_PARTS or any(np.shares_memory(array, other) for other in others)
+        others.append(array)
+        return shares
+
+
+def _captured(value: Any, seen: _Seen, budget: Iterator[int]) -> Any:
     if next(budget, None) is None:
         raise _CannotCaptureError
     if value is None or (isinstance(value, bool | int | float | str | np.generic) and not isinstance(value, Enum)):
         return value
     if type(value) in _SHARED:
-        if id(value) in seen:
-            return {"kind": "same", "number": seen[id(value)][0]}
-        seen[id(value)] = len(seen), value
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        others = [other for _, other in seen.values() if isinstance(other, np.ndarray) and other is not value]
-        views = others if value.base is not None else [other for other in others if other.base is not None]
-        if any(np.may_share_memory(value, other) for other in views):
-            raise _CannotCaptureError  # one is a part of the other
+        if id(value) in seen.objects:
+            return {"kind": "same", "number": seen.objects[id(value)][0]}
+        seen.add(value)
+    if type(value) is np.ndarray and value.dtype.kind in "biuf":
+        if seen.is_part(value):
+            raise _CannotCaptureError
         return value.copy()
     if isinstance(value, Enum):
         return {"kind": "enum", "name": value.name}
@@ -366,9 +384,9 @@ def _captured(value: Any, seen: dict[int, tuple[int, Any]], budget: Iterator[int
     if type(value) is random.Random:
         return {"kind": "random", "state": value.getstate()}
     if isinstance(value, _ENVS):
-        if id(value) in seen:
+        if id(value) in seen.objects:
             return {"kind": "stays"}
-        seen[id(value)] = len(seen), value
+        seen.add(value)
         if isinstance(value, HasState):
             parts = {"state": value.clone_state(), "np_random": value.np_random}
             return {"kind": "own", **{name: _captured(part, seen, budget) for name, part in parts.items()}}
@@ -433,7 +451,8 @@ def _restored(now: Any, saved: Any, made: list[Any]) -> Any:
             table: dict[Any, Any] = {}
             made.append(table)
             before = now if isinstance(now, dict) else {}
-            for key, part in saved["items"]:
+            for saved_key, part in saved["items"]:
+                key = _restored(None, saved_key, made)
                 table[key] = _restored(before.get(key), part, made)
             return table
         case "tuple":

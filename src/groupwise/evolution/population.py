@@ -331,8 +331,9 @@ def check_count(cfg: EvolutionCfg) -> None:
 
 
 def fitted(base: CommonCfg, path: str, value: Value) -> Value:
-    """``value``, rounded where the setting at ``path`` is a whole number."""
-    return round(value) if isinstance(value, float) and isinstance(setting_at(base, path), int) else value
+    """``value``, rounded where the setting at ``path`` is a whole number. Arguments of an environment may be of any kind."""
+    is_whole = isinstance(setting_at(base, path), int) and "kwargs" not in path
+    return round(value) if isinstance(value, float) and is_whole else value
 
 
 def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any) -> CommonCfg:
@@ -532,6 +533,7 @@ class Processes:
                 idle.send(task)
                 return idle
             processes.kill(self._processes.pop(idle))  # it died while idle
+            idle.close()
         worker, theirs = processes.context().Pipe()
         args = (theirs, self._payload, tuple(plugins.loaded()), self._output)
         self._processes[worker] = processes.start(_work, *args, name="groupwise member", daemon=False)

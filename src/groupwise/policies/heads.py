@@ -246,7 +246,7 @@ class SquashedGaussian(DiagGaussian):
     def __init__(self, low: Tensor, high: Tensor) -> None:
         super().__init__(low, high)
         half_range = 0.5 * high.double().sub(low.double()).flatten()
-        if not torch.isfinite(half_range).all() or not (half_range > 0).all():
+        if not (high - low).isfinite().all() or not (half_range > 0).all():
             raise ConfigError(
                 f"squash_output=True needs low < high, both finite, in every dimension; the box has low={low.tolist()}, "
                 f"high={high.tolist()}; fix: squash_output=False"

@@ -110,15 +110,26 @@ class FlatAdam:
         move(vector, gradient, *moments, [], [state["step"]], beta1=beta1, beta2=beta2, **settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """State in the layout of ``torch.optim.Adam``."""
-        return {"state": {0: dict(self.state)}, "param_groups": [self.param_groups[0] | {"params": [0]}]}
+        """State in the layout of ``torch.optim.Adam`` of the single parameters."""
+        parts = {name: torch.split(self.state[name], self.sizes) for name in ("exp_avg", "exp_avg_sq")}
+        state = {
+            number: {
+                "step": self.state["step"].clone(),
+                **{name: part[number].view_as(one) for name, part in parts.items()},
+            }
+            for number, one in enumerate(self.parameters)
+        }
+        return {"state": state, "param_groups": [self.param_groups[0] | {"params": [*state]}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``."""
         self.param_groups[0].update(state["param_groups"][0] | {"params": [self.vector]})
-        saved = state["state"].get(0, {})
         for name, value in self.state.items():
-            value.copy_(saved.get(name, torch.zeros_like(value)))
+            saved = [one[name].to(value).flatten() for _, one in sorted(state["state"].items())]
+            if name == "step":
+                value.copy_(saved[0].sum() if saved else torch.zeros_like(value))
+            else:
+                value.copy_(torch.cat(saved) if saved else torch.zeros_like(value))
 
 
 def flat_adam(

@@ -486,7 +486,7 @@ class Evaluate(Callback):
                 "iteration": trainer.iteration,
                 "env_steps": trainer.env_steps,
                 "epochs": trainer.epochs,
-                "position": trainer.collector.position,
+                "position": trainer.collector.position * trainer.engine.world_size,  # over all ranks
                 SCORES[self.metric]: score,
             }
             check_weights(trainer)

@@ -341,9 +341,13 @@ class _DamageError(Exception):
     """Something in a checkpoint is missing or not as it was written."""
 
 
-def _newest(folder: Path, read: Callable[[Path], Content]) -> Content:
-    """Content that ``read`` finds in the newest checkpoint that is not damaged; a ``CheckpointError`` if there is none."""
-    existing = find_checkpoints(folder)
+def _newest(folder: Path, read: Callable[[Path], Content], candidates: list[Path] | None = None) -> Content:
+    """Content that ``read`` finds in the newest checkpoint that is not damaged; a ``CheckpointError`` if there is none.
+
+    Args:
+        candidates: newest first. None: all of the folder.
+    """
+    existing = find_checkpoints(folder) if candidates is None else candidates
     if not existing:
         raise CheckpointError(f"no checkpoint at {folder}; fix: give a run folder that has checkpoints/{folder.name}")
     damages = [] if existing[0] == folder else [f"{folder} is missing"]
@@ -545,15 +549,16 @@ def fork_run(
     if checkpoint == "best":
         found = folder.best
     elif checkpoint == "latest":
-        found = existing[0] if existing else folder.latest
+        found = folder.latest
     else:
         by_steps = {int(saved_counts(path)["steps"]): path for path in existing}
         if checkpoint not in by_steps:
             there = ", ".join(map(str, sorted(by_steps))) or "no step"
             raise ConfigError(f"checkpoint={checkpoint}: {folder.path} has {there}; fix: one of these, latest or best")
         found = by_steps[checkpoint]
-    # of a damaged one, the one before it
-    found, state = _newest(found, lambda there: (there, _read_checkpoint(there, None, _limits(None)).state))
+    # in place of a damaged latest one, the one before it
+    candidates = existing if checkpoint == "latest" else [found]
+    found, state = _newest(found, lambda there: (there, _read_checkpoint(there, None, _limits(None)).state), candidates)
     iteration, steps = (state[name] for name in ("iteration", "env_steps"))
     if not finished:
         cfg.budget.check_exceeds(saved_counts(found)[cfg.budget.unit], found)

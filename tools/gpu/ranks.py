@@ -63,9 +63,11 @@ ALONE = False
 
 
 def dist_again(cpu_offload: bool) -> None:
-    """A process group of this process alone, unless runs have none. A run leaves its own at its end."""
+    """A new process group of this process alone, or none where runs have none."""
     from groupwise.engines import backend_of
 
+    if dist.is_initialized():  # a run leaves a group that it did not open as it is
+        dist.destroy_process_group()
     if not ALONE:
         dist.init_process_group(backend_of(DEVICE, cpu_offload), store=dist.HashStore(), rank=0, world_size=1)
 
@@ -74,6 +76,7 @@ def compare(found: dict[str, Any], name: str, folder: Path) -> None:
     global ALONE
     options = CASES[name]
     ALONE = True
+    dist_again(False)
     alone = train(name, folder / "alone", **options)
     ALONE = False
     dist_again(options.get("cpu_offload", False))

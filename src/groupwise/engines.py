@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from functools import cache
 from itertools import count
 from typing import Any, TypeVar
 
@@ -105,7 +104,10 @@ class DistributedEngine(Engine):
         self._opened = not dist.is_initialized()  # Ray Train does
         if self._opened:
             limit = timedelta(seconds=timeout)
-            store, rank, world_size = _rendezvous(limit)
+            if not _LAUNCHED:
+                _LAUNCHED.append(next(iter(rendezvous("env://", timeout=limit))))
+            store, rank, world_size = _LAUNCHED[0]
+            store.set_timeout(limit)
             # the store outlives a group, and a second one must not find the addresses of the first
             own = PrefixStore(f"groupwise-{next(_GROUPS)}", store)
             backend = backend_of(device, cpu_offload)
@@ -152,11 +154,8 @@ _GROUPS = count()
 """Numbers of the process groups of this program, the same on every rank."""
 
 
-@cache
-def _rendezvous(timeout: timedelta) -> tuple[Any, int, int]:
-    """The store of the launcher, with rank and number of ranks."""
-    found: tuple[Any, int, int] = next(iter(rendezvous("env://", timeout=timeout)))
-    return found
+_LAUNCHED: list[tuple[Any, int, int]] = []
+"""The store of the launcher, with rank and number of ranks; one for the whole program, since its port is."""
 
 
 def backend_of(device: str, cpu_offload: bool) -> str:

@@ -147,6 +147,17 @@ def test_the_memory_is_used_by_an_episode_alone():
     assert credit(batch, gamma=0.9, memory=memory, **lstd(features=4))[0, :5].all()
 
 
+def test_another_number_of_features_begins_anew():
+    batch, memory = random_episodes(), {}
+    credit(batch, gamma=0.9, memory=memory, **lstd(features=4))
+    seen = memory["seen"].clone()
+    credit(batch, gamma=0.9, memory=memory, **lstd(features=8))
+    fresh: dict = {}
+    credit(batch, gamma=0.9, memory=fresh, **lstd(features=8))
+    torch.testing.assert_close(memory["products"], fresh["products"])
+    torch.testing.assert_close(memory["seen"], 2 * seen)  # which are of states
+
+
 def test_two_ranks_are_one_batch():
     whole, choices = random_episodes(), lstd(features=8, folds=3) | {"normalize": "batch"}
     expected = credit(whole, gamma=0.9, **choices)

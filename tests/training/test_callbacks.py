@@ -91,6 +91,13 @@ def test_the_time_of_evaluations_and_checkpoints_is_logged(parts, tmp_path, monk
     assert times[2]["time/save_seconds"] >= 0.02  # for the first checkpoint, of iteration 2, training waits
 
 
+def test_the_best_policy_knows_the_place_in_the_data_over_all_ranks(parts, tmp_path):
+    trainer = parts.trainer(Evaluate(scores(1.0), 20, tmp_path / "best", HERE), total_steps=20)
+    trainer.collector.position, trainer.engine.world_size = 3, 2  # as one of two ranks
+    trainer.train()
+    assert load_checkpoint(tmp_path / "best", HERE).state["position"] == 6
+
+
 def test_the_first_checkpoint_is_on_disk_before_training_goes_on(parts, tmp_path):
     """A run that logged more, but has no checkpoint, counts as one that lost it."""
 

@@ -149,6 +149,7 @@ import groupwise as gw
 fields = {"num_envs": 4, "total_steps": 256, "evaluation": {"episodes": 2}, "logging": {"progress": "none"}}
 gw.train("CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64), run_dir="run", **fields)
 gw.resume("run", 384)
+fields["ddp_timeout"] = 600.0
 gw.train("CartPole-v1", gw.PPOCfg(num_steps=16, num_epochs=1, minibatch_size=64), run_dir="other", **fields)
 """
 

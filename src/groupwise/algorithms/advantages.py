@@ -590,7 +590,9 @@ def lstd(
     fold = (batch["episode_id"] + counts[: rank.start].sum()) % folds
 
     def remembered(name: str, like: Tensor) -> Tensor:
-        return memory[name].to(like) if name in memory else torch.zeros_like(like)
+        kept = memory.get(name)
+        # another number of features after a resume begins anew
+        return torch.zeros_like(like) if kept is None or kept.shape != like.shape else kept.to(like)
 
     # features of states over their standard deviation so far
     obs = batch["obs"].double()

@@ -250,7 +250,7 @@ class BaseAlgorithm(ABC):
         return (batch["weight"] * loss).sum(), (values * torch.stack(shares).flatten(1)).sum(dim=1).float()
 
     def _refuse(self, number: int) -> None:
-        """Warn of a step of an update whose gradient is NaN or infinite, or stop the run; of one for each update."""
+        """Warn, once an update, of a step whose gradient is NaN or infinite, or stop the run."""
         if self._refused_in == self.iteration:
             return
         self._refused_in = self.iteration

@@ -339,7 +339,7 @@ def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
 
 
 class _Seen(NamedTuple):
-    """What was captured so far."""
+    """Objects that were captured so far."""
 
     objects: dict[int, tuple[int, Any]]
     """Number and object of each environment, array and container by its id. One that comes twice is captured once, so that it is

@@ -192,9 +192,6 @@ def _places(entries: Sequence[Sequence[Any]], first: Tensor) -> tuple[Tensor, Te
 
 # Transcripts: the model's turns, the tool's answers, and their rewards
 
-_STARTS_TRIED = 3
-"""By the check that members share a start."""
-
 
 @dataclass
 class Transcript:
@@ -436,10 +433,7 @@ def verified_envs(
         write([member], partial(complete, policy), sampling, dialogue)
         return episode.turns
 
-    of_each: dict[str, list[Start]] = defaultdict(list)
-    for start in (example.start for example in examples if example.start is not None):
-        of_each[start.environment].append(start)
-    starts = [start for some in of_each.values() for start in some[:_STARTS_TRIED]]
+    starts = [example.start for example in examples if example.start is not None]
     report = check_text_starts(make, cfg.task.start_mode, starts, play, cfg.task.env_timeout)
     if report.kept and cfg.task.env_timeout is not None:
         raise ConfigError(

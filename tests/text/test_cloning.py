@@ -409,11 +409,10 @@ def test_grpo_improves_on_a_clone_of_played_episodes(seed, tmp_path):
     )  # fmt: skip
     task = gw.TextTask(env=lambda: Guess(turns=4), max_turns=4, data_size=1000)
     settings = SETTINGS | {"total_steps": None, "total_iterations": 60, "sampling": one, "num_prompts": 8, "seed": seed}
+    settings["evaluation"] = {"interval": 10**9}
     cfg, found = gw.GRPOCfg(group_size=16, learning_rate=1e-3), {}
     for name, begin in {"clone": {"init_from": run.path}, "random": {"path": str(model)}}.items():
-        trained = gw.train(
-            task, cfg, model=begin, run_dir=tmp_path / f"from-{name}", evaluation={"interval": 10**9}, **settings
-        )
+        trained = gw.train(task, cfg, model=begin, run_dir=tmp_path / f"from-{name}", **settings)
         rates = [entry["rollout/success_rate"] for entry in trained.metrics()]
         found[name] = sum(rates[:3]) / 3, sum(rates[-10:]) / 10
     print(f"seed {seed}: success {found}")

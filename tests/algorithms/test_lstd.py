@@ -119,6 +119,30 @@ def test_the_clock_is_neither_praised_nor_blamed(trace):
     assert credit(batch, gamma=0.9, **lstd(gae_lambda=trace, features=16)).abs().max() < 0.01  # of a value of 10
 
 
+def test_a_discount_of_one_leaves_the_level_of_cut_episodes_in_place():
+    """Without any discount a step's own value after a cut leaves the level open, and the solution explodes."""
+    batch = random_episodes(lengths=(40,) * 12, ends=("truncated",))
+    near, at = (credit(batch, gamma=gamma, **lstd(gae_lambda=0.95)) for gamma in (0.999, 1.0))
+    assert float(at.abs().max()) < 2 * float(near.abs().max())
+    assert float(torch.corrcoef(torch.stack([near.flatten(), at.flatten()]))[0, 1]) > 0.8
+
+
+def test_anything_may_stand_in_gaps():
+    batch = random_episodes()
+    clean = credit(batch.clone(), gamma=0.9, **lstd(features=8))
+    for name in ("obs", "reward"):
+        batch[name][~batch["valid"]] = torch.nan
+    assert torch.equal(credit(batch, gamma=0.9, **lstd(features=8)), clean)
+
+
+def test_rewards_of_a_moving_unit_are_refused():
+    algorithm, policy = gw.GRPOCfg(credit=lstd()), {"normalize_reward": True}
+    with pytest.raises(ValueError, match="normalize_reward=True changes the unit .*normalize_reward=False"):
+        gw.RunCfg(env=gw.EnvCfg(id="Pendulum-v1"), algorithm=algorithm, policy=policy)
+    forgetful = gw.GRPOCfg(credit=lstd(decay=0.0))
+    assert gw.RunCfg(env=gw.EnvCfg(id="Pendulum-v1"), algorithm=forgetful, policy=policy).policy.normalize_reward
+
+
 def test_earlier_updates_fade():
     """After the same rollout again and again all sums are twice as large at decay 0.5, so the ridge's share is the same:
     episodes are measured by themselves, too, with half of the weight of the others."""

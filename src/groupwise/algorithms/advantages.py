@@ -570,7 +570,7 @@ def lstd(
 
     The weights ``w`` of a fold are those for which the generalised advantages of all other folds, ``sum_k (gamma
     lambda)^k (r + gamma V' - V)``, do not correlate with the features: LSTD(lambda), one linear system for each fold.
-    The combination is not from a paper. 0 for the only episode of a first update.
+    The combination is not from a paper. 0 for the only episode of a first update. A discount above 0.9999 counts as that.
 
     Args:
         features: Number of random Fourier features, beside the observation itself and a constant.
@@ -582,9 +582,11 @@ def lstd(
 
     Source: https://doi.org/10.1023/A:1017936530646 (LSTD), https://papers.nips.cc/paper/3182-random-features-for-large-scale-kernel-machines.
     """
-    batch, reward, gamma, engine = credit.batch, credit.reward, credit.gamma, credit.engine
+    batch, engine, gamma = credit.batch, credit.engine, min(credit.gamma, _LSTD_GAMMA)
     memory = {} if credit.memory is None else credit.memory
     member, terminated, truncated, done = batch["loss_mask"], batch["terminated"], batch["truncated"], credit.done
+    gap = ~batch["valid"]  # anything may stand there
+    reward = credit.reward.masked_fill(gap, 0)
     number = (batch["episode_id"].max() + 1).clamp(min=0)[None]
     counts, rank = engine.gather(number)
     fold = (batch["episode_id"] + counts[: rank.start].sum()) % folds
@@ -595,7 +597,7 @@ def lstd(
         return torch.zeros_like(like) if kept is None or kept.shape != like.shape else kept.to(like)
 
     # features of states over their standard deviation so far
-    obs = batch["obs"].double()
+    obs = batch["obs"].masked_fill(gap[..., None], 0).double()
     seen = engine.sum(torch.stack([torch.ones_like(obs), obs, obs.square()])[:, member].sum(dim=1))
     seen = memory["seen"] = seen + remembered("seen", seen)
     mean, mean_square = (seen[1:] / seen[0].clamp(min=1)).unbind()
@@ -668,6 +670,8 @@ ROUNDS = 10
 """Iterations of the values at truncations; each leaves at most gamma of the error."""
 _BLOCK = 256
 """States that are compared with the pool at once: distances of all of them together would need gigabytes."""
+_LSTD_GAMMA = 0.9999
+"""Greatest discount of values: with 1, and a step's own value in place of the one after a truncation, any level is a solution."""
 _LSTD_BLOCK = 512
 """Steps whose sums over features are held at once: each has hundreds."""
 _FLAT = 1e-6

@@ -408,6 +408,7 @@ def settings_of(
         __cls_kwargs__={"use_attribute_docstrings": False, "name": name, "source": site},
         **fields | {"__validators__": {"checked": model_validator(mode="after")(checked)}},
     )
+    settings.__name__ = settings.__qualname__  # torch.compile takes no objects of classes that look local
     for attribute, value in attributes.items():
         setattr(settings, attribute, value)
     vars(function)["Settings"] = settings

@@ -261,7 +261,7 @@ class CompiledBackward:
         except Exception as error:  # the compiler raises errors of any type
             self.failed, why = True, str(error).strip().split("\n")[0][:300]
             warnings.warn(
-                f"updates are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH, or speed='off'",
+                f"updates are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH if there is none, else speed='off'",
                 SlowPathWarning,
                 stacklevel=4,
             )

@@ -170,8 +170,10 @@ def test_a_vector_that_cannot_be_made_again_is_not_evaluated(kind, caplog):
     with pytest.raises(gw.errors.ConfigError, match="cannot be made a second time"):
         gw.evaluate(run)
     folders = list(run.path.parent.iterdir())
-    with pytest.raises(gw.errors.ConfigError, match=r"fix: leave evaluation\.interval out"):
+    with pytest.raises(gw.errors.ConfigError, match=r"fix: leave evaluation\.interval and"):
         gw.train(env, **TINY | {"num_envs": None, "evaluation": {"interval": 10}})
+    with pytest.raises(gw.errors.ConfigError, match=r"fix: leave .*stop\.threshold out"):
+        gw.train(env, **TINY | {"num_envs": None, "stop": {"threshold": 1.0}})
     assert list(run.path.parent.iterdir()) == folders
 
 
@@ -237,9 +239,10 @@ def test_longest_episode_is_filled_in_where_the_loss_needs_it():
     assert run.cfg.algorithm.objective.aggregation.max_length == 500
     objective = json.loads((run.path / "config.json").read_text())["algorithm"]["objective"]
     assert objective["aggregation"] == {"name": "constant", "max_length": 500}
-    windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, collection={"horizon": 20}, **constant)
-    run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed})
-    assert run.cfg.algorithm.objective.aggregation.max_length == 20
+    for horizon, longest in ((20, 20), (5_000, 500)):
+        windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, collection={"horizon": horizon}, **constant)
+        run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed})
+        assert run.cfg.algorithm.objective.aggregation.max_length == longest
 
 
 def test_thread_count_is_given_back():

@@ -72,6 +72,14 @@ def told_again(collector, rollout, before):
     return labels, finished, goes_on
 
 
+def test_a_horizon_that_the_rollout_never_reaches_is_refused():
+    collector, buffer = made("cartpole", 2, 2, 8, horizon=8)
+    with pytest.raises(
+        gw.errors.EnvError, match=r"horizon=8 is never reached: .* num_steps=8, .*fix: env.max_episode_steps"
+    ):
+        collector.collect(8, buffer.start_rollout())
+
+
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(

@@ -83,7 +83,7 @@ def test_lengthen_keeps_what_is_there_and_adds_empty_slots():
     rollout["reward"].fill_(3.0)
     rollout["valid"].fill_(True)
     rollout["episode_id"].fill_(0)
-    longer = lengthen(rollout, 7)
+    longer = lengthen(rollout, 3)
     assert longer.shape == (2, 7)
     assert longer["reward"].tolist() == [[3, 3, 3, 3, 0, 0, 0]] * 2
     assert longer["valid"].tolist() == [[True] * 4 + [False] * 3] * 2
@@ -96,7 +96,7 @@ def test_lengthen_keeps_what_is_there_and_adds_empty_slots():
 
 def test_a_longer_rollout_makes_the_next_ones_longer_and_a_shorter_one_does_not():
     buffer = make_buffer()
-    buffer.add(lengthen(buffer.start_rollout(), 9))
+    buffer.add(lengthen(buffer.start_rollout(), 5))
     assert buffer.start_rollout().shape == (2, 9)
     buffer.add(buffer.start_rollout()[:, :3])
     assert buffer.get().shape == (2, 3)

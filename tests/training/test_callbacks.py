@@ -164,6 +164,22 @@ def test_stops_at_the_score(metric, threshold, reached, parts, tmp_path):
     assert trainer.stop_reason == f"score: {metric} {reached} reached the threshold {threshold:g}"
 
 
+def test_a_run_that_reached_its_score_is_finished(tmp_path):
+    def again(**stop):
+        settings = json.loads((run.path / "config.json").read_text())
+        (run.path / "config.json").write_text(json.dumps(settings | {"stop": settings["stop"] | stop}))
+        return gw.resume(run.path)
+
+    settings = {"num_envs": 4, "evaluation": {"interval": 64, "episodes": 2}, "logging": {"progress": "none"}}
+    run = gw.train(
+        "CartPole-v1", "ppo", total_steps=10_000, stop={"threshold": 1.0}, run_dir=tmp_path / "run", **settings
+    )
+    steps = run.summary["env_steps"]
+    assert again().summary["env_steps"] == steps < 10_000
+    assert again().summary["stopped"] == run.summary["stopped"]
+    assert again(threshold=None).summary["stopped"] == "total_steps"
+
+
 def test_stops_when_time_is_over(parts):
     trainer = parts.trainer(StopEarly(StopCfg(time_limit=1e-9)))
     trainer.train()

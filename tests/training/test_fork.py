@@ -33,6 +33,39 @@ def best_of(run):
     return load_checkpoint(RunFolder(run.path).best).policy
 
 
+@pytest.mark.parametrize("how", ["fork", "config.json"])
+@pytest.mark.parametrize("change", [{"max_episode_steps": 5}, {"num_random_noops": 3}, {"kwargs": {"g": 1.0}}])
+def test_episodes_under_way_are_not_those_of_other_environments(how, change, tmp_path):
+    run = gw.train("Pendulum-v1", PPO, total_iterations=2, run_dir=tmp_path / "run", **TINY)
+    if how == "fork":
+        path = gw.fork(run.path, tmp_path / "new", env=change, total_iterations=16)
+    else:
+        path, settings = run.path, json.loads((run.path / "config.json").read_text())
+        (run.path / "config.json").write_text(json.dumps(settings | {"env": settings["env"] | change}))
+    made = []
+
+    class Look(gw.Callback):
+        def on_training_start(self, trainer):
+            made.extend([trainer.collector._obs, *trainer.collector.env._rows.envs])
+
+    again = gw.resume(path, total_iterations=16, callbacks=[Look()])
+    assert made[0] is None
+    assert all(env.unwrapped.g == change.get("kwargs", {}).get("g", 10.0) for env in made[1:])
+    if "max_episode_steps" in change:
+        assert again.metrics()[-1]["rollout/length_mean"] == 5
+    # the same settings go on with their episodes
+    made.clear()
+    gw.resume(again.path, total_iterations=17, callbacks=[Look()])
+    assert made[0] is not None
+
+
+def test_torch_environments_take_longer_rollouts(tmp_path):
+    env = gw.EnvCfg(id="CartPole-v1", vectorization="torch")
+    run = gw.train(env, PPO, total_iterations=2, run_dir=tmp_path / "run", **TINY)
+    again = gw.resume(gw.fork(run.path, tmp_path / "new", total_iterations=4, algorithm={"num_steps": 33}))
+    assert again.metrics()[-1]["env_steps"] - again.metrics()[-2]["env_steps"] == 4 * 33
+
+
 @both
 def test_a_fork_without_changes_is_the_run_itself(run, tmp_path):
     steps = load_checkpoint(RunFolder(run.path).checkpoints / "latest.1").state["env_steps"]

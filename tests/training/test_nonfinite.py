@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from plain_envs import Plain
 
 import groupwise as gw
@@ -47,6 +48,17 @@ class Env(Plain):
         )
 
 
+class BlankAtTheEnd(Env):
+    """Its last observation is nothing, and so is what a policy would do next."""
+
+    def __init__(self):
+        super().__init__("", 0.0)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs * np.nan if terminated or truncated else obs, reward, terminated, truncated, info
+
+
 @pytest.fixture(autouse=True)
 def _in_a_fresh_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -77,6 +89,18 @@ def test_stop_names_environment_step_and_field(name, field, value):
     ):
         train(name, lambda: Env(field, value, limit=0.0))
     strictly("summary.json")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_no_step_follows_from_may_be_anything(name):
+    assert is_finite(train(name, BlankAtTheEnd))
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_what_no_step_follows_from_may_be_anything_in_every_autoreset_mode(mode):
+    cfg, settings = ALGORITHMS["ppo"]
+    env = SyncVectorEnv([BlankAtTheEnd] * 4, autoreset_mode=mode)
+    assert is_finite(gw.train(env, cfg(**settings), run_dir="run", total_steps=320, logging={"progress": "none"}))
 
 
 @pytest.mark.parametrize(("field", "box"), [("obs", True), ("reward", False)])

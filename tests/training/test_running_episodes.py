@@ -89,6 +89,10 @@ RUNS = {
     "CartPole-v1, one by one": (EnvCfg(id="CartPole-v1", vectorization="sync"), None),
     "CartPole-v1, in torch": (EnvCfg(id="CartPole-v1", vectorization="torch"), None),
     "Pendulum-v1": (EnvCfg(id="Pendulum-v1", vectorization="sync", max_episode_steps=20), None),
+    "Pendulum-v1, after random actions": (
+        EnvCfg(id="Pendulum-v1", max_episode_steps=20, num_random_noops=9),
+        None,
+    ),
     "HalfCheetah-v5": (EnvCfg(id="HalfCheetah-v5", max_episode_steps=20), None),
     "MetaWorld": (
         EnvCfg(id="MetaWorld/multi", max_episode_steps=20, kwargs={"tasks": ["push-v3", "door-lock-v3"]}),

@@ -255,7 +255,7 @@ class GroupCollector(EnvCollector):
         """Whole groups, about ``num_steps`` steps a row; as long as the row that was busy longest."""
         budget = self.env.num_envs * num_steps
         tracker = GroupTracker(self.env, self.collection, budget, self.group_size, self.greedy_members)
-        writer = RolloutWriter(rollout, self.policy)
+        writer = RolloutWriter(rollout, self.policy, lambda *_: torch.from_numpy(tracker.running))
         act, generator = self.actor(), self.action_generator()
         obs = self._start(tracker.assign())
         while tracker.running.any():

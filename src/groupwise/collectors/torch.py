@@ -276,7 +276,17 @@ class TorchGroupCollector(TorchCollector):
 
     @torch.inference_mode()
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """Exactly ``num_steps`` slots of every row."""
+        """Exactly ``num_steps`` slots of every row.
+
+        Raises:
+            EnvError: the horizon is never reached.
+        """
+        if self.horizon is not None and self.horizon >= num_steps:
+            raise EnvError(
+                f"collection.horizon={self.horizon} is never reached: with partial_groups='truncate' a group ends with the "
+                f"rollout, after num_steps={num_steps}, and the next begins where it was; fix: env.max_episode_steps, or a "
+                "smaller horizon"
+            )
         env, seeds = self.env, self._seeds(num_steps)
         self.action_generator()
         if not env.rows.state:

@@ -295,10 +295,11 @@ class RolloutWriter:
 
     Args:
         policy: gives the values of final observations, where it has a critic.
+        live: rows of the rollout that take an action in a step; None: all.
     """
 
-    def __init__(self, rollout: TensorDict, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, rollout: TensorDict, policy: Policy, live: Callable[[TensorDict, int], Tensor] | None = None):
+        self._policy, self._live = policy, live
         self._cut: list[tuple[Tensor, Tensor, Nested]] = []
         """Rows, steps and final observations of truncated episodes."""
         self.reports: dict[int, dict[str, Any]] = {}
@@ -316,19 +317,20 @@ class RolloutWriter:
             DataError: an action on the CPU is not finite; names the observation if that is the reason.
         """
         if step == self.rollout.shape[1] - 1:
-            self._open(lengthen(self.rollout, 2 * step + 1))
+            self._open(lengthen(self.rollout, step))
         _write(self._columns["action"], step, action.action)
         _write(self._columns["sample_log_prob"], step, action.log_prob)
         if action.value is not None:
             _write(self._columns["value"], step, action.value)
         numbers = action.action
         if numbers.is_floating_point() and numbers.device.type == "cpu" and not all_finite(numbers):
-            raise self._nonfinite(step)  # on a GPU the check would be a host sync
+            self._refuse_nonfinite(step, numbers)  # on a GPU the check would be a host sync
 
-    def _nonfinite(self, step: int) -> DataError:
+    def _refuse_nonfinite(self, step: int, action: Tensor) -> None:
         slots = torch.zeros_like(self.rollout["valid"])
-        slots[:, step] = True
-        return find_nonfinite(self.rollout, slots)[0].error()
+        slots[:, step] = True if self._live is None else self._live(self.rollout, step)
+        if not all_finite(action[slots[:, step]]):
+            raise find_nonfinite(self.rollout, slots)[0].error()
 
     def outcome(self, step: int, outcome: EnvStep) -> None:
         """Write the outcome of a step."""
@@ -428,7 +430,7 @@ class VectorCollector(EnvCollector):
             raise EnvError(f"num_steps is {num_steps}, but {self.env.env_id} resets in an extra step; fix: at least 2")
         obs = self._begin() if self._obs is None else self._obs
         self._obs = None  # after an error, the next rollout starts new episodes
-        writer = RolloutWriter(rollout, self.policy)
+        writer = RolloutWriter(rollout, self.policy, self._live)
         obs = self._fill(num_steps, writer, obs)
         rollout = writer.finish(num_steps, obs)
         self._obs = obs
@@ -499,6 +501,13 @@ class VectorCollector(EnvCollector):
                 obs = self.env.reset(mask=mask)
                 obs = self._begun(obs, mask) if self.policy.state_size else obs
         return obs
+
+    def _live(self, rollout: TensorDict, step: int) -> Tensor:
+        """Rows that do not reset in the step."""
+        if step == 0:
+            return torch.from_numpy(~self._dead)
+        ended = rollout["terminated"][:, step - 1] | rollout["truncated"][:, step - 1]
+        return ~ended if self.env.autoreset == "next_step" else torch.ones_like(ended)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with the running episodes, where the environment's state can be captured."""

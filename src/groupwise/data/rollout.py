@@ -77,12 +77,12 @@ def transition_view(rollout: TensorDict) -> TensorDict:
     return rollout[:, :-1]
 
 
-def lengthen(rollout: TensorDict, num_slots: int) -> TensorDict:
-    """A copy of the rollout with room for ``num_slots`` slots; the new ones are empty (see ``start_rollout``)."""
-    more = torch.zeros_like(rollout[:, :1]).expand(-1, num_slots - rollout.shape[1])
-    longer: TensorDict = torch.cat([rollout, more], dim=1)
+@torch.inference_mode(False)  # others write into it, too
+def lengthen(rollout: TensorDict, more: int) -> TensorDict:
+    """A copy of the rollout with ``more`` slots at the end, which are empty (see ``start_rollout``)."""
+    longer: TensorDict = torch.cat([rollout, torch.zeros_like(rollout[:, :1]).expand(-1, more)], dim=1)
     for key in _ID_KEYS:
-        longer[key][:, rollout.shape[1] :] = -1
+        longer[key][:, -more:] = -1
     return longer
 
 

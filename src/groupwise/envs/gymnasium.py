@@ -221,14 +221,16 @@ class RandomNoops(gymnasium.Wrapper):
         super().__init__(env)
         self._num_random_noops = num_random_noops
         self._actions = copy.deepcopy(env.action_space)
+        self._random = np.random.default_rng()  # in place of the space's own, which no checkpoint has
         self._has_mask = has_mask(env.observation_space, env.action_space)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """The first observation after the random actions; where they end the episode, the one of another reset."""
         first = self.env.reset(seed=seed, options=options)
         if seed is not None:
-            self._actions.seed(seed)
-        for _ in range(self._actions.np_random.integers(self._num_random_noops + 1)):
+            self._random = np.random.default_rng(seed)
+        self._actions.seed(int(self._random.integers(2**31)))
+        for _ in range(self._random.integers(self._num_random_noops + 1)):
             action = self._actions.sample()
             if self._has_mask:
                 mask = {KEY: torch.as_tensor(first[0][KEY])[None]}

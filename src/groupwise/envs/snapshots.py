@@ -332,10 +332,11 @@ def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
     Raises:
         EnvError: it is made of other objects than the captured one.
     """
+    name = str(env)  # of all its wrappers, which a half restored one may lack
     try:
         _restored(env, state, [])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EnvError(f"the captured state does not fit {env}: {error!r}; fix: make it the same way") from error
+        raise EnvError(f"the captured state does not fit {name}: {error!r}; fix: make it the same way") from error
 
 
 class _Seen(NamedTuple):

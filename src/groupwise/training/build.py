@@ -325,7 +325,7 @@ def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None
 def no_second_env(env: object) -> ConfigError:
     """The error for an environment that cannot be made again."""
     return ConfigError(
-        f"{type(env).__name__} cannot be made a second time for evaluation; fix: leave evaluation.interval out, or give "
+        f"{type(env).__name__} cannot be made a second time for evaluation; fix: leave evaluation.interval and stop.threshold out, or give "
         "an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
     )
 
@@ -521,7 +521,8 @@ def build_components(
     algorithm_type = algorithm_class(cfg.algorithm)
     if cfg.env.id == GIVEN and given.env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
-    if cfg.evaluation.interval is not None and separate_env(cfg.env, given.env) is None:
+    evaluates = cfg.evaluation.interval is not None or cfg.stop.threshold is not None
+    if evaluates and separate_env(cfg.env, given.env) is None:
         raise no_second_env(given.env)
     if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
         raise ConfigError(f"{cfg.algorithm.name} needs a critic, the policy is actor_only; fix: actor_only=False")
@@ -576,7 +577,7 @@ def _components(
         # nothing else ends the episodes of a group
         collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
         changed = changed.model_copy(update={"collection": collection})
-    longest = collection.horizon or longest  # in units, where the loss divides by it
+    longest = min(filter(None, (collection.horizon, longest)), default=None)  # in units, where the loss divides by it
     changed = with_max_length(changed, None if longest is None else longest * policy.num_units)
     cfg = cfg.model_copy(update={"algorithm": changed})
     fast, seed = fast_paths(cfg, engine.world_size, device), derive_seed(cfg.seed, "algorithm")

@@ -19,7 +19,6 @@ from rich.progress import Progress as Bar
 from torch import Tensor
 
 from groupwise import system as files
-from groupwise.config.base import flat
 from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg, StopCfg
 from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.errors import DivergedError, RunFolderError, SamplerMismatchError
@@ -28,6 +27,7 @@ from groupwise.system import SafeStream, printable
 from groupwise.training.checkpoint import (
     Checkpoint,
     Identity,
+    changes,
     has_checkpoint,
     nonfinite_parameter,
     serialize,
@@ -127,14 +127,11 @@ class SaveCheckpoints(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Warn of settings that are not those of the checkpoint."""
-        saved, now = (
-            {name: value for name, value in flat(tree).items() if name.partition(".")[0] not in _NOT_LEARNING}
-            for tree in ((self.folder and state.get("settings")) or self.settings, self.settings)
-        )
+        saved = (self.folder and state.get("settings")) or self.settings
         if changed := [
-            f"{name} from {saved.get(name)!r:.80} to {now.get(name)!r:.80}"
-            for name in dict.fromkeys((*saved, *now))
-            if saved.get(name) != now.get(name)
+            f"{name} from {old!r:.80} to {new!r:.80}"
+            for name, (old, new) in changes(saved, self.settings).items()
+            if name.partition(".")[0] not in _NOT_LEARNING
         ]:
             log.warning(
                 "config.json was changed since the checkpoint: %s; training continues with these values, and will not equal a "
@@ -514,10 +511,14 @@ class StopEarly(Callback):
         self.cfg = cfg
         self.metric = metric
         self._start = 0.0
+        self._reached = ""
+        """How the threshold was reached: such a run is finished."""
 
     def on_training_start(self, trainer: "Trainer") -> None:
-        """Start the clock."""
+        """Start the clock. A run that had reached the threshold stays as it is."""
         self._start = time.perf_counter()
+        if self._reached:
+            trainer.stop(self._reached)
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Stop if time is over."""
@@ -529,7 +530,16 @@ class StopEarly(Callback):
         """Stop if the score is reached."""
         threshold = self.cfg.threshold
         if threshold is not None and (score := evaluation.score(self.metric)) >= threshold:
-            trainer.stop(f"score: {self.metric} {score:.6g} reached the threshold {threshold:g}")
+            self._reached = f"score: {self.metric} {score:.6g} reached the threshold {threshold:g}"
+            trainer.stop(self._reached)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The threshold, and how it was reached."""
+        return {"threshold": self.cfg.threshold, "reached": self._reached}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved ``state_dict``; with another threshold the run goes on."""
+        self._reached = str(state["reached"]) if state["threshold"] == self.cfg.threshold else ""
 
 
 class Videos(Callback):

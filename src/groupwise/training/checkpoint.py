@@ -35,7 +35,6 @@ from torch import Tensor, nn
 
 from groupwise import plugins
 from groupwise import system as files
-from groupwise.comparison.compare import differences
 from groupwise.config.base import explain, flat
 from groupwise.config.load import load_config
 from groupwise.config.run import CommonCfg
@@ -286,8 +285,8 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
     def refuse(names: Iterable[str], cause: Exception | None = None) -> None:
         for name in names:
             raise ConfigError(
-                f"{name} cannot change from {changed[name].get('saved')!r:.80} to {changed[name].get('now')!r:.80}: the checkpoint "
-                f"{where} was made with it; fix: the former value in config.json, or a new run"
+                f"{name} cannot change from {changed[name][0]!r:.80} to {changed[name][1]!r:.80}: the checkpoint {where} was "
+                f"made with it; fix: the former value in config.json, or a new run"
             ) from cause
 
     # the optimiser's state has its settings, which would take the place of others without a word
@@ -295,23 +294,32 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
     try:
         _check_like(state, fresh | {"callbacks": None}, "state")
         _counts_of(state)
+        if any(name.startswith("env.") for name in changed):  # the episodes under way are of the former environments
+            state = state | {"collector": {key: part for key, part in state["collector"].items() if key != "running"}}
         run.load_state_dict(state)
     except GroupwiseError:
         raise
     except DAMAGES as error:
-        refuse((name for name, values in changed.items() if is_fixed(name, values.get("saved"))), error)
+        refuse((name for name, (old, _) in changed.items() if is_fixed(name, old)), error)
         raise CheckpointError(f"{where} is damaged: its state does not fit ({_in_short(error)}); {_FIX}") from error
 
 
-def _settings_changed(state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _settings_changed(state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The settings that are others in the saved state of ``SaveCheckpoints`` than in the present one."""
-    settings: dict[str, dict[str, Any]] = {}
-    for key, part in (("saved", state), ("now", fresh)):
+    settings = []
+    for part in (state, fresh):
         callbacks = part.get("callbacks")
         for entry in callbacks.values() if isinstance(callbacks, dict) else ():
             if isinstance(entry, dict) and isinstance(entry.get("settings"), dict):
-                settings[key] = flat(entry["settings"])
-    return differences(settings) if len(settings) == 2 else {}
+                settings.append(entry["settings"])
+    return changes(*settings) if len(settings) == 2 else {}
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Former and present value of each setting that differs, by its path. None where there is none."""
+    before, after = ({name: value for name, value in flat(tree).items() if value != {}} for tree in (saved, now))
+    pairs = {name: (before.get(name), after.get(name)) for name in (*before, *after)}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def _check_like(saved: Any, fresh: Any, path: str) -> None:
@@ -531,9 +539,8 @@ def fork_run(
     if cfg.run_dir is not None:
         raise ConfigError(f"run_dir = {str(cfg.run_dir)!r}, but the fork goes to {run_dir}; fix: leave run_dir out")
     settings = cfg.model_dump(mode="json")
-    changed = differences({"old": flat(folder.read_config()), "new": flat(settings)})
-    for name, values in changed.items():
-        old, new = values.get("old"), values.get("new")
+    changed = changes(folder.read_config(), settings)
+    for name, (old, new) in changed.items():
         if is_fixed(name, old):
             # otherwise the weights do not, or it is text
             fits = "policy" in settings and not name.startswith("policy.")

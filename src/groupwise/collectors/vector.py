@@ -16,7 +16,7 @@ from torch import Tensor
 from groupwise.data.rollout import Nested, TensorDict, all_finite, find_nonfinite, lengthen
 from groupwise.data.spaces import check_dtypes
 from groupwise.envs.base import EnvStep, Mask, VectorEnv, successes_by_task
-from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
 

@@ -306,7 +306,7 @@ class Dialogue:
             room = min(context, cfg.max_episode_tokens or math.inf) - len(transcript.tokens) - max_new_tokens
             fits = sum(len(m["content"]) for m in answer) <= LONGEST_TOKEN * room  # encoding more may take minutes
             if fits:
-                tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
+                tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop != "length" else None)
             if not fits or len(tokens) > room:
                 transcript.stop, answer = "length", ()
         if not answer:
@@ -643,9 +643,10 @@ class TextCollector(DataCollector):
             )
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
-        """The rollout with the critic's values."""
+        """The rollout with the critic's values; 0 after a row, also one that was cut: its reward is of all that it wrote."""
         rollout["value"] = value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
-        rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+        after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+        rollout["next_value"] = after.masked_fill(rollout["truncated"], 0)
         return rollout
 
     def recent_episodes(self) -> Sequence[Episode]:

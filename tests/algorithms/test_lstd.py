@@ -137,7 +137,7 @@ def test_anything_may_stand_in_gaps():
 
 def test_rewards_of_a_moving_unit_are_refused():
     algorithm, policy = gw.GRPOCfg(credit=lstd()), {"normalize_reward": True}
-    with pytest.raises(ValueError, match="normalize_reward=True changes the unit .*normalize_reward=False"):
+    with pytest.raises(ValueError, match=r"normalize_reward=True changes the unit .*normalize_reward=False"):
         gw.RunCfg(env=gw.EnvCfg(id="Pendulum-v1"), algorithm=algorithm, policy=policy)
     forgetful = gw.GRPOCfg(credit=lstd(decay=0.0))
     assert gw.RunCfg(env=gw.EnvCfg(id="Pendulum-v1"), algorithm=forgetful, policy=policy).policy.normalize_reward

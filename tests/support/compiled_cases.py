@@ -72,7 +72,15 @@ def updates(folder):
 GROUPS = {"num_steps": 16, "group_size": 2, "minibatch_size": 40, "micro_batch_size": 7, "kl_coef": 0.1}
 GROUPS |= {"schedule": {"name": "linear"}, "collection": {"partial_groups": "truncate"}}
 # settings of a function, as presets have them
-GROUPS |= {"credit": {"group_key": "group", "returns": "return_to_go", "baseline": "knn", "scale": "none", "normalize": "batch"}}
+GROUPS |= {
+    "credit": {
+        "group_key": "group",
+        "returns": "return_to_go",
+        "baseline": "knn",
+        "scale": "none",
+        "normalize": "batch",
+    }
+}
 ENDS = on("iteration_end", lambda trainer, *_: trainer.stop("five iterations") if trainer.iteration == 5 else None)
 
 

@@ -648,7 +648,7 @@ class TextCollector(DataCollector):
         """The rollout with the critic's values; 0 after a row, also one that was cut: its reward is of all that it wrote."""
         rollout["value"] = value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
         after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
-        rollout["next_value"] = after.masked_fill(rollout["truncated"], 0)
+        rollout["next_value"] = after.masked_fill(rollout["terminated"] | rollout["truncated"], 0)
         return rollout
 
     def recent_episodes(self) -> Sequence[Episode]:

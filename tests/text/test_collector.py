@@ -285,3 +285,4 @@ def test_repeated_ngrams_and_pass_at_k_by_hand():
     assert [pass_at_k([0.0, 1.0, 0.0, 0.9], 1.0, k) for k in (1, 2, 4)] == [0.25, 0.5, 1]
     assert pass_at_k([0.0] * 5, 1.0, 5) == 0
     assert pass_at_k([0.5, 0.0, 0.6, 0.0, 0.7], 0.5, 3) == 1
+    assert pass_at_k([0.7 + 0.2 + 0.1, 1 - 1e-6], 1.0, 1) == 0.5  # the first sum is 1 - 1e-16

@@ -850,9 +850,9 @@ def pass_at_k(rewards: Sequence[float], success_threshold: float, k: int) -> flo
         1 - C(n - solved, k) / C(n, k)
 
     Args:
-        rewards: of n >= k completions of one prompt; those of at least the threshold solve it.
+        rewards: of n >= k completions of one prompt; those of at least the threshold solve it, compared as ``has_no_variance`` does.
 
     Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1.
     """
-    solved = sum(reward >= success_threshold for reward in rewards)
+    solved = int((np.asarray(rewards, np.float32) >= np.float32(success_threshold)).sum())
     return 1 - math.comb(len(rewards) - solved, k) / math.comb(len(rewards), k)

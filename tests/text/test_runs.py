@@ -296,6 +296,11 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(change, message,
     assert not (tmp_path / "run").exists()
 
 
+def test_completions_of_the_evaluation_that_have_no_room_are_named(model, tmp_path):
+    with pytest.raises(gw.errors.ConfigError, match=r"^evaluation\.sampling\.max_new_tokens=64 leaves no room"):
+        train(copying(), model, tmp_path / "run", evaluation={"sampling": {"max_new_tokens": 64}})
+
+
 def look_up(word: str) -> str:
     """Look up.
 

@@ -30,7 +30,7 @@ def test_sampling_of_the_evaluation_is_that_of_training_but_for_what_it_says():
             assert TextRunCfg(sampling=sampling, evaluation=settings).evaluation.sampling == whole
             assert TextRunCfg.model_validate_json(cfg.model_dump_json()) == cfg
     assert TextRunCfg(sampling=sampling).evaluation.sampling is None
-    with pytest.raises(ConfigError, match="evaluation: .*min_new_tokens=9 > max_new_tokens=8; fix"):
+    with pytest.raises(ConfigError, match=r"evaluation: .*min_new_tokens=9 > max_new_tokens=8; fix"):
         TextRunCfg(sampling={"min_new_tokens": 9}, evaluation={"sampling": {"max_new_tokens": 8}})
 
 

@@ -837,10 +837,12 @@ def test_a_turn_without_a_call_is_an_end_of_the_model(model, tmp_path):
         )
 
 
-def test_reward_functions_in_a_process_of_their_own_get_no_environments():
+@pytest.mark.parametrize("default", [{}, {"environments": None}], ids=["required", "optional"])
+def test_reward_functions_in_a_process_of_their_own_get_no_environments(default):
     def reward(completions, environments):
         return [0.0] * len(completions)
 
+    reward.__kwdefaults__, reward.__defaults__ = None, tuple(default.values()) or None
     with pytest.raises(ConfigError, match=r"reward 'reward' reads environments.*; fix: no reward_timeout"):
         gw.TextTask(env=Wordle, reward=reward, reward_timeout=5.0).rewards()
 

@@ -296,11 +296,12 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     else:
         base, weights = _preset_for(read("text"), cfg_type), _of_weights(given.get("model"), "model")
         base, model = merge(base, {"model": weights}), merge(weights, _table(given, "model"))
-        theirs, own = weights.get("lora"), model.get("lora")
-        for key in ADAPTER_SIZES if isinstance(theirs, dict) and isinstance(own, dict) else ():
-            if own.get(key) != theirs.get(key):
+        theirs: Any = weights.get("lora")
+        ours: Any = model.get("lora")
+        for key in ADAPTER_SIZES if isinstance(theirs, dict) and isinstance(ours, dict) else ():
+            if ours.get(key) != theirs.get(key):
                 raise ConfigError(
-                    f"model.lora.{key} = {own.get(key)!r:.80}, but the adapters of model.init_from were trained with {theirs.get(key)!r:.80} "
+                    f"model.lora.{key} = {ours.get(key)!r:.80}, but the adapters of model.init_from were trained with {theirs.get(key)!r:.80} "
                     "and would be another model; fix: leave it out"
                 )
         path = model.get("path")

@@ -568,7 +568,7 @@ class TextRunCfg(CommonCfg):
     total_epochs: Positive | None = None
     """The budget in passes over the training prompts, in place of ``total_steps``."""
     num_prompts: PositiveInt = 8
-    """Prompts per iteration. GRPO writes ``group_size`` completions of each."""
+    """Prompts per iteration, of each process. GRPO writes ``group_size`` completions of each."""
     mask_truncated_completions: bool = False
     """Leave completions cut at the length limit out of the loss. They stay members of their group."""
     overlong_buffer: Annotated[int, Ge(0)] = 0

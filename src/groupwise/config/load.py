@@ -296,9 +296,8 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     else:
         base, weights = _preset_for(read("text"), cfg_type), _of_weights(given.get("model"), "model")
         base, model = merge(base, {"model": weights}), merge(weights, _table(given, "model"))
-        theirs: Any = weights.get("lora")
-        ours: Any = model.get("lora")
-        for key in ADAPTER_SIZES if isinstance(theirs, dict) and isinstance(ours, dict) else ():
+        theirs, ours = (part if isinstance(part, dict) else {} for part in (weights.get("lora"), model.get("lora")))
+        for key in ADAPTER_SIZES if theirs and ours else ():
             if ours.get(key) != theirs.get(key):
                 raise ConfigError(
                     f"model.lora.{key} = {ours.get(key)!r:.80}, but the adapters of model.init_from were trained with {theirs.get(key)!r:.80} "

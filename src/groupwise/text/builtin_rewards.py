@@ -78,8 +78,7 @@ _SIGN = r"[+-](?=[$€£]\s*[0-9.])"  # before a currency
 _WHOLE_NUMBER = re.compile(rf"({_SIGN})?[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%?\.?")
 _NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_SIGN}[$€£]\s*)?(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
 _COMMAND, _WORD = re.compile(r"\\(?:text|mathrm)\b|\\[A-Za-z]+"), re.compile(r"[A-Za-z]{3}")
-_MINUS = str.maketrans("\u2212", "-")
-"""The minus sign of Unicode, which some models write."""
+_MINUS = str.maketrans("\u2212", "-")  # that of Unicode, which some models write
 _LONGEST_NUMBER = 100
 _SECONDS_PER_SEARCH = 1.0
 

@@ -306,9 +306,7 @@ class Dialogue:
             room = min(context, cfg.max_episode_tokens or math.inf) - len(transcript.tokens) - max_new_tokens
             fits = sum(len(m["content"]) for m in answer) <= LONGEST_TOKEN * room  # encoding more may take minutes
             if fits:
-                tokens = self.encoder.encode_answer(
-                    answer, transcript.tokens[-1] if transcript.stop != "length" else None
-                )
+                tokens = self.encoder.encode_answer(answer, transcript.tokens[-1])
             if not fits or len(tokens) > room:
                 transcript.stop, answer = "length", ()
         if not answer:

@@ -213,8 +213,7 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     if cfg.lora is not None:
         wanted, found = {name: vars(cfg.lora)[name] for name in ADAPTER_SIZES}, {"type": kind}
         if kind == "LORA":
-            sizes = saved.r, saved.lora_alpha, saved.use_rslora, saved.use_dora
-            found = dict(zip(ADAPTER_SIZES, sizes, strict=True))
+            found = dict(zip(ADAPTER_SIZES, (saved.r, saved.lora_alpha, saved.use_rslora, saved.use_dora), strict=True))
         if found != wanted:
             has, got = (", ".join(f"{name}={value}" for name, value in one.items()) for one in (found, wanted))
             raise ConfigError(f"the adapters in {path} have {has}; got {got}; fix: lora=None, or the same")

@@ -342,7 +342,7 @@ class PromptEncoder:
         """A turn with its calls as environments read them; ``text`` is the turn without special tokens."""
         if self.call_form is None:
             return text
-        ends = [token for token in tokens[-1:] if token in self._special_ids]
+        ends = [token for token in tokens[-1:] if not self.tokenizer.decode([token], skip_special_tokens=True)]
         return self.call_form.canonical(self.tokenizer.decode(tokens[: len(tokens) - len(ends)]))
 
     def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
@@ -442,12 +442,6 @@ class PromptEncoder:
             pieces.append(text[last : found.start() + 1])
             last = found.start() + 1
         return [*pieces, text[last:]]
-
-    @functools.cached_property
-    def _special_ids(self) -> set[int]:
-        """Tokens that decoding leaves out; not all of them have a name, as ``eos_token`` is one."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        return {*self.tokenizer.all_special_ids, *(number for number, token in added if token.special)}
 
     @functools.cached_property
     def _special_token(self) -> re.Pattern[str]:
@@ -556,8 +550,7 @@ class TextTask:
                 f"env = {env!r:.80}: expected a class or a function that makes an environment, since each member of a group plays "
                 f"in its own; fix: env=lambda: {type(env).__name__}(...)"
             )
-        # they are read several times
-        data, eval_data = ([*one] if isinstance(one, Iterator) else one for one in (data, eval_data))
+        data, eval_data = ([*one] if isinstance(one, Iterator) else one for one in (data, eval_data))  # read twice
         rewards = _several(reward)
         for one in rewards:
             if not isinstance(one, RewardCfg | str) and not callable(one):

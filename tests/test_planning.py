@@ -330,5 +330,13 @@ def test_parts_may_go_to_the_host(llama, engine):
     assert sum("--cpu-offload" in option for option in found) == 1
 
 
+@pytest.mark.parametrize(("lora", "half"), [(None, "autocast"), ({"r": 2}, "bfloat16")])
+def test_weights_that_are_trained_stay_in_float32(llama, lora, half):
+    cfg = settings(llama, {"micro_batch_size": 4096}, model={"lora": lora})
+    peak = planned(cfg.model_copy(update={"model": cfg.model.model_copy(update={"precision": half})})).peak
+    options = [option for option in fixes(planned(cfg, gpu=1.0001 * peak / USABLE)) if "precision" in option]
+    assert options == [f"--model.precision {half}"]
+
+
 def test_nothing_helps_where_the_weights_alone_are_too_large(llama):
     assert fixes(planned(settings(llama), gpu=1.0)) == {}

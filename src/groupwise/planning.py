@@ -180,9 +180,10 @@ def plan_run(cfg: TextRunCfg, gpus: int, gpu: float, prompt: int) -> Plan:
 
 def fixes(plan: Plan) -> dict[str, float]:
     """Options with which the run fits, and the peak that is left; each by itself. Empty: none is enough alone."""
+    half = "autocast" if plan.cfg.model.lora is None else "bfloat16"  # in which trained weights lose small steps
     options: dict[str, dict[str, Any]] = {
         f"--algorithm.micro-batch-size {plan.row}": {"algorithm": {"micro_batch_size": plan.row}},
-        "--model.precision bfloat16": {"model": {"precision": "bfloat16"}},
+        f"--model.precision {half}": {"model": {"precision": half}},
         "--model.gradient-checkpointing": {"model": {"gradient_checkpointing": True}},
         "--engine fsdp": {"engine": "fsdp"},
         "--generation server": {"generation": "server"},

@@ -8,7 +8,8 @@ import pytest
 from groupwise.config import resolve, resolve_text
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.load import objective_preset
-from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
+from groupwise.config.policy import SamplingCfg
+from groupwise.config.run import RewardCfg, TextEvaluationCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError
 
 
@@ -17,6 +18,20 @@ def test_tasks_and_rewards_import_neither_torch_nor_model_libraries():
     code = f"import sys, groupwise.text.task, groupwise.text.builtin_rewards; print({heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_sampling_of_the_evaluation_is_that_of_training_but_for_what_it_says():
+    sampling = {"max_new_tokens": 512, "stop": ("</a>",), "temperature": 0.7}
+    for own in ({"temperature": 1.0, "top_k": 20}, SamplingCfg(temperature=1.0, top_k=20)):
+        for settings in ({"sampling": own}, TextEvaluationCfg(sampling=own)):
+            cfg = resolve_text(task={"data": "x.jsonl"}, model={"path": "m"}, sampling=sampling, evaluation=settings)
+            whole = SamplingCfg(max_new_tokens=512, stop=("</a>",), temperature=1.0, top_k=20)
+            assert cfg.evaluation.sampling == whole
+            assert TextRunCfg(sampling=sampling, evaluation=settings).evaluation.sampling == whole
+            assert TextRunCfg.model_validate_json(cfg.model_dump_json()) == cfg
+    assert TextRunCfg(sampling=sampling).evaluation.sampling is None
+    with pytest.raises(ConfigError, match=r"evaluation: .*min_new_tokens=9 > max_new_tokens=8; fix"):
+        TextRunCfg(sampling={"min_new_tokens": 9}, evaluation={"sampling": {"max_new_tokens": 8}})
 
 
 def test_settings_survive_json():

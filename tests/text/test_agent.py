@@ -329,6 +329,22 @@ def test_episodes_by_hand_are_those_of_gw_train_bit_for_bit(model, tmp_path):
     env.close()
 
 
+def test_a_loss_over_the_longest_episode_needs_its_length(model, tmp_path):
+    env, dr_grpo = gw.PromptEnv(env=Halves, batch_size=4, **PLAYED), {"sampling": TURNS, "preset": "dr_grpo"}
+    env.reset()
+    with pytest.raises(ConfigError, match=r"divides by max_length=4, one turn, .* 2; fix: .*max_length=8"):
+        agent_of(model, **dr_grpo).play(env)
+    agent = agent_of(model, algorithm={"objective": {"aggregation": {"max_length": 8}}}, **dr_grpo)
+    completions, masks = agent.play(env)
+    agent.learn((completions, masks, env.step(completions)[1]))
+    more = QUIET | dr_grpo | {"num_prompts": 4, "total_iterations": 1, "evaluation": {"prompts": 2}}
+    fields = {"group_size": 4, "learning_rate": 1e-3}
+    run = gw.train(gw.TextTask(env=Halves, **PLAYED), fields, model=str(model), run_dir=tmp_path / "run", **more)
+    assert run.algorithm.cfg.objective == agent.algorithm.cfg.objective
+    assert_equal(agent.policy, run.policy)
+    env.close()
+
+
 def test_a_batch_of_episodes_is_played_and_one_of_prompts_is_not(model):
     agent, env = agent_of(model, sampling=TURNS), gw.PromptEnv(env=Halves, batch_size=2, **PLAYED)
     with pytest.raises(DataError, match=r"the completions are of no episodes; fix: agent.play\(env\)"):

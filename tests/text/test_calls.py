@@ -8,6 +8,7 @@ import torch
 from chat_templates import FAMILIES, family_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import groupwise as gw
@@ -42,6 +43,14 @@ def test_a_call_in_the_templates_form_is_read(family):
         assert calls == [PEAR]
     assert "look_up" not in text
     assert (encoder.call_form is None) == (family.call is None)
+
+
+def test_a_special_token_without_a_name_ends_a_turn_too(family):
+    tokenizer = family_tokenizer(family)
+    tokenizer.add_tokens([AddedToken("<|end_of_message|>", special=True)])
+    encoder = PromptEncoder(tokenizer, TextTaskCfg(tool="calculator"))
+    assert tokenizer.convert_tokens_to_ids("<|end_of_message|>") not in tokenizer.all_special_ids
+    assert turn_of(encoder, "42<|end_of_message|>") == "42"
 
 
 def test_turns_without_calls_have_none(family):

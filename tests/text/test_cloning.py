@@ -352,6 +352,14 @@ def test_adapters_are_cloned_and_taken_over(model, tmp_path):
     assert begun.cfg.model.lora.r == 2
     for key, value in weights(run).items():
         torch.testing.assert_close(weights(begun)[key], value, rtol=0, atol=1e-8)
+    same = {"r": 2, "alpha": 32, "dora": False}
+    assert resolve_text(task=task.cfg, model={"init_from": run.path, "lora": same}).model.lora == begun.cfg.model.lora
+    for name, value in {"r": 4, "alpha": 8.0, "rslora": True, "dora": True}.items():
+        model = {"init_from": run.path, "lora": same | {name: value}}
+        with pytest.raises(
+            ConfigError, match=rf"^model\.lora\.{name} = {value}, but the adapters of .*; fix: leave it"
+        ):
+            gw.train(task, model=model)
 
 
 def test_the_command_line_clones_and_goes_on(model, tmp_path, capsys):

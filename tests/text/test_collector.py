@@ -3,7 +3,7 @@
 import pytest
 import torch
 from text_updates import updated
-from tiny_models import tiny_model
+from tiny_models import moved, tiny_model
 from tiny_tokenizers import character_tokenizer
 
 from groupwise.config.algorithm import GRPOCfg
@@ -59,8 +59,8 @@ def length(prompts, completions, **rest):
     return [float(len(text)) for text in completions]
 
 
-def collector(script, *, functions=(value,), group_size=2, credit=None, collection=None, **settings):
-    policy = CausalLM(tiny_model(vocab_size=len(TOKENIZER)), SamplingCfg(max_new_tokens=5))
+def collector(script, *, functions=(value,), group_size=2, credit=None, collection=None, actor_only=True, **settings):
+    policy = CausalLM(tiny_model(vocab_size=len(TOKENIZER)), SamplingCfg(max_new_tokens=5), actor_only=actor_only)
     examples = ENCODER.select([Example(prompt, {}) for prompt in script])
     rewards = RewardSet([make_reward(RewardCfg(name="<given in Python>"), f) for f in functions])
     grpo = GRPOCfg(group_size=group_size, credit=credit or {}, collection=collection or {})
@@ -111,6 +111,20 @@ def test_a_rollout_by_hand():
     assert metrics["rollout/env_steps"] == 3
     assert metrics["completions/clipped_ratio"] == metrics["rollout/ended_by_eos"] == 0.5
     assert metrics["rollout/reward_std"] == 0.5
+
+
+@pytest.mark.parametrize("ending", ["", "."])
+def test_nothing_follows_a_completion_however_it_ended(ending):
+    """A critic that bootstraps from a state after the last reward would raise its own values, without bound."""
+    of = collector({"12": [f"34{ending}", f"5{ending}"]}, actor_only=False)
+    moved(of.policy.value_head)  # it begins with zeros
+    rollout = collect(of)
+    last, value = rollout["terminated"] | rollout["truncated"], rollout["value"]
+    assert last.sum(dim=1).tolist() == [1, 1]
+    assert value[rollout["valid"]].abs().min() > 0
+    assert rollout["next_value"][last].tolist() == [0, 0]
+    before = rollout["valid"] & ~last
+    assert torch.equal(rollout["next_value"][before], value.roll(-1, dims=1)[before])
 
 
 def test_rewards_of_single_tokens_stand_where_the_tokens_are():
@@ -271,3 +285,4 @@ def test_repeated_ngrams_and_pass_at_k_by_hand():
     assert [pass_at_k([0.0, 1.0, 0.0, 0.9], 1.0, k) for k in (1, 2, 4)] == [0.25, 0.5, 1]
     assert pass_at_k([0.0] * 5, 1.0, 5) == 0
     assert pass_at_k([0.5, 0.0, 0.6, 0.0, 0.7], 0.5, 3) == 1
+    assert pass_at_k([0.7 + 0.2 + 0.1, 1 - 1e-6], 1.0, 1) == 0.5  # the first sum is 1 - 1e-16

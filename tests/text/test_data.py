@@ -1,5 +1,6 @@
 """Examples from every kind of file and object, what is wrong with bad ones, and the order they are taken in."""
 
+import csv
 import json
 import random
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import DataError, GroupwiseError
 from groupwise.text.collector import shuffled
-from groupwise.text.task import Example, gym_examples, load_examples, without_overlap
+from groupwise.text.task import Example, demonstration, gym_examples, load_examples, without_overlap
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'say "a,\u2028b"', "answer": "é"}]
 EXAMPLES = [Example("1+1=", {"answer": "2"}), Example('say "a,\u2028b"', {"answer": "é"})]
@@ -72,6 +73,34 @@ def test_messages_of_apis_are_read():
     assert prompt[0] == {"role": "user", "content": "1+1=", "name": "ann"}
     assert prompt[1] == {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "add them"}
     assert prompt[2] == given[2]
+
+
+@pytest.mark.parametrize(
+    "made", [lambda rows: datasets.Dataset.from_list(rows).with_format("numpy"), lambda rows: frame_of(rows)]
+)
+def test_lists_that_became_arrays_are_lists(made):
+    rows = [{"prompt": MESSAGES, "completion": [{"role": "assistant", "content": "2"}], "tags": ["a", "b"]}]
+    [example] = load_examples(made(rows))
+    assert example.prompt == tuple(MESSAGES)
+    assert demonstration(example).turns == ({"role": "assistant", "content": "2"},)
+    assert [*example.columns["tags"]] == ["a", "b"]
+
+
+def frame_of(rows):
+    """As pandas reads it from Parquet."""
+    return pa.Table.from_pylist(rows).to_pandas()
+
+
+def test_a_data_frames_lists_stay_lists():
+    [example] = load_examples(frame_of([{"prompt": "1", "reward_model": {"answers": ["2", "3"]}}]))
+    assert example.columns == {"reward_model": {"answers": ["2", "3"]}}
+
+
+def test_texts_of_any_length_are_read(tmp_path):
+    limit, text = csv.field_size_limit(), "a " * 70_000
+    (tmp_path / "a.csv").write_text(f'prompt,answer\n"{text}",1\n')
+    assert load_examples(tmp_path / "a.csv") == [Example(text, {"answer": "1"})]
+    assert csv.field_size_limit() == limit
 
 
 def test_another_prompt_column_and_columns_that_rows_lack():

@@ -190,6 +190,7 @@ class Returns(Guess):
             {"step": (None, 1.0, True, False, {})},
             r"returned None, not text or messages; fix: str",
         ),
+        ({"step": ([], 0.0, False, False, {})}, r"returned no message, and the episode goes on; fix: a text"),
         ({"step": ("0", None, True, False, {})}, r"returned None; expected a finite number; fix: a float"),
         ({"step": ("0", float("nan"), True, False, {})}, "returned nan; expected a finite number"),
         ({"step": ("0", "1", True, False, {})}, "returned '1'; expected a finite number"),

@@ -115,6 +115,9 @@ def test_saved_adapters_are_trained_on(folder, tmp_path, own):
     for lora in (LoRACfg(r=4), LoRACfg(r=2, alpha=7.0), LoRACfg(r=2, rslora=not own.rslora)):
         with pytest.raises(ConfigError, match=rf"have r=2, alpha=32\.0, .*; got r={lora.r}, alpha={lora.alpha}, rs"):
             load(tmp_path, lora=lora)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 32}))  # as peft's users write it
+    assert torch.equal(load(tmp_path, lora=own).evaluate(batch_of(ROWS)).log_prob, expected)
     policy.tokenizer = tiny_tokenizer()
     policy.save_pretrained(tmp_path / "tokens")
     with pytest.raises(ConfigError, match="the tokenizer has 300 tokens, and LlamaForCausalLM only 40"):
@@ -127,7 +130,7 @@ def test_adapters_that_are_no_lora_are_trained_on_as_they_are(folder, tmp_path):
     model.peft_config["default"].base_model_name_or_path = str(folder())
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     assert any("ia3" in name for name in load(tmp_path).state_dict())
-    with pytest.raises(ConfigError, match=r"have type IA3; got r=2"):
+    with pytest.raises(ConfigError, match=r"have type=IA3; got r=2"):
         load(tmp_path, lora=LORA)
 
 

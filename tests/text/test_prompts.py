@@ -126,6 +126,8 @@ def test_a_prompt_does_not_end_unless_it_says_so():
     ending.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A <|endoftext|>", special_tokens=ids)
     assert ending("1+1=")["input_ids"] == [ending.bos_token_id, *plain, END]
     assert encoder(ending).encode(Example("1+1=", {})) == [ending.bos_token_id, *plain]
+    assert encoder(ending).encode(Example("<s>1+1=", {})) == [ending.bos_token_id, *plain]  # one beginning is enough
+    assert encoder(ending).encode(Example("<s><s>1+1=", {})) == [ending.bos_token_id] * 3 + plain
     usual = tiny_tokenizer(chat=False)
     assert encoder(usual).encode(Example("1+1=<|endoftext|>", {})) == [*plain, END]
 

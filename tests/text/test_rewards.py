@@ -160,10 +160,13 @@ def test_a_score_that_is_not_finite_ends_training_has_no_score_or_is_0(bad, capl
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1], r"reward 'broken' returned \[1\]: another number of scores; expected a list of 2 numbers"),
+        ([1], r"reward 'broken' returned \[1\]: no list, or another number of scores; expected a list of 2 numbers"),
         (0.5, "returned 0.5: .*; expected a list of 2 numbers"),
         (None, "returned None: .*; expected a list"),
         ("ab", "returned 'ab': could not convert string to float: 'a'"),
+        ("11", "returned '11': no list, .*; expected a list of 2 numbers"),
+        ({0: 1.0, 1: 0.5}, "returned {0: 1.0, 1: 0.5}: no list, .*; expected a list of 2 numbers"),
+        ({1.0, 0.5}, "returned {.*}: no list, .*; expected a list of 2 numbers"),
         ([1, "b"], r"returned \[1, 'b'\]: could not convert .* 'b'; expected a list of 2 numbers"),
         ([1, [2]], "not 'list'; expected"),
     ],

@@ -108,6 +108,17 @@ def test_an_end_of_turn_that_ends_no_completion_is_told(tmp_path, caplog):
     assert caplog.text.count(message) == 1
 
 
+@pytest.mark.parametrize(
+    ("precision", "lora", "warned"),
+    [("bfloat16", None, 1), ("bfloat16", {"r": 2}, 0), ("autocast", None, 0), ("float32", None, 0)],
+)
+def test_weights_that_lose_small_steps_are_told_at_the_start(precision, lora, warned, model, tmp_path, caplog):
+    how = {"path": str(model), "precision": precision, "lora": lora}
+    gw.train(copying(), {"group_size": 4}, model=how, run_dir=tmp_path / "run", **SETTINGS)
+    gw.sample(tmp_path / "run", "123")
+    assert caplog.text.count("lost to rounding: at small learning rates hardly any changes; fix: ") == warned
+
+
 def test_a_run_of_relative_paths_is_found_from_another_folder(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("model").symlink_to(model)
@@ -283,6 +294,11 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(change, message,
     with pytest.raises((gw.errors.ConfigError, gw.errors.DataError), match=message):
         train(**{"task": copying(), "model": model, "run_dir": tmp_path / "run"} | change)
     assert not (tmp_path / "run").exists()
+
+
+def test_completions_of_the_evaluation_that_have_no_room_are_named(model, tmp_path):
+    with pytest.raises(gw.errors.ConfigError, match=r"^evaluation\.sampling\.max_new_tokens=64 leaves no room"):
+        train(copying(), model, tmp_path / "run", evaluation={"sampling": {"max_new_tokens": 64}})
 
 
 def look_up(word: str) -> str:

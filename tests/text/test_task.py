@@ -46,6 +46,17 @@ def test_weights_and_time_limits():
     assert scores.reward == (pytest.approx(1.2),)
     with pytest.raises(ConfigError, match=r"reward_weights = \[1.0\] for 2 rewards; fix: one for each"):
         TextTask(ROWS, reward=[right, longest], reward_weights=[1.0])
+    with pytest.raises(ConfigError, match=r"weight = inf: .*finite"):
+        TextTask(ROWS, reward=right, reward_weights=[float("inf")])
+
+
+def test_data_that_are_read_once_are_kept():
+    given = {"data": iter(ROWS), "eval_data": (text for text in ["x"]), "reward": right}
+    task = TextTask(**given)
+    given = {"data": iter(ROWS), "eval_data": (text for text in ["x"]), "reward": right}
+    for made in (task, TextTask.from_cfg(task.cfg, UserObjects.again(given))):
+        assert [len(part) for part in made.load()] == [2, 1]
+        assert made.load()[1] == made.held_out() == TextTask(ROWS, eval_data=["x"]).held_out()
 
 
 def test_a_task_is_made_again_from_its_settings():

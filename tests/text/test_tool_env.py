@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import json
 import random
 import threading
@@ -10,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from text_games import Guess
 from text_runs import logged, same_weights, save_model, train
 from vllm_double import VLLMDouble
@@ -193,20 +195,34 @@ def test_calls_that_fit_no_tool_are_told_and_end_the_episode_after_some_in_a_row
     assert told in episode.observations[-1]
 
 
-def test_errors_of_tools_are_told_or_raised():
+def missing(a):
+    raise KeyError("no such row")
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [(missing, "KeyError: 'no such row'"), (TypeAdapter(list).validate_python, "ValidationError: 1 ")],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_errors_of_tools_are_told_or_raised(fails, told, is_async):
     def broken(a: int) -> str:
         """Break.
 
         Args:
             a: Any.
         """
-        raise KeyError("no such row")
+        return fails(a)
 
-    episode = played(ToolEnv(tools=[broken]), call("broken", a=1), row={"prompt": "?"})
-    assert episode.observations == ["error: KeyError: 'no such row'"]
+    @functools.wraps(broken)
+    async def broken_later(a):
+        return fails(a)
+
+    tool = broken_later if is_async else broken
+    episode = played(ToolEnv(tools=[tool]), call("broken", a=1), row={"prompt": "?"})
+    assert episode.observations[0].startswith(f"error: {told}")
     assert episode.counts == {"tool_calls": 1, "tool_errors": 1, "parse_errors": 0}
-    with pytest.raises(EnvError, match=r"raised KeyError: 'no such row'"):
-        played(ToolEnv(tools=[broken], on_tool_error="raise"), call("broken", a=1), row={"prompt": "?"})
+    with pytest.raises(EnvError, match=f"raised {told}"):
+        played(ToolEnv(tools=[tool], on_tool_error="raise"), call("broken", a=1), row={"prompt": "?"})
 
 
 def test_calls_are_limited():
@@ -821,10 +837,12 @@ def test_a_turn_without_a_call_is_an_end_of_the_model(model, tmp_path):
         )
 
 
-def test_reward_functions_in_a_process_of_their_own_get_no_environments():
+@pytest.mark.parametrize("default", [{}, {"environments": None}], ids=["required", "optional"])
+def test_reward_functions_in_a_process_of_their_own_get_no_environments(default):
     def reward(completions, environments):
         return [0.0] * len(completions)
 
+    reward.__kwdefaults__, reward.__defaults__ = None, tuple(default.values()) or None
     with pytest.raises(ConfigError, match=r"reward 'reward' reads environments.*; fix: no reward_timeout"):
         gw.TextTask(env=Wordle, reward=reward, reward_timeout=5.0).rewards()
 

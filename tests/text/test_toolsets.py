@@ -81,6 +81,7 @@ def test_a_copied_episode_goes_on_alike_and_by_itself():
         ("def (", "Expected"),
         ("while True: pass", "time limit exceeded"),
         ("x = [0] * 10**9", "MemoryError"),
+        ("[1] * 10**6", "MemoryError: the worker exceeded its memory limit"),
         ("open('/etc/passwd').read()", "Permission"),
         ("import socket", "socket"),
         ("import subprocess", "subprocess"),

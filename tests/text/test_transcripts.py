@@ -153,11 +153,15 @@ def test_an_answer_that_no_context_holds_is_not_encoded(monkeypatch):
     assert (transcript.turns, transcript.stop, len(transcript.tokens)) == (1, "length", 14)
 
 
-@pytest.mark.parametrize(("stop", "ends"), [("eos", [0, -1, 1]), ("stop", [-1, -1, 1])])
-def test_a_chat_model_reads_a_message_and_ends_its_turns_once(stop, ends):
+@pytest.mark.parametrize(
+    ("said", "stop", "ends"),
+    [("sum", "eos", [0, -1, 1]), ("sum", "stop", [-1, -1, 1]), ("sum<|im_end|>", "stop", [0, -1, 1])],
+    ids=["by the end of text", "without", "by a stop string"],
+)
+def test_a_chat_model_reads_a_message_and_ends_its_turns_once(said, stop, ends):
     tokenizer, encoder, dialogue = parts(count, chat=True, characters=False)
     (transcript,) = transcripts_at(encoder, "user", 1)
-    generator = Scripted(tokenizer, lambda text, _: ("answer", "eos") if "tool" in text else ("sum", stop))
+    generator = Scripted(tokenizer, lambda text, _: ("answer", "eos") if "tool" in text else (said, stop))
     write([transcript], generator, SAMPLING, dialogue=dialogue)
     assert tokenizer.decode([*transcript.prompt.tokens, *transcript.tokens]) == (
         "<|im_start|>user\nuser<|im_end|>\n<|im_start|>assistant\nsum<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"

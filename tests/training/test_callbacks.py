@@ -153,10 +153,10 @@ def test_numbers_of_a_callback_can_be_read_again_and_others_are_refused(parts, t
 
 
 @pytest.mark.parametrize(("metric", "threshold", "reached"), [("return", 9.0, "9"), ("success_rate", 0.9, "1")])
-def test_stops_at_the_score(metric, threshold, reached, parts, tmp_path):
-    results = iter(
-        [EvaluationResult((1.0,), (1,), successes=(False,)), EvaluationResult((9.0,), (1,), successes=(True,))]
-    )
+@pytest.mark.parametrize("rounded", [0.0, 1e-14], ids=["exact", "a sum with weights"])
+def test_stops_at_the_score(metric, threshold, reached, rounded, parts, tmp_path):
+    scores = [(1.0, False), (9.0 - rounded, True)]
+    results = iter([EvaluationResult((score,), (1,), successes=(success,)) for score, success in scores])
     stops = StopEarly(StopCfg(threshold=threshold), metric)
     trainer = parts.trainer(Evaluate(lambda: next(results), 10, tmp_path / "best", HERE), stops)
     trainer.train()

@@ -229,7 +229,7 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
 
     Examples:
       groupwise plan text.json --gpus 8 --gpu h100
-      groupwise plan text.json --gpus 8 --gpu h100 --engine fsdp --model.precision bfloat16
+      groupwise plan text.json --gpus 8 --gpu h200 --engine fsdp --model.precision autocast
       groupwise plan text.json --gpu l40s --model.lora.r 16
 
     Further options are those of train: groupwise train FILE --help

@@ -169,6 +169,8 @@ def _parse_yaml(data: bytes) -> Any:
 
 ADAPTER_CONFIG = "adapter_config.json"
 """File of settings in a folder of peft's adapters."""
+ADAPTER_SIZES = ("r", "alpha", "rslora", "dora")
+"""Settings of adapters without which their weights are another model."""
 _NOT_OF_WEIGHTS = ("init_from", "normalize_reward")
 """Settings of a policy that a run which begins with its weights does not take over."""
 
@@ -294,6 +296,13 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     else:
         base, weights = _preset_for(read("text"), cfg_type), _of_weights(given.get("model"), "model")
         base, model = merge(base, {"model": weights}), merge(weights, _table(given, "model"))
+        theirs, ours = (part if isinstance(part, dict) else {} for part in (weights.get("lora"), model.get("lora")))
+        for key in ADAPTER_SIZES if theirs and ours else ():
+            if ours.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"model.lora.{key} = {ours.get(key)!r:.80}, but the adapters of model.init_from were trained with {theirs.get(key)!r:.80} "
+                    "and would be another model; fix: leave it out"
+                )
         path = model.get("path")
         saved = isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
         if adapters or saved or model.get("lora") is not None:

@@ -186,7 +186,7 @@ class ModelCfg(Cfg):
     init_from: Path | None = None
     """Run folder, or checkpoint, whose weights training begins with, as after ``algorithm="bc"``; a critic that is not in it starts fresh. Its settings of the model are those of this run, too, where they are not given."""
     precision: Literal["float32", "bfloat16", "autocast"] = "float32"
-    """``float32`` and ``bfloat16``: weights and computation; ``autocast``: weights in float32, matrix products in bfloat16."""
+    """``float32`` and ``bfloat16``: weights and computation; ``autocast``: weights in float32, matrix products in bfloat16. ``bfloat16`` is for adapters, which stay in float32: weights trained in it lose small steps to rounding."""
     quantization: Literal["none", "nf4", "int8"] = "none"
     """Quantise the weights below LoRA adapters (extra ``quant``)."""
     lora: LoRACfg | None = None

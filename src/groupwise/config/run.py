@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlia
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, CreditCfg, GRPOCfg, LinearCfg, PartsCfg, PPOCfg
 from groupwise.config.base import DEVICE, GIVEN, URL, Cfg, Choice, Keys, Kwargs, Positive, PositiveInt
@@ -384,7 +384,7 @@ class TextEvaluationCfg(Cfg):
     deterministic: bool = True
     """Take the most likely token; needs ``completions_per_prompt=1``. False: sample."""
     sampling: SamplingCfg | None = None
-    """How completions are sampled. None: as in training."""
+    """How completions are sampled; settings that are left out are those of training. None: as in training."""
     metric: EvaluationMetric = "return"
     """The score of an evaluation, for the best checkpoint and ``stop.threshold``: its mean reward, or the share of a text environment's episodes that were won."""
     num_logged_groups: Annotated[int, Ge(0)] = 8
@@ -568,7 +568,7 @@ class TextRunCfg(CommonCfg):
     total_epochs: Positive | None = None
     """The budget in passes over the training prompts, in place of ``total_steps``."""
     num_prompts: PositiveInt = 8
-    """Prompts per iteration. GRPO writes ``group_size`` completions of each."""
+    """Prompts per iteration, of each process. GRPO writes ``group_size`` completions of each."""
     mask_truncated_completions: bool = False
     """Leave completions cut at the length limit out of the loss. They stay members of their group."""
     overlong_buffer: Annotated[int, Ge(0)] = 0
@@ -580,6 +580,16 @@ class TextRunCfg(CommonCfg):
     def subject(self) -> str:
         """Name of the environment, or of the file or task that the prompts come from."""
         return text_subject(self.task.env, self.task.data)
+
+    @field_validator("evaluation")
+    @classmethod
+    def _complete_sampling(cls, evaluation: TextEvaluationCfg, info: ValidationInfo) -> TextEvaluationCfg:
+        """The evaluation's sampling over that of training, which is absent where it is wrong itself."""
+        own, training = evaluation.sampling, info.data.get("sampling")
+        if own is None or training is None:
+            return evaluation
+        whole = SamplingCfg(**dict(training) | {name: vars(own)[name] for name in own.model_fields_set})
+        return evaluation.model_copy(update={"sampling": whole})
 
     @model_validator(mode="after")
     def _check(self) -> "TextRunCfg":

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import AlgorithmCfg
+from groupwise.config.algorithm import AlgorithmCfg, FixedLengthCfg
 from groupwise.config.base import refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
@@ -311,6 +311,7 @@ class LanguageAgent:
 
         Raises:
             EnvError: they do not, or the environment failed.
+            ConfigError: the loss is divided by the length of one turn, which the agent took for the longest completion.
             DataError: a first observation is too long.
         """
         of_prompts = {name: vars(self.cfg.task)[name] for name in _OF_PROMPTS}
@@ -319,6 +320,12 @@ class LanguageAgent:
         env.envs = env.envs or verified_envs(cfg, env.task, encoder, self.policy, env.train_set)
         if env.envs is None:
             raise ConfigError("there are no episodes to play; fix: PromptEnv(env=...), or get_action")
+        aggregation, turn = self.cfg.algorithm.objective.aggregation, self.cfg.sampling.max_new_tokens
+        if isinstance(aggregation, FixedLengthCfg) and aggregation.max_length == turn and env.task.cfg.max_turns > 1:
+            raise ConfigError(
+                f"aggregation={aggregation.name!r} divides by max_length={turn}, one turn, and these episodes have up to "
+                f"{env.task.cfg.max_turns}; fix: objective.aggregation.max_length={env.task.cfg.max_turns * turn} of the algorithm"
+            )
         if not env.batch:
             raise DataError("the environment has no batch; fix: env.reset()")
         env.release()

@@ -274,6 +274,11 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine, *, re
     policy = given.to(pick_device(cfg.device))
     if cfg.model.init_from is not None and not restored:
         log.info("%s", initialize(policy, cfg.model.init_from))
+    if not restored and any(p.requires_grad and p.element_size() < 4 for p in policy.parameters()):
+        log.warning(
+            "weights are trained in half precision, where a step below 1/512 of a weight is lost to rounding: at small learning rates "
+            "hardly any changes; fix: model.precision='autocast', or adapters (model.lora)"
+        )
     if cfg.speed == "auto":
         policy.decoder = FastDecoder()
         if policy.device.type == "cuda":

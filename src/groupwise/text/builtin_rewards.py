@@ -78,6 +78,7 @@ _SIGN = r"[+-](?=[$€£]\s*[0-9.])"  # before a currency
 _WHOLE_NUMBER = re.compile(rf"({_SIGN})?[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%?\.?")
 _NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_SIGN}[$€£]\s*)?(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
 _COMMAND, _WORD = re.compile(r"\\(?:text|mathrm)\b|\\[A-Za-z]+"), re.compile(r"[A-Za-z]{3}")
+_MINUS = str.maketrans("\u2212", "-")  # that of Unicode, which some models write
 _LONGEST_NUMBER = 100
 _SECONDS_PER_SEARCH = 1.0
 
@@ -232,13 +233,13 @@ def gold_answer(column: object) -> str:
 
 def last_number(text: str) -> str | None:
     """The last number of a text that stands alone; None if there is none."""
-    found = _NUMBER_INSIDE.findall(text)
+    found = _NUMBER_INSIDE.findall(text.translate(_MINUS))
     return found[-1] if found else None
 
 
 def as_number(text: str) -> Fraction | None:
     """The exact number that the whole text is, such as ``-5``, ``-$1,234.5``, ``18%``, ``1/3`` or ``2e-3``; None otherwise."""
-    found = _WHOLE_NUMBER.fullmatch(text.strip())
+    found = _WHOLE_NUMBER.fullmatch(text.strip().translate(_MINUS))
     if found is None or len(text) > _LONGEST_NUMBER:
         return None
     over, under = (Fraction(part.replace(",", "")) for part in (found[2], found[3] or "1"))

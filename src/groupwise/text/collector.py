@@ -306,7 +306,7 @@ class Dialogue:
             room = min(context, cfg.max_episode_tokens or math.inf) - len(transcript.tokens) - max_new_tokens
             fits = sum(len(m["content"]) for m in answer) <= LONGEST_TOKEN * room  # encoding more may take minutes
             if fits:
-                tokens = self.encoder.encode_answer(answer, transcript.tokens[-1] if transcript.stop == "eos" else None)
+                tokens = self.encoder.encode_answer(answer, transcript.tokens[-1])
             if not fits or len(tokens) > room:
                 transcript.stop, answer = "length", ()
         if not answer:
@@ -643,9 +643,10 @@ class TextCollector(DataCollector):
             )
 
     def _with_values(self, rollout: TensorDict) -> TensorDict:
-        """The rollout with the critic's values."""
+        """The rollout with the critic's values; 0 after a row, also one that was cut: its reward is of all that it wrote."""
         rollout["value"] = value = torch.cat([self.policy.values(part) for part in rollout.split(_VALUE_ROWS)])
-        rollout["next_value"] = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+        after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+        rollout["next_value"] = after.masked_fill(rollout["terminated"] | rollout["truncated"], 0)
         return rollout
 
     def recent_episodes(self) -> Sequence[Episode]:
@@ -847,9 +848,9 @@ def pass_at_k(rewards: Sequence[float], success_threshold: float, k: int) -> flo
         1 - C(n - solved, k) / C(n, k)
 
     Args:
-        rewards: of n >= k completions of one prompt; those of at least the threshold solve it.
+        rewards: of n >= k completions of one prompt; those of at least the threshold solve it, compared as ``has_no_variance`` does.
 
     Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1.
     """
-    solved = sum(reward >= success_threshold for reward in rewards)
+    solved = int((np.asarray(rewards, np.float32) >= np.float32(success_threshold)).sum())
     return 1 - math.comb(len(rewards) - solved, k) / math.comb(len(rewards), k)

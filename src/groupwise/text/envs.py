@@ -207,6 +207,10 @@ class TextEpisode:
         found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         messages = read_prompt(f"{self._name}.step()", found) if found else ()
         assert not isinstance(messages, str)
+        if not (messages or terminated or truncated):
+            raise EnvError(
+                f"{self._name}.step() returned no message, and the episode goes on; fix: a text, or terminated=True"
+            )
         self.rewards.append(self._number("step", reward))
         self.answer = messages
         self.observations.append("\n".join(message["content"] for message in messages))

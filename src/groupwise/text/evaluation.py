@@ -109,7 +109,8 @@ class TextEvaluator:
         encoder = PromptEncoder(policy.tokenizer, cfg.task)
         envs = envs or verified_envs(cfg, task, encoder, policy, held_out)
         self._sampling = cfg.evaluation.sampling or cfg.sampling
-        prompts = encoder.select(held_out, policy.max_prompt_length(self._sampling.max_new_tokens))
+        of = "evaluation.sampling" if cfg.evaluation.sampling else "sampling"
+        prompts = encoder.select(held_out, policy.max_prompt_length(self._sampling.max_new_tokens, of))
         self._prompts = prompts[: cfg.evaluation.prompts]
         self._cfg = cfg
         self._rewards = task.rewards(cfg.algorithm.on_nonfinite)

@@ -15,7 +15,7 @@ from torch import nn
 
 from groupwise import system as files
 from groupwise.config.base import flat
-from groupwise.config.load import ADAPTER_CONFIG, read_file
+from groupwise.config.load import ADAPTER_CONFIG, ADAPTER_SIZES, read_file
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.policy import CausalLM
@@ -211,12 +211,12 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
     except failures() as error:
         raise _damaged(path, error) from None
     if cfg.lora is not None:
-        wanted = ", ".join(f"{name}={vars(cfg.lora)[name]}" for name in ("r", "alpha", "rslora", "dora"))
-        found = f"type {kind}"
+        wanted, found = {name: vars(cfg.lora)[name] for name in ADAPTER_SIZES}, {"type": kind}
         if kind == "LORA":
-            found = f"r={saved.r}, alpha={saved.lora_alpha}, rslora={saved.use_rslora}, dora={saved.use_dora}"
+            found = dict(zip(ADAPTER_SIZES, (saved.r, saved.lora_alpha, saved.use_rslora, saved.use_dora), strict=True))
         if found != wanted:
-            raise ConfigError(f"the adapters in {path} have {found}; got {wanted}; fix: lora=None, or the same")
+            has, got = (", ".join(f"{name}={value}" for name, value in one.items()) for one in (found, wanted))
+            raise ConfigError(f"the adapters in {path} have {has}; got {got}; fix: lora=None, or the same")
     with _quiet_peft():
         warnings.filterwarnings("error", "Found missing adapter keys")
         try:

@@ -227,12 +227,12 @@ class CausalLM(Policy):
         """Number of the model's positions; None if its config has no limit."""
         return getattr(self.network.config.get_text_config(), "max_position_embeddings", None)
 
-    def max_prompt_length(self, max_new_tokens: int) -> int | None:
+    def max_prompt_length(self, max_new_tokens: int, of: str = "sampling") -> int | None:
         """Most tokens of a prompt; None if the model has no limit. A ``ConfigError`` if none are left."""
         length = self.context_length
         if length is not None and max_new_tokens >= length:
             raise ConfigError(
-                f"sampling.max_new_tokens={max_new_tokens} leaves no room for a prompt: the model has positions for {length} "
+                f"{of}.max_new_tokens={max_new_tokens} leaves no room for a prompt: the model has positions for {length} "
                 f"tokens; fix: at most {length - 1}, less the longest prompt"
             )
         return None if length is None else length - max_new_tokens

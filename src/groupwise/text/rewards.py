@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -215,7 +215,8 @@ class RewardFunction:
         self.call: Any = call
         self._bound = call.keywords if isinstance(call, partial) else {}
         parameters = inspect.signature(call).parameters
-        self._names = parameters.keys() - self._bound
+        self.names = parameters.keys() - self._bound
+        """Arguments that it may get."""
         several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         self.required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in several]
         """Arguments without a default."""
@@ -242,7 +243,7 @@ class RewardFunction:
         if self.scores_one:
             return self._one_by_one(keywords)
         keywords = {**keywords, "log_extra": partial(self._log_extra, log_metric), "log_metric": log_metric}
-        taken = keywords.keys() - self._bound if self._takes_all else keywords.keys() & self._names
+        taken = keywords.keys() - self._bound if self._takes_all else keywords.keys() & self.names
         return self.call(**{name: keywords[name] for name in taken})
 
     def _log_extra(self, log_metric: LogMetric, column: str, values: Iterable[Any]) -> None:
@@ -281,7 +282,7 @@ class RewardFunction:
             for text in keywords["completions"]
         ]
         given = {"question": prompts} | columns | {"completion": texts, "prompt": prompts}
-        names = [name for name in given if name in self._names]
+        names = [name for name in given if name in self.names]
         rows = zip(*(given[name] for name in names), strict=True)
         scores = [self.call(**dict(zip(names, row, strict=True))) for row in rows]
         return _gather(scores) if self.is_async else scores
@@ -296,12 +297,12 @@ def numbers(name: str, result: Any, count: int) -> list[Score]:
     wrong = None
     try:
         values = [v if v is None or isinstance(v, RewardError) else float(v) for v in result]
-        if len(values) == count:
+        if len(values) == count and not isinstance(result, Mapping | Set | str | bytes):  # of keys or letters
             return values
     except (TypeError, ValueError, OverflowError) as error:
         wrong = error
     raise RewardError(
-        f"reward {name!r} returned {result!r:.80}: {wrong or 'another number of scores'}; expected a list of {count} numbers, "
+        f"reward {name!r} returned {result!r:.80}: {wrong or 'no list, or another number of scores'}; expected a list of {count} numbers, "
         "one for each completion (None where it does not apply); fix: its return"
     ) from wrong
 
@@ -385,7 +386,7 @@ class RewardSet:
         for name, function in zip(self.names, self.functions, strict=True):
             function.name = name
             if timeout is not None and not isinstance(function.call, RewardObject):  # which limits its time itself
-                if "environments" in function.required:
+                if "environments" in function.names:
                     raise ConfigError(f"reward {name!r} reads environments, which stay here; fix: no reward_timeout")
                 function.isolated = Isolated(function.call_here, f"reward {name!r}", timeout)
 

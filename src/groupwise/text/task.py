@@ -11,10 +11,12 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 from groupwise import config
 from groupwise import system as files
@@ -85,7 +87,7 @@ def load_examples(source: object, *, prompt_column: str | None = "prompt") -> li
         except (ValueError, RecursionError) as error:  # also of JSON, Parquet and UTF-8
             raise DataError(f"{path}, {error}; fix: write it again, texts in UTF-8") from error
     elif "pandas" in sys.modules and isinstance(source, sys.modules["pandas"].DataFrame):
-        source = source.astype(object).where(source.notna(), None).to_dict("records")  # NaN is a text's absence
+        source = _lists(source.astype(object).where(source.notna(), None).to_dict("records"))  # NaN is a text's absence
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise DataError(
             f"{where}: expected a path or a list of examples; got {source!r:.80}; fix: a list of mappings, or one part of "
@@ -169,6 +171,7 @@ def _read_file(path: Path) -> Any:
     rows: list[Any] = []
     if path.suffix.lower() == ".csv":
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        limit = csv.field_size_limit(len(text))  # the module's own is 131,072 characters
         try:
             for row in reader:
                 if None in row or None in row.values():
@@ -176,6 +179,8 @@ def _read_file(path: Path) -> Any:
                 rows.append(row)
         except csv.Error as error:
             raise ValueError(f"near line {reader.line_num}: {error}") from error
+        finally:
+            csv.field_size_limit(limit)
         return rows
     for number, line in enumerate(text.split("\n"), 1):
         try:
@@ -185,10 +190,18 @@ def _read_file(path: Path) -> Any:
     return rows
 
 
+def _lists(value: object) -> Any:
+    """The value with lists in place of NumPy's arrays, which data frames and some formats of ``datasets`` make of lists."""
+    if isinstance(value, np.ndarray | list):
+        return [_lists(one) for one in value]
+    return {key: _lists(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
 def read_prompt(where: str, prompt: object) -> Prompt:
     """The prompt, checked; a ``DataError`` that begins with ``where`` if it is neither a text nor messages."""
     if isinstance(prompt, str):
         return encodable(prompt)
+    prompt = _lists(prompt)
     if not isinstance(prompt, Sequence) or not prompt:
         raise DataError(f"{where}: prompt = {prompt!r:.80}: expected a text or a list of messages; fix: the row")
     messages = []
@@ -281,6 +294,8 @@ class PromptEncoder:
                 raise self._no_template("the data's prompts are")
             text = example.prompt if described is None else f"{described}\n\n{example.prompt}"
             ids: list[int] = self.tokenizer(text)["input_ids"]
+            if ids[:2] == [self.tokenizer.bos_token_id] * 2 and not text.startswith(2 * self.tokenizer.bos_token):
+                ids = ids[1:]  # the text begins with it, and so do all texts
             end = self.tokenizer.eos_token
             if end is not None and ids[-1:] == [self.tokenizer.eos_token_id] and not text.endswith(end):
                 ids = ids[:-1]  # some tokenizers end every text
@@ -327,7 +342,7 @@ class PromptEncoder:
         """A turn with its calls as environments read them; ``text`` is the turn without special tokens."""
         if self.call_form is None:
             return text
-        ends = [token for token in tokens[-1:] if token in self.tokenizer.all_special_ids]
+        ends = [token for token in tokens[-1:] if not self.tokenizer.decode([token], skip_special_tokens=True)]
         return self.call_form.canonical(self.tokenizer.decode(tokens[: len(tokens) - len(ends)]))
 
     def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
@@ -535,6 +550,7 @@ class TextTask:
                 f"env = {env!r:.80}: expected a class or a function that makes an environment, since each member of a group plays "
                 f"in its own; fix: env=lambda: {type(env).__name__}(...)"
             )
+        data, eval_data = ([*one] if isinstance(one, Iterator) else one for one in (data, eval_data))  # read twice
         rewards = _several(reward)
         for one in rewards:
             if not isinstance(one, RewardCfg | str) and not callable(one):
@@ -546,7 +562,7 @@ class TextTask:
         if reward_weights is not None:
             if len(reward_weights) != len(cfgs):
                 raise ConfigError(f"reward_weights = {list(reward_weights)} for {len(cfgs)} rewards; fix: one for each")
-            cfgs = [cfg.model_copy(update={"weight": w}) for cfg, w in zip(cfgs, reward_weights, strict=True)]
+            cfgs = [RewardCfg(**dict(cfg) | {"weight": w}) for cfg, w in zip(cfgs, reward_weights, strict=True)]
         self.cfg = TextTaskCfg(
             data=str(data) if isinstance(data, str | Path) else GIVEN,
             eval_data=str(eval_data) if isinstance(eval_data, str | Path) else None if eval_data is None else GIVEN,

@@ -194,15 +194,17 @@ class ToolEnv(TextEnv):
             return f"error: {call}", "parse_errors"
         if call.name not in self._tools:
             return f"error: there is no tool {call.name!r:.80}; there are {', '.join(self._tools)}", "parse_errors"
+        tool = self._tools[call.name].call
         try:
-            result = awaited(self._tools[call.name].call(**call.arguments))
+            result = awaited(tool(**call.arguments))
             return result if isinstance(result, str) else _written(result), "tool_calls"
-        except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
-            return f"error: wrong arguments of {call.name}: {wrong}", "parse_errors"
         except GroupwiseError:
             raise  # nothing that the model did
         except Exception as error:
+            # what a tool validates itself has another title
+            if isinstance(error, ValidationError) and error.title == getattr(tool, "__qualname__", error.title):
+                wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+                return f"error: wrong arguments of {call.name}: {wrong}", "parse_errors"
             if self._on_error == "raise":
                 raise
             return f"error: {type(error).__name__}: {error}", "tool_errors"

@@ -72,8 +72,9 @@ class PythonTool(Tools):
                 self._state = session.dump()
             except MontyError as error:
                 printed.append(f"{error}")
-                if isinstance(error, MontyRuntimeError):  # what ran before it stays
-                    self._state = session.dump()
+                if isinstance(error, MontyRuntimeError):  # what ran before it stays, unless the worker was ended
+                    with suppress(RuntimeError):
+                        self._state = session.dump()
         text = "".join(printed)
         return text if len(text) <= _LONGEST_OUTPUT else f"{text[:_LONGEST_OUTPUT]} [cut]"
 

@@ -90,7 +90,8 @@ class UserObjects(NamedTuple):
                     f"{name} = {value!r:.80}: a run is given its Python objects again ({', '.join(cls._fields)}), and has its "
                     f"settings; fix: leave it out, or change a setting in a new run: gw.fork(run, new_folder, {name}=...)"
                 )
-        return cls(**objects)
+        kept: dict[str, Any] = {name: [*one] if isinstance(one, Iterator) else one for name, one in objects.items()}
+        return cls(**kept)  # data are read several times
 
     def as_arguments(self) -> dict[str, Any]:
         """The objects that were given, by name."""

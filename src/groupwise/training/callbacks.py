@@ -527,9 +527,9 @@ class StopEarly(Callback):
             trainer.stop(f"time: the limit of {limit:g} s is over")
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
-        """Stop if the score is reached."""
+        """Stop if the score is reached, in float32: a sum of 1s with weights is not always their sum."""
         threshold = self.cfg.threshold
-        if threshold is not None and (score := evaluation.score(self.metric)) >= threshold:
+        if threshold is not None and np.float32(score := evaluation.score(self.metric)) >= np.float32(threshold):
             self._reached = f"score: {self.metric} {score:.6g} reached the threshold {threshold:g}"
             trainer.stop(self._reached)
 

@@ -54,7 +54,7 @@ def load_groups(folder: Path) -> list[dict[str, Any]]:
     waiting = []
     for path in kept_iterations(folder).values():
         columns = read_groups(path)
-        steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        steps = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         groups = [_group(list(members)) for _, members in groupby(steps, key=lambda step: step["group"])]
         waiting.append(sorted(groups, key=_by_spread))
     if not any(waiting):

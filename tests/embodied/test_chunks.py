@@ -91,8 +91,7 @@ def test_a_part_that_one_step_lacks_is_missing_as_without_chunks():
         env = make_env(cfg, env=Forgetful, reward_parts=("double",))
         env.reset(seed=0)
         with pytest.raises(EnvError, match=r"has no reward part 'double': .*; fix: "):
-            for _ in range(2):
-                env.step(torch.zeros(1, *env.action_space.shape))
+            _ = [env.step(torch.zeros(1, *env.action_space.shape)) for _ in range(2)]
         env.close()
 
 

@@ -1,6 +1,8 @@
 """Recording experts: what is kept, what is executed, and what is stored."""
 
+import json
 import shlex
+from itertools import count
 
 import gymnasium
 import numpy as np
@@ -157,6 +159,32 @@ def test_a_folder_that_is_taken_is_refused_and_left_as_it_is(tmp_path):
         record_demos("ToyReaching-v0", straight, out=tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "empty").episodes == 1
+
+
+@pytest.mark.parametrize("end", [ValueError, KeyboardInterrupt])
+def test_a_recording_that_does_not_end_leaves_the_folder_free(end, tmp_path):
+    steps = count()
+
+    def stopping(obs):
+        if next(steps) == 60:
+            raise end
+        return straight(obs)
+
+    settings = {"episodes": 20, "out": tmp_path / "x"}
+    with pytest.raises(end):
+        record_demos("ToyReaching-v0", stopping, **settings)
+    with pytest.raises(gw.errors.DataError, match="fix: less noise"):
+        record_demos("ToyReaching-v0", lambda obs: straight(obs) if next(steps) < 120 else -straight(obs), **settings)
+    assert record_demos("ToyReaching-v0", straight, **settings).episodes == 20
+    assert {path.name for path in (tmp_path / "x").iterdir()} == {"data", "meta"}
+
+
+def test_an_environment_that_is_drawn_less_than_once_a_second(tmp_path):
+    class Slow(toy_robots.Reaching):
+        metadata = {"render_modes": [], "render_fps": 0.5}
+
+    record_demos(Slow, straight, episodes=1, out=tmp_path / "x")
+    assert json.loads((tmp_path / "x/meta/info.json").read_text())["fps"] == 1
 
 
 def test_the_command_records_a_registered_expert(tmp_path, monkeypatch, capsys):

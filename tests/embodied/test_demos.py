@@ -3,6 +3,7 @@
 import json
 import shlex
 from itertools import count
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -206,6 +207,9 @@ def test_the_command_records_a_registered_expert(tmp_path, monkeypatch, capsys):
     assert following == "Next:  groupwise train ToyReaching-v0 --env.max-episode-steps 20 --policy.init-from clone"
     goes_on = ["--run-dir", "next", "--total-iterations", "1", "--evaluation.episodes", "1"]
     assert cli.main([*shlex.split(following)[2:], *goes_on]) == 0
+    Path("run.json").write_text(json.dumps({"env": {"id": "ToyReaching-v0", "max_episode_steps": 20}, "seed": 5}))
+    assert cli.main(["demos", "run.json", "--episodes", "1", "--out", "of_file"]) == 0
+    assert again.replace("demos/ToyReaching-v0", "of_file") in capsys.readouterr().out
     assert cli.main(["demos", "ToyReaching-v0", "--help"]) == 0
     assert "--keep-failures" in capsys.readouterr().out
     assert cli.main(["demos", "CartPole-v1"]) == 2

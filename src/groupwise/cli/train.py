@@ -1,6 +1,5 @@
 """Commands that train: ``train``, ``resume`` and ``evolve``."""
 
-import json
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from typing import Any
 
 from groupwise import plugins
 from groupwise import system as files
-from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of
+from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of, words_of
 from groupwise.config import to_json
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
@@ -221,14 +220,8 @@ def print_run(run: Any, quiet: bool = False) -> int:
     if not quiet:
         words = ["eval", run.path]
         if run.cfg.algorithm.name == "bc" and isinstance(run.cfg, RunCfg):  # a clone is where training begins
-            env = run.cfg.env
-            more = ["--env.kwargs", json.dumps(env.kwargs)] if env.kwargs else []
-            of_spaces = ("action_chunk", "num_action_steps", "max_episode_steps", "obs_keys", "action_masks")
-            for name, value in env.changed(*of_spaces).items():
-                values = () if value is True else value if isinstance(value, tuple) else (value,)
-                more += [f"--env.{name.replace('_', '-')}", *map(str, values)]
-            more += ["--policy", run.cfg.policy.name] if run.cfg.policy.name != PolicyCfg.own_name() else []
-            words = ["train", env.id, *more, "--policy.init-from", run.path]
+            policy = ["--policy", run.cfg.policy.name] if run.cfg.policy.name != PolicyCfg.own_name() else []
+            words = ["train", *words_of(run.cfg.env), *policy, "--policy.init-from", run.path]
         elif run.cfg.algorithm.name == "bc" and score is None:  # there are no rewards, or no held-out prompts
             words = ["sample", run.path, "PROMPT"]
         show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command(*words)}")

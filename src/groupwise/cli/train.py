@@ -331,7 +331,8 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
                     if (code := process.poll()) is not None:
                         exit_codes[seed] = code
                         del running[seed]
-                        say(f"seed {seed}: { {0: 'done', 130: 'interrupted'}.get(code, 'failed') }")
+                        stopped = code == 130 or (signals and -code in STOP)  # by itself, or before it could
+                        say(f"seed {seed}: {'done' if code == 0 else 'interrupted' if stopped else 'failed'}")
                 time.sleep(0.1)
         finally:  # after an error, such as a closed pipe, the others finish their iteration and end
             for process in running.values():

@@ -261,8 +261,9 @@ class RunFolder:
     def check_free(path: Path) -> None:
         """Refuse a path that is a file, or a folder that is not empty, by a ``RunFolderError``."""
         if not is_free(path):
-            again = plugins.command("resume", path)
-            raise RunFolderError(f"run folder {str(path)!r} is taken; fix: another one, or continue that run: {again}")
+            is_run = any((path / name).exists() for name in ("config.json", "population.json"))
+            again = f", or continue that run: {plugins.command('resume', path)}" if is_run else ""
+            raise RunFolderError(f"run folder {str(path)!r} is taken; fix: another one{again}")
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":

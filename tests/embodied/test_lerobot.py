@@ -247,9 +247,9 @@ IMAGE = "observation.images.image_0"
 @pytest.mark.parametrize(
     ("name", "values", "kind", "message"),
     [
-        ("episode_index", [None] * 6, pa.int64(), "has 'episode_index' as int64 with 6 nulls, expected whole numbers"),
-        ("episode_index", ["0"] * 6, pa.string(), "has 'episode_index' as string with 0 nulls, expected whole"),
-        ("frame_index", [0.5] * 6, pa.float64(), "has 'frame_index' as double"),
+        ("episode_index", [None] * 6, pa.int64(), "episode_index is int64 with 6 nulls, expected whole numbers"),
+        ("episode_index", ["0"] * 6, pa.string(), "episode_index is string with 0 nulls, expected"),
+        ("frame_index", [0.5] * 6, pa.float64(), "frame_index is double"),
         ("task_index", [9] * 6, pa.int64(), DAMAGED),
         ("action", [None] * 6, LISTS, DAMAGED),
         ("action", [[1, 2, 3], [1]] * 3, LISTS, DAMAGED),

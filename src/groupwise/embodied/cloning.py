@@ -58,18 +58,14 @@ class DemoCollector(EnvCollector):
             raise DataError(
                 f"{self.folder} has no rewards (next.reward), which policy.normalize_reward needs; fix: normalize_reward=False"
             )
-        numbers = {
-            "obs": demos.obs,
-            "action": torch.from_numpy(demos.action),
-            "reward": torch.zeros(steps) if demos.reward is None else torch.from_numpy(demos.reward),
-        }
+        reward = torch.zeros(steps) if demos.reward is None else torch.from_numpy(demos.reward)
+        numbers = {"obs": demos.obs, "action": torch.from_numpy(demos.action), "reward": reward}
         counts = torch.ones(steps, dtype=torch.bool)
         for bad in find_nonfinite(TensorDict(numbers, batch_size=[steps])[None], counts[None]):
             step = int(bad.slots[0].nonzero()[0])
             frame = step - int(torch.searchsorted(episode, episode[step]))
-            raise DataError(
-                f"{bad.name} of {self.folder}, episode {episode[step]}, frame {frame}, is not finite; fix: record it again"
-            )
+            where = f"{bad.name} of {self.folder}, episode {episode[step]}, frame {frame},"
+            raise DataError(f"{where} is not finite; fix: record it again")
         found, single = demos.action.shape[1:], tuple(space.shape) or (1,)
         chunked = len(single) > 1 and found == single[1:]
         same_kind = (demos.action.dtype.kind == "f") == (space.dtype.kind == "f")

@@ -34,8 +34,6 @@ TASKS = "meta/tasks.parquet"
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
 INSTRUCTION = ("instruction",)
-MAX_FILE = 2**40
-"""Bytes of a file of steps."""
 MAX_GROWTH = 64
 """Values, and bytes, of a file of steps for each byte that it takes. Times and actions hardly shrink, so real data has fewer."""
 _FORMATS = ("PNG", "JPEG")
@@ -225,8 +223,7 @@ def _read(folder: Path, observation_space: Any) -> Demonstrations:
         raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
     for name in {"episode_index", "frame_index", "task_index"}.intersection(table.column_names):
         if (column := table[name]).null_count or not pa.types.is_integer(column.type):
-            found = f"{column.type} with {column.null_count} nulls"
-            raise DataError(f"{folder} has {name!r} as {found}, expected whole numbers; fix: record again")
+            raise ValueError(f"{name} is {column.type} with {column.null_count} nulls, expected whole numbers")
     order = np.lexsort([table[n].to_numpy() for n in ("frame_index", "episode_index") if n in table.column_names])
     if (np.diff(order) != 1).any():
         table = table.take(order)
@@ -260,7 +257,7 @@ def _read(folder: Path, observation_space: Any) -> Demonstrations:
 def _read_table(paths: list[Path]) -> Any:
     """Reads Parquet files as one table."""
     for path in paths:
-        with files.reading(path, MAX_FILE) as file:  # a FIFO would never end
+        with files.reading(path, 2**40) as file:  # a FIFO would never end
             limit = MAX_GROWTH * path.stat().st_size
             files.check_parquet(pq.read_metadata(file), limit, limit)
     return pq.read_table(paths)

@@ -191,14 +191,11 @@ def _read(folder: Path, observation_space: Any) -> Demonstrations:
     path = folder / INFO
     if (link := files.link_out_of(folder)) is not None:
         raise DataError(f"{link} is a link out of the demonstrations; fix: put its target in its place (cp -rL)")
-    try:
-        info = files.parse_json(files.read(path, files.MAX_SETTINGS))
-        features: dict[str, Any] = info["features"]
-        version = str(info["codebase_version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder} holds no demonstrations: {path} is missing or damaged ({error!r}); fix: groupwise demos <environment>"
-        ) from error
+    if not path.exists():
+        raise DataError(f"{folder} holds no demonstrations: {path} is missing; fix: groupwise demos <environment>")
+    info = files.parse_json(files.read(path, files.MAX_SETTINGS))
+    features: dict[str, Any] = info["features"]
+    version = str(info["codebase_version"])
     if version.split(".")[0] != VERSION.split(".")[0]:
         raise DataError(f"{folder} is of format {version!r}, expected {VERSION!r}; fix: LeRobot's script converts it")
     parts = _stored_parts(observation_space)

@@ -23,8 +23,8 @@ from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
-from groupwise.errors import ConfigError, GroupwiseError, RunFolderError
-from groupwise.report.folder import RunFolder, is_free
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.report.folder import RunFolder
 from groupwise.system import num_cpus, show
 
 log = logging.getLogger(__name__)
@@ -285,8 +285,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
 
     name = f"{cfg.subject}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)
-    if not is_free(folder):
-        raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir")
+    RunFolder.check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     progress = cfg.logging.progress
     own = cfg.logging.model_copy(update={"progress": "lines" if progress in ("auto", "bar") else progress})

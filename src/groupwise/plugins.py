@@ -5,6 +5,7 @@ A run folder records them, so that printed commands and errors can name them.
 
 import importlib
 import importlib.util
+import os
 import shlex
 import shutil
 import sys
@@ -62,6 +63,7 @@ def load(plugins: Sequence[Path]) -> None:
             f"--plugin {plugin}: expected an existing Python file or an installed module; fix: its path with .py, or install it"
         )
         if plugin.suffix == ".py" or plugin.is_file():
+            plugin = Path(os.path.abspath(plugin))  # so that printed commands work in any folder
             spec = importlib.util.spec_from_file_location(f"{_PREFIX}{plugin.stem}", plugin)
             if spec is None or spec.loader is None or not plugin.is_file():
                 raise wrong

@@ -142,6 +142,15 @@ def check_size(size: int, limit: int) -> None:
         raise ValueError(f"it has {size:,} bytes, more than the limit of {limit:,}")
 
 
+def check_parquet(metadata: Any, max_values: int, max_bytes: int) -> None:
+    """Raise a ``ValueError`` if a Parquet file holds more: values that repeat take hardly any room in it."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+    if values > max_values:
+        raise ValueError(f"it has {values:,} values, more than the limit of {max_values:,}")
+    check_size(sum(group.total_byte_size for group in groups), max_bytes)
+
+
 def parse_json(data: bytes) -> Any:
     """The value of a JSON text; a ``ValueError`` if it is broken, too large or deep, or has a key twice."""
 

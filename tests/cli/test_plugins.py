@@ -104,11 +104,12 @@ def test_the_printed_commands_work_as_they_stand_and_an_error_names_what_lacks(c
     trained = subprocess.run([sys.executable, "-m", "groupwise", *words], capture_output=True, text=True, check=False)
     assert trained.returncode == 0, trained.stderr
     following = trained.stdout.splitlines()[-1]
-    assert following == "Next:  groupwise eval r --plugin 'my env.py'"
+    given = f"--plugin {shlex.quote(str(Path('my env.py').absolute()))}"
+    assert following == f"Next:  groupwise eval r {given}"
     assert cli.main(["resume", "r"]) == 2
     message = capsys.readouterr().err
     assert "unknown environment 'OfAPlugin-v0'" in message
-    assert "r was trained with --plugin 'my env.py'; fix: add --plugin 'my env.py' (in" in message
+    assert f"r was trained with {given}; fix: add {given} (in" in message
     try:
         assert cli.main([*shlex.split(following.removeprefix("Next:  groupwise ")), "--episodes", "2"]) == 0
     finally:
@@ -128,13 +129,20 @@ def test_a_printed_command_names_the_script_where_a_shell_would_not_find_it(tmp_
     assert plugins.command("eval", "run") == f"{script} eval run"
 
 
-def test_what_was_loaded_is_what_the_last_command_named_and_a_run_folder_records_it():
+def test_what_was_loaded_is_what_the_last_command_named_and_a_run_folder_records_it(monkeypatch):
     Path("a.py").write_text("")
     Path("b.py").write_text("")
+    here = Path.cwd()
     plugins.load([Path("a.py"), Path("b.py")])
-    assert plugins.options(plugins.loaded()) == " --plugin a.py --plugin b.py"
+    assert plugins.options(plugins.loaded()) == f" --plugin {here}/a.py --plugin {here}/b.py"  # from any folder
     config = RunFolder.create({}, Path("run")).config
-    assert json.loads(config.read_text())["provenance"]["plugins"] == ["a.py", "b.py"]
+    recorded = json.loads(config.read_text())["provenance"]["plugins"]
+    assert recorded == [f"{here}/a.py", f"{here}/b.py"]
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    plugins.load([Path("../a.py"), Path("../b.py")])
+    with pytest.raises(EnvError, match=r"^odd$"), plugins.blaming_absence(Path("r"), recorded):
+        raise EnvError("odd")
     plugins.load([])
     assert plugins.options(plugins.loaded()) == ""
 

@@ -147,6 +147,22 @@ def test_a_signal_reaches_the_running_seeds_once_and_says_how_to_go_on_with_each
     assert signal.getsignal(number) == before
 
 
+def test_a_seed_that_a_signal_ends_before_it_trains_is_interrupted(monkeypatch, capsys, tmp_path):
+    class Early(Ended):
+        def terminate(self):
+            self.exit_code = -signal.SIGTERM
+
+    def start(command, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Early(None)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("groupwise.cli.train.num_cpus", lambda: 1)
+    with pytest.raises(KeyboardInterrupt, match=r"continue with:\n  .*groupwise train"):
+        train_seeds(config.resolve("CartPole-v1", run_dir=tmp_path / "many"), [1])
+    assert "seed 1: interrupted\n" in capsys.readouterr().out
+
+
 def test_after_an_error_no_seed_goes_on_by_itself(monkeypatch, tmp_path):
     class Endless(Ended):
         def terminate(self):

@@ -108,6 +108,13 @@ def test_partial_file_is_resolved_and_overridden(write):
     assert load_config(write('{"env": {"id": "CartPole-v1"}, "total_steps": 1e5}')).total_steps == 100_000
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_files_of_powershell_are_read(encoding, tmp_path):
+    file = tmp_path / "of_windows.JSON"
+    file.write_text('{"env": {"id": "CartPole-v1"}, "seed": 4}', encoding=encoding)
+    assert load_config(file).seed == 4
+
+
 def test_file_may_name_a_preset_and_the_argument_beats_it(write):
     path = write({"env": {"id": "CartPole-v1"}, "preset": "rloo"})
     assert load_config(path).algorithm.credit.baseline.name == "leave_one_out"
@@ -133,7 +140,7 @@ def test_a_preset_beside_a_whole_file_replaces_its_credit_and_objective(write):
 
 BROKEN = [
     ('{\n  "env": {,\n', r"broken JSON: .* line 2 column 11"),
-    (b"\xff\xfe", "broken JSON: 'utf-8' codec"),
+    (b"\xff\xff", "broken JSON: 'utf-8' codec"),
     ("[1]", "expected a JSON object, found list"),
     ({"seed": 1}, "no environment or task; fix"),
     ({"env": {"id": "CartPole-v1"}, "task": {}}, "leave out env or task"),

@@ -33,9 +33,10 @@ def test_values_are_those_of_json(tmp_path):
     assert gw.load_config(tmp_path / "run.yaml") == expected
 
 
-def test_the_command_line_takes_it(tmp_path, capsys):
-    (tmp_path / "run.yml").write_text("{env: {id: Pendulum-v1}, seed: 3}")
-    file = str(tmp_path / "run.yml")
+@pytest.mark.parametrize("name", ["run.yml", "RUN.YAML"])
+def test_the_command_line_takes_it(tmp_path, capsys, name):
+    (tmp_path / name).write_text("{env: {id: Pendulum-v1}, seed: 3}")
+    file = str(tmp_path / name)
     assert cli.main(["config", file, "--total-steps", "9"]) == 0
     assert capsys.readouterr().out.strip() == to_json(gw.load_config(file, total_steps=9))
 

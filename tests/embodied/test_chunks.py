@@ -80,6 +80,21 @@ def test_a_chunk_is_executed_in_order_up_to_the_end_and_its_rewards_are_summed()
     np.testing.assert_array_equal(env.unwrapped.seen[-1], chunk([0.5])[0])
 
 
+def test_a_part_that_one_step_lacks_is_missing_as_without_chunks():
+    class Forgetful(Counting):
+        def step(self, action):
+            *outcome, info = super().step(action)
+            return *outcome, {} if self.count == 2 else info
+
+    for size in (1, 3):
+        cfg = EnvCfg(id="Forgetful", num_envs=1, action_chunk=size)
+        env = make_env(cfg, env=Forgetful, reward_parts=("double",))
+        env.reset(seed=0)
+        with pytest.raises(EnvError, match=r"has no reward part 'double': .*; fix: "):
+            _ = [env.step(torch.zeros(1, *env.action_space.shape)) for _ in range(2)]
+        env.close()
+
+
 def test_the_first_actions_alone_are_executed_if_the_horizon_is_shorter():
     env = ActionChunk(Counting(end=5), 3, num_steps=2)
     env.reset(seed=0)

@@ -20,7 +20,7 @@ from groupwise.embodied.demos import record_demos
 from groupwise.embodied.lerobot import Demonstration, write_demos
 from groupwise.engines import Engine
 from groupwise.envs.base import VectorEnv
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.folder import RunFolder
 from groupwise.run import build
@@ -143,6 +143,16 @@ def test_whole_episodes_are_held_out(tmp_path, holdout, episodes, count):
     assert int(demos.held_out.sum()) == 3 * count
     batch = collected(demos, 3 * episodes)
     assert set(batch["episode_id"].tolist()) == set(range(episodes)) - held
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_numbers_that_are_not_finite_are_named(tmp_path, part):
+    episodes = numbered([5, 4, 3])
+    episodes[1][part][2, 1] = np.nan
+    folder = write(tmp_path / "x", episodes)
+    named = rf"{('obs', 'action')[part]} of .*x, episode 1, frame 2, is not finite; fix: record it again"
+    with pytest.raises(DataError, match=named):
+        _ = collector(folder, on_nonfinite="drop").labels
 
 
 def test_label_noise_moves_labels_of_boxes_and_leaves_held_out_ones(tmp_path):

@@ -1,6 +1,9 @@
 """Recording experts: what is kept, what is executed, and what is stored."""
 
+import json
 import shlex
+from itertools import count
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -159,6 +162,32 @@ def test_a_folder_that_is_taken_is_refused_and_left_as_it_is(tmp_path):
     assert record_demos("ToyReaching-v0", straight, episodes=1, out=tmp_path / "empty").episodes == 1
 
 
+@pytest.mark.parametrize("end", [ValueError, KeyboardInterrupt])
+def test_a_recording_that_does_not_end_leaves_the_folder_free(end, tmp_path):
+    steps = count()
+
+    def stopping(obs):
+        if next(steps) == 60:
+            raise end
+        return straight(obs)
+
+    settings = {"episodes": 20, "out": tmp_path / "x"}
+    with pytest.raises(end):
+        record_demos("ToyReaching-v0", stopping, **settings)
+    with pytest.raises(gw.errors.DataError, match="fix: less noise"):
+        record_demos("ToyReaching-v0", lambda obs: straight(obs) if next(steps) < 120 else -straight(obs), **settings)
+    assert record_demos("ToyReaching-v0", straight, **settings).episodes == 20
+    assert {path.name for path in (tmp_path / "x").iterdir()} == {"data", "meta"}
+
+
+def test_an_environment_that_is_drawn_less_than_once_a_second(tmp_path):
+    class Slow(toy_robots.Reaching):
+        metadata = {"render_modes": [], "render_fps": 0.5}
+
+    record_demos(Slow, straight, episodes=1, out=tmp_path / "x")
+    assert json.loads((tmp_path / "x/meta/info.json").read_text())["fps"] == 1
+
+
 def test_the_command_records_a_registered_expert(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(EXPERTS, "ToyReaching", None)  # restored after the test
     register_expert("ToyReaching")(lambda env, info: straight)
@@ -178,6 +207,9 @@ def test_the_command_records_a_registered_expert(tmp_path, monkeypatch, capsys):
     assert following == "Next:  groupwise train ToyReaching-v0 --env.max-episode-steps 20 --policy.init-from clone"
     goes_on = ["--run-dir", "next", "--total-iterations", "1", "--evaluation.episodes", "1"]
     assert cli.main([*shlex.split(following)[2:], *goes_on]) == 0
+    Path("run.json").write_text(json.dumps({"env": {"id": "ToyReaching-v0", "max_episode_steps": 20}, "seed": 5}))
+    assert cli.main(["demos", "run.json", "--episodes", "1", "--out", "of_file"]) == 0
+    assert again.replace("demos/ToyReaching-v0", "of_file") in capsys.readouterr().out
     assert cli.main(["demos", "ToyReaching-v0", "--help"]) == 0
     assert "--keep-failures" in capsys.readouterr().out
     assert cli.main(["demos", "CartPole-v1"]) == 2

@@ -234,6 +234,72 @@ def test_files_that_were_cut_are_damaged(name, tmp_path):
         read_demos(tmp_path, EVERYTHING)
 
 
+def picture(size, mode="RGB"):
+    Image.new(mode, size).save(data := io.BytesIO(), "PNG")
+    return {"bytes": data.getvalue(), "path": None}
+
+
+DAMAGED = "is damaged"
+LISTS, PICTURES = pa.list_(pa.float32()), pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+IMAGE = "observation.images.image_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "message"),
+    [
+        ("episode_index", [None] * 6, pa.int64(), "episode_index is int64 with 6 nulls, expected whole numbers"),
+        ("episode_index", ["0"] * 6, pa.string(), "episode_index is string with 0 nulls, expected"),
+        ("frame_index", [0.5] * 6, pa.float64(), "frame_index is double"),
+        ("task_index", [9] * 6, pa.int64(), DAMAGED),
+        ("action", [None] * 6, LISTS, DAMAGED),
+        ("action", [[1, 2, 3], [1]] * 3, LISTS, DAMAGED),
+        ("observation.grid", [None] * 6, LISTS, DAMAGED),
+        ("next.reward", ["1"] * 5 + ["a"], pa.string(), DAMAGED),
+        (IMAGE, [None] * 6, PICTURES, DAMAGED),
+        (IMAGE, [{"bytes": b"PNG", "path": "/etc/passwd"}] * 6, PICTURES, DAMAGED),
+        (IMAGE, [{"bytes": picture((4, 3))["bytes"][:-30], "path": None}] * 6, PICTURES, DAMAGED),
+        (IMAGE, [picture((20_000, 9_000), "1")] * 6, PICTURES, DAMAGED),
+        (IMAGE, [picture((4, 3), "RGBA")] * 6, PICTURES, r"\(3, 4, 'RGBA'\), expected \(3, 4, 'RGB'\)"),
+        (IMAGE, [picture((4, 3), "P")] * 6, PICTURES, r"\(3, 4, 'P'\), expected"),
+        (IMAGE, [picture((3, 4))] * 6, PICTURES, r"\(4, 3, 'RGB'\), expected"),
+    ],
+)
+def test_columns_of_other_values_are_refused(name, values, kind, message, tmp_path):
+    file = write(tmp_path, DEMOS) / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(table.column_names.index(name), name, pa.array(values, kind)), file)
+    with pytest.raises(DataError, match=message):
+        read_demos(tmp_path, EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        (None, []),
+        ("observation.grid", {"dtype": "float32"}),
+        ("action", {"shape": [2]}),
+        ("action", {"dtype": "object", "shape": [2]}),
+        ("action", {"dtype": "float32", "shape": [3]}),
+    ],
+)
+def test_descriptions_of_another_form_are_refused(name, feature, tmp_path):
+    info = write(tmp_path, DEMOS) / "meta" / "info.json"
+    tree = json.loads(info.read_text())
+    tree["features"] = feature if name is None else tree["features"] | {name: feature}
+    info.write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=DAMAGED):
+        read_demos(tmp_path, EVERYTHING)
+
+
+def test_equal_steps_without_end_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    file = write(tmp_path, DEMOS) / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.take([0] * 200_000), file, compression="zstd")
+    monkeypatch.setattr(pq, "read_table", None)
+    with pytest.raises(DataError, match=r"it has [\d,]+ values, more than the limit of [\d,]+\); fix: record again"):
+        read_demos(tmp_path, EVERYTHING)
+
+
 def test_an_interrupted_recording_is_no_dataset(tmp_path):
     def demos():
         yield DEMOS[0]

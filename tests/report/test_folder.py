@@ -47,8 +47,13 @@ def test_folder_with_something_in_it_is_refused():
     Path("full").mkdir()
     Path("full", "notes.txt").touch()
     for name in ("file", "full"):
-        with pytest.raises(RunFolderError, match=rf"'{name}' is taken; fix: .*groupwise resume {name}"):
+        with pytest.raises(RunFolderError, match=rf"'{name}' is taken; fix: another one$"):
             RunFolder.create(CONFIG, Path(name))
+    for file in ("config.json", "population.json"):
+        Path("full", file).touch()
+        with pytest.raises(RunFolderError, match=r"'full' is taken; fix: another one, or .*groupwise resume full$"):
+            RunFolder.create(CONFIG, Path("full"))
+        Path("full", file).unlink()
 
 
 def test_config_tells_what_repeats_the_run(monkeypatch: pytest.MonkeyPatch):

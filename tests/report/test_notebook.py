@@ -8,8 +8,9 @@ import pytest
 from run_folders import rewrite_metrics, write_run
 
 import groupwise as gw
+from groupwise.errors import RunFolderError
 from groupwise.report.folder import RunFolder
-from groupwise.report.page import explore, to_html
+from groupwise.report.page import explore, plot, to_html
 
 
 @pytest.fixture
@@ -44,6 +45,13 @@ def test_names_of_strangers_stay_texts_and_the_explorer_is_in_a_frame_with_links
     (run / "config.json").write_text(json.dumps(config))
     (run / "summary.json").unlink()
     assert "<img" not in shown(run)
+
+
+@pytest.mark.parametrize("show", [plot, explore, to_html])
+def test_values_that_no_run_writes_are_one_error_with_the_folder(run, show):
+    rewrite_metrics(run, lambda entry: entry | {"eval/success_rate": 7, "eval/episodes": 1e300})
+    with pytest.raises(RunFolderError, match=r"run cannot be shown: .*; fix: "):
+        show(RunFolder(run))
 
 
 def test_a_trained_run_has_them(tmp_path):

@@ -327,6 +327,15 @@ def test_the_command_writes_where_it_is_told(runs, tmp_path, capsys):
     assert capsys.readouterr().out == f"written: {out}\n"
     assert out.read_text().startswith("<!DOCTYPE html>")
     assert cli.main(["report", str(tmp_path / "none")]) == 2
+    (tmp_path / "link").symlink_to(out)  # as /dev/stdout is one
+    os.mkfifo(tmp_path / "pipe")
+    for taken in (tmp_path, tmp_path / "pipe", tmp_path / "link"):
+        capsys.readouterr()
+        assert cli.main(["report", str(runs / "ppo"), "-o", str(taken)]) == 2
+        assert (
+            f"'{taken}' is no file that may be replaced; fix: a new name, such as page.html" in capsys.readouterr().err
+        )
+    assert (tmp_path / "link").is_symlink()
 
 
 def evaluated(*scores, std=10.0, episodes=25.0, training=()):

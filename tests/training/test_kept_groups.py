@@ -155,6 +155,16 @@ def test_old_files_make_room_but_the_first(tmp_path, monkeypatch):
     assert list(groups.kept_iterations(tmp_path)) == [1, 6, 7]
 
 
+def test_a_file_has_so_many_values_at_most(tmp_path, monkeypatch):
+    write(tmp_path, 1, 50, observation=np.zeros((50, 3)))
+    with monkeypatch.context() as patch:
+        patch.setattr(groups, "MAX_VALUES", 1_000)
+        with pytest.raises(RunFolderError, match=r"it has 1,150 values, more than the limit of 1,000; fix: delete it"):
+            groups.read_groups(tmp_path / "000001.parquet", "step")
+        write(tmp_path, 2, 50, observation=np.zeros((50, 3)))
+        assert groups.read_groups(tmp_path / "000002.parquet", "step")["step"] == list(range(43))  # of 23 values each
+
+
 def test_damaged_files_are_named(tmp_path):
     (tmp_path / "000001.parquet").write_bytes(b"nothing")
     with pytest.raises(RunFolderError, match=r"000001\.parquet is damaged: .*; fix: delete it"):

@@ -78,6 +78,7 @@ class Parser(ArgumentParser):
         raise ConfigError(f"{message}; fix: see {self.prog} --help")
 
 
+_NO = r"\bno_(?=\w*$)"
 _THOUSANDS = r"[1-9]\d{0,2}(,\d{3})+"
 
 
@@ -91,16 +92,18 @@ def count(word: str) -> int:
 
 def unknown_option(flag: str, known: Iterable[str], more: str) -> ConfigError:
     """The error of an option that does not exist: the nearest names, and where all are."""
-    typed = _path(flag)
+    typed = re.sub(_NO, "", _path(flag))
     last = typed.rpartition(".")[2]
     own = OTHER_NAMES.get(last, last)
     paths = [path for path in map(_path, known) if not typed.startswith(f"{path}.")]
+    inside = [_flag(path) for path in paths if path.startswith(f"{typed}.")]  # it is a group
     near = [path for path in paths if own in (path, path.rpartition(".")[2])]
     if not near and own == last:
         ends = [path for path in paths if path.endswith(f"_{last}")]  # --steps
         near = sorted(ends, key=lambda path: path.count(".")) or get_close_matches(typed, paths, n=1, cutoff=0.75)
     hint = f"{meant([*map(_flag, near[:3])] or [own])} " if near or own != last else ""
-    return ConfigError(f"unknown option {_flag(typed)}; {hint}all options: {more}")
+    hint = f"it has {', '.join(inside)}; " if inside else hint
+    return ConfigError(f"unknown option {_flag(_path(flag))}; {hint}all options: {more}")
 
 
 def _path(flag: str) -> str:
@@ -174,11 +177,14 @@ def parse_options(
         raise ConfigError(f"expected an environment id or a file of settings first, then options; fix: {fix}")
     target, *words = words
     given: dict[str, list[str]] = {}  # words after each option, by its path
+    typed: dict[str, str] = {}  # the option, with its no
     for word in words:
         if word.startswith("--"):
             flag, equals, value = word.removeprefix("--").partition("=")
-            outer, dot, last = flag.replace("-", "_").removesuffix(".name").rpartition(".")
-            values = given[outer + dot + last.removeprefix("no_")] = ["false"] if last.startswith("no_") else []
+            name = _path(flag).removesuffix(".name")
+            path = re.sub(_NO, "", name)
+            typed[path] = name
+            values = given[path] = ["false"] if path != name else []
             values += [value] if equals else []
         elif not given:
             raise ConfigError(f"{word!r} belongs to no option; fix: name one, as in --algorithm ppo (see --help)")
@@ -193,14 +199,17 @@ def parse_options(
         in_full = "--help-all" in asked or len(only) > 0
         _show_help(options, f"{parser.prog} {target}", parser.description or "", in_full=in_full)
     known = [option.path for option in options]
-    if unknown := [path for path in given if path not in known]:
+    switches = {option.path for option in options if option.annotation is bool}
+    if unknown := [path for path in given if path not in (known if typed.get(path, path) == path else switches)]:
         what, other = ("an environment", TextRunCfg) if isinstance(default, RunCfg) else ("a text task", RunCfg)
         part, dot, _ = unknown[0].partition(".")
         if dot and part in other.model_fields.keys() - type(default).model_fields.keys():
             own = "language models" if other is TextRunCfg else "environments"
             fix = "a file with a task" if other is TextRunCfg and not only else "leave it out"
             raise ConfigError(f"{_flag(unknown[0])}: {target} is {what}, and this is an option of {own}; fix: {fix}")
-        raise unknown_option(unknown[0], [*known, *parser.flags, *(() if only else ("preset",))], "--help-all")
+        raise unknown_option(
+            typed.get(unknown[0], unknown[0]), [*known, *parser.flags, *(() if only else ("preset",))], "--help-all"
+        )
     return _resolve(target, preset, _tree(options, given), allow_programs=allow_programs)
 
 
@@ -212,8 +221,18 @@ def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCf
     return cfg.env
 
 
+def words_of(env: EnvCfg) -> list[str]:
+    """An environment's id, and options for what decides its spaces and length."""
+    words = [env.id, *(("--env.kwargs", json.dumps(env.kwargs)) if env.kwargs else ())]
+    of_spaces = ("action_chunk", "num_action_steps", "max_episode_steps", "obs_keys", "action_masks")
+    for name, value in env.changed(*of_spaces).items():
+        values = () if value is True else value if isinstance(value, tuple) else (value,)
+        words += [_flag(f"env.{name}"), *map(str, values)]
+    return words
+
+
 def _resolve(target: str, preset: str | None, changed: Tree, *, allow_programs: bool = True) -> RunCfg | TextRunCfg:
-    if target.endswith((".json", *SUFFIXES)):
+    if target.lower().endswith((".json", *SUFFIXES)):
         return load_config(target, preset=preset, allow_programs=allow_programs, **changed)
     if plugins.is_text_env(target):
         return presets.resolve_text(preset=preset, **changed | {"task": changed.get("task", {}) | {"env": target}})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise import plugins
-from groupwise.cli.options import Parser, count, parse_env, parse_options
+from groupwise.cli.options import Parser, count, parse_env, parse_options, words_of
 from groupwise.config import json_schema, to_json
 from groupwise.config import load as presets
 from groupwise.config.algorithm import AlgorithmCfg
@@ -107,7 +107,7 @@ def demos_command(parser: Parser, argv: Sequence[str]) -> None:
 
     found = record_demos(env, **vars(options))
     show(f"Recorded {found.episodes} episodes ({found.steps:,} steps) of {found.attempts} attempts in {found.path}.")
-    again = plugins.command("train", *rest, "--algorithm", "bc", "--algorithm.data", found.path)
+    again = plugins.command("train", *words_of(env), "--algorithm", "bc", "--algorithm.data", found.path)
     show(f"Next:  {again}")
 
 

@@ -1,6 +1,5 @@
 """Commands that train: ``train``, ``resume`` and ``evolve``."""
 
-import json
 import logging
 import math
 import os
@@ -17,15 +16,15 @@ from typing import Any
 
 from groupwise import plugins
 from groupwise import system as files
-from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of
+from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of, words_of
 from groupwise.config import to_json
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
 from groupwise.config.load import read_file
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
-from groupwise.errors import ConfigError, GroupwiseError, RunFolderError
-from groupwise.report.folder import RunFolder, is_free
+from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.report.folder import RunFolder
 from groupwise.system import num_cpus, show
 
 log = logging.getLogger(__name__)
@@ -221,14 +220,8 @@ def print_run(run: Any, quiet: bool = False) -> int:
     if not quiet:
         words = ["eval", run.path]
         if run.cfg.algorithm.name == "bc" and isinstance(run.cfg, RunCfg):  # a clone is where training begins
-            env = run.cfg.env
-            more = ["--env.kwargs", json.dumps(env.kwargs)] if env.kwargs else []
-            of_spaces = ("action_chunk", "num_action_steps", "max_episode_steps", "obs_keys", "action_masks")
-            for name, value in env.changed(*of_spaces).items():
-                values = () if value is True else value if isinstance(value, tuple) else (value,)
-                more += [f"--env.{name.replace('_', '-')}", *map(str, values)]
-            more += ["--policy", run.cfg.policy.name] if run.cfg.policy.name != PolicyCfg.own_name() else []
-            words = ["train", env.id, *more, "--policy.init-from", run.path]
+            policy = ["--policy", run.cfg.policy.name] if run.cfg.policy.name != PolicyCfg.own_name() else []
+            words = ["train", *words_of(run.cfg.env), *policy, "--policy.init-from", run.path]
         elif run.cfg.algorithm.name == "bc" and score is None:  # there are no rewards, or no held-out prompts
             words = ["sample", run.path, "PROMPT"]
         show(f"Look:  {plugins.command('report', run.path)}", f"Next:  {plugins.command(*words)}")
@@ -292,8 +285,7 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
 
     name = f"{cfg.subject}-{cfg.algorithm.name}-seeds-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     folder = cfg.run_dir or Path("runs", name)
-    if not is_free(folder):
-        raise RunFolderError(f"run folder {str(folder)!r} is taken; fix: give another --run-dir")
+    RunFolder.check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     progress = cfg.logging.progress
     own = cfg.logging.model_copy(update={"progress": "lines" if progress in ("auto", "bar") else progress})
@@ -338,7 +330,8 @@ def train_seeds(cfg: CommonCfg, seeds: list[int]) -> int:
                     if (code := process.poll()) is not None:
                         exit_codes[seed] = code
                         del running[seed]
-                        say(f"seed {seed}: { {0: 'done', 130: 'interrupted'}.get(code, 'failed') }")
+                        stopped = code == 130 or (signals and -code in STOP)  # by itself, or before it could
+                        say(f"seed {seed}: {'done' if code == 0 else 'interrupted' if stopped else 'failed'}")
                 time.sleep(0.1)
         finally:  # after an error, such as a closed pipe, the others finish their iteration and end
             for process in running.values():

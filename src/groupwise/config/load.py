@@ -4,6 +4,7 @@ Precedence: class defaults < preset of the environment (or of texts) < preset na
 preset that is named with a file is the user's, too, and comes before the file.
 """
 
+import codecs
 import functools
 import inspect
 import json
@@ -124,9 +125,11 @@ def with_absolute_paths(cfg: AnyCfg) -> AnyCfg:
 
 def read_file(path: Path, *, follow: bool = True) -> Tree:
     """The object in a JSON or YAML file, or a ``ConfigError``; ``follow`` as in ``files.read``."""
-    language, parse = ("YAML", _parse_yaml) if path.suffix in SUFFIXES else ("JSON", files.parse_json)
+    language, parse = ("YAML", _parse_yaml) if path.suffix.lower() in SUFFIXES else ("JSON", files.parse_json)
     try:
-        tree = parse(files.read(path, files.MAX_SETTINGS, follow=follow))
+        data = files.read(path, files.MAX_SETTINGS, follow=follow)
+        marked = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"  # by PowerShell
+        tree = parse(data.decode(marked).encode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; expected a {language} file") from error
     except ValueError as error:

@@ -10,7 +10,7 @@ from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.collectors.vector import EnvCollector
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.run import RunCfg
-from groupwise.data.rollout import TensorDict, transition_view
+from groupwise.data.rollout import TensorDict, find_nonfinite, transition_view
 from groupwise.data.spaces import check_fits
 from groupwise.embodied.lerobot import read_demos
 from groupwise.engines import Engine
@@ -50,7 +50,7 @@ class DemoCollector(EnvCollector):
         With chunks ``action`` is the next C actions, the last one repeated after the end.
 
         Raises:
-            DataError: the data is missing, or of other observations or actions.
+            DataError: the data is missing, of other observations or actions, or not finite.
         """
         demos, space = read_demos(self.folder, self.env.observation_space), self.env.action_space
         steps, episode = len(demos.episode), torch.from_numpy(demos.episode)
@@ -58,6 +58,14 @@ class DemoCollector(EnvCollector):
             raise DataError(
                 f"{self.folder} has no rewards (next.reward), which policy.normalize_reward needs; fix: normalize_reward=False"
             )
+        reward = torch.zeros(steps) if demos.reward is None else torch.from_numpy(demos.reward)
+        numbers = {"obs": demos.obs, "action": torch.from_numpy(demos.action), "reward": reward}
+        counts = torch.ones(steps, dtype=torch.bool)
+        for bad in find_nonfinite(TensorDict(numbers, batch_size=[steps])[None], counts[None]):
+            step = int(bad.slots[0].nonzero()[0])
+            frame = step - int(torch.searchsorted(episode, episode[step]))
+            where = f"{bad.name} of {self.folder}, episode {episode[step]}, frame {frame},"
+            raise DataError(f"{where} is not finite; fix: record it again")
         found, single = demos.action.shape[1:], tuple(space.shape) or (1,)
         chunked = len(single) > 1 and found == single[1:]
         same_kind = (demos.action.dtype.kind == "f") == (space.dtype.kind == "f")
@@ -69,17 +77,15 @@ class DemoCollector(EnvCollector):
         check_fits(space, demos.action, f"an action of {self.folder}")
         now = torch.arange(steps)[:, None] + torch.arange(single[0] if chunked else 1)
         last = torch.searchsorted(episode, episode, right=True)[:, None] - 1
-        action = torch.from_numpy(demos.action)[torch.minimum(now, last)]
+        action = numbers["action"][torch.minimum(now, last)]
         action = action.reshape(steps, *space.shape).to(self.policy.device)
-        demonstrated, counts = now <= last, torch.ones(steps, dtype=torch.bool)
-        labels = {
-            "obs": demos.obs,
+        demonstrated = now <= last
+        labels = numbers | {
             "action": self.policy.own_action(action).cpu(),
             "executed": demonstrated.sum(dim=1),
             "demonstrated": demonstrated,
             "episode_id": episode,
             "group_id": episode,
-            "reward": torch.zeros(steps) if demos.reward is None else torch.from_numpy(demos.reward),
             "valid": counts,
             "loss_mask": counts,
         }

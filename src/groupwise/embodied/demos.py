@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 import torch
 
+from groupwise import system as files
 from groupwise.config.base import GIVEN
 from groupwise.config.run import EnvCfg
 from groupwise.data.spaces import check_fits, leaf_spaces, obs_to_tensor, space_kind
@@ -94,7 +95,7 @@ def record_demos(
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
         if not is_free(here / folder):
             raise ConfigError(f"the folder {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)")
-        attempts, steps_per_second = 0, int(made.metadata.get("render_fps") or 10)
+        attempts, steps_per_second = 0, max(1, int(made.metadata.get("render_fps") or 10))
 
         def kept() -> Iterator[Demonstration]:
             nonlocal attempts
@@ -111,7 +112,13 @@ def record_demos(
                     count += 1
                     yield demo
 
-        lengths = write_demos(here / folder, made.observation_space, made.action_space, steps_per_second, kept())
+        fresh = files.fresh_name(here / folder / "demos")
+        try:
+            lengths = write_demos(fresh, made.observation_space, made.action_space, steps_per_second, kept())
+            for part in sorted(fresh.iterdir()):  # meta comes last, without which it is no data set
+                part.rename(here / folder / part.name)
+        finally:
+            files.remove(fresh)
         return Recording(folder, len(lengths), sum(lengths), attempts)
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from groupwise import system as files
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import leaf_spaces, obs_to_tensor, space_kind, subspaces
-from groupwise.errors import DataError, UnsupportedSpaceError
+from groupwise.errors import DataError, GroupwiseError, UnsupportedSpaceError
+from groupwise.report.folder import DAMAGE
 
 VERSION = "v3.0"
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -33,8 +34,8 @@ TASKS = "meta/tasks.parquet"
 INFO = "meta/info.json"
 STATS = "meta/stats.json"
 INSTRUCTION = ("instruction",)
-MAX_FILE = 2**40
-"""Bytes of a file of steps."""
+MAX_GROWTH = 64
+"""Values, and bytes, of a file of steps for each byte that it takes. Times and actions hardly shrink, so real data has fewer."""
 _FORMATS = ("PNG", "JPEG")
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -178,17 +179,23 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     Raises:
         DataError: no demonstrations are there, they are damaged, or they are of other observations.
     """
+    try:
+        return _read(folder, observation_space)
+    except GroupwiseError:
+        raise
+    except (*DAMAGE, SyntaxError, pa.ArrowException, Image.DecompressionBombError) as error:
+        raise DataError(f"{folder} is damaged ({type(error).__name__}: {error!s:.200}); fix: record again") from error
+
+
+def _read(folder: Path, observation_space: Any) -> Demonstrations:
     path = folder / INFO
     if (link := files.link_out_of(folder)) is not None:
         raise DataError(f"{link} is a link out of the demonstrations; fix: put its target in its place (cp -rL)")
-    try:
-        info = files.parse_json(files.read(path, files.MAX_SETTINGS))
-        features: dict[str, Any] = info["features"]
-        version = str(info["codebase_version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder} holds no demonstrations: {path} is missing or damaged ({error!r}); fix: groupwise demos <environment>"
-        ) from error
+    if not path.exists():
+        raise DataError(f"{folder} holds no demonstrations: {path} is missing; fix: groupwise demos <environment>")
+    info = files.parse_json(files.read(path, files.MAX_SETTINGS))
+    features: dict[str, Any] = info["features"]
+    version = str(info["codebase_version"])
     if version.split(".")[0] != VERSION.split(".")[0]:
         raise DataError(f"{folder} is of format {version!r}, expected {VERSION!r}; fix: LeRobot's script converts it")
     parts = _stored_parts(observation_space)
@@ -205,12 +212,15 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
                 f"{folder} has {name!r} as {there}, but the environment has {own}; "
                 "fix: the environment and the settings that they were recorded with"
             )
-    table = _read_table(folder, sorted((folder / "data").glob("*/*.parquet")))
+    table = _read_table(sorted((folder / "data").glob("*/*.parquet")))
     if not len(table):
         raise DataError(f"{folder} has no steps; fix: record again")
     known, optional = features.keys() & {*table.column_names}, {"next.reward"} & features.keys()
     if absent := [n for n in ("action", "episode_index", "task_index", *optional, *wanted) if n not in known]:
         raise DataError(f"{folder} has no column {absent[0]!r}; fix: add it, or record by groupwise demos")
+    for name in {"episode_index", "frame_index", "task_index"}.intersection(table.column_names):
+        if (column := table[name]).null_count or not pa.types.is_integer(column.type):
+            raise ValueError(f"{name} is {column.type} with {column.null_count} nulls, expected whole numbers")
     order = np.lexsort([table[n].to_numpy() for n in ("frame_index", "episode_index") if n in table.column_names])
     if (np.diff(order) != 1).any():
         table = table.take(order)
@@ -218,7 +228,7 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     action = features["action"]
     episode = table["episode_index"].to_numpy()
     reward = table["next.reward"].to_numpy().astype(np.float32) if optional else None
-    tasks = _read_table(folder, [folder / TASKS]).to_pydict()
+    tasks = _read_table([folder / TASKS]).to_pydict()
     named = [name for name in tasks if name != "task_index"]  # pandas writes an index without a name by one of its own
     if "task_index" not in tasks or len(named) != 1:
         raise DataError(f"{folder / TASKS} has {', '.join(tasks)}, expected task_index and task; fix: record again")
@@ -241,15 +251,13 @@ def read_demos(folder: Path, observation_space: Any) -> Demonstrations:
     )
 
 
-def _read_table(folder: Path, paths: list[Path]) -> Any:
-    """Reads Parquet files of the folder as one table."""
-    try:
-        for path in paths:
-            with files.reading(path, MAX_FILE):  # a FIFO would never end
-                pass
-        return pq.read_table(paths)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder} is damaged ({error}); fix: record again") from error
+def _read_table(paths: list[Path]) -> Any:
+    """Reads Parquet files as one table."""
+    for path in paths:
+        with files.reading(path, 2**40) as file:  # a FIFO would never end
+            limit = MAX_GROWTH * path.stat().st_size
+            files.check_parquet(pq.read_metadata(file), limit, limit)
+    return pq.read_table(paths)
 
 
 def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]:
@@ -302,7 +310,14 @@ def to_arrow(values: Array, column: Column) -> Any:
 def from_arrow(values: Any, column: Column) -> Array:
     """The inverse of ``to_arrow``; numbers as ``[T, 1]``."""
     if column.dtype == "image":
-        # pillow runs another program for some of the other formats
-        images = [np.asarray(Image.open(io.BytesIO(image["bytes"]), formats=_FORMATS)) for image in values.to_pylist()]
+        images, expected = [], (*column.shape[:2], "RGB" if column.shape[2] == 3 else "L")
+        for image in values.to_pylist():
+            # pillow runs another program for some of the other formats
+            picture = Image.open(io.BytesIO(image["bytes"]), formats=_FORMATS)
+            if (found := (picture.height, picture.width, picture.mode)) != expected:
+                raise ValueError(f"a picture has height, width and mode {found}, expected {expected}")
+            images.append(np.asarray(picture))
         return np.stack(images).reshape(-1, *column.shape)
-    return np.array(values.to_pylist(), dtype=column.dtype).reshape(-1, *column.shape)
+    if np.dtype(column.dtype).kind not in "biuf":
+        raise ValueError(f"a column of {column.dtype}, expected numbers")
+    return np.array(values.to_pylist(), dtype=column.dtype).reshape(len(values), *column.shape)

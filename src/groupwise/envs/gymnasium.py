@@ -211,7 +211,9 @@ class ActionChunk(gymnasium.Wrapper):
             parts = {name: parts[name] + info[name] for name in parts if name in info}
             if terminated or truncated:
                 break
-        return obs, total, terminated, truncated, info | parts | {"executed": executed}
+        # a part that a step lacks is missing in all, and not that of the last one
+        others = {name: value for name, value in info.items() if name not in self._reward_parts}
+        return obs, total, terminated, truncated, others | parts | {"executed": executed}
 
 
 class RandomNoops(gymnasium.Wrapper):

@@ -261,8 +261,9 @@ class RunFolder:
     def check_free(path: Path) -> None:
         """Refuse a path that is a file, or a folder that is not empty, by a ``RunFolderError``."""
         if not is_free(path):
-            again = plugins.command("resume", path)
-            raise RunFolderError(f"run folder {str(path)!r} is taken; fix: another one, or continue that run: {again}")
+            is_run = any((path / name).exists() for name in ("config.json", "population.json"))
+            again = f", or continue that run: {plugins.command('resume', path)}" if is_run else ""
+            raise RunFolderError(f"run folder {str(path)!r} is taken; fix: another one{again}")
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -370,6 +371,10 @@ def _writing(path: Path) -> Iterator[None]:
         raise RunFolderError(f"{path} cannot be written ({error}); fix: make room, or give rights to write") from error
 
 
+DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
+"""What code raises on values of a wrong kind or range."""
+
+
 @contextmanager
 def explained(run: Path) -> Iterator[None]:
     """Raise a ``RunFolderError`` where a run cannot be shown because its files hold what no run writes."""
@@ -377,7 +382,7 @@ def explained(run: Path) -> Iterator[None]:
         yield
     except GroupwiseError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         raise RunFolderError(
             f"{run} cannot be shown: its files hold values of a wrong kind or range ({type(error).__name__}: "
             f"{error!s:.200}); fix: restore config.json, metrics.jsonl and groups, or train again"
@@ -490,6 +495,8 @@ MAX_MIB = 64
 """All files of a run together. Beyond it the oldest go, but for the first."""
 MAX_WIDTH = 64
 """Numbers of an observation or action that are kept; larger ones, such as pictures, are left out."""
+MAX_VALUES = 2**24
+"""Values of a file; the last steps beyond them are left out."""
 Values: TypeAlias = np.ndarray | list[str] | list[str | None] | None
 """A column: numbers [step] or [step, width], texts, or nothing."""
 _PATTERN = "[0-9]*.parquet"
@@ -505,11 +512,13 @@ def write_groups(folder: Path, iteration: int, columns: Mapping[str, Values]) ->
     import pyarrow.parquet
 
     count = len(columns["step"])  # type: ignore[arg-type]
+    width = 1 + sum(1 if v is None or isinstance(v, list) or v.ndim == 1 else v.shape[1] for v in columns.values())
     columns = {"iteration": np.full(count, iteration), **columns}
     arrays = [_array(field.type, columns[field.name], count) for field in schema()]
     data = BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=schema()), data, compression="zstd")
-    del arrays
+    table = pyarrow.Table.from_arrays(arrays, schema=schema())[: MAX_VALUES // width]
+    pyarrow.parquet.write_table(table, data, compression="zstd")
+    del arrays, table
     pyarrow.default_memory_pool().release_unused()
     path = folder / f"{iteration:06d}.parquet"
     with files.warning_if_unwritable(path):
@@ -533,6 +542,7 @@ def read_groups(path: Path, *names: str) -> dict[str, list[Any]]:
         data = BytesIO(files.read(path, MAX_MIB * files.MIB))
         # `read_table` would import pandas where it is installed; a process that ends while threads begin is aborted
         file = pyarrow.parquet.ParquetFile(data, pre_buffer=False)
+        files.check_parquet(file.metadata, MAX_VALUES, 2**30)
         table = file.read(list(names) or None, use_threads=False)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _damaged(path, error, "delete it") from error

@@ -54,7 +54,7 @@ def load_groups(folder: Path) -> list[dict[str, Any]]:
     waiting = []
     for path in kept_iterations(folder).values():
         columns = read_groups(path)
-        steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        steps = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
         groups = [_group(list(members)) for _, members in groupby(steps, key=lambda step: step["group"])]
         waiting.append(sorted(groups, key=_by_spread))
     if not any(waiting):
@@ -244,8 +244,11 @@ def write_page(run: Path, out: Path | None = None) -> Path:
         out: None: ``report.html`` in the folder.
 
     Raises:
+        ConfigError: ``out`` is a link, a folder or a device.
         RunFolderError: it is no run folder, or is damaged.
     """
+    if out is not None and (out.is_symlink() or (out.exists() and not out.is_file())):  # such as /dev/stdout
+        raise ConfigError(f"{str(out)!r} is no file that may be replaced; fix: a new name, such as page.html")
     with explained(run):
         folder = RunFolder.open(run)
         data = render(folder).encode(errors="backslashreplace")
@@ -537,28 +540,32 @@ class Frame(str):
 
 def plot(folder: RunFolder) -> Curve:
     """The learning curve of a run."""
-    config = folder.read_config()
-    title = f"{_title(folder)}, seed {config['seed']}"
-    return Curve(curve_svg(folder.read_metrics(), title, *words_of(config)[:2]))
+    with explained(folder.shown):
+        config = folder.read_config()
+        title = f"{_title(folder)}, seed {config['seed']}"
+        return Curve(curve_svg(folder.read_metrics(), title, *words_of(config)[:2]))
 
 
 def to_html(folder: RunFolder) -> str:
     """A short version of the run's page, in HTML."""
-    config, metrics = folder.read_config(), folder.read_metrics()
-    unit, score, _ = words_of(config)
-    learned = answer_of(folder)
-    curve = curve_svg(metrics, "", unit, score) if metrics else ""
+    with explained(folder.shown):
+        config, metrics = folder.read_config(), folder.read_metrics()
+        unit, score, _ = words_of(config)
+        learned = answer_of(folder)
+        curve = curve_svg(metrics, "", unit, score) if metrics else ""
+        sick = [finding for finding in diagnose(folder) if finding.verdict != "good"]
     row = Markup("<li>{}: <b>{}</b> {} {}</li>")
-    sick = [row.format(WORDS[f.verdict], f.title, f.text, f.advice) for f in diagnose(folder) if f.verdict != "good"]
+    rows = Markup().join(row.format(WORDS[f.verdict], f.title, f.text, f.advice) for f in sick)
     parts = Markup("<p><b>{}</b>, seed {}, {}</p><p>Did it learn? <b>{}.</b> {}</p>").format(
         _title(folder), config["seed"], folder.shown, learned.word, learned.text
     )
-    return parts + Markup('<div style="max-width: 40rem">{}</div><ul>{}</ul>').format(curve, Markup().join(sick))
+    return parts + Markup('<div style="max-width: 40rem">{}</div><ul>{}</ul>').format(curve, rows)
 
 
 def explore(folder: RunFolder) -> Frame:
     """The page of a run, with the explorer of its groups."""
-    return Frame(render(folder))
+    with explained(folder.shown):
+        return Frame(render(folder))
 
 
 def _title(folder: RunFolder) -> str:

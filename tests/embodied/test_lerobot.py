@@ -12,6 +12,7 @@ from gymnasium import spaces
 from PIL import Image, UnidentifiedImageError
 
 from groupwise.data.spaces import obs_to_tensor
+from groupwise.embodied import lerobot
 from groupwise.embodied.lerobot import Column, Demonstration, from_arrow, read_demos, write_demos
 from groupwise.errors import DataError
 
@@ -296,6 +297,7 @@ def test_equal_steps_without_end_are_refused_before_they_are_read(tmp_path, monk
     table = pq.read_table(file)
     pq.write_table(table.take([0] * 200_000), file, compression="zstd")
     monkeypatch.setattr(pq, "read_table", None)
+    monkeypatch.setattr(lerobot, "SMALL", 1_000_000)
     with pytest.raises(DataError, match=r"it has [\d,]+ values, more than the limit of [\d,]+\); fix: record again"):
         read_demos(tmp_path, EVERYTHING)
 

@@ -36,6 +36,8 @@ STATS = "meta/stats.json"
 INSTRUCTION = ("instruction",)
 MAX_GROWTH = 64
 """Values, and bytes, of a file of steps for each byte that it takes. Times and actions hardly shrink, so real data has fewer."""
+SMALL = 2**24
+"""Values, and bytes, that any file may have: what stands still shrinks to nothing."""
 _FORMATS = ("PNG", "JPEG")
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -255,7 +257,7 @@ def _read_table(paths: list[Path]) -> Any:
     """Reads Parquet files as one table."""
     for path in paths:
         with files.reading(path, 2**40) as file:  # a FIFO would never end
-            limit = MAX_GROWTH * path.stat().st_size
+            limit = max(MAX_GROWTH * path.stat().st_size, SMALL)
             files.check_parquet(pq.read_metadata(file), limit, limit)
     return pq.read_table(paths)
 

@@ -315,7 +315,7 @@ def _settings_changed(state: dict[str, Any], fresh: dict[str, Any]) -> dict[str,
     return changes(*settings) if len(settings) == 2 else {}
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Former and present value of each setting that differs, by its path. None where there is none."""
     before, after = ({name: value for name, value in flat(tree).items() if value != {}} for tree in (saved, now))
     pairs = {name: (before.get(name), after.get(name)) for name in (*before, *after)}

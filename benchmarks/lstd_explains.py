@@ -29,7 +29,8 @@ from groupwise.functional.advantages import return_to_go
 
 RESULT = Path(__file__).parent / "results" / "lstd_explains.json"
 FIRST_SEED, STEPS, VIEW = 7, 300_000, 300
-ENVS = ("Hopper-v5", "HalfCheetah-v5", "Swimmer-v5", "Walker2d-v5", "Ant-v5")
+ENVS = ("Hopper-v5", "HalfCheetah-v5", "Walker2d-v5", "Ant-v5")
+"""Swimmer is not one of them: at its discount of 0.9999, 300 steps ahead say little of a return."""
 
 
 class LookOn(gw.Callback):

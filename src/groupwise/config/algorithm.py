@@ -592,7 +592,7 @@ class BCCfg(AlgorithmCfg, name="bc"):
     holdout: Fraction = 0.1
     """Share of the episodes that are left out of training, for ``eval/demo_loss``. At least one episode is trained on."""
     label_noise: NonNegative = 0.1
-    """Standard deviation of Gaussian noise on the labels of Box actions, in units of the action. It is the least standard deviation that the clone learns, with which it explores afterwards. A policy with a ``label`` of its own may not use it."""
+    """Standard deviation of Gaussian noise on the labels of Box actions, in units of the action. It is the least standard deviation that the clone learns, with which it explores afterwards. Policies of tokens, such as ``vla``, and those with a ``label`` of their own may not use it."""
 
     @model_validator(mode="after")
     def _check(self) -> "BCCfg":

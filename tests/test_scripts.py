@@ -34,6 +34,7 @@ SMALLEST = {
     "benchmarks/head.py": "--tokens 8 --vocabulary 64 --width 16 --rounds 1",
     "benchmarks/keep_cache.py": "--smallest --smollm2 {model} --out {out}",
     "benchmarks/learn.py": "--smallest --only CartPole-v1-ppo --out {out}",
+    "benchmarks/lstd_explains.py": "--smallest --out {out}",
     "benchmarks/lstd_siblings.py": "--smallest",
     "benchmarks/peers/cleanrl_ppo.py": "--steps 1024",
     "benchmarks/peers/evolution_agilerl.py": "--smallest",

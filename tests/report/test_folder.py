@@ -51,7 +51,9 @@ def test_folder_with_something_in_it_is_refused():
             RunFolder.create(CONFIG, Path(name))
     for file in ("config.json", "population.json"):
         Path("full", file).touch()
-        with pytest.raises(RunFolderError, match=r"'full' is taken; fix: another one, or .*groupwise resume full$"):
+        with pytest.raises(
+            RunFolderError, match=r"'full' is taken; fix: another one, or .*groupwise resume full( --plugin .*)?$"
+        ):
             RunFolder.create(CONFIG, Path("full"))
         Path("full", file).unlink()
 

@@ -294,7 +294,8 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
     try:
         _check_like(state, fresh | {"callbacks": None}, "state")
         _counts_of(state)
-        if any(name.startswith("env.") for name in changed):  # the episodes under way are of the former environments
+        of_env = [name for name in changed if name.startswith("env.")]
+        if of_env and not any(map(is_fixed, of_env)):  # the episodes under way are of the former environments
             state = state | {"collector": {key: part for key, part in state["collector"].items() if key != "running"}}
         run.load_state_dict(state)
     except GroupwiseError:

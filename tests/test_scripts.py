@@ -68,6 +68,7 @@ SMALLEST = {
     "benchmarks/study.py": "--smallest --only CartPole-v1 --methods lstd --seeds 1 --jobs 1 --out {out}",
     "benchmarks/text_learn.py": "--smallest --seeds 0 --smollm2 {model} --out {out}",
     "benchmarks/text_reasoning.py": "--smallest --smollm2 {model} --out {out}",
+    "benchmarks/text_reasoning_trl.py": "--help",  # TRL is in an environment of its own, and a step takes a minute
     "benchmarks/text_roofline.py": "--smollm2 {model} --precisions float32 --steps 1 --threads 1 --out {out}",
     "benchmarks/text_starts.py": "'words, as in TRL' reasoning-gym:chain_sum --out {out}",
     "benchmarks/throughput.py": "--smallest --out {out}",

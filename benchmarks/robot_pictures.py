@@ -4,7 +4,7 @@ A new vision-language-action policy of 1.2 million weights (``policy="vla"``) se
 cloned from few demonstrations of each task, and then trained by GRPO on success. ``faucet-open-v3`` and ``faucet-close-v3`` begin
 with the same picture: only the sentence tells them apart. Each arm starts from a clone of its own with the same weights.
 
-Arms ``states`` are probes of what holds the others back: the same demonstrations, tasks and budget, but a network that reads
+Arms ``states`` are probes of what holds the others back: the same demonstrations, tasks and steps of GRPO, but a network that reads
 states (``MetaWorld/multi`` gives the task as a one-hot), with little and with more noise on the labels that it is cloned from,
 hence in its actions. Each with shared starts, and with starts of their own for the members of a group.
 

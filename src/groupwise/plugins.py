@@ -118,7 +118,8 @@ def blaming_absence(where: Path, plugins: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except GroupwiseError as error:
-        absent = [plugin for plugin in plugins if plugin not in _loaded]
+        names = {Path(plugin).name for plugin in _loaded}  # the project may have moved
+        absent = [plugin for plugin in plugins if Path(plugin).name not in names]
         if not absent:
             raise
         given = options(absent).strip()

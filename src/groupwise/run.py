@@ -187,8 +187,8 @@ def run(
                 _report(summary, trainer, parts, folder)
         if engine.rank == 0 and trainer.stop_reason != PAUSED:
             if resume and trainer.iteration == begun and log.isEnabledFor(logging.WARNING):  # not with --quiet
-                used_up = summary["stopped"] == cfg.budget.name
-                fix = f"a larger {cfg.budget.name}" if used_up else "another stop.threshold in config.json"
+                scored = str(summary["stopped"]).startswith("score: ")
+                fix = "a larger total, or another stop.threshold" if scored else f"a larger {cfg.budget.name}"
                 show(f"nothing was left to train ({summary['stopped']}); fix: {fix}", to="stderr")
             with files.warning_if_unwritable(folder.video):
                 parts.render(folder.video, derive_seed(cfg.seed, "evaluation"))

@@ -34,7 +34,7 @@ from groupwise.config import resolve
         ("--no-eval", "; "),
         ("--no-seed", "; did you mean --seed?"),  # it cannot be turned off
         ("--policy.no-normalise-obs", "; did you mean --policy.normalize-obs?"),
-        ("--stop", "; it has --stop.threshold, --stop.time-limit; all options"),
+        ("--stop", "; it is a group of options: --stop.threshold, --stop.time-limit; all options"),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
@@ -61,7 +61,7 @@ def test_words_in_another_order_are_refused(capsys, typed, answer):
 def test_a_value_that_looks_like_a_target_moves_nothing(capsys):
     assert cli.main(["config", "CartPole-v1", "--policy.init-from", "runs/Ant-v5", "--preset", "dapo"]) == 0
     assert cli.main(["config", "CartPole-v1", "--env", "Ant-v5"]) == 2
-    assert "unknown option --env; it has --env.kwargs, " in capsys.readouterr().err
+    assert "unknown option --env; it is a group of options: --env.kwargs, " in capsys.readouterr().err
 
 
 def test_numbers_may_have_commas_between_thousands(capsys):

@@ -73,11 +73,16 @@ def told_again(collector, rollout, before):
 
 
 def test_a_horizon_that_the_rollout_never_reaches_is_refused():
-    collector, buffer = made("cartpole", 2, 2, 8, horizon=8)
-    with pytest.raises(
-        gw.errors.EnvError, match=r"horizon=8 is never reached: .* num_steps=8, .*fix: env.max_episode_steps"
-    ):
+    collector, buffer = made("cartpole", 2, 2, 8, horizon=9)
+    collector.collect(8, buffer.start_rollout())  # episodes have a limit
+    collector.env.max_episode_steps = None
+    with pytest.raises(gw.errors.EnvError, match=r"horizon=9 is never reached: .* num_steps=8, .*fix: leave it out"):
         collector.collect(8, buffer.start_rollout())
+    collector, buffer = made("cartpole", 2, 2, 8, horizon=8)
+    collector.env.max_episode_steps = None
+    for _ in range(2):
+        collector.collect(8, buffer.start_rollout())
+        assert not collector._goes_on.any()
 
 
 @pytest.mark.slow

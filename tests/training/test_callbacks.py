@@ -177,6 +177,8 @@ def test_a_run_that_reached_its_score_is_finished(tmp_path):
     steps = run.summary["env_steps"]
     assert again().summary["env_steps"] == steps < 10_000
     assert again().summary["stopped"] == run.summary["stopped"]
+    fork = gw.resume(gw.fork(run.path, tmp_path / "fork", env={"max_episode_steps": 20}))
+    assert fork.summary["env_steps"] > steps
     assert again(threshold=None).summary["stopped"] == "total_steps"
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from at_events import on
 from run_folders import logged, same_weights, weights
 
 import groupwise as gw
@@ -57,6 +58,22 @@ def test_episodes_under_way_are_not_those_of_other_environments(how, change, tmp
     made.clear()
     gw.resume(again.path, total_iterations=17, callbacks=[Look()])
     assert made[0] is not None
+
+
+def test_episodes_go_on_where_only_their_supervision_changes(tmp_path):
+    run = gw.train("Pendulum-v1", PPO, total_iterations=2, run_dir=tmp_path / "run", **TINY)
+    seen = []
+    look = on("training_start", lambda trainer: seen.append(trainer.collector._obs))
+    gw.resume(gw.fork(run.path, tmp_path / "new", env={"timeout": 99.0}, total_iterations=3), callbacks=[look])
+    assert seen[0] is not None
+
+
+def test_groups_in_torch_begin_anew_in_other_environments(tmp_path):
+    env = gw.EnvCfg(id="CartPole-v1", vectorization="torch")
+    cfg = GRPO | {"collection": {"partial_groups": "truncate"}}
+    run = gw.train(env, cfg, total_iterations=2, run_dir=tmp_path / "run", **TINY)
+    again = gw.resume(gw.fork(run.path, tmp_path / "new", env={"max_episode_steps": 5}, total_iterations=8))
+    assert again.metrics()[-1]["rollout/length_mean"] < 8  # some episodes are of the run before
 
 
 def test_torch_environments_take_longer_rollouts(tmp_path):

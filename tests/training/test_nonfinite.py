@@ -96,6 +96,12 @@ def test_what_no_step_follows_from_may_be_anything(name):
     assert is_finite(train(name, BlankAtTheEnd))
 
 
+def test_a_network_with_a_memory_reads_that_too():
+    cfg, env = gw.PPOCfg(**ALGORITHMS["ppo"][1]), SyncVectorEnv([BlankAtTheEnd] * 4)
+    with pytest.raises(gw.errors.DataError, match=r"^obs of environment \d at step \d+ of the rollout is not finite"):
+        gw.train(env, cfg, policy="recurrent", total_steps=320, logging={"progress": "none"})
+
+
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_what_no_step_follows_from_may_be_anything_in_every_autoreset_mode(mode):
     cfg, settings = ALGORITHMS["ppo"]

@@ -102,7 +102,7 @@ def unknown_option(flag: str, known: Iterable[str], more: str) -> ConfigError:
         ends = [path for path in paths if path.endswith(f"_{last}")]  # --steps
         near = sorted(ends, key=lambda path: path.count(".")) or get_close_matches(typed, paths, n=1, cutoff=0.75)
     hint = f"{meant([*map(_flag, near[:3])] or [own])} " if near or own != last else ""
-    hint = f"it has {', '.join(inside)}; " if inside else hint
+    hint = f"it is a group of options: {', '.join(inside)}; " if inside else hint
     return ConfigError(f"unknown option {_flag(_path(flag))}; {hint}all options: {more}")
 
 
@@ -192,7 +192,7 @@ def parse_options(
             values.append(word)
     if "model" in given:
         given["model.path"] = given.pop("model")  # as in Python, model="..."
-    preset = None if only or "preset" not in given else " ".join(given.pop("preset"))
+    preset = None if only or typed.get("preset") != "preset" else " ".join(given.pop("preset"))
     default = _resolve(target, preset, _tree(_FIRST, given))
     options = [option for option in options_of(default, given=given) if not only or option.path in only]
     if asked:

@@ -281,11 +281,11 @@ class TorchGroupCollector(TorchCollector):
         Raises:
             EnvError: the horizon is never reached.
         """
-        if self.horizon is not None and self.horizon >= num_steps:
+        if self.horizon is not None and self.horizon > num_steps and self.env.max_episode_steps is None:
             raise EnvError(
                 f"collection.horizon={self.horizon} is never reached: with partial_groups='truncate' a group ends with the "
-                f"rollout, after num_steps={num_steps}, and the next begins where it was; fix: env.max_episode_steps, or a "
-                "smaller horizon"
+                f"rollout, after num_steps={num_steps}, and the next begins where it was; fix: leave it out, or a horizon "
+                f"of at most {num_steps}"
             )
         env, seeds = self.env, self._seeds(num_steps)
         self.action_generator()
@@ -362,8 +362,8 @@ class TorchGroupCollector(TorchCollector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved ``state_dict``, with the episodes that were running if this process saved them."""
         super().load_state_dict(state)
-        running, device = state["running"], self.env.device
-        if running["rank"] == self.rank:
+        running, device = state.get("running"), self.env.device
+        if running is not None and running["rank"] == self.rank:
             self.env.load_state_dict(running["env"])
             self._goes_on, self._return, self._age = (running[k].to(device) for k in ("goes_on", "return", "length"))
 

@@ -328,7 +328,8 @@ class RolloutWriter:
 
     def _refuse_nonfinite(self, step: int, action: Tensor) -> None:
         slots = torch.zeros_like(self.rollout["valid"])
-        slots[:, step] = True if self._live is None else self._live(self.rollout, step)
+        whole = self._live is None or self._policy.state_size  # a network with a memory reads whole rows
+        slots[:, step] = True if whole else self._live(self.rollout, step)  # type: ignore[misc]
         if not all_finite(action[slots[:, step]]):
             raise find_nonfinite(self.rollout, slots)[0].error()
 

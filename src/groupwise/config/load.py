@@ -301,7 +301,7 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         base, model = merge(base, {"model": weights}), merge(weights, _table(given, "model"))
         theirs, ours = (part if isinstance(part, dict) else {} for part in (weights.get("lora"), model.get("lora")))
         for key in ADAPTER_SIZES if theirs and ours else ():
-            if ours.get(key) != theirs.get(key):
+            if isinstance(ours.get(key), int | float) and ours.get(key) != theirs.get(key):
                 raise ConfigError(
                     f"model.lora.{key} = {ours.get(key)!r:.80}, but the adapters of model.init_from were trained with {theirs.get(key)!r:.80} "
                     "and would be another model; fix: leave it out"

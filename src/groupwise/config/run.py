@@ -384,7 +384,7 @@ class TextEvaluationCfg(Cfg):
     deterministic: bool = True
     """Take the most likely token; needs ``completions_per_prompt=1``. False: sample."""
     sampling: SamplingCfg | None = None
-    """How completions are sampled; settings that are left out are those of training. None: as in training."""
+    """How completions are sampled; settings that are left out are those of training when the run is made. None: as in training."""
     metric: EvaluationMetric = "return"
     """The score of an evaluation, for the best checkpoint and ``stop.threshold``: its mean reward, or the share of a text environment's episodes that were won."""
     num_logged_groups: Annotated[int, Ge(0)] = 8

@@ -272,6 +272,8 @@ class LanguageAgent:
             raise ConfigError(f"a LanguageAgent learns from groups, by grpo; got {cfg.algorithm.name!r}, fix: gw.train")
         if cfg.algorithm.groups.collection.dynamic_sampling is not None:
             raise ConfigError("collection.dynamic_sampling needs a collector; fix: gw.train, or leave it out")
+        aggregation = cfg.algorithm.objective.aggregation
+        self._fills_length = isinstance(aggregation, FixedLengthCfg) and aggregation.max_length is None
         self.cfg = filled_in(cfg, (1.0,))
         """The settings, as those of a run."""
         self.index = index
@@ -321,7 +323,7 @@ class LanguageAgent:
         if env.envs is None:
             raise ConfigError("there are no episodes to play; fix: PromptEnv(env=...), or get_action")
         aggregation, turn = self.cfg.algorithm.objective.aggregation, self.cfg.sampling.max_new_tokens
-        if isinstance(aggregation, FixedLengthCfg) and aggregation.max_length == turn and env.task.cfg.max_turns > 1:
+        if self._fills_length and env.task.cfg.max_turns > 1:
             raise ConfigError(
                 f"aggregation={aggregation.name!r} divides by max_length={turn}, one turn, and these episodes have up to "
                 f"{env.task.cfg.max_turns}; fix: objective.aggregation.max_length={env.task.cfg.max_turns * turn} of the algorithm"

@@ -534,12 +534,12 @@ class StopEarly(Callback):
             trainer.stop(self._reached)
 
     def state_dict(self) -> dict[str, Any]:
-        """The threshold, and how it was reached."""
-        return {"threshold": self.cfg.threshold, "reached": self._reached}
+        """How the threshold was reached."""
+        return {"reached": self._reached}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved ``state_dict``; with another threshold the run goes on."""
-        self._reached = str(state["reached"]) if state["threshold"] == self.cfg.threshold else ""
+        """Restore a saved ``state_dict``."""
+        self._reached = str(state["reached"])
 
 
 class Videos(Callback):

@@ -106,7 +106,7 @@ def _in_memory_as_saved(tensors: Mapping[str, Tensor], value: Mapping[str, Any])
 log = logging.getLogger(__name__)
 Content = TypeVar("Content")
 
-FORMAT = 3
+FORMAT = 4
 POLICY, ALGORITHM, STATE, MANIFEST = "policy.safetensors", "algorithm.safetensors", "state.json", "manifest.json"
 DAMAGES = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 """Errors of code that reads a state with wrong entries."""
@@ -294,7 +294,9 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
     try:
         _check_like(state, fresh | {"callbacks": None}, "state")
         _counts_of(state)
-        of_env = [name for name in changed if name.startswith("env.")]
+        if any(not name.startswith("logging.") for name in changed):  # whatever ended the run, it shall go on
+            state = state | {"callbacks": {key: part for key, part in state["callbacks"].items() if key != "StopEarly"}}
+        of_env = [name for name in changed if name.startswith("env.") and name not in _NOT_OF_EPISODES]
         if of_env and not any(map(is_fixed, of_env)):  # the episodes under way are of the former environments
             state = state | {"collector": {key: part for key, part in state["collector"].items() if key != "running"}}
         run.load_state_dict(state)
@@ -500,6 +502,8 @@ _FIXED = (
     "algorithm.optimizer",
 )
 """Settings that the content of a checkpoint depends on."""
+_NOT_OF_EPISODES = ("env.timeout", "env.log_info")
+"""Settings of environments with which running episodes go on."""
 _SCORING = ("env.", "evaluation.", "task.")
 _NOT_SCORING = ("evaluation.interval", "evaluation.episodes", "evaluation.video_interval")
 """Settings that do not change scores of evaluations; after changing others, ``best``'s score cannot be compared."""

@@ -286,7 +286,7 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
         for name in names:
             raise ConfigError(
                 f"{name} cannot change from {changed[name][0]!r:.80} to {changed[name][1]!r:.80}: the checkpoint {where} was "
-                f"made with it; fix: the former value in config.json, or a new run"
+                "made with it; fix: the former value in config.json, or a new run"
             ) from cause
 
     # the optimiser's state has its settings, which would take the place of others without a word
@@ -312,9 +312,9 @@ def _settings_changed(state: dict[str, Any], fresh: dict[str, Any]) -> dict[str,
     settings = []
     for part in (state, fresh):
         callbacks = part.get("callbacks")
-        for entry in callbacks.values() if isinstance(callbacks, dict) else ():
-            if isinstance(entry, dict) and isinstance(entry.get("settings"), dict):
-                settings.append(entry["settings"])
+        entry = callbacks.get("SaveCheckpoints") if isinstance(callbacks, dict) else None
+        if isinstance(entry, dict) and isinstance(entry.get("settings"), dict):
+            settings.append(entry["settings"])
     return changes(*settings) if len(settings) == 2 else {}
 
 

@@ -6,7 +6,8 @@ without gradient checkpointing. A line's end is TRL's end of text, which stops a
 here. Metric: right answers on the 200 held-out questions, greedy, for both by our evaluation. Each run is a
 process of its own on one thread; they follow one another. One seed.
 
-    .venv-text/bin/python benchmarks/text_reasoning_trl.py            # see trl_speed.py for the environment
+    .venv-text/bin/pip install -c constraints.txt reasoning-gym       # into the environment of trl_speed.py
+    .venv-text/bin/python benchmarks/text_reasoning_trl.py
     .venv-text/bin/python benchmarks/text_reasoning_trl.py --table
 """
 

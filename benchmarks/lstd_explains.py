@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import cells
 import torch
-from study import TASKS, settings
+from study import settings
 from torch import Tensor
 
 import groupwise as gw
@@ -122,7 +122,6 @@ def main() -> None:
     found = cells.load(args.out)
     known = {(cell["env"], cell["seed"]) for cell in found}
     plan = [(env, FIRST_SEED + number) for number in range(args.seeds) for env in args.only]
-    assert all(env in TASKS for env in args.only)
     for env, seed in [] if args.table else plan[:1] if args.smallest else plan:
         if (env, seed) not in known:
             found.append(run(env, seed, 6_000 if args.smallest else STEPS))

@@ -152,16 +152,16 @@ def demonstrations(arm: Arm, seed: int, folder: Path, each: int) -> Recording:
 def clone(arm: Arm, seed: int, folder: Path, size: Size) -> Any:
     """The run of a clone."""
     cfg: dict[str, Any] = {"data": demonstrations(arm, seed, folder / "demos", size.demos).path, "holdout": 0.0}
-    steps, policy = size.cloned, "vla"  # type: int, Any
+    policy: Any = "vla"
     if arm.label_noise is None:
         cfg |= {"num_steps": 64, "minibatch_size": 32, "learning_rate": 1e-3, "schedule": "cosine"}
     else:
         cfg |= {"label_noise": arm.label_noise}
-        steps, policy = 10 * size.cloned, {"log_std_init": -1.0, "hidden_sizes": [128, 128]}
+        policy = {"log_std_init": -1.0, "hidden_sizes": [128, 128]}
     return gw.train(
         arm.env(num_envs=8),
         gw.config.BCCfg(**cfg),
-        total_steps=steps,
+        total_steps=size.cloned if policy == "vla" else 10 * size.cloned,
         policy=policy,
         seed=seed,
         evaluation={"interval": 10**9, "episodes": 1},

@@ -27,6 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import cells
 import smollm2
 import text_reasoning
+import trl_speed
 
 RESULT = Path(__file__).parent / "results" / "text_reasoning_trl.json"
 SIDES = ("trl", "ours")
@@ -68,12 +69,7 @@ def by_trl(seed: int, model: Path, folder: Path, iterations: int) -> dict[str, A
         max_steps=iterations,
         seed=seed,
         bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        report_to=[],
+        **trl_speed.QUIET,
     )
     trainer = trl.GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),

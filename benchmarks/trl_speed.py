@@ -38,6 +38,12 @@ QUESTIONS = (
 )
 
 
+QUIET: dict[str, Any] = {
+    "gradient_checkpointing": False, "use_cpu": True, "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "report_to": [],
+}  # fmt: skip
+"""Arguments of TRL for a run on a CPU that writes nothing."""
+
+
 class Side(NamedTuple):
     """How one library runs a case."""
 
@@ -175,12 +181,7 @@ def run_trl(case: Case, side: Side, folder: Path, turn: Callable[[], None], done
         max_grad_norm=1.0,
         max_steps=1_000_000,
         bf16=side.precision == "autocast",
-        gradient_checkpointing=False,
-        use_cpu=True,
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        report_to=[],
+        **QUIET,
     )
     trainer = trl.GRPOTrainer(
         model=model,

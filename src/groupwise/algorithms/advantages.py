@@ -570,7 +570,7 @@ def lstd(
 
     The weights ``w`` of a fold are those for which the generalised advantages of all other folds, ``sum_k (gamma
     lambda)^k (r + gamma V' - V)``, do not correlate with the features: LSTD(lambda), one linear system for each fold.
-    The combination is not from a paper. 0 for the only episode of a first update. A discount above 0.9999 counts as that.
+    The combination is not from a paper. 0 for the only episode of a first update. Discounts above 0.9999 are treated as 0.9999.
 
     Args:
         features: Number of random Fourier features, beside the observation itself and a constant.

@@ -372,7 +372,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
-"""What code raises on values of a wrong kind or range."""
+"""Errors of code that reads values of a wrong kind or range."""
 
 
 @contextmanager

@@ -521,7 +521,7 @@ class TextStartReport:
 
 
 _STARTS_TRIED = 3
-"""Of each environment, by the check that members share a start."""
+"""Starts of each environment in the check that members share one."""
 
 
 def check_text_starts(

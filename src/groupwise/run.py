@@ -449,8 +449,8 @@ if TYPE_CHECKING:
 class Run:
     """A run on disk, and its policy in memory."""
 
-    path: Path
-    """The run folder."""
+    folder: RunFolder
+    """Files of the run."""
     cfg: CommonCfg
     """Every setting, as in ``config.json``, without the run folder. A run on a GPU is loaded on the CPU where there is none."""
     algorithm: BaseAlgorithm
@@ -472,25 +472,30 @@ class Run:
             raise AttributeError(f"a Run has no attribute {name!r}{hint}")
 
     @property
+    def path(self) -> Path:
+        """The run folder, as it was given; the whole path where the working folder is another now."""
+        return self.folder.shown
+
+    @property
     def policy(self) -> Policy:
         """The trained policy."""
         return self.algorithm.policy
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary per iteration."""
-        return RunFolder(self.path).read_metrics()
+        return self.folder.read_metrics()
 
     def plot(self) -> "Curve":
         """The learning curve as SVG; a notebook shows it."""
         from groupwise.report.page import plot
 
-        return plot(RunFolder(self.path))
+        return plot(self.folder)
 
     def explore(self) -> "Frame":
         """The page of the run with the explorer of its groups; a notebook shows it."""
         from groupwise.report.page import explore
 
-        return explore(RunFolder(self.path))
+        return explore(self.folder)
 
     def report(self, out: Path | str | None = None) -> Path:
         """Write the page of the run, as ``groupwise report`` does; returns its path.
@@ -506,7 +511,7 @@ class Run:
         """HTML for a notebook: whether the run learned, its curve, and where to look."""
         from groupwise.report.page import to_html
 
-        return to_html(RunFolder(self.path))
+        return to_html(self.folder)
 
     @classmethod
     def load(cls, path: Path | str, *, checkpoint: Literal["latest", "best"] = "latest", **given: Any) -> "Run":
@@ -525,12 +530,12 @@ class Run:
             from groupwise.text.build import load_algorithm
 
             algorithm = load_algorithm(cfg, objects.policy, folder, checkpoint)
-            return cls(folder.shown, cfg, algorithm, folder.read_summary(), objects)
+            return cls(folder, cfg, algorithm, folder.read_summary(), objects)
         parts = _rebuild(cfg, objects, folder, Engine())
         with closing_after(parts.close):
             where = folder.checkpoints / checkpoint
             load_policy(parts.policy, load_checkpoint(where, parts.identity, parts.policy).policy, where)
-        return cls(folder.shown, parts.cfg, parts.algorithm, folder.read_summary(), objects)
+        return cls(folder, parts.cfg, parts.algorithm, folder.read_summary(), objects)
 
 
 def train(
@@ -596,7 +601,7 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
             folder = RunFolder.create(settings, cfg.run_dir, name=name, here=here, given_in_python=objects)
         with folder.locked(engine.rank):
             summary = run(parts, folder, callbacks, engine, resume=False)
-    return Run(folder.shown, parts.cfg, parts.algorithm, summary, given)
+    return Run(folder, parts.cfg, parts.algorithm, summary, given)
 
 
 def resume(
@@ -640,7 +645,7 @@ def resume(
         parts = _rebuild(cfg, objects, folder, engine)
         with closing_after(parts.close):
             summary = run(parts, folder, callbacks, engine, resume=True)
-    return Run(folder.shown, parts.cfg, parts.algorithm, summary, objects)
+    return Run(folder, parts.cfg, parts.algorithm, summary, objects)
 
 
 def _engine(cfg: CommonCfg) -> Engine:
@@ -716,7 +721,7 @@ def evaluate(
             f"completions_per_prompt = {completions_per_prompt} is of text runs; got a run on {run.cfg.subject}, fix: more episodes"
         )
     cfg = run.cfg.model_copy(update={"evaluation": EvaluationCfg(episodes=episodes or 100, deterministic=greedy)})
-    target = RunFolder(run.path).video
+    target = run.folder.video
     fresh = str(run.summary.get("start_mode")).startswith("fresh")
     evaluator = EnvEvaluator(cfg, run.given, run.policy, seed=seed, fresh=fresh)
     with threads_for(run.policy), closing(evaluator):

@@ -107,9 +107,16 @@ def test_evaluation_export_and_resume_find_the_folder_that_was_named(here, capsy
     assert gw.Run.load(here / "run").summary["env_steps"] == 128
 
 
-def test_paths_are_shown_as_they_were_given_where_nothing_moves(here):
+def test_a_path_is_as_it_was_given_until_the_program_moves(here):
     env = EnvCfg(id="Moves-v0", kwargs={"where": ""})
-    assert gw.train(env, run_dir="run", total_steps=64, num_envs=2).path == Path("run")
+    run = gw.train(env, run_dir="run", total_steps=64, num_envs=2)
+    loaded = gw.Run.load("run")
+    assert (run.path, loaded.path) == (Path("run"), Path("run"))
+    os.chdir(here / "elsewhere")
+    for one in (run, loaded):
+        assert one.path == here / "run"
+        assert one.metrics()[-1]["env_steps"] == run.summary["env_steps"]
+        assert one.report() == here / "run" / "report.html"
 
 
 def test_demonstrations_and_populations(here):

@@ -18,6 +18,7 @@ from groupwise.config import resolve
 from groupwise.config.base import GIVEN
 from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import DEFAULT_HORIZON, EnvCfg, StartMode
+from groupwise.data.rollout import all_finite, leaves
 from groupwise.data.spaces import allowed_action, flat_action, obs_spec, space_kind, subspaces
 from groupwise.envs.base import VectorEnv
 from groupwise.envs.gymnasium import kept_space
@@ -211,8 +212,7 @@ def _played(opened: Callable[[], VectorEnv]) -> Finding[str]:
             action = np.stack([flat_action(space, space.sample()) for _ in range(env.num_envs)])
             step = env.step(allowed_action(torch.from_numpy(action), obs, space))
             obs, over, steps = step.obs, bool((step.terminated | step.truncated).any()), steps + 1
-            parts = [obs] if isinstance(obs, torch.Tensor) else list(obs.values(include_nested=True, leaves_only=True))
-            if not all(part.isfinite().all() for part in parts):
+            if not all(map(all_finite, leaves(obs))):
                 raise EnvError(f"the observation of step {steps} is not finite; fix: return finite observations")
             if not step.reward.isfinite().all():
                 number = step.reward[~step.reward.isfinite()][0]

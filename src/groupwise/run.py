@@ -42,6 +42,7 @@ from groupwise.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DivergedError,
     GroupwiseError,
     RunFolderError,
     ServerError,
@@ -354,9 +355,8 @@ def _failure(error: BaseException, trainer: Trainer, parts: Components, folder: 
         )
     again = (collecting and not isinstance(error, ServerError)) or isinstance(error, DataError)
     lines.insert(1, _how_to_continue(folder, parts, comes_again=again and not lost_rank))
-    in_env = (
-        collecting and isinstance(parts.cfg, RunCfg) and not (lost_rank or isinstance(error, DataError | SystemExit))
-    )
+    known = lost_rank or isinstance(error, DataError | DivergedError | SystemExit)
+    in_env = collecting and isinstance(parts.cfg, RunCfg) and not known
     if in_env and of_groups.size > 1 and of_groups.collection.on_env_error == "raise":
         lines.append("if the environment fails now and then: algorithm.collection.on_env_error='retry' or 'drop'")
     return "; ".join(lines)

@@ -11,7 +11,7 @@ from groupwise.data.rollout import (
     lengthen,
     transition_view,
 )
-from groupwise.errors import DataError
+from groupwise.errors import DataError, DivergedError
 
 OBS = {"image": TensorSpec((2, 2), torch.uint8), "inner": {"speed": TensorSpec((3,), torch.float32)}}
 
@@ -103,15 +103,24 @@ def test_a_longer_rollout_makes_the_next_ones_longer_and_a_shorter_one_does_not(
     assert buffer.start_rollout().shape == (2, 9)
 
 
-@pytest.mark.parametrize("key", ["reward", "value", "next_value", "sample_log_prob", "obs.inner.speed"])
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ("reward", DataError),
+        ("obs.inner.speed", DataError),
+        ("value", DivergedError),
+        ("next_value", DivergedError),
+        ("sample_log_prob", DivergedError),
+    ],
+)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_is_named_by_environment_and_step(key, number):
+def test_a_number_that_is_not_finite_is_named_by_environment_and_step(key, error, number):
     buffer = make_buffer()
     rollout = buffer.start_rollout()
     rollout["valid"][:, :3] = True
     path = tuple(key.split("."))
     rollout[path][1, 2] = number
-    with pytest.raises(DataError, match=rf"{key} of environment 1 at step 2 of the rollout is not finite"):
+    with pytest.raises(error, match=rf"{key} of environment 1 at step 2 of the rollout is not finite"):
         buffer.add(rollout)
 
 

@@ -111,6 +111,50 @@ def test_a_callable_and_settings(tmp_path):
     np.testing.assert_array_equal(chunks.action, steps.action)
 
 
+class Cards(gymnasium.Env):
+    """Each of 3 cards may be played once, the first one whenever it is the expert's turn; the text has no fixed shape."""
+
+    observation_space = gymnasium.spaces.Dict(
+        x=gymnasium.spaces.Box(0, 3, (1,), np.float32),
+        action_mask=gymnasium.spaces.MultiBinary(3),
+        mission=gymnasium.spaces.Text(9),
+    )
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = np.ones(3, np.int8)
+        return self.look(), {}
+
+    def look(self):
+        return {
+            "x": self.left.sum(keepdims=True).astype(np.float32),
+            "action_mask": self.left.copy(),
+            "mission": "play",
+        }
+
+    def step(self, action):
+        assert self.left[action], f"card {action} was played before"
+        self.left[action] = 0
+        return self.look(), 1.0, bool(self.left.sum() == 1), False, {}
+
+
+def test_noise_obeys_masks_and_what_has_no_fixed_shape_is_not_recorded(tmp_path):
+    missions = []
+
+    def expert(obs):
+        missions.append(obs["mission"])
+        return obs["action_mask"].argmax()
+
+    record_demos(Cards, expert, episodes=20, noise=0.9, out=tmp_path / "x")
+    space = gymnasium.spaces.Dict({key: Cards.observation_space[key] for key in ("x", "action_mask")})
+    found = read_demos(tmp_path / "x", space)
+    assert sorted(found.obs.keys()) == ["action_mask", "x"]
+    assert set(missions) == {"play"}
+    second = found.obs["x"][:, 0] == 2
+    assert 0.2 < (found.obs["action_mask"][second][:, 0] == 1).float().mean() < 0.8  # the first card was not played
+
+
 class TwoHands(gymnasium.Env):
     """An action for each hand."""
 

@@ -148,6 +148,20 @@ def test_time_outs_are_truncations_where_they_are_flagged():
         assert step.truncated.tolist() == [False, truncated, False, truncated]
 
 
+@pytest.mark.parametrize("double", [IsaacLabEnv, LearningEnv])
+def test_numbers_of_rows_may_be_columns(double):
+    class Columns(double):
+        def step(self, action):
+            *parts, info = super().step(action)
+            columns = [part[:, None] if isinstance(part, torch.Tensor) and part.dim() == 1 else part for part in parts]
+            return *columns, {key: v[:, None] if key == "time_outs" else v for key, v in info.items()}
+
+    found = gw.from_torch_sim(Columns(4)).step(RIGHT)
+    expected = gw.from_torch_sim(double(4)).step(RIGHT)
+    for name in ("reward", "terminated", "truncated"):
+        assert getattr(found, name).shape == getattr(expected, name).shape == (4,)
+
+
 @pytest.mark.parametrize("double", SEEDED)
 def test_success_is_that_of_the_episode_that_ended(double):
     """ManiSkill's info describes the next start in the step in which an episode ends; ``final_info`` does not."""

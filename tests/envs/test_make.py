@@ -91,6 +91,12 @@ def test_a_ready_vector_environment_brings_its_rows_and_mode():
         ({}, {"env": lambda: 3}, EnvError, "the callable returned a int"),
         ({"vectorization": "entry_point"}, {"env": Plain}, EnvError, "vectorization='sync'"),
         ({"max_episode_steps": 7}, {"env": SyncVectorEnv([Plain] * 2)}, EnvError, "max_episode_steps is 7"),
+        (
+            {"max_episode_steps": 30},
+            {"env": lambda: gymnasium.make("CartPole-v1", max_episode_steps=20)},
+            EnvError,
+            "max_episode_steps is 30, but the callable's own limit is 20; fix: set it where you make the environment",
+        ),
         ({"start_mode": "seed"}, {}, EnvError, r"env\.start_mode"),
         ({"id": "Acrobot-v1", "start_mode": "native"}, {"grouped": True}, GroupStartError, "env.start_mode"),
         (

@@ -113,6 +113,16 @@ def test_chosen_keys_do_not_leave_the_mask_of_info_out():
     assert set(make_env(cfg, env=Both).reset(seed=0).keys()) == {"hand", "action_mask"}
 
 
+def test_random_actions_are_numbers_where_masks_hold_too():
+    class Table(Cards):
+        def step(self, action):
+            return super().step({card: card for card in range(3, 8)}[action])
+
+    cfg = EnvCfg(num_envs=2, action_masks=True, num_random_noops=3)
+    for seed in range(4):
+        make_env(cfg, env=Table).reset(seed=seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "algorithm"),

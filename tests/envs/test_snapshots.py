@@ -182,6 +182,24 @@ def test_generators_of_the_environments_own_are_noise_too(generator) -> None:
     assert [env.rng.random() for _ in range(3)] == [twin.rng.random() for _ in range(3)]
 
 
+def test_a_part_that_refers_to_np_random_has_its_noise_too() -> None:
+    class Windy(gymnasium.Env):
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.gusts = iter(self.np_random.random, None)
+            return 0, {}
+
+    env, twin = Windy(), Windy()
+    for one in (env, twin):
+        one.reset(seed=7)
+    assert next(env.gusts) == next(twin.gusts)
+    reseed_noise(env, 1)
+    reseed_noise(twin, 2)
+    assert next(env.gusts) != next(twin.gusts)
+    reseed_noise(env, 1)
+    assert next(env.gusts) == np.random.default_rng(1).random()
+
+
 def test_sticky_actions_are_those_of_a_game_loaded_with_the_seed() -> None:
     reseeded, loaded = breakout(0.25).unwrapped, breakout(0.25).unwrapped
     reseed_noise(reseeded, 12345)

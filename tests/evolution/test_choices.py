@@ -74,6 +74,7 @@ def test_only_members_that_did_not_diverge_go_on_or_are_cloned(selection, member
         (9, RangeCfg(min=1, max=9), {8, 7}),
         (1, RangeCfg(min=1, max=9), {2}),
         (-10, RangeCfg(min=-10, max=-1), {-8}),
+        (0, RangeCfg(min=0, max=2), {0, 1, 2}),  # no factor moves it
         (2, (1, 2, 4), {1, 4}),
         (4, (1, 2, 4), {2}),  # turns at the end
     ],
@@ -81,6 +82,11 @@ def test_only_members_that_did_not_diverge_go_on_or_are_cloned(selection, member
 def test_numbers_change_by_a_fifth_and_choices_move_to_a_neighbour(value, space, after):
     rule = GrowShrinkCfg(probability=1.0)
     assert {rule.mutate({"a": value}, {"a": space}, Random(seed))["a"] for seed in range(20)} == after
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_is_left_again(rule):
+    assert all(0 < rule.mutate({"a": 0.0}, {"a": RangeCfg(min=0, max=1)}, Random(seed))["a"] <= 1 for seed in range(9))
 
 
 @given(st.sampled_from(RULES), st.floats(1e-3, 1.0), st.integers(1, 9), st.sampled_from("abc"), st.integers(0, 1000))

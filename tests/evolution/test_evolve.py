@@ -20,7 +20,7 @@ from small_populations import PPO, SMALL, TINY, check_same, evolve, in_this_proc
 import groupwise as gw
 from groupwise import cli
 from groupwise.config.evolution import LaunchCfg
-from groupwise.evolution.population import AddNoise, Member, Population, Round, answered
+from groupwise.evolution.population import AddNoise, Member, Population, Round, answered, fitted
 from groupwise.plugins import pickled
 from groupwise.run import read_settings
 from groupwise.training.checkpoint import load_checkpoint
@@ -111,6 +111,17 @@ def test_a_member_that_diverges_is_replaced_and_named_and_where_all_do_the_searc
     assert found.best().name not in lost
     with pytest.raises(gw.errors.DivergedError, match="all members in round 1"):
         evolve(tmp_path / "q", search={"algorithm.vf_coef": [2e38, 3e38]}, population=2)
+
+
+def test_a_policy_whose_actions_are_not_finite_diverged(tmp_path):
+    """One step of an update makes the weights too large, and the next rollout is the first to see it."""
+    cfg = gw.PPOCfg(num_steps=64, num_epochs=1, minibatch_size=256)
+    settings = {"population": 3, "rounds": 2, "round_steps": 512, "episodes": 2, "workers": 1, "num_envs": 4}
+    search = {"algorithm.learning_rate": [3e-4, 100.0]}
+    found = gw.evolve("Pendulum-v1", cfg, search=search, run_dir=tmp_path / "p", **settings)
+    lost = [member for member in found.members.values() if member.results[member.born].status == "diverged"]
+    assert {member.settings["algorithm.learning_rate"] for member in lost} == {100.0}
+    assert "for an observation that is" in lost[0].results[0].reason
 
 
 def crashing(folder, times):
@@ -255,6 +266,13 @@ def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, ca
 def test_the_command_explains_mistakes(words, message, capsys):
     assert cli.main(["evolve", "CartPole-v1", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_bounds_of_a_setting_that_is_off_give_whole_numbers_where_it_takes_no_others():
+    base = gw.RunCfg(algorithm=gw.PPOCfg())
+    assert (base.env.max_episode_steps, base.algorithm.target_kl) == (None, None)
+    assert fitted(base, "env.max_episode_steps", 32.88) == 33
+    assert fitted(base, "algorithm.target_kl", 0.015) == 0.015
 
 
 @pytest.mark.parametrize(

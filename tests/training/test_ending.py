@@ -224,7 +224,7 @@ def test_a_policy_that_diverged_leaves_the_last_checkpoint():
 
     algorithm = gw.GRPOCfg(num_steps=16, num_epochs=1, minibatch_size=64, group_size=2, collection={"horizon": 20})
     settings = TINY | {"checkpoint_interval": 160, "total_steps": 999}  # an iteration takes 80 steps
-    with pytest.raises(gw.errors.DataError, match="is not finite") as caught:
+    with pytest.raises(gw.errors.DivergedError, match="is not finite") as caught:
         gw.train("Pendulum-v1", algorithm, run_dir="mine", callbacks=[on("iteration_end", diverges)], **settings)
     assert saved_counts(Path("mine/checkpoints/latest"))["steps"] == 160
     assert "on_env_error" not in caught.value.__notes__[-1]

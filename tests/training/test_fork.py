@@ -160,6 +160,7 @@ def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
             {"env": {"num_envs": 8}},
             r"env\.num_envs cannot change from 4 to 8: .*fix: a new run with policy\.init_from=",
         ),
+        ({"policy": {"init_from": "elsewhere"}}, r"policy\.init_from cannot change from None to 'elsewhere'"),
         ({"policy": {"hidden_sizes": [8]}}, r"policy\.hidden_sizes cannot change from .*: .*a new run$"),
         ({"env": {"id": "Acrobot-v1"}}, r"env\.id cannot change from 'CartPole-v1' to 'Acrobot-v1'"),
         ({"algorithm": {"optimizer": "sgd"}}, r"algorithm\.optimizer.* cannot change"),

@@ -314,7 +314,8 @@ class RolloutWriter:
         """Write the actions of a step.
 
         Raises:
-            DataError: an action on the CPU is not finite; names the observation if that is the reason.
+            DataError: an observation is not finite, and so an action on the CPU is not.
+        DivergedError: an action on the CPU is not finite, for an observation that is.
         """
         if step == self.rollout.shape[1] - 1:
             self._open(lengthen(self.rollout, step))

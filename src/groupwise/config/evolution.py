@@ -85,7 +85,10 @@ class MutationCfg(Choice, family="mutation", default="grow_shrink"):
         for path in chosen:
             value: Any = settings[path]
             space, scale = search[path], self.scale(random)
-            if isinstance(space, RangeCfg):
+            if isinstance(space, RangeCfg) and value == 0:  # no factor moves it
+                drawn = space.draw(random)
+                changed[path] = round(drawn) if isinstance(value, int) else drawn
+            elif isinstance(space, RangeCfg):
                 scale = 1 / scale if space.clip(value * scale) == value else scale  # from a bound back
                 away = value * scale
                 if isinstance(value, int):  # small numbers move, too

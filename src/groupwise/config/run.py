@@ -519,6 +519,11 @@ class RunCfg(CommonCfg):
         algorithm = self.algorithm
         if algorithm.objective.ratio == "turn" and type(algorithm) in (GRPOCfg, PPOCfg):  # a user's own may have turns
             raise ValueError("algorithm.objective.ratio='turn' needs turn_id in the rollout; fix: ratio='token'")
+        if self.env.start_mode == "none" and algorithm.groups.collection.noise == "shared":
+            raise ValueError(
+                "env.start_mode='none' gives members starts of their own, and algorithm.collection.noise='shared' equal ones; "
+                "fix: noise='independent', or another start_mode"
+            )
         credit = algorithm.credit if isinstance(algorithm, GRPOCfg) else CreditCfg()
         if credit.rule == "composed" and isinstance(credit.reward, PartsCfg) and not credit.reward.names:
             raise ValueError(

@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from groupwise.config.algorithm import OnNonFinite
-from groupwise.errors import DataError
+from groupwise.errors import DataError, DivergedError
 
 # On import tensordict marks a few of its functions for torch.compile, and marking imports the compiler: half of the time in
 # which a training starts. They stay unmarked here: compiled code traces into them.
@@ -212,11 +212,12 @@ class NonFinite(NamedTuple):
         value = self.tensor[row, step].tolist()
         return f"{self.name} of {row_name} {row} at step {step} of the rollout is not finite: {value}"
 
-    def error(self, row_name: str = RolloutBuffer.row_name) -> DataError:
-        """The error that names the first one."""
+    def error(self, row_name: str = RolloutBuffer.row_name) -> DataError | DivergedError:
+        """The error that names the first one: the policy's, if its observation is finite."""
+        if self.name in ("action", "sample_log_prob", "value", "next_value"):
+            return DivergedError.because(f"{self.where(row_name)}, for an observation that is")
         return DataError(
-            f"{self.where(row_name)}; fix: correct the environment or the reward, or lower learning_rate if the policy "
-            "diverged; or algorithm.on_nonfinite='drop'"
+            f"{self.where(row_name)}; fix: correct the environment or the reward; or algorithm.on_nonfinite='drop'"
         )
 
 
@@ -230,6 +231,11 @@ def find_nonfinite(rollout: TensorDict, slots: Bool[Tensor, "row step"]) -> list
             bad = slots & ~tensor.isfinite().reshape(*slots.shape, -1).all(dim=-1)
             found += [NonFinite(key if isinstance(key, str) else ".".join(key), tensor, bad)] if bad.any() else []
     return found
+
+
+def leaves(nested: Nested) -> list[Tensor]:
+    """The tensors of an observation, of which most have one."""
+    return [nested] if isinstance(nested, Tensor) else list(nested.values(include_nested=True, leaves_only=True))
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -19,10 +19,11 @@ import torch
 from groupwise import system as files
 from groupwise.config.base import GIVEN
 from groupwise.config.run import EnvCfg
-from groupwise.data.spaces import check_fits, leaf_spaces, obs_to_tensor, space_kind
+from groupwise.data.spaces import allowed_action, check_fits, leaf_spaces, obs_to_tensor, space_kind
 from groupwise.embodied.experts import EXPERTS, Expert, ExpertMaker
 from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, write_demos
 from groupwise.envs.base import success_of_row
+from groupwise.envs.gymnasium import kept_space
 from groupwise.envs.make import make_one
 from groupwise.envs.names import import_package
 from groupwise.errors import ConfigError, DataError, require_count
@@ -95,6 +96,7 @@ def record_demos(
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
         if not is_free(here / folder):
             raise ConfigError(f"the folder {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)")
+        space = kept_space(made.observation_space, cfg.kept_keys)[0]
         attempts, steps_per_second = 0, max(1, int(made.metadata.get("render_fps") or 10))
 
         def kept() -> Iterator[Demonstration]:
@@ -106,7 +108,7 @@ def record_demos(
                         f"the expert succeeded in {count} of {attempts} episodes of {name}, expected {episodes}; fix: less "
                         f"noise than {noise:g}, a higher step limit, or keep_failures"
                     )
-                demo = _play(made, make_expert, noise, derive_seed(seed, "demo", attempts), name)
+                demo = _play(made, space, make_expert, noise, derive_seed(seed, "demo", attempts), name)
                 attempts += 1
                 if keep_failures or demo.success is not False:
                     count += 1
@@ -114,7 +116,7 @@ def record_demos(
 
         fresh = files.fresh_name(here / folder / "demos")
         try:
-            lengths = write_demos(fresh, made.observation_space, made.action_space, steps_per_second, kept())
+            lengths = write_demos(fresh, space, made.action_space, steps_per_second, kept())
             for part in sorted(fresh.iterdir()):  # meta comes last, without which it is no data set
                 part.rename(here / folder / part.name)
         finally:
@@ -122,8 +124,10 @@ def record_demos(
         return Recording(folder, len(lengths), sum(lengths), attempts)
 
 
-def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int, name: str) -> Demonstration:
-    """One episode."""
+def _play(
+    env: gymnasium.Env, obs_space: Any, make_expert: ExpertMaker, noise: float, seed: int, name: str
+) -> Demonstration:
+    """One episode. The expert gets whole observations, of which ``obs_space`` is kept."""
     space: Any = env.action_space
     is_box = space_kind(space) == "box"
     if is_box:
@@ -142,19 +146,20 @@ def _play(env: gymnasium.Env, make_expert: ExpertMaker, noise: float, seed: int,
             )
         check_fits(space, action, "the expert's action")
         action = (np.clip(action, space.low, space.high) if is_box else action).astype(space.dtype)
-        seen.append(obs_to_tensor(env.observation_space, obs, batched=False).clone())
+        seen.append(obs_to_tensor(obs_space, obs, batched=False).clone())
         actions.append(action)
         if is_box:
             noisy = action + noise * half * generator.standard_normal(space.shape)
             action = np.clip(noisy, space.low, space.high).astype(space.dtype)
         elif generator.random() < noise:
             space.seed(int(generator.integers(2**31)))
-            action = space.sample()
+            drawn = torch.from_numpy(np.asarray(space.sample())[None])
+            action = allowed_action(drawn, seen[-1][None], space)[0].numpy()[()]
         obs, reward, terminated, truncated, info = env.step(action)
         rewards.append(float(reward))
         if terminated or truncated:
             break
-    has_instruction = INSTRUCTION in leaf_spaces(env.observation_space)
+    has_instruction = INSTRUCTION in leaf_spaces(obs_space)
     task = bytes(seen[0][INSTRUCTION].numpy()).rstrip(b"\0").decode() if has_instruction else name
     scores = np.array(rewards, np.float32), success_of_row(info)
     return Demonstration(torch.stack(seen), np.stack(actions), *scores, task)

@@ -60,7 +60,8 @@ class TorchSim(VectorEnv):
     """The rows of a simulator, which resets them itself; see ``from_torch_sim``.
 
     Where the simulator offers no final observation, ``EnvStep.final_obs`` is the one before the last action. So a truncated
-    episode is bootstrapped by the value of its last seen state, as in rsl_rl.
+    episode is bootstrapped by the value of its last seen state, as in rsl_rl. The memory of a recurrent policy is then the
+    one after the action.
     """
 
     autoreset = "same_step"
@@ -119,10 +120,10 @@ class TorchSim(VectorEnv):
             )
         obs, reward, *ends, info = outcome
         if len(ends) == 2:
-            terminated, truncated = (self._tensor(end).bool() for end in ends)
+            terminated, truncated = (self._of_rows(end).bool() for end in ends)
         else:
-            done, time_outs = self._tensor(ends[0]).bool(), info.get("time_outs", None)
-            truncated = torch.zeros_like(done) if time_outs is None else done & self._tensor(time_outs).bool()
+            done, time_outs = self._of_rows(ends[0]).bool(), info.get("time_outs", None)
+            truncated = torch.zeros_like(done) if time_outs is None else done & self._of_rows(time_outs).bool()
             terminated = done & ~truncated
         final = _final(info)
         before, self._obs = self._obs, self._kept(obs)
@@ -132,11 +133,11 @@ class TorchSim(VectorEnv):
         success = next((flag for flag in flags if flag is not None), None)
         return EnvStep(
             self._obs,
-            self._tensor(reward).reshape(self.num_envs).float(),
+            self._of_rows(reward).float(),
             terminated,
             truncated,
             before if final is None else self._kept(final),
-            info={} if success is None else {"success": self._tensor(success).reshape(self.num_envs).bool()},
+            info={} if success is None else {"success": self._of_rows(success).bool()},
         )
 
     def restart(self, rows: Sequence[int] | None = None, seed: int | None = None) -> Nested:
@@ -251,8 +252,9 @@ class TorchSim(VectorEnv):
             obs = {name: obs[name] for name in self._obs_groups}
         return stored(obs, self.num_envs, self.env_id)
 
-    def _tensor(self, value: Any) -> Tensor:
-        return torch.as_tensor(value, device=self.device)
+    def _of_rows(self, value: Any) -> Tensor:
+        """A number of each row [N], which some simulators give as [N, 1]."""
+        return torch.as_tensor(value, device=self.device).reshape(self.num_envs)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return torch.as_tensor(rows, dtype=torch.int64, device=self.device)

@@ -236,7 +236,8 @@ class RandomNoops(gymnasium.Wrapper):
             action = self._actions.sample()
             if self._has_mask:
                 mask = {KEY: torch.as_tensor(first[0][KEY])[None]}
-                action = allowed_action(torch.from_numpy(np.asarray(action)[None]), mask, self._actions)[0].numpy()
+                allowed = allowed_action(torch.from_numpy(np.asarray(action)[None]), mask, self._actions)
+                action = allowed[0].numpy()[()]  # a number for a Discrete space, which may be a key of a dictionary
             obs, _, terminated, truncated, info = self.env.step(action)
             first = self.env.reset(options=options) if terminated or truncated else (obs, info)
         return first

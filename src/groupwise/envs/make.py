@@ -144,6 +144,11 @@ def _make(
         if not isinstance(made, gymnasium.Env):
             raise EnvError(f"the callable returned a {type(made).__name__}, expected a gymnasium.Env{of_sb3(made)}")
         if cfg.max_episode_steps is not None:
+            if (own := step_limit(made)) is not None and own < cfg.max_episode_steps:
+                raise EnvError(
+                    f"max_episode_steps is {cfg.max_episode_steps}, but the callable's own limit is {own}; fix: set it where you "
+                    "make the environment"
+                )
             made = TimeLimit(made, cfg.max_episode_steps)
     else:
         import_package(cfg.id)

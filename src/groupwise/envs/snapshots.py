@@ -146,14 +146,13 @@ def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     This covers ``np_random``, generators in attributes of the environment or a wrapper (also in dictionaries, lists and
     tuples), and the simulator's own. They are seeded in place, as others may refer to them.
     """
-    for name, generator in _kept_generators(env):
-        seed = derive_seed(noise_seed, name)
+    seeds = [(generator, derive_seed(noise_seed, name)) for name, generator in _kept_generators(env)]
+    for generator, seed in [*seeds, (env.unwrapped.np_random, noise_seed)]:
         if isinstance(generator, np.random.Generator):
             kind: Any = type(generator.bit_generator)
             generator.bit_generator.state = kind(seed).state
         else:
             generator.seed(seed)
-    env.unwrapped.np_random = np.random.default_rng(noise_seed)
     if (ale := attribute(env, ALE)) is not None:
         atari.reseed_ale(ale, noise_seed)
 
@@ -304,8 +303,8 @@ def _culprit(layers: list[gymnasium.Env], names: Mapping[int, _Key]) -> str:
 # State of Gymnasium environments as plain data, for running episodes in checkpoints
 
 _ENVS = (gymnasium.Env, VectorEnv)
-_MOST_VALUES = 100_000
-"""More (such as tables of transitions) would make checkpoints slow."""
+_MOST_VALUES = 10_000
+"""More, such as Taxi's table of transitions, would make checkpoints slow: 22,000 take 0.1 s."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
 _SHARED = (np.ndarray, list, deque, dict)
 """Objects that several attributes may hold, and one of them may change."""
@@ -376,6 +375,13 @@ def _captured(value: Any, seen: _Seen, budget: Iterator[int]) -> Any:
         if seen.is_part(value):
             raise _CannotCaptureError
         return value.copy()
+    if type(value) is np.ndarray and value.dtype.kind in "SU":  # texts, such as the map of FrozenLake
+        return {
+            "kind": "texts",
+            "dtype": value.dtype.str,
+            "shape": value.shape,
+            "bytes": np.frombuffer(value.tobytes(), np.uint8),
+        }
     if isinstance(value, Enum):
         return {"kind": "enum", "name": value.name}
     if isinstance(value, np.random.Generator):
@@ -425,6 +431,9 @@ def _restored(now: Any, saved: Any, made: list[Any]) -> Any:
             return made[saved["number"]]
         case "enum":
             return type(now)[saved["name"]]
+        case "texts":
+            made.append(np.frombuffer(saved["bytes"].tobytes(), saved["dtype"]).reshape(saved["shape"]).copy())
+            return made[-1]
         case "generator":
             now.bit_generator.state = saved["state"]
         case "random_state":

@@ -332,8 +332,15 @@ def check_count(cfg: EvolutionCfg) -> None:
 
 def fitted(base: CommonCfg, path: str, value: Value) -> Value:
     """``value``, rounded where the setting at ``path`` is a whole number. Arguments of an environment may be of any kind."""
-    is_whole = isinstance(setting_at(base, path), int) and "kwargs" not in path
-    return round(value) if isinstance(value, float) and is_whole else value
+    if not isinstance(value, float) or "kwargs" in path:
+        return value
+    now = setting_at(base, path)
+    if now is None:  # its kind is known by what it takes
+        try:
+            with_settings(base, {path: value})
+        except ConfigError:
+            return round(value)
+    return round(value) if isinstance(now, int) else value
 
 
 def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any) -> CommonCfg:

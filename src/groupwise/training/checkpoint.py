@@ -289,8 +289,12 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
                 "made with it; fix: the former value in config.json, or a new run"
             ) from cause
 
-    # the optimiser's state has its settings, which would take the place of others without a word
-    refuse(name for name in changed if name.startswith("algorithm.optimizer."))
+    # the checkpoint would take the place of these without a word
+    refuse(
+        name
+        for name, (old, _) in changed.items()
+        if name.startswith("algorithm.optimizer.") or (name.endswith(".init_from") and old is None)
+    )
     try:
         _check_like(state, fresh | {"callbacks": None}, "state")
         _counts_of(state)
@@ -598,8 +602,10 @@ def _others(folder: str, names: list[str]) -> set[str]:
     return {*names} - {POLICY, ALGORITHM, STATE, MANIFEST}
 
 
-def is_fixed(name: str, old: Any = None) -> bool:
+def is_fixed(name: str, old: Any = ...) -> bool:
     """Whether the content of a checkpoint depends on the setting at this path, whose value was ``old``."""
     if name == "algorithm.kl_coef":
         return bool(old == 0)  # there is no reference
-    return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED) and not name.endswith(".init_from")
+    if name.endswith(".init_from"):
+        return old is None  # the checkpoint's weights would take the place of these
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED)

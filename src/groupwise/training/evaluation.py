@@ -11,9 +11,9 @@ import torch
 from groupwise.collectors.vector import acting_on_finite
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import EvaluationMetric
-from groupwise.data.rollout import all_finite, allocate
+from groupwise.data.rollout import all_finite, allocate, leaves
 from groupwise.envs.base import GroupEnv, successes_by_task
-from groupwise.errors import DataError, EnvError
+from groupwise.errors import DataError, DivergedError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.report.folder import mean_ci95, wilson_95
@@ -174,6 +174,7 @@ def evaluate_policy(
 
     Raises:
         DataError: an observation or a return is not finite.
+        DivergedError: an action is not, for an observation that is.
     """
     was_training, num_envs = policy.training, env.num_envs
     policy.eval()
@@ -205,10 +206,11 @@ def evaluate_policy(
             if action.is_floating_point() and not all_finite(action):
                 bad = running[played] & ~action.isfinite().flatten(1).all(dim=1).cpu().numpy()
                 if bad.any():
-                    raise DataError(
-                        f"the observation or the action of evaluation episode {first + bad.argmax()} at step {step} is not "
-                        "finite; fix: correct the environment, or lower learning_rate if the policy diverged"
-                    )
+                    episode = first + int(bad.argmax())
+                    where = f"of evaluation episode {episode} at step {step} is not finite"
+                    if all(map(all_finite, leaves(batch[episode]))):
+                        raise DivergedError.because(f"the action {where}, for an observation that is")
+                    raise DataError(f"the observation {where}; fix: correct the environment")
             if count < num_envs:
                 action = torch.cat([action, action.new_zeros(num_envs - count, *action.shape[1:])])  # of paused rows
             stepped = env.step(action)

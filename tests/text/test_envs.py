@@ -236,6 +236,29 @@ def test_turns_that_are_all_cut_are_told(sampling, warned, model, tmp_path, capl
     assert ("every first turn was cut at sampling.max_new_tokens=1, so no tool" in caplog.text) == warned
 
 
+class Dice(gw.TextEnv):
+    """Ends turns by strings of its own, and draws by ``random``, which nothing seeds."""
+
+    stop = tuple("0123456789 ")
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 3
+        return "12", {}
+
+    def step(self, text):
+        self.left -= 1
+        return str(random.randrange(10)), 0.0, not self.left, False, {}
+
+
+def test_the_check_plays_turns_of_the_policy_as_training_does_and_warns_if_there_are_none(model, tmp_path, caplog):
+    for limits, compared in (({"max_new_tokens": 2}, True), ({"max_new_tokens": 1, "min_new_tokens": 1}, False)):
+        caplog.clear()
+        sampling = {"temperature": 0.01} | limits  # members write the same
+        run = train(task(Dice), model, tmp_path / str(compared), total_steps=40, sampling=sampling)
+        assert run.metrics()[0]["rollout/starts_apart"] == 0
+        assert ("check of shared starts compared no turn, as the policy ended none" in caplog.text) != compared
+
+
 def test_rollouts_have_the_episodes_turns_rewards_and_ends(either, tmp_path):
     look = Look()
     run = train(

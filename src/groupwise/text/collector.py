@@ -220,8 +220,11 @@ class Transcript:
     """Score of each reward function."""
     episode: TextEpisode | None = None
     """Episode of a text environment, which answers the model's turns and rewards them."""
-    ends: tuple[str, ...] = ()
-    """Texts that end a turn in that environment, besides those of the sampling."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end a turn in that environment, besides those of the sampling."""
+        return () if self.episode is None or self.episode.env is None else tuple(self.episode.env.stop)
 
     @property
     def written(self) -> int:
@@ -270,7 +273,6 @@ class Dialogue:
                 alike = "although they were alike before training; fix: draw all from the seed of reset()"
                 raise EnvError(f"{error}, {alike}") from error
             for member, member.episode, prompt in zip(group, episodes, prompts, strict=True):
-                member.ends = () if member.episode.env is None else tuple(member.episode.env.stop)
                 tools = member.episode.tools
                 if (key := repr((prompt, tools))) not in encoded:
                     begun = example._replace(prompt=prompt)
@@ -435,6 +437,12 @@ def verified_envs(
 
     starts = [example.start for example in examples if example.start is not None]
     report = check_text_starts(make, cfg.task.start_mode, starts, play, cfg.task.env_timeout)
+    if report.mode != "none" and not report.turns:
+        log.warning(
+            "the check of shared starts compared no turn, as the policy ended none within sampling.max_new_tokens=%d, so members may "
+            "part unnoticed; fix: sample_action(rng) of the environment, a larger max_new_tokens, or sampling.stop",
+            sampling.max_new_tokens,
+        )
     if report.kept and cfg.task.env_timeout is not None:
         raise ConfigError(
             f"the environment draws from the process's {' and '.join(report.kept)}, so a call that takes too long cannot be left to "

@@ -1,9 +1,12 @@
 """Text environments: shared starts, also of games that draw from the process's generators; turns, rewards and ends of rollouts."""
 
+import functools
 import itertools
 import os
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -204,6 +207,66 @@ def test_what_an_environment_returns_is_checked(made, message):
         assert episode.reset(Start(0)) == "0"
     with pytest.raises((EnvError, gw.errors.DataError), match=message):
         episode.step("7") if "step" in made else episode.reset(Start(0))
+
+
+@pytest.mark.parametrize("counts", [3, [("a", 1)], {"tool_calls": "1"}])
+def test_counts_are_numbers_by_name(counts):
+    episode = TextEpisode(Returns(step=("0", 0.0, True, False, {"counts": counts})))
+    episode.reset(Start(0))
+    with pytest.raises(EnvError, match=r"Returns.step\(\): info\['counts'\] = .*; expected numbers by name; fix: "):
+        episode.step("7")
+
+
+@pytest.mark.parametrize("mode", ["seed", "snapshot"])
+def test_no_more_environments_work_at_a_time_than_there_are_threads(mode):
+    """Also where several rollouts begin and play at the same time."""
+    working, most, counting = [], [], threading.Lock()
+
+    class Busy(Guess):
+        def work(self):
+            with counting:
+                working.append(self)
+                most.append(len(working))
+            time.sleep(0.02)
+            working.pop()
+
+        def reset(self, **settings):
+            self.work()
+            return super().reset(**settings)
+
+        def __deepcopy__(self, memo):
+            self.work()
+            return Busy()
+
+    envs = TextEnvs(Busy, mode, threads=1)
+    with ThreadPoolExecutor(3) as pool:
+        assert len([*pool.map(lambda seed: envs.open(Start(seed), 2), range(3))]) == 3
+    assert max(most) == 1
+
+
+class Fails(Guess):
+    """Raises an error in each of the steps ``at``, counted over all instances."""
+
+    def __init__(self, steps, at):
+        super().__init__()
+        self.steps, self.at = steps, at
+
+    def step(self, text):
+        if next(self.steps) in self.at:
+            raise OSError("now and then")
+        return super().step(text)
+
+
+def test_starts_are_checked_again_where_errors_of_environments_are_allowed(model, tmp_path):
+    settings = {"total_steps": 8, "sampling": ONE}
+    for how in ("drop", "retry"):
+        cfg = gw.GRPOCfg(group_size=2, collection={"on_env_error": how})
+        now_and_then = functools.partial(Fails, itertools.count(), (0, 12, 25))
+        assert train(task(now_and_then), model, tmp_path / how, cfg, **settings).metrics()
+    with pytest.raises(EnvError, match=r"check of shared starts failed 5 times in a row, at last by: Fails\.step"):
+        train(task(lambda: Fails(itertools.count(), range(10**6))), model, tmp_path / "always", cfg, **settings)
+    with pytest.raises(EnvError, match=r"^Fails\.step\(\) raised OSError"):
+        train(task(functools.partial(Fails, itertools.count(), (3,))), model, tmp_path / "raise", **settings)
 
 
 class Look(gw.Callback):

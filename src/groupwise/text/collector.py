@@ -369,6 +369,8 @@ def open_group(
     return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
 
 
+CHECKS = 5
+"""How often the start of environments that may fail now and then is checked."""
 Pasts = dict[int, Past | None]
 """Keys and values of the texts so far, by ``id`` of the transcript."""
 
@@ -436,7 +438,8 @@ def verified_envs(
         return episode.turns
 
     starts = [example.start for example in examples if example.start is not None]
-    report = check_text_starts(make, cfg.task.start_mode, starts, play, cfg.task.env_timeout)
+    tries = 1 if limits["on_error"] == "raise" else CHECKS
+    report = check_text_starts(make, cfg.task.start_mode, starts, play, cfg.task.env_timeout, tries)
     if report.mode != "none" and not report.turns:
         log.warning(
             "the check of shared starts compared no turn, as the policy ended none within sampling.max_new_tokens=%d, so members may "

@@ -808,8 +808,9 @@ def text_metrics(
             metrics[f"reward/{name}_mean"] = fmean(values)
     if groups := rewards_of_groups(sampled):
         metrics["rollout/reward_std"] = fmean(pstdev(group) for group in groups)
-        for k in (1, min(map(len, groups))):
-            metrics[f"rollout/pass_at_{k}"] = fmean(pass_at_k(group, success_threshold, k) for group in groups)
+        for k in (1, max(Counter(member.group for member in sampled).values())):
+            if rates := [pass_at_k(group, success_threshold, k) for group in groups if len(group) >= k]:
+                metrics[f"rollout/pass_at_{k}"] = fmean(rates)
     return metrics | (episode_metrics(sampled) if sampled[0].episode is not None else {})
 
 

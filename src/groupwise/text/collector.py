@@ -220,11 +220,8 @@ class Transcript:
     """Score of each reward function."""
     episode: TextEpisode | None = None
     """Episode of a text environment, which answers the model's turns and rewards them."""
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """Texts that end a turn in that environment, besides those of the sampling."""
-        return () if self.episode is None or self.episode.env is None else tuple(self.episode.env.stop)
+    ends: tuple[str, ...] = ()
+    """Texts that end a turn in that environment, besides those of the sampling."""
 
     @property
     def written(self) -> int:
@@ -273,6 +270,7 @@ class Dialogue:
                 alike = "although they were alike before training; fix: draw all from the seed of reset()"
                 raise EnvError(f"{error}, {alike}") from error
             for member, member.episode, prompt in zip(group, episodes, prompts, strict=True):
+                member.ends = member.episode.ends
                 tools = member.episode.tools
                 if (key := repr((prompt, tools))) not in encoded:
                     begun = example._replace(prompt=prompt)
@@ -433,7 +431,7 @@ def verified_envs(
             return play_samples(episode, start, prompt, max_turns=cfg.task.max_turns)
         example = Example(prompt, {}, start)
         tokens = tuple(encoder.encode(example, episode.tools))
-        member = Transcript(EncodedPrompt(example, tokens), 0, start.seed, episode=episode)
+        member = Transcript(EncodedPrompt(example, tokens), 0, start.seed, episode=episode, ends=episode.ends)
         write([member], partial(complete, policy), sampling, dialogue)
         return episode.turns
 
@@ -803,8 +801,7 @@ def text_metrics(
         "completions/clipped_ratio": fmean(member.stop == "length" for member in sampled),
     }
     for number, name in enumerate(reward_names):
-        values = [value for member in sampled if member.parts and (value := member.parts[number]) is not None]
-        if values:
+        if values := [part for one in sampled if one.parts and (part := one.parts[number]) is not None]:
             metrics[f"reward/{name}_mean"] = fmean(values)
     if groups := rewards_of_groups(sampled):
         metrics["rollout/reward_std"] = fmean(pstdev(group) for group in groups)

@@ -255,6 +255,11 @@ class TextEpisode:
         self.anchors.append(f"observation {observation!r}" if key is None else f"key {key}")
 
     @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end a turn of the model."""
+        return () if self.env is None else tuple(self.env.stop)
+
+    @property
     def total(self) -> float:
         """Sum of all rewards."""
         return sum(self.rewards, 0.0) + self.final_reward

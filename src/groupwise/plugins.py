@@ -71,6 +71,8 @@ def load(plugins: Sequence[Path]) -> None:
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
         else:
+            if not all(part.isidentifier() for part in str(plugin).split(".")):
+                raise wrong
             try:
                 importlib.import_module(str(plugin))
             except ModuleNotFoundError as error:

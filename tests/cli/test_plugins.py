@@ -44,6 +44,12 @@ def test_a_plugin_may_be_a_module_by_its_name(tmp_path, monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("name", ["../my_plugin", ".", "", "..", "my-plugin", "a..b"])
+def test_what_is_no_name_of_a_module_is_refused(name):
+    with pytest.raises(ConfigError, match="expected an existing Python file or an installed module; fix: its path"):
+        plugins.load([Path(name)])
+
+
 def test_a_module_whose_own_imports_fail_says_so(tmp_path, monkeypatch):
     (tmp_path / "needs_another.py").write_text("import nobody_has_this")
     monkeypatch.syspath_prepend(tmp_path)

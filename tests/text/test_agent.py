@@ -1,6 +1,7 @@
 """Training loops by hand: the agent, the environment of prompts, and that they are what ``gw.train`` does."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.config.policy import ModelCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.text.load import with_adapters
 
@@ -270,6 +272,28 @@ def test_completions_that_do_not_fit_an_environment():
         pass
 
 
+def test_a_text_is_no_group():
+    env = gw.PromptEnv(["a", "b"], reward=lambda completions: [0.0] * len(completions), batch_size=2)
+    env.reset()
+    with pytest.raises(
+        DataError, match=r"'12' is a text, expected a group; fix: a list of completions for each prompt"
+    ):
+        env.step(["12", "34"])
+
+
+def test_an_agent_is_loaded_without_the_run_that_its_model_began_with(model, tmp_path):
+    rows = [{"prompt": "12", "completion": "12"}]
+    settings = {"num_prompts": 1, "total_iterations": 1, "sampling": SHORT} | QUIET
+    gw.train(gw.TextTask(rows), "bc", model=str(model), run_dir=tmp_path / "clone", **settings)
+    begun = ModelCfg(path=str(model), init_from=str(tmp_path / "clone"))
+    agent = gw.LanguageAgent(begun, {"group_size": 2, "kl_coef": 0.1}, sampling=SHORT)
+    agent.save(tmp_path / "agent")
+    shutil.rmtree(tmp_path / "clone")
+    loaded = gw.LanguageAgent.load(tmp_path / "agent")
+    assert_equal(loaded.policy, agent.policy)
+    assert_equal(loop(loaded, digits(), iterations=1).policy, loop(agent, digits(), iterations=1).policy)
+
+
 def test_an_agent_of_a_chat_model_reads_messages():
     policy = gw.CausalLM(tiny_model(), gw.SamplingCfg(**SHORT), tokenizer=character_tokenizer("0123456789", chat=True))
     agent = gw.LanguageAgent(policy, {"group_size": 2}, system_prompt="1")
@@ -327,6 +351,42 @@ def test_episodes_by_hand_are_those_of_gw_train_bit_for_bit(model, tmp_path):
     assert 0 <= agent.test(env) <= 2
     assert env.batch is before
     env.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "gigpo"},
+        {"algorithm": {"credit": {"returns": "turn", "group_key": "group_step"}}},
+        {"algorithm": {"collection": {"on_env_error": "drop"}}},
+    ],
+    ids=["states", "turns", "errors"],
+)
+def test_settings_of_episodes_are_those_of_gw_train_and_of_no_prompts(model, settings, tmp_path):
+    agent, env = agent_of(model, sampling=TURNS, **settings), gw.PromptEnv(env=Halves, batch_size=4, **PLAYED)
+    env.reset()
+    completions, masks = agent.play(env)
+    agent.learn((completions, masks, env.step(completions)[1]))
+    more = QUIET | {"num_prompts": 4, "total_iterations": 1, "sampling": TURNS, "evaluation": {"prompts": 2}}
+    fields = {"group_size": 4, "learning_rate": 1e-3} | settings.get("algorithm", {})
+    more |= {"model": str(model), "run_dir": tmp_path / "run", "preset": settings.get("preset")}
+    run = gw.train(gw.TextTask(env=Halves, **PLAYED), fields, **more)
+    assert_equal(agent.policy, run.policy)
+    with pytest.raises(ConfigError, match=r"task\.env|has no effect on text"):
+        agent.get_action(["12"])
+    assert len(agent.get_action(["12"], training=False)[0]) == 1
+    env.close()
+
+
+def test_credit_that_counts_tokens_is_of_no_episodes(model):
+    agent = agent_of(model, algorithm={"gamma": 0.5, "credit": {"returns": "return_to_go"}})
+    loop(agent, digits(), iterations=1)
+    env = gw.PromptEnv(env=Halves, batch_size=2, **PLAYED)
+    env.reset()
+    with pytest.raises(
+        ConfigError, match=r"returns='return_to_go', .* counts tokens, and an environment answers turns"
+    ):
+        agent.play(env)
 
 
 def test_a_loss_over_the_longest_episode_needs_its_length(model, tmp_path):

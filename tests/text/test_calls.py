@@ -45,6 +45,18 @@ def test_a_call_in_the_templates_form_is_read(family):
     assert (encoder.call_form is None) == (family.call is None)
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if (FAMILIES[name].call or "").endswith("</tool_call>")])
+def test_text_after_calls_that_have_an_end_stays(name):
+    encoder = encoder_of(FAMILIES[name])
+    _, _, call = FAMILIES[name].call.rpartition("</think>")
+    text, calls = read_calls(turn_of(encoder, f"One.{call}\nTwo.{call}\nThree."))
+    assert calls == [PEAR, PEAR]
+    assert text.split() == ["One.", "Two.", "Three."]
+    text, [broken] = read_calls(turn_of(encoder, "One." + call.replace("look_up", '"') + "\nTwo."))
+    assert text.split() == ["One.", "Two."]
+    assert isinstance(broken, str)
+
+
 def test_a_special_token_without_a_name_ends_a_turn_too(family):
     tokenizer = family_tokenizer(family)
     tokenizer.add_tokens([AddedToken("<|end_of_message|>", special=True)])

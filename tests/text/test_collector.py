@@ -113,6 +113,20 @@ def test_a_rollout_by_hand():
     assert metrics["rollout/reward_std"] == 0.5
 
 
+def test_passes_of_a_whole_group_are_those_of_groups_with_all_rewards():
+    """So a metric has one name, however many completions could be scored: 9 could not."""
+    half, none = ["1", "0", "0", "1"], ["9", "0", "0", "1"]
+    for script, passes in (
+        ({"12": half, "34": ["0", "0", "0", "0"]}, {"1": 0.25, "4": 0.5}),
+        ({"12": half, "34": none}, {"1": (1 / 2 + 1 / 3) / 2, "4": 1.0}),
+        ({"12": none}, {"1": 1 / 3}),
+    ):
+        of = collector(script, group_size=4)
+        collect(of)
+        found = {name: value for name, value in of.metrics().items() if "pass_at" in name}
+        assert found == {f"rollout/pass_at_{k}": pytest.approx(value) for k, value in passes.items()}
+
+
 @pytest.mark.parametrize("ending", ["", "."])
 def test_nothing_follows_a_completion_however_it_ended(ending):
     """A critic that bootstraps from a state after the last reward would raise its own values, without bound."""

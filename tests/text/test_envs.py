@@ -1,9 +1,12 @@
 """Text environments: shared starts, also of games that draw from the process's generators; turns, rewards and ends of rollouts."""
 
+import functools
 import itertools
 import os
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -206,6 +209,66 @@ def test_what_an_environment_returns_is_checked(made, message):
         episode.step("7") if "step" in made else episode.reset(Start(0))
 
 
+@pytest.mark.parametrize("counts", [3, [("a", 1)], {"tool_calls": "1"}])
+def test_counts_are_numbers_by_name(counts):
+    episode = TextEpisode(Returns(step=("0", 0.0, True, False, {"counts": counts})))
+    episode.reset(Start(0))
+    with pytest.raises(EnvError, match=r"Returns.step\(\): info\['counts'\] = .*; expected numbers by name; fix: "):
+        episode.step("7")
+
+
+@pytest.mark.parametrize("mode", ["seed", "snapshot"])
+def test_no_more_environments_work_at_a_time_than_there_are_threads(mode):
+    """Also where several rollouts begin and play at the same time."""
+    working, most, counting = [], [], threading.Lock()
+
+    class Busy(Guess):
+        def work(self):
+            with counting:
+                working.append(self)
+                most.append(len(working))
+            time.sleep(0.02)
+            working.pop()
+
+        def reset(self, **settings):
+            self.work()
+            return super().reset(**settings)
+
+        def __deepcopy__(self, memo):
+            self.work()
+            return Busy()
+
+    envs = TextEnvs(Busy, mode, threads=1)
+    with ThreadPoolExecutor(3) as pool:
+        assert len([*pool.map(lambda seed: envs.open(Start(seed), 2), range(3))]) == 3
+    assert max(most) == 1
+
+
+class Fails(Guess):
+    """Raises an error in each of the steps ``at``, counted over all instances."""
+
+    def __init__(self, steps, at):
+        super().__init__()
+        self.steps, self.at = steps, at
+
+    def step(self, text):
+        if next(self.steps) in self.at:
+            raise OSError("now and then")
+        return super().step(text)
+
+
+def test_starts_are_checked_again_where_errors_of_environments_are_allowed(model, tmp_path):
+    settings = {"total_steps": 8, "sampling": ONE}
+    for how in ("drop", "retry"):
+        cfg = gw.GRPOCfg(group_size=2, collection={"on_env_error": how})
+        now_and_then = functools.partial(Fails, itertools.count(), (0, 12, 25))
+        assert train(task(now_and_then), model, tmp_path / how, cfg, **settings).metrics()
+    with pytest.raises(EnvError, match=r"check of shared starts failed 5 times in a row, at last by: Fails\.step"):
+        train(task(lambda: Fails(itertools.count(), range(10**6))), model, tmp_path / "always", cfg, **settings)
+    with pytest.raises(EnvError, match=r"^Fails\.step\(\) raised OSError"):
+        train(task(functools.partial(Fails, itertools.count(), (3,))), model, tmp_path / "raise", **settings)
+
+
 class Look(gw.Callback):
     """Keeps the members of each rollout."""
 
@@ -234,6 +297,29 @@ ONE = SAMPLING | {"stop": tuple("0123456789 ")}
 def test_turns_that_are_all_cut_are_told(sampling, warned, model, tmp_path, caplog):
     train(task(), model, tmp_path / "run", total_steps=8, sampling=sampling)
     assert ("every first turn was cut at sampling.max_new_tokens=1, so no tool" in caplog.text) == warned
+
+
+class Dice(gw.TextEnv):
+    """Ends turns by strings of its own, and draws by ``random``, which nothing seeds."""
+
+    stop = tuple("0123456789 ")
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 3
+        return "12", {}
+
+    def step(self, text):
+        self.left -= 1
+        return str(random.randrange(10)), 0.0, not self.left, False, {}
+
+
+def test_the_check_plays_turns_of_the_policy_as_training_does_and_warns_if_there_are_none(model, tmp_path, caplog):
+    for limits, compared in (({"max_new_tokens": 2}, True), ({"max_new_tokens": 1, "min_new_tokens": 1}, False)):
+        caplog.clear()
+        sampling = {"temperature": 0.01} | limits  # members write the same
+        run = train(task(Dice), model, tmp_path / str(compared), total_steps=40, sampling=sampling)
+        assert run.metrics()[0]["rollout/starts_apart"] == 0
+        assert ("check of shared starts compared no turn, as the policy ended none" in caplog.text) != compared
 
 
 def test_rollouts_have_the_episodes_turns_rewards_and_ends(either, tmp_path):

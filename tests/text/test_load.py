@@ -9,6 +9,7 @@ import time
 import warnings
 from types import ModuleType
 
+import huggingface_hub
 import peft
 import pytest
 import torch
@@ -153,11 +154,54 @@ def test_a_model_that_is_no_folder_and_that_the_hub_does_not_give_is_refused_in_
     with pytest.raises(ConfigError, match=r"^no folder 'some/model', .*\(cannot reach the hub\)[^\n]*$") as info:
         load("some/model")
     assert info.value.__suppress_context__
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
-    assert find_model("some/model") == "some/model"
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", offline)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: "/cache/config.json")
-    assert find_model("some/model") == "some/model"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Puts a model into the cache of a hub that is not asked, and returns its folder there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked"))
+    download = functools.partial(huggingface_hub.hf_hub_download, local_files_only=True)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+
+    def put(name, source, **changes):
+        root = tmp_path / "hub" / f"models--some--{name}"
+        (root / "refs").mkdir(parents=True)
+        (root / "refs" / "main").write_text("a" * 40)
+        return hostile(source, root / "snapshots" / ("a" * 40), **changes)
+
+    return put
+
+
+def test_a_model_of_the_hub_may_not_ask_for_more_than_a_folder(folder, hub, tmp_path):
+    for name, changes, message in (
+        ("kernel", {"attn_implementation": "a/kernel"}, "= 'a/kernel' would run a kernel of the hub"),
+        ("large", {"num_hidden_layers": 10**6}, r"num_hidden_layers = 1,000,000, but there are \d+ tensors"),
+    ):
+        hub(name, folder(), **changes)
+        with pytest.raises(ConfigError, match=message):
+            load(f"some/{name}")
+        path = hostile(folder(lora=LORA), tmp_path / name, base_model_name_or_path=f"some/{name}")
+        with pytest.raises(ConfigError, match=rf"names its base 'some/{name}': .*{message}"):
+            load(path)
+    hub("adapters", folder(lora=LORA))
+    with pytest.raises(ConfigError, match=r"'some/adapters' on the hub has adapters; fix: hf download some/adapters"):
+        load("some/adapters")
+    path = hostile(folder(lora=LORA), tmp_path / "above", base_model_name_or_path=str(folder(lora=LORA)))
+    with pytest.raises(ConfigError, match=r"names its base .*, which has adapters itself; fix: merge"):
+        load(path)
+    cached = hub("plain", folder())
+    assert find_model("some/plain") == "some/plain"
+    weights = dict.fromkeys(load_file(cached / "model.safetensors"), "model-2.safetensors")  # which is still to come
+    (cached / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    assert find_model("some/plain") == "some/plain"
+
+
+def test_a_package_that_a_model_needs_and_is_absent_is_one_clear_error(folder, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"is no language model that transformers can load \(.*FlashAttention2.*; fix: "
+    ):
+        load(hostile(folder(), tmp_path / "model", attn_implementation="flash_attention_2"))
 
 
 def test_a_folder_needs_a_tokenizer_and_a_causal_model_with_room(folder, tmp_path):

@@ -75,6 +75,16 @@ def test_the_template_gets_its_settings_and_is_quoted_if_it_refuses():
         encoder(tokenizer).encode(Example((SYSTEM,), {}))
 
 
+@pytest.mark.parametrize(
+    "name", ["add_generation_prompt", "continue_final_message", "tools", "tokenize", "return_dict"]
+)
+def test_what_follows_from_the_prompt_is_no_setting_of_the_template(name):
+    with pytest.raises(
+        ConfigError, match=f"chat_template_kwargs: {name}=True follows from the prompt; fix: leave it out"
+    ):
+        encoder(chat_template_kwargs={name: True})
+
+
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -106,6 +116,12 @@ def test_conversations_need_a_template():
         (None, {"chat": "never"}, r"prompts are for conversations, but chat='never'; fix"),
         (without, {"system_prompt": "Be brief."}, r"system_prompt is for conversations, but .* no chat template"),
         (None, {"system_prompt": "a", "chat": "never"}, "system_prompt is of a conversation"),
+        (
+            without,
+            {"chat_template_kwargs": {"a": 1}},
+            r"chat_template_kwargs is for conversations, but .* no chat template",
+        ),
+        (None, {"chat_template_kwargs": {"a": 1}, "chat": "never"}, "chat_template_kwargs are of a conversation"),
     ]:
         with pytest.raises(ConfigError, match=message):
             encoder(tokenizer, **settings).encode(Example((USER,), {}))

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.base import GIVEN
-from groupwise.config.run import RewardCfg, TextTaskCfg
+from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.text.task import TextTask
 from groupwise.training.build import UserObjects
@@ -94,11 +95,27 @@ def test_objects_that_are_missing_are_named(change, message):
         ({"reward_fn": right}, "unknown setting 'reward_fn' of a TextTask; did you mean 'reward'"),
         ({"rewards": right}, "unknown setting 'rewards' of a TextTask; did you mean 'reward'"),
         ({"reward": right, "eval_overlap": "ignore"}, "eval_overlap = 'ignore': expected one of drop, keep"),
+        (
+            {"tool": right, "max_tool_calls": 1},
+            r"max_tool_calls=1 is of calls by name, and tool=.* reads the text; fix: tools=",
+        ),
+        ({"tool": right, "max_parse_errors": 1}, "max_parse_errors=1 is of calls by name"),
+        ({"tool": right, "on_tool_error": "raise"}, "on_tool_error='raise' is of calls by name"),
     ],
 )
 def test_impossible_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         TextTask(ROWS, **settings)
+
+
+@pytest.mark.parametrize("how", ["drop", "retry"])
+def test_errors_of_a_tool_that_reads_the_text_are_no_choice(how):
+    cfg = GRPOCfg(collection={"on_env_error": how})
+    with pytest.raises(
+        ConfigError, match=f"on_env_error='{how}' is of environments, and an error of tool=.* ends the run; fix: "
+    ):
+        TextRunCfg(task=TextTask(ROWS, reward=right, tool=right).cfg, algorithm=cfg)
+    TextRunCfg(task=TextTask(ROWS, reward=right, tools=[right]).cfg, algorithm=cfg)
 
 
 @pytest.mark.filterwarnings("ignore:.*in the evaluation data")

@@ -250,6 +250,16 @@ def test_what_cannot_be_a_tool_is_refused(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("max_tool_calls", 1), ("max_parse_errors", 1), ("on_tool_error", "raise")]
+)
+def test_a_text_env_reads_no_settings_of_calls(setting, value):
+    cfg = TextTaskCfg(env="<given in Python>", **{setting: value})
+    with pytest.raises(ConfigError, match=f"{setting}={value!r} is not read by Guess, a TextEnv; fix: leave it out"):
+        make_text_env(cfg, Guess)()
+    assert make_text_env(cfg, Wordle)().tools
+
+
 def test_a_copy_of_an_episode_goes_on_by_itself():
     first = played(ToolEnv(Wordle(), max_tool_calls=2), call("guess", word="zzzzz"))
     second = copy.deepcopy(first)

@@ -3,6 +3,7 @@
 import copy
 import os
 import time
+import tracemalloc
 
 import pytest
 from text_runs import save_model, train
@@ -107,6 +108,16 @@ def test_a_long_output_is_cut(run_python):
     assert 0 < len(run_python("print('a' * 10**6)")[0]) < 200_000
 
 
+def test_what_is_printed_without_end_is_not_kept(run_python):
+    tracemalloc.start()
+    try:
+        [text] = run_python("s = 'a' * 10**6\nwhile True:\n    print(s)")
+        assert tracemalloc.get_traced_memory()[1] < 5 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert text == "a" * 100_000 + " [cut]"
+
+
 SERVER = """
 import os, random
 from mcp.server.mcpserver import MCPServer
@@ -201,6 +212,36 @@ def test_a_start_that_fails_is_an_error_of_the_environment(server, tmp_path):
     envs = envs_of(MCPServer("python", str(tmp_path / "server.py"), start="strat", seconds=100.0))
     with pytest.raises(EnvError, match=r"the MCP server's start: error: Unknown tool.*; fix: start="):
         envs.open(Start(0, ROW), 1)
+    envs.close()
+
+
+STRICT = """
+from mcp import MCPError, types
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("strict")
+
+@server.tool()
+def add(a: int) -> str:
+    "Add."
+    if a == 1:
+        raise MCPError(types.INVALID_PARAMS, "Invalid params: a is 1")
+    if a == 2:
+        raise MCPError(types.REQUEST_TIMEOUT, "timed out")
+    return str(a)
+
+server.run()
+"""
+
+
+def test_a_call_that_the_server_refuses_is_told_and_one_without_an_answer_is_an_error(tmp_path):
+    (tmp_path / "strict.py").write_text(STRICT)
+    envs = envs_of(MCPServer("python", str(tmp_path / "strict.py"), seconds=100.0))
+    [episode], _ = envs.open(Start(0, ROW), 1)
+    envs.play(episode, call("add", a=1) + call("add", a=3))
+    assert episode.observations == ["error: Invalid params: a is 1\n3"]
+    with pytest.raises(EnvError, match="MCP server did not answer add: MCPError: timed out"):
+        envs.play(episode, call("add", a=2))
     envs.close()
 
 

@@ -173,10 +173,13 @@ TextStartMode = Literal["seed", "fresh", "snapshot", "none"]
 """How members of a group share the start of a text environment: a seeded reset; a seeded reset of a new instance; deep copies of one that was reset. ``none``: they do not."""
 
 
+OF_CALLS = ("max_tool_calls", "max_parse_errors", "on_tool_error")
+"""Settings of the task about tools that the model calls by name."""
 _OF_EPISODES = (
-    "max_episode_tokens", "max_observation_tokens", "on_long_observation", "max_tool_calls", "max_parse_errors", "on_tool_error",
-    "env_threads", "env_timeout", "episode_timeout",
+    "max_episode_tokens", "max_observation_tokens", "on_long_observation", "env_threads", "env_timeout", "episode_timeout", *OF_CALLS,
 )  # fmt: skip
+_BY_ENCODER = ("add_generation_prompt", "continue_final_message", "return_dict", "tokenize", "tools")
+"""Arguments of a chat template that follow from the prompt."""
 
 
 class TextTaskCfg(Cfg):
@@ -280,6 +283,10 @@ class TextTaskCfg(Cfg):
         if self.tool and (self.env or self.tools):
             both = f"env={self.env!r}" if self.env else f"tools={self.tools!r}"
             raise ValueError(f"{both} and tool={self.tool!r} both answer the model; fix: one of the two")
+        for name, value in (self.changed(*OF_CALLS) if self.tool else {}).items():
+            raise ValueError(
+                f"{name}={value!r} is of calls by name, and tool={self.tool!r} reads the text; fix: tools=[...]"
+            )
         if self.tool and self.env_timeout is not None:
             raise ValueError(
                 f"env_timeout={self.env_timeout:g} leaves a tool that hangs to itself, which all members share; fix: tool_timeout"
@@ -298,6 +305,12 @@ class TextTaskCfg(Cfg):
             raise ValueError(f"tool_answer={self.tool_answer!r}: expected {{}} once; fix: '<result>{{}}</result>'")
         if self.system_prompt is not None and self.chat == "never":
             raise ValueError("system_prompt is of a conversation, and chat='never' has none; fix: chat='auto'")
+        if self.chat_template_kwargs and self.chat == "never":
+            raise ValueError("chat_template_kwargs are of a conversation, and chat='never' has none; fix: chat='auto'")
+        for name in sorted({*_BY_ENCODER} & {*self.chat_template_kwargs}):
+            raise ValueError(
+                f"chat_template_kwargs: {name}={self.chat_template_kwargs[name]!r:.80} follows from the prompt; fix: leave it out"
+            )
         return self
 
 
@@ -659,6 +672,11 @@ class TextRunCfg(CommonCfg):
             raise ValueError(
                 f"algorithm.credit.baseline={credit.baseline.name!r} compares states of an environment, and a text has none: its "
                 "observations are single tokens; fix: baseline='mean', or for 'gigpo' a text environment (task.env, task.tools)"
+            )
+        if self.task.tool and (unread := collection.changed("on_env_error")):
+            raise ValueError(
+                f"algorithm.collection.on_env_error={unread['on_env_error']!r} is of environments, and an error of tool={self.task.tool!r} "
+                "ends the run; fix: leave it out, and let the tool return a text"
             )
         names = ("noise", "horizon", "partial_groups", *(() if self.task.has_env else ("on_env_error",)))
         unread = algorithm.changed("num_steps")

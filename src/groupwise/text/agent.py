@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg, FixedLengthCfg
-from groupwise.config.base import refuse_unknown
+from groupwise.config.base import GIVEN, refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
 from groupwise.data.rollout import TensorDict
@@ -152,6 +152,8 @@ class PromptEnv:
             DataError: not one group for each prompt.
             RewardError: a function failed.
         """
+        if wrong := [group for group in completions if isinstance(group, str)]:
+            raise DataError(f"{wrong[0]!r:.80} is a text, expected a group; fix: a list of completions for each prompt")
         groups = completions.groups if isinstance(completions, Completions) else [*map(_transcripts, completions)]
         count, sizes = len(groups), {len(group) for group in groups}
         if count != len(self.batch) or len(sizes) != 1:
@@ -265,9 +267,13 @@ class LanguageAgent:
         given = model if isinstance(model, CausalLM) else None
         task = TextTaskCfg(**{name: settings.pop(name) for name in _OF_PROMPTS if name in settings})
         of_run = {**settings, "model": None if given else model, "lora": lora, "sampling": sampling, "seed": seed}
-        self._build(text_cfg(task, algorithm, preset, given, of_run), given, index)
+        try:
+            cfg = text_cfg(task, algorithm, preset, given, {**of_run})
+        except ConfigError:  # unless they are of episodes alone
+            cfg = text_cfg(task.model_copy(update={"env": GIVEN}), algorithm, preset, given, of_run)
+        self._build(cfg.model_copy(update={"task": task}), given, index)
 
-    def _build(self, cfg: TextRunCfg, given: CausalLM | None, index: int) -> None:
+    def _build(self, cfg: TextRunCfg, given: CausalLM | None, index: int, *, restored: bool = False) -> None:
         if cfg.algorithm.groups.size == 1:
             raise ConfigError(f"a LanguageAgent learns from groups, by grpo; got {cfg.algorithm.name!r}, fix: gw.train")
         if cfg.algorithm.groups.collection.dynamic_sampling is not None:
@@ -277,7 +283,7 @@ class LanguageAgent:
         self.cfg = filled_in(cfg, (1.0,))
         """The settings, as those of a run."""
         self.index = index
-        self.algorithm: BaseAlgorithm = build_algorithm(self.cfg, given, Engine())
+        self.algorithm: BaseAlgorithm = build_algorithm(self.cfg, given, Engine(), restored=restored)
         """The ``GRPO``, with the policy."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last ``learn``, by the names of ``metrics.jsonl``."""
@@ -302,8 +308,11 @@ class LanguageAgent:
             training: a group for each prompt. False: its most likely completion, which nothing is learned from.
 
         Raises:
+            ConfigError: settings that only work on episodes.
             DataError: a prompt is too long, or neither a text nor messages.
         """
+        if training:
+            self._as_run(self.cfg.task)
         return self._write([Example(prompt, {}) for prompt in read_prompts(prompts)], training, Dialogue(self._encoder))
 
     def play(self, env: PromptEnv, training: bool = True) -> tuple[Completions, list[Tensor]]:
@@ -313,11 +322,11 @@ class LanguageAgent:
 
         Raises:
             EnvError: they do not, or the environment failed.
-            ConfigError: the loss is divided by the length of one turn, which the agent took for the longest completion.
+            ConfigError: settings that do not work on episodes; or the loss is divided by the length of one turn, which the agent took
+                for the longest completion.
             DataError: a first observation is too long.
         """
-        of_prompts = {name: vars(self.cfg.task)[name] for name in _OF_PROMPTS}
-        cfg = self.cfg.model_copy(update={"task": env.task.cfg.model_copy(update=of_prompts)})
+        cfg = self._as_run(env.task.cfg)
         encoder = PromptEncoder(self.policy.tokenizer, cfg.task)
         env.envs = env.envs or verified_envs(cfg, env.task, encoder, self.policy, env.train_set)
         if env.envs is None:
@@ -334,6 +343,11 @@ class LanguageAgent:
         completions, masks = self._write(env.batch, training, Dialogue(encoder, self.policy.context_length, env.envs))
         env.playing = [*chain(*completions.groups)]
         return completions, masks
+
+    def _as_run(self, task: TextTaskCfg) -> TextRunCfg:
+        """The settings as those of a run on the task, checked again."""
+        of_prompts = {name: vars(self.cfg.task)[name] for name in _OF_PROMPTS}
+        return TextRunCfg(**dict(self.cfg) | {"task": task.model_copy(update=of_prompts)})
 
     def _write(
         self, examples: Sequence[Example], training: bool, dialogue: Dialogue
@@ -445,7 +459,7 @@ class LanguageAgent:
             raise ConfigError(f"{path} is a run on an environment, without a language model; fix: gw.Run.load")
         agent, cfg = cls.__new__(cls), TextRunCfg(**settings)
         task = TextTaskCfg(**{name: vars(cfg.task)[name] for name in _OF_PROMPTS})  # the rest is of a PromptEnv
-        agent._build(cfg.model_copy(update={"task": task}), model, 0)
+        agent._build(cfg.model_copy(update={"task": task}), model, 0, restored=True)
         saved = load_checkpoint(folder.latest, identity_of(cfg, agent.policy), agent.policy)
         load_policy(agent.policy, saved.policy, folder.latest)
         agent.algorithm.load_state_dict(saved.state["algorithm"])

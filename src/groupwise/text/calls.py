@@ -87,15 +87,17 @@ class CallForm(NamedTuple):
             text = text.strip()
             return self._call(text) if text[:1] in ("{", "[") else text
         if self.keys is None and self.start != _OPEN:  # tags around another form
-            text = text.replace(_OPEN, "").replace(_CLOSE, "")
+            text = text.replace(_OPEN, "")
         plain, *calls = text.split(self.start)
         return plain + "".join(map(self._call, calls))
 
     def _call(self, text: str) -> str:
+        written, end, after = text.rpartition(_CLOSE)
+        written, after = (written, after) if end else (text, "")
         try:
-            return "".join(map(str, self._calls(text)))
+            return "".join(map(str, self._calls(text))) + after  # the end may stand in an argument, too
         except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError):
-            return f"{_OPEN}{text.strip()}{_CLOSE}"
+            return f"{_OPEN}{written.strip()}{_CLOSE}{after}"
 
     def _calls(self, text: str) -> list[Call]:
         decode = json.JSONDecoder(parse_constant=_refuse).raw_decode

@@ -270,7 +270,7 @@ class Dialogue:
                 alike = "although they were alike before training; fix: draw all from the seed of reset()"
                 raise EnvError(f"{error}, {alike}") from error
             for member, member.episode, prompt in zip(group, episodes, prompts, strict=True):
-                member.ends = () if member.episode.env is None else tuple(member.episode.env.stop)
+                member.ends = member.episode.ends
                 tools = member.episode.tools
                 if (key := repr((prompt, tools))) not in encoded:
                     begun = example._replace(prompt=prompt)
@@ -367,6 +367,8 @@ def open_group(
     return [Transcript(prompt, number, derive_seed(seed, *stream, number, i), greedy=i == sampled) for i in range(size)]
 
 
+CHECKS = 5
+"""How often the start of environments that may fail now and then is checked."""
 Pasts = dict[int, Past | None]
 """Keys and values of the texts so far, by ``id`` of the transcript."""
 
@@ -429,12 +431,19 @@ def verified_envs(
             return play_samples(episode, start, prompt, max_turns=cfg.task.max_turns)
         example = Example(prompt, {}, start)
         tokens = tuple(encoder.encode(example, episode.tools))
-        member = Transcript(EncodedPrompt(example, tokens), 0, start.seed, episode=episode)
+        member = Transcript(EncodedPrompt(example, tokens), 0, start.seed, episode=episode, ends=episode.ends)
         write([member], partial(complete, policy), sampling, dialogue)
         return episode.turns
 
     starts = [example.start for example in examples if example.start is not None]
-    report = check_text_starts(make, cfg.task.start_mode, starts, play, cfg.task.env_timeout)
+    tries = 1 if limits["on_error"] == "raise" else CHECKS
+    report = check_text_starts(make, cfg.task.start_mode, starts, play, cfg.task.env_timeout, tries)
+    if report.mode != "none" and not report.turns:
+        log.warning(
+            "the check of shared starts compared no turn, as the policy ended none within sampling.max_new_tokens=%d, so members may "
+            "part unnoticed; fix: sample_action(rng) of the environment, a larger max_new_tokens, or sampling.stop",
+            sampling.max_new_tokens,
+        )
     if report.kept and cfg.task.env_timeout is not None:
         raise ConfigError(
             f"the environment draws from the process's {' and '.join(report.kept)}, so a call that takes too long cannot be left to "
@@ -792,13 +801,13 @@ def text_metrics(
         "completions/clipped_ratio": fmean(member.stop == "length" for member in sampled),
     }
     for number, name in enumerate(reward_names):
-        values = [value for member in sampled if member.parts and (value := member.parts[number]) is not None]
-        if values:
+        if values := [part for one in sampled if one.parts and (part := one.parts[number]) is not None]:
             metrics[f"reward/{name}_mean"] = fmean(values)
     if groups := rewards_of_groups(sampled):
         metrics["rollout/reward_std"] = fmean(pstdev(group) for group in groups)
-        for k in (1, min(map(len, groups))):
-            metrics[f"rollout/pass_at_{k}"] = fmean(pass_at_k(group, success_threshold, k) for group in groups)
+        for k in (1, max(Counter(member.group for member in sampled).values())):
+            if rates := [pass_at_k(group, success_threshold, k) for group in groups if len(group) >= k]:
+                metrics[f"rollout/pass_at_{k}"] = fmean(rates)
     return metrics | (episode_metrics(sampled) if sampled[0].episode is not None else {})
 
 

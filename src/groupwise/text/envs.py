@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from threading import Lock, Semaphore
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -214,7 +215,12 @@ class TextEpisode:
         self.rewards.append(self._number("step", reward))
         self.answer = messages
         self.observations.append("\n".join(message["content"] for message in messages))
-        self.counts.update(info.get("counts", {}))
+        counts = info.get("counts", {})
+        if not isinstance(counts, Mapping) or not all(isinstance(number, Real) for number in counts.values()):
+            raise EnvError(
+                f"{self._name}.step(): info['counts'] = {counts!r:.80}; expected numbers by name; fix: {{'tool_calls': 1}}"
+            )
+        self.counts.update(counts)
         if terminated or truncated:
             own = info.get("ending")
             success = info.get("success")
@@ -247,6 +253,11 @@ class TextEpisode:
         if not isinstance(key, str | None):
             raise EnvError(f"{self._name}.state_key() returned {key!r:.80}; expected a text or None; fix: str(...)")
         self.anchors.append(f"observation {observation!r}" if key is None else f"key {key}")
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end a turn of the model."""
+        return () if self.env is None else tuple(self.env.stop)
 
     @property
     def total(self) -> float:
@@ -396,7 +407,8 @@ class TextEnvs:
         episodes = self.each(lambda seed: self._begin(start._replace(seed=seed)), own)
         while len(episodes) < count:
             try:
-                copied = copy.deepcopy(episodes[0])
+                with self._room:
+                    copied = copy.deepcopy(episodes[0])
             except Exception as error:
                 raise ApartError(f"it cannot be copied ({type(error).__name__}: {error})") from error
             assert copied.env is not None
@@ -412,14 +424,16 @@ class TextEnvs:
     def _begin(self, start: Start) -> TextEpisode:
         episode = TextEpisode(self._take(start), self.kept, self.seconds)
         try:
-            episode.reset(start)
+            with self._room:
+                episode.reset(start)
         except EnvError as error:
             self.release(episode, failed=True)
             if self.on_error == "raise":
                 raise
             log.warning("%s; it is tried again in another instance", error)
             episode = TextEpisode(self._take(start, new=True), self.kept, self.seconds, counts=Counter(env_errors=1))
-            episode.reset(start)
+            with self._room:
+                episode.reset(start)
         return episode
 
     def play(self, episode: TextEpisode, text: str) -> Sequence[Message]:
@@ -530,6 +544,7 @@ def check_text_starts(
     starts: Sequence[Start],
     play: Play,
     seconds: float | None = None,
+    tries: int = 1,
 ) -> TextStartReport:
     """Find out how members share a start: three of them, stepped in turns, must answer the same turns alike.
 
@@ -540,15 +555,16 @@ def check_text_starts(
         mode: the one to check. ``auto``: the first that passes of ``seed``, ``fresh`` and ``snapshot``.
         starts: at least two. The first three of every environment are tried.
         seconds: that a call may take.
+        tries: how often a start is checked whose environment fails.
 
     Raises:
-        EnvError: members differ, with the first difference and the likely reasons.
+        EnvError: members differ, with the first difference and the likely reasons; or the environment fails.
     """
     of_each: dict[str, list[Start]] = defaultdict(list)
     for start in starts:
         if len(of_each[start.environment]) < _STARTS_TRIED:
             of_each[start.environment].append(start)
-    drawn = {name for some in of_each.values() for name in _drawn_from(make, some[0], play, seconds)}
+    drawn = {name for some in of_each.values() for name in _patiently(tries, _drawn_from, make, some[0], play, seconds)}
     kept, rejected = tuple(name for name in GENERATORS if name in drawn), list[str]()
     if mode == "none":
         return TextStartReport("none", kept, 0, start_varies=True)
@@ -556,7 +572,11 @@ def check_text_starts(
     for candidate in candidates:
         with closing(TextEnvs(make, candidate, kept, seconds=seconds)) as envs:
             try:
-                found = [_compared(envs, some, play) for some in of_each.values()]
+                found = [
+                    _patiently(tries, _compared, envs, start, other, play)
+                    for some in of_each.values()
+                    for start, other in zip(some, (*some[1:], some[0]), strict=True)
+                ]
             except ApartError as error:
                 rejected.append(f"start_mode={candidate!r}: {error}")
             else:
@@ -612,33 +632,50 @@ def _drawn_from(make: Makes, start: Start, play: Play, seconds: float | None) ->
     )
 
 
-def _compared(envs: TextEnvs, starts: Sequence[Start], play: Play) -> tuple[int, bool]:
+def _patiently(tries: int, check: Callable[..., Made], *args: Any) -> Made:
+    """What the check of a start returns, which is made again where the environment fails."""
+    for number in range(1, tries + 1):
+        try:
+            return check(*args)
+        except ApartError:
+            raise
+        except EnvError as error:
+            if tries == 1:
+                raise
+            if number == tries:
+                raise EnvError(
+                    f"the check of shared starts failed {tries} times in a row, at last by: {error}"
+                ) from error
+            log.warning("%s; the start is checked again", error)
+    raise AssertionError
+
+
+def _compared(envs: TextEnvs, start: Start, other: Start, play: Play) -> tuple[int, bool]:
     """How many turns of members were equal, and whether starts vary; an ``ApartError`` where members differ."""
-    compared, varies = 0, False
-    for start, other in zip(starts, (*starts[1:], starts[0]), strict=True):
-        [episode], [prompt] = envs.open(start, 1)
-        turns = play(episode, start, prompt)
+    compared = 0
+    [episode], [prompt] = envs.open(start, 1)
+    turns = play(episode, start, prompt)
+    envs.release(episode)
+    [episode], [prompt_of_other] = envs.open(other, 1)
+    play(episode, other, prompt_of_other)
+    envs.release(episode)  # the first of the members takes this instance
+    members, _ = envs.open(start, 3)
+    [apart], _ = envs.open(other, 1)
+    varies = prompt_of_other != prompt
+    for number, turn in enumerate(turns, 1):
+        for member in members:
+            member.step(turn)
+        for member in members[1:]:
+            if member.last != members[0].last:
+                raise ApartError(
+                    f"after turn {number}, {turn!r:.80}, members have {members[0].last!r:.200} and {member.last!r:.200}"
+                )
+        compared += 1
+        if apart.ending is None:
+            apart.step(turn)
+            varies |= apart.last != members[0].last
+        if members[0].ending is not None:
+            break
+    for episode in (*members, apart):
         envs.release(episode)
-        [episode], [prompt_of_other] = envs.open(other, 1)
-        play(episode, other, prompt_of_other)
-        envs.release(episode)  # the first of the members takes this instance
-        members, _ = envs.open(start, 3)
-        [apart], _ = envs.open(other, 1)
-        varies |= prompt_of_other != prompt
-        for number, turn in enumerate(turns, 1):
-            for member in members:
-                member.step(turn)
-            for member in members[1:]:
-                if member.last != members[0].last:
-                    raise ApartError(
-                        f"after turn {number}, {turn!r:.80}, members have {members[0].last!r:.200} and {member.last!r:.200}"
-                    )
-            compared += 1
-            if apart.ending is None:
-                apart.step(turn)
-                varies |= apart.last != members[0].last
-            if members[0].ending is not None:
-                break
-        for episode in (*members, apart):
-            envs.release(episode)
     return compared, varies

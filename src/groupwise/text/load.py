@@ -58,6 +58,8 @@ def load_causal_lm(
             base = find_model(name if isinstance(name, str) else "")
         except ConfigError as error:
             raise ConfigError(f"{adapters} names its base {name!r}: {error}") from None
+        if (Path(base) / ADAPTER_CONFIG).is_file():  # transformers would load what they are above, unchecked
+            raise ConfigError(f"{adapters} names its base {name!r}, which has adapters itself; fix: merge those first")
     tokenizer, why = None, ""
     for place in dict.fromkeys((base, path)):  # adapters may have one of their own
         try:
@@ -87,7 +89,16 @@ def failures() -> tuple[type[Exception], ...]:
     """Errors of transformers and torch where files of a model are damaged, or its settings make no sense."""
     from huggingface_hub.errors import StrictDataclassError
 
-    damages = ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError, RuntimeError
+    damages = (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RuntimeError,
+    )
     return *damages, SafetensorError, StrictDataclassError, TypeError, ValueError
 
 
@@ -109,21 +120,27 @@ def find_model(path: str) -> str:
     wanted = "fix: a folder with config.json and weights, or a hub id"
     if not path or path[0] in "./~" or path.count("/") > 1:
         raise ConfigError(f"no folder {path!r}; {wanted}")
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
-    if any(isinstance(try_to_load_from_cache(path, name), str) for name in ("config.json", ADAPTER_CONFIG)):
-        return path
+    names = {name for name in ("config.json", ADAPTER_CONFIG) if isinstance(try_to_load_from_cache(path, name), str)}
     try:
-        HfApi().model_info(path, timeout=_HUB_SECONDS)  # asks once; loading would try for half a minute
+        if not names:  # asks once; loading would try for half a minute
+            names = {file.rfilename for file in HfApi().model_info(path, timeout=_HUB_SECONDS).siblings or ()}
+        settings = None if ADAPTER_CONFIG in names else Path(hf_hub_download(path, "config.json"))
     except Exception as error:  # of whichever library asks: offline, unknown, not allowed
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"no folder {path!r}, nor such a model on the hub ({why[0]}); {wanted}") from None
+    if settings is None:  # transformers would load the base that they name, unchecked
+        raise ConfigError(
+            f"{path!r} on the hub has adapters; fix: hf download {path} --local-dir FOLDER, and that folder"
+        )
+    _check_settings(settings.parent, read_file(settings), in_cache=True)
     return path
 
 
-def _check_settings(folder: Path, tree: dict[str, Any]) -> None:
+def _check_settings(folder: Path, tree: dict[str, Any], *, in_cache: bool = False) -> None:
     """Refuse what a model's folder must not ask for, by a ``ConfigError``: kernels of the hub, files elsewhere, or sizes that
-    its weights do not have, which transformers would build first.
+    its weights do not have, which transformers would build first. Files of the hub's cache may be still to come.
     """
     settings, where = flat(tree), folder / "config.json"
     for name, value in settings.items():
@@ -132,11 +149,14 @@ def _check_settings(folder: Path, tree: dict[str, Any]) -> None:
     for index in folder.glob("*.index.json"):
         try:
             names = {*files.parse_json(files.read(index, MAX_INDEX, follow=True))["weight_map"].values()}
-            wrong = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+            absent = [name for name in names if not (folder / name).is_file()]
+            wrong = [name for name in names if Path(name).name != name] or absent * (not in_cache)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} is damaged ({error!r:.200}); fix: save the model again") from None
         if wrong:
             raise ConfigError(f"{index} names {wrong[0]!r:.100}, which is no file in that folder; fix: save it again")
+        if absent:
+            return
     tensors, numbers = 0, 0
     for path in folder.glob("*.safetensors"):
         with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:  # a damaged one is an error of loading

@@ -279,8 +279,8 @@ class PromptEncoder:
         self.cfg = cfg
         self.conversational: bool = cfg.chat == "auto" and tokenizer.chat_template is not None
         """Whether texts become messages."""
-        if cfg.system_prompt is not None and not self.conversational:
-            raise self._no_template("system_prompt is")
+        for name in cfg.changed("system_prompt", "chat_template_kwargs") if not self.conversational else ():
+            raise self._no_template(f"{name} is")
 
     def encode(self, example: Example, tools: Sequence[Schema] = ()) -> list[int]:
         """The prompt's tokens, never cut; an error for messages that the template refuses.
@@ -369,7 +369,8 @@ class PromptEncoder:
         )
         if self.cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
             raise DataError(
-                f"{message}; fix: shorter prompts, on_long_prompt='drop', a larger max_prompt_tokens or a smaller max_new_tokens"
+                f"{message}; fix: shorter prompts, a larger max_prompt_tokens, a smaller max_new_tokens, or in gw.train "
+                "on_long_prompt='drop'"
             )
         warnings.warn(f"{message}; they are dropped", stacklevel=2)
         return [prompt for prompt in encoded if len(prompt.tokens) <= limit]

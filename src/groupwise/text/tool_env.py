@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import ValidationError, validate_call
 
 from groupwise.config.base import GIVEN
-from groupwise.config.run import TextTaskCfg
+from groupwise.config.run import OF_CALLS, TextTaskCfg
 from groupwise.errors import ConfigError, EnvError, GroupwiseError, UnknownNameError, require_extra
 from groupwise.plugins import TEXT_ENVS, TEXT_GAMES
 from groupwise.text.calls import Call, Schema, read_calls
@@ -351,6 +351,8 @@ def make_text_env(
             return ToolEnv(one, **settings)
         if functions:
             raise ConfigError(f"{type(one).__name__} is a TextEnv, which has tools of its own; fix: leave tools out")
+        for name, value in cfg.changed(*OF_CALLS).items():
+            raise ConfigError(f"{name}={value!r} is not read by {type(one).__name__}, a TextEnv; fix: leave it out")
         return one
 
     if cfg.env is None:

@@ -60,14 +60,21 @@ class PythonTool(Tools):
             "timezone": "UTC",
             "process_time": "zero",
         }
-        printed: list[str] = []
+        printed, room = list[str](), _LONGEST_OUTPUT + 1  # one more shows that there was more
+
+        def keep(stream: str, text: str) -> None:
+            nonlocal room
+            if room:
+                printed.append(text[:room])
+                room -= len(printed[-1])
+
         with _MAKING_WORKERS:
             workers = _workers()
         with workers.checkout(limits=self._limits, os_policy=policy) as session:
             if self._state is not None:
                 session.load_session(self._state)
             try:
-                value = session.feed_run(code, print_callback=lambda stream, text: printed.append(text))
+                value = session.feed_run(code, print_callback=keep)
                 printed += [] if value is None else [repr(value)]
                 self._state = session.dump()
             except MontyError as error:
@@ -192,10 +199,15 @@ class _Session:
             self._changed.set()
 
     def call(self, name: str, /, **arguments: Any) -> str:
-        """The texts of a tool's result."""
+        """The texts of a tool's result, or what the server says of a call that it refuses."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
         try:
             result = in_loop(self._client.call_tool(name, arguments)).result(self._seconds + 1)
         except Exception as error:
+            if isinstance(error, MCPError) and error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+                return f"error: {error.message[:_LONGEST_OUTPUT]}"
             raise EnvError(f"the MCP server did not answer {name}: {type(error).__name__}: {error}") from error
         text = "\n".join(part.text for part in result.content if part.type == "text")
         return f"{'error: ' * bool(result.is_error)}{text[:_LONGEST_OUTPUT]}"

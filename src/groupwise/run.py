@@ -212,7 +212,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
             trainer.collector.position = checkpoint.state.get("position", 0) // engine.world_size
             for callback in trainer.callbacks:
                 if isinstance(callback, Evaluate):
-                    callback.best_score = checkpoint.state.get(SCORES[parts.metric])
+                    callback.load_state_dict({"best_score": checkpoint.state.get(SCORES[parts.metric])})
         where = ""
     else:
         interval, budget = parts.cfg.checkpoint_interval, parts.cfg.budget
@@ -229,6 +229,9 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
             noted = {"step": f"{trainer.env_steps:,}", "cut": early, "before": f"{old.name}={old.total}"}
             noted["after"] = f"{budget.name}={budget.total}"
             folder.rewrite_config(settings, *([noted] if trainer.iteration else []))
+        forgot = any(isinstance(one, Evaluate) and one.best_score is None for one in trainer.callbacks)
+        if forgot and any("eval/return_mean" in entry for entry in folder.read_scored()):
+            folder.rewrite_config(folder.read_config(), scores_from=trainer.iteration)
         if log.isEnabledFor(logging.WARNING):  # not with --quiet
             show(f"resuming from {budget.unit[:-1]} {trainer.done:,} of {budget.total:,}{where}", to="stderr")
 
@@ -239,7 +242,7 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     summary["stopped"] = ended
     try:
         metrics = folder.read_metrics()
-        summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+        summary |= scores_of(folder.read_scored(), parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
         unsaved = {
             "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
             "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),

@@ -334,7 +334,7 @@ def answer_of(folder: RunFolder) -> Answer:
     """Whether the run in a folder learned."""
     config = folder.read_config()
     _, score, sample = words_of(config)
-    return answer(folder.read_metrics(), score, sample, Goal.from_config(config))
+    return answer(folder.read_scored(), score, sample, Goal.from_config(config))
 
 
 def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str, goal: Goal = UNKNOWN) -> Answer:

@@ -462,11 +462,6 @@ class Evaluate(Callback):
         self.metric = metric
         self.best_score: float | None = None
 
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """A score whose checkpoint is not there, as in a fork, is forgotten."""
-        if not has_checkpoint(self.best):
-            self.best_score = None
-
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Evaluate when it is time."""
         if trainer.passed(self.interval) or trainer.is_done():
@@ -499,9 +494,9 @@ class Evaluate(Callback):
         return {"best_score": self.best_score}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best score."""
+        """Restore the best score, if its checkpoint is there: a fork may lack it."""
         best = state["best_score"]
-        self.best_score = None if best is None else float(best)
+        self.best_score = float(best) if best is not None and has_checkpoint(self.best) else None
 
 
 class StopEarly(Callback):

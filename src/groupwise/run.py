@@ -98,6 +98,15 @@ def read_settings(
             f"{', '.join(named)}: of language models, whose data, rewards and tool are a task; fix: "
             f"gw.train(gw.TextTask(data, reward=my_reward{tool}), model='path-or-hub-id'); for an environment: policy=..."
         )
+    of_env = {key: OTHER_NAMES.get(key, key).removeprefix("env.") for key in settings}
+    of_env = {key: name for key, name in of_env.items() if name in EnvCfg.model_fields and name not in env_settings}
+    if of_env and not isinstance(env, CommonCfg | TextTask):
+        env_id = env if isinstance(env, str) else env.id if isinstance(env, EnvCfg) else "MyEnv-v0"
+        registered = "" if isinstance(env, str | EnvCfg) else ", after gymnasium.register"
+        raise ConfigError(
+            f"{', '.join(of_env)}: of the environment, whose settings come with its id; fix: "
+            f"gw.train(gw.EnvCfg(id={env_id!r}, {', '.join(f'{name}=...' for name in of_env.values())})){registered}"
+        )
     known = {*RunCfg.model_fields, *TextRunCfg.model_fields, *env_settings}
     others = [key for key in settings if key in OTHER_NAMES]
     refuse_unknown([key for key in others if settings[key] is None or OTHER_NAMES[key] in env_settings], known, "run")

@@ -251,7 +251,9 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     summary["stopped"] = ended
     try:
         metrics = folder.read_metrics()
-        summary |= scores_of(folder.read_scored(), parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+        summary |= (
+            scores_of(folder.read_scored(), parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+        )
         unsaved = {
             "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
             "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),

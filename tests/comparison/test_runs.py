@@ -106,7 +106,9 @@ def test_arguments_that_end_alike_tell_environments_apart():
         config = {"observation": {"type": seen}, "action": {"type": done}}
         rewrite_settings(name, env={"id": "Cfg-v0", "kwargs": {"config": config}, "max_episode_steps": None})
     found = gw.compare(list(kinds))
-    names = [f"Cfg-v0 env.kwargs.config.observation.type={a} env.kwargs.config.action.type={b}" for a, b in kinds.values()]
+    names = [
+        f"Cfg-v0 env.kwargs.config.observation.type={a} env.kwargs.config.action.type={b}" for a, b in kinds.values()
+    ]
     assert [one.environment for one in found.environments] == names
     assert [[m.seeds for m in one.methods] for one in found.environments] == [[(0, 1)]] * 3
 

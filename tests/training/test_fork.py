@@ -163,7 +163,9 @@ def test_the_best_of_a_fork_is_one_that_it_holds(tmp_path):
     fields = {"first": {"checkpoint": 192}, "short": {"env": {"max_episode_steps": 5}, "total_steps": 600}}
     files.remove(folder.best)
     shutil.copytree(folder.latest, folder.best)  # as if the last evaluation were the best one
-    rewrite_metrics(run.path, lambda entry: entry | {"eval/return_mean": 400.0 + entry["env_steps"], "eval/return_std": 1.0})
+    rewrite_metrics(
+        run.path, lambda entry: entry | {"eval/return_mean": 400.0 + entry["env_steps"], "eval/return_std": 1.0}
+    )
     for name, changed in fields.items():
         forked = gw.resume(gw.fork(run.path, tmp_path / name, **changed))
         best = load_checkpoint(RunFolder(forked.path).best).state

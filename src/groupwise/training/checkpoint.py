@@ -599,7 +599,11 @@ def fork_run(
     try:
         new.checkpoints.mkdir()
         shutil.copytree(found, new.latest, ignore=_others)
-        if not any(map(_changes_scores, changed)) and has_checkpoint(folder.best) and saved_counts(folder.best)["steps"] <= steps:
+        if (
+            not any(map(_changes_scores, changed))
+            and has_checkpoint(folder.best)
+            and saved_counts(folder.best)["steps"] <= steps
+        ):
             shutil.copytree(folder.best, new.best, ignore=_others)
         files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
     except BaseException as error:

@@ -174,7 +174,7 @@ def test_broken_files_say_what_and_where(write, content, message):
 
 def test_what_comes_besides_a_file_is_not_blamed_on_it(write):
     path = write({"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo", "gae_lambda": 0.9}})
-    with pytest.raises(ConfigError, match="^settings of algorithm 'ppo' in the file do not fit 'grpo'; fix: "):
+    with pytest.raises(ConfigError, match=r"^settings of algorithm 'ppo' in the file do not fit 'grpo'; fix: "):
         load_config(path, "grpo")
     with pytest.raises(ConfigError, match=r"^algorithm\.gamma = 2"):
         load_config(path, algorithm={"gamma": 2})

@@ -178,6 +178,15 @@ MISTAKES = {
     "16 callback": (lambda run, train: train(Plain, callback=None), "'callback'", "unknown setting", r"here: callbacks of gw\.train"),
     "16 policy": (lambda run, train: gw.PPOCfg(policy_kwargs={}), "'policy_kwargs'", "unknown key", "here: policy, elsewhere"),
     "16 model": (lambda run, train: gw.evaluate(Plain()), "run is a Plain", "expected a Run or its folder", "fix: .*evaluate_policy"),
+    "16 env_kwargs": (
+        lambda run, train: gw.train("CartPole-v1", env_kwargs={"sutton_barto_reward": True}),
+        "env_kwargs", "of the environment", r"fix: gw\.train\(gw\.EnvCfg\(id='CartPole-v1', kwargs=\.\.\.\)\)$",
+    ),
+    "16 kwargs": (
+        lambda run, train: gw.train(gw.EnvCfg(id="Pendulum-v1"), kwargs={"g": 1.0}, vectorization="async"),
+        "kwargs, vectorization", "of the environment", r"EnvCfg\(id='Pendulum-v1', kwargs=\.\.\., vectorization=\.\.\.\)\)$",
+    ),
+    "16 class": (lambda run, train: train(Plain, kwargs={"a": 1}), "kwargs", "of the environment", r"kwargs=\.\.\.\)\), after gymnasium\.register"),
     "17": (
         lambda run, train: gw.PPOCfg(learning_rate=lambda left: left),
         "learning_rate = <function", "expected data, got a function", "fix: a value .*schedule='linear' .*clip_coef={'name': 'linear', 'start'",

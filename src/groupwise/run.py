@@ -98,6 +98,15 @@ def read_settings(
             f"{', '.join(named)}: of language models, whose data, rewards and tool are a task; fix: "
             f"gw.train(gw.TextTask(data, reward=my_reward{tool}), model='path-or-hub-id'); for an environment: policy=..."
         )
+    of_env = {key: OTHER_NAMES.get(key, key).removeprefix("env.") for key in settings}
+    of_env = {key: name for key, name in of_env.items() if name in EnvCfg.model_fields and name not in env_settings}
+    if of_env and not isinstance(env, CommonCfg | TextTask):
+        env_id = env if isinstance(env, str) else env.id if isinstance(env, EnvCfg) else "MyEnv-v0"
+        registered = "" if isinstance(env, str | EnvCfg) else ", after gymnasium.register"
+        raise ConfigError(
+            f"{', '.join(of_env)}: of the environment, whose settings come with its id; fix: "
+            f"gw.train(gw.EnvCfg(id={env_id!r}, {', '.join(f'{name}=...' for name in of_env.values())})){registered}"
+        )
     known = {*RunCfg.model_fields, *TextRunCfg.model_fields, *env_settings}
     others = [key for key in settings if key in OTHER_NAMES]
     refuse_unknown([key for key in others if settings[key] is None or OTHER_NAMES[key] in env_settings], known, "run")
@@ -212,7 +221,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
             trainer.collector.position = checkpoint.state.get("position", 0) // engine.world_size
             for callback in trainer.callbacks:
                 if isinstance(callback, Evaluate):
-                    callback.best_score = checkpoint.state.get(SCORES[parts.metric])
+                    callback.load_state_dict({"best_score": checkpoint.state.get(SCORES[parts.metric])})
         where = ""
     else:
         interval, budget = parts.cfg.checkpoint_interval, parts.cfg.budget
@@ -229,6 +238,9 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
             noted = {"step": f"{trainer.env_steps:,}", "cut": early, "before": f"{old.name}={old.total}"}
             noted["after"] = f"{budget.name}={budget.total}"
             folder.rewrite_config(settings, *([noted] if trainer.iteration else []))
+        forgot = any(isinstance(one, Evaluate) and one.best_score is None for one in trainer.callbacks)
+        if forgot and any("eval/return_mean" in entry for entry in folder.read_scored()):
+            folder.rewrite_config(folder.read_config(), scores_from=trainer.iteration)
         if log.isEnabledFor(logging.WARNING):  # not with --quiet
             show(f"resuming from {budget.unit[:-1]} {trainer.done:,} of {budget.total:,}{where}", to="stderr")
 
@@ -239,7 +251,9 @@ def _report(summary: dict[str, Any], trainer: Trainer, parts: Components, folder
     summary["stopped"] = ended
     try:
         metrics = folder.read_metrics()
-        summary |= scores_of(metrics, parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+        summary |= (
+            scores_of(folder.read_scored(), parts.metric) | peak_memory(parts.policy.device) | parts.summary_fields()
+        )
         unsaved = {
             "unsaved_env_steps": trainer.env_steps - saved_counts(folder.latest)["steps"],
             "unlogged_iterations": sum(len(c.waiting) for c in trainer.callbacks if isinstance(c, MetricsLog)),

@@ -43,6 +43,19 @@ def test_an_unknown_option_names_the_nearest_one(capsys, option, hint):
     assert f"unknown option {spelt}{hint}" in capsys.readouterr().err
 
 
+def test_what_is_wrong_in_an_option_is_not_said_of_the_file(capsys, tmp_path):
+    path = tmp_path / "run.json"
+    for content, words, said in (
+        ({}, ["--algorithm.gamma", "0.9", "0.8"], "error: algorithm.gamma = [0.9, 0.8]: "),
+        ({}, ["--preset", "drgrpo"], "error: unknown preset 'drgrpo'"),
+        ({"seed": -1}, ["--algorithm.gamma", "2"], f"error: {path}: "),
+        ({"seed": -1}, [], f"error: {path}: seed = -1"),
+    ):
+        path.write_text(json.dumps({"env": {"id": "CartPole-v1"}, **content}))
+        assert cli.main(["config", str(path), *words]) == 2
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [

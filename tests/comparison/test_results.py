@@ -97,10 +97,15 @@ def test_environments_are_put_on_one_scale():
     ("runs", "reference", "message"),
     [
         (A + B + F, {"E": (0, 1), "FF": (0, 1)}, "no reference scores of F; did you mean 'FF'"),
-        (A + B + F, {"E": (0, 1), "F": (2, 2)}, "expected two different ones"),
+        (A + B + F, {"E": (0, 1), "F": (2, 2)}, r"F are \(2, 2\): expected two different numbers; fix: "),
+        (A + B + F, {"E": (0, 1), "F": [20, math.nan]}, r"F are \[20, nan\]: expected two different numbers"),
+        (A + B + F, {"E": (0, 1), "F": (0, math.inf)}, "expected two different numbers"),
+        (A + B + F, {"E": (0, 1), "F": ("a", 1)}, r"F are \('a', 1\): expected two different numbers"),
+        (A + B + F, {"E": (0, 1), "F": (0, 1, 2)}, "expected two different numbers"),
+        (A + B + F, {"E": (0, 1), "F": 5}, "F are 5: expected two different numbers"),
         (A + records("F", "b", (1.0, 2.0)), {"E": (0, 1), "F": (0, 1)}, "no method has runs in all of E, F"),
     ],
-    ids=["missing", "equal", "no method"],
+    ids=["missing", "equal", "nan", "inf", "text", "three", "no pair", "no method"],
 )
 def test_reference_scores_that_do_not_serve(runs, reference, message):
     with pytest.raises(ConfigError, match=message):

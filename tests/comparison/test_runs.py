@@ -99,6 +99,20 @@ def test_environments_with_other_arguments_are_others():
     assert [one.environment for one in found.environments] == names
 
 
+def test_arguments_that_end_alike_tell_environments_apart():
+    kinds = {f"{seen}_{done}": (seen, done) for seen, done in [("kin", "disc"), ("grid", "disc"), ("kin", "cont")]}
+    for name, (seen, done) in kinds.items():
+        write_seeds(Path(name), (1.0, 2.0), env="Cfg-v0")
+        config = {"observation": {"type": seen}, "action": {"type": done}}
+        rewrite_settings(name, env={"id": "Cfg-v0", "kwargs": {"config": config}, "max_episode_steps": None})
+    found = gw.compare(list(kinds))
+    names = [
+        f"Cfg-v0 env.kwargs.config.observation.type={a} env.kwargs.config.action.type={b}" for a, b in kinds.values()
+    ]
+    assert [one.environment for one in found.environments] == names
+    assert [[m.seeds for m in one.methods] for one in found.environments] == [[(0, 1)]] * 3
+
+
 def test_texts_are_compared_by_their_task():
     for name, model in {"small": "models/a", "large": "models/b"}.items():
         write_seeds(Path(name), (0.25, 0.5))

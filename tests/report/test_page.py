@@ -1,5 +1,6 @@
 """The page of a run: whole, self-contained, safe, and right about what it says."""
 
+import hashlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 
 import pyarrow.parquet
 import pytest
+from at_events import on
 from run_folders import logged, rewrite_metrics, same_weights, write_run
 from text_runs import copying, save_model
 from text_runs import train as train_text
@@ -241,6 +243,28 @@ def test_a_page_says_how_it_ended_and_how_often_it_succeeded(tmp_path):
     assert "Ended by total_steps after 1,000" in page_of(run)[0]
     rewrite_metrics(run, lambda entry: entry | {"eval/success_rate": (entry["iteration"] - 1) / 4})
     assert ">success rate</text>" in page_of(run)[0]
+
+
+def test_a_resumed_run_has_its_whole_time_limit_left(tmp_path):
+    ppo = {"name": "ppo", "num_steps": 8, "num_epochs": 1}
+    settings = {"num_envs": 2, "evaluation": {"episodes": 1}, "stop": {"time_limit": 100.0}, "speed": "off", **QUIET}
+    run = gw.train("CartPole-v1", ppo, total_steps=16, run_dir=tmp_path / "run", **settings)
+    assert 0 < run.metrics()[-1]["time/left_seconds"] < 100
+    for folder in (run.path, run.path / "checkpoints/latest"):  # as if the first process had taken the limit
+        name, key = ("metrics.jsonl", "time/total_seconds") if folder == run.path else ("state.json", "seconds")
+        text = (folder / name).read_text()
+        (folder / name).write_text(re.sub(rf'"{key}": [0-9.e-]+', f'"{key}": 100.0', text))
+    manifest = run.path / "checkpoints/latest/manifest.json"
+    digest = hashlib.sha256((manifest.parent / "state.json").read_bytes()).hexdigest()
+    manifest.write_text(re.sub(r'("state.json": )"[0-9a-f]+"', rf'\1"{digest}"', manifest.read_text()))
+    seen = []
+    look = on(
+        "iteration_end", lambda trainer, *_: seen.append(page_of(run.path)[0]) if trainer.iteration == 3 else None
+    )
+    again = gw.resume(run.path, total_steps=64, callbacks=[look])
+    assert again.metrics()[-1]["time/total_seconds"] > 100
+    assert "Still training: 32 environment steps" in seen[0]
+    assert re.search(r"50 %, 1:\d\d left", seen[0])
 
 
 def test_cloning_is_not_blamed_for_playing_no_episodes(tmp_path):

@@ -118,11 +118,6 @@ class Corridor(gymnasium.Env):
         return np.full((100, self.width, 3), 5 * self.steps, np.uint8)
 
 
-class NoImages(Corridor):
-    def render(self) -> Any:
-        return np.zeros((8, 8, 1), np.uint8)
-
-
 class FatalError(Exception):
     """Of a library in C, derived from no usual error."""
 
@@ -243,9 +238,30 @@ def test_an_environment_without_pictures_says_so():
 
 
 @pytest.mark.parametrize(
+    ("frame", "named"),
+    [
+        (np.zeros((8, 8, 1), np.uint8), r"uint8 \[8, 8, 1\]"),
+        (np.zeros((8, 8, 3)), r"float64 \[8, 8, 3\]"),
+        (np.zeros(8, np.uint8), r"uint8 \[8\]"),
+        (None, "a NoneType"),
+        ([np.zeros((8, 8, 3), np.uint8)], "a list"),
+    ],
+    ids=["one channel", "floats", "a row", "none", "list"],
+)
+def test_a_frame_that_is_no_picture_says_what_it_is(tmp_path: Path, frame: Any, named: str):
+    class Frame(Corridor):
+        def render(self) -> Any:
+            return frame
+
+    expected = rf"no video: render\(\) of Frame returned {named}, expected a picture; fix: return uint8 \[H, W, 3\]$"
+    with pytest.raises(EnvError, match=expected):
+        film(policy_for(Corridor()), EnvCfg(), Frame, tmp_path / "policy.gif", seed=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        (NoImages, "TypeError: Cannot handle this data type"),
         (OpenGLMissing, "FatalError: an OpenGL platform library has not been loaded"),
         (NoDevice, "FatalError: no device"),
     ],

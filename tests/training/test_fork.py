@@ -6,11 +6,14 @@ import shutil
 
 import pytest
 from at_events import on
-from run_folders import logged, same_weights, weights
+from run_folders import logged, rewrite_metrics, same_weights, weights
 
 import groupwise as gw
 from groupwise import cli
+from groupwise import system as files
 from groupwise.report.folder import RunFolder
+from groupwise.report.health import diagnose
+from groupwise.report.page import answer_of
 from groupwise.training.checkpoint import load_checkpoint
 
 PPO = {"name": "ppo", "num_steps": 16, "num_epochs": 2, "minibatch_size": 64}
@@ -151,6 +154,26 @@ def test_a_best_of_later_is_not_of_the_fork(run, tmp_path):
     forked = gw.fork(run.path, tmp_path / "new", checkpoint=first)
     assert (forked / "checkpoints/best").exists() == (best <= first)
     assert (gw.resume(forked).path / "checkpoints/best").exists()
+
+
+def test_the_best_of_a_fork_is_one_that_it_holds(tmp_path):
+    """The best evaluation of the run is of later than one fork, and of other settings than the other."""
+    run = gw.train("CartPole-v1", PPO, total_steps=320, run_dir=tmp_path / "run", **TINY)
+    folder = RunFolder(run.path)
+    fields = {"first": {"checkpoint": 192}, "short": {"env": {"max_episode_steps": 5}, "total_steps": 600}}
+    files.remove(folder.best)
+    shutil.copytree(folder.latest, folder.best)  # as if the last evaluation were the best one
+    rewrite_metrics(
+        run.path, lambda entry: entry | {"eval/return_mean": 400.0 + entry["env_steps"], "eval/return_std": 1.0}
+    )
+    for name, changed in fields.items():
+        forked = gw.resume(gw.fork(run.path, tmp_path / name, **changed))
+        best = load_checkpoint(RunFolder(forked.path).best).state
+        assert forked.summary["best_env_steps"] == best["env_steps"]
+        assert forked.summary["best_return_mean"] == best["return_mean"] < 400
+        assert forked.metrics()[0]["eval/return_mean"] > 400, "the metrics are copied as they are"
+        assert "fell" not in answer_of(RunFolder(forked.path)).text
+        assert not [found for found in diagnose(RunFolder(forked.path)) if "The policy got worse" in found.advice]
 
 
 @pytest.mark.parametrize(

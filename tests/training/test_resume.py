@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from at_events import interrupt_after, on
 from forked import Script
+from gymnasium.envs.classic_control import CartPoleEnv
 from killed_runs import dies_at
 from run_folders import logged, same_weights
 from torch_pendulum import TorchPendulum
@@ -152,6 +153,43 @@ def test_a_run_of_an_earlier_version_is_refused_in_a_line(uninterrupted, tmp_pat
     for again in (gw.resume, gw.evaluate, gw.Run.load):
         with pytest.raises(gw.errors.RunFolderError, match=r"old was made by an earlier version .*format 1.*; fix: "):
             again(path)
+
+
+class NeverSucceeds(CartPoleEnv):
+    """Says so, which makes its success rate less than any of its returns."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated, truncated, info | {"is_success": False}
+
+
+@pytest.mark.parametrize(
+    "change", [{"env": {"max_episode_steps": 5}}, {"evaluation": {"metric": "success_rate"}}], ids=["env", "metric"]
+)
+def test_other_scores_choose_another_best(change, tmp_path, caplog):
+    """All scores after the change are less than those before."""
+    ppo = {"name": "ppo", "num_steps": 16, "minibatch_size": 64}
+    common = {"num_envs": 4, "max_episode_steps": 50, "logging": {"progress": "none"}}
+    evaluation = {"interval": 64, "episodes": 2}
+    run = gw.train(NeverSucceeds, ppo, total_steps=192, run_dir=tmp_path / "run", evaluation=evaluation, **common)
+    settings = json.loads((run.path / "config.json").read_text())
+    for part, fields in change.items():
+        settings[part] |= fields
+    (run.path / "config.json").write_text(json.dumps(settings))
+    again = gw.resume(run.path, env=NeverSucceeds, total_steps=384)
+    name = next(f"{part}.{name}" for part, fields in change.items() for name in fields)
+    assert f"{name} changed since the checkpoint: scores of earlier evaluations do not count any more" in caplog.text
+
+    def best_steps():
+        return load_checkpoint(RunFolder(run.path).best).state["env_steps"]
+
+    assert best_steps() == again.summary["best_env_steps"] > 192
+    evaluated = [entry["env_steps"] for entry in again.metrics() if "eval/return_mean" in entry]
+    assert evaluated == [64, 128, 192, 256, 320, 384], "all of them stay in the metrics"
+    caplog.clear()
+    last = gw.resume(run.path, env=NeverSucceeds, total_steps=448)
+    assert best_steps() == last.summary["best_env_steps"] > 192
+    assert "changed since" not in caplog.text
 
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_runs.py"

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from at_events import on
+from gymnasium.envs.classic_control import CartPoleEnv
 from run_folders import same_weights
 
 import groupwise as gw
@@ -94,6 +95,18 @@ def test_the_first_iteration_is_not_recorded_and_a_short_run_writes_what_there_i
         events = json.loads((folder / "profile/trace.json").read_text())["traceEvents"]
         found = {event["name"] for event in events if event.get("name", "").startswith("iteration ")}
         assert found == {f"iteration {number}" for number in expected}
+
+
+def test_videos_that_were_asked_for_and_cannot_be_are_told_once(tmp_path, caplog, pictures):
+    evaluation = {"interval": 16, "episodes": 2, "video_interval": 1}
+    cfg = {"algorithm": {"name": "ppo", "num_steps": 8}, "num_envs": 2, "evaluation": evaluation}
+    settings = {"logging": {"progress": "none"}, "run_dir": tmp_path / "run"}
+    run = gw.train(CartPoleEnv, **cfg, **settings, total_steps=48)  # made without a render_mode
+    told = [record.getMessage() for record in caplog.records if "render" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("evaluation.video_interval = 1: no video: ")
+    assert "fix: " in told[0]
+    assert not (run.path / "videos").exists()
 
 
 def test_every_second_evaluation_is_filmed_also_after_a_resume(tmp_path, monkeypatch):

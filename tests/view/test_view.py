@@ -191,8 +191,8 @@ def test_demonstrations_and_environment_steps_have_axes_of_their_own(root):
         ({"total_iterations": 4}, {"iteration": 1, "time/total_seconds": 3_600.0}, "25 %, 3:00:00 left"),
         ({"total_epochs": 0.5}, {"rollout/epoch": 0.25, "time/total_seconds": 10.0}, "50 %, 0:10 left"),
         (
-            {"total_steps": 9, "stop": {"time_limit": 40.0}},
-            {"env_steps": 1, "time/total_seconds": 30.0},
+            {"total_steps": 9},
+            {"env_steps": 1, "time/total_seconds": 30.0, "time/left_seconds": 10.0},
             "11 %, 0:10 left",
         ),
         ({"total_steps": 1_000}, {"env_steps": 1_200, "time/total_seconds": 30.0}, "100 %, 0:00 left"),

@@ -84,8 +84,8 @@ def play_command(parser: Parser, argv: Sequence[str]) -> None:
     from groupwise.training.evaluation import shown
 
     found, video = play(options.pop("run"), **options)
-    ends = shown((min(found.returns), max(found.returns)))  # an interval of so few reaches beyond possible returns
-    line = found.line().replace(f"ci95={shown(found.ci95)}", f"returns={ends}", 1)
+    returns = ", ".join(f"{one:.6g}" for one in found.returns)  # an interval of so few reaches beyond possible returns
+    line = found.line().replace(f"ci95={shown(found.ci95)}", f"returns=[{returns}]", 1)
     show(line, *([] if video is None else [f"video: {video}"]))
 
 

@@ -65,11 +65,15 @@ def labels(methods: Sequence[Flat]) -> list[str]:
         names, chosen = differing(alike), list[str]()
         while _num_kinds(alike, chosen) < _num_kinds(alike, names):  # the most telling first
             chosen.append(max(names, key=lambda name: _num_kinds(alike, [*chosen, name])))
-        ends = [name.rpartition(".")[2] for name in chosen]
-        short = [end if ends.count(end) == 1 else name for name, end in zip(chosen, ends, strict=True)]
-        values = (f"{end}={setting(method.get(name))}" for name, end in zip(chosen, short, strict=True))
+        values = (f"{end}={setting(method.get(name))}" for name, end in _shortest(chosen).items())
         found.append(f"{algorithm} {', '.join(values)}".rstrip())
     return found
+
+
+def _shortest(names: Sequence[str]) -> dict[str, str]:
+    """The last part of each name, or all of it where others end alike."""
+    ends = [name.rpartition(".")[2] for name in names]
+    return {name: end if ends.count(end) == 1 else name for name, end in zip(names, ends, strict=True)}
 
 
 def _num_kinds(methods: Sequence[Flat], names: Sequence[str]) -> int:
@@ -238,8 +242,8 @@ def _by_environment(runs: Sequence[_Run]) -> dict[str, list[_Run]]:
     found: dict[str, list[_Run]] = {}
     for run in runs:
         name, settings = environment_of(run.config)
-        values = {one.rpartition(".")[2]: settings.get(one) for one in differing(variants[name])}
-        shown = [f"{key}={setting(value)}" for key, value in values.items() if value not in (None, {})]
+        values = {end: settings.get(one) for one, end in _shortest(differing(variants[name])).items()}
+        shown = [f"{end}={setting(value)}" for end, value in values.items() if value not in (None, {})]
         found.setdefault(" ".join([name, *shown]), []).append(run)
     return found
 

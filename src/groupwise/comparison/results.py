@@ -404,9 +404,16 @@ def _over_environments(found: Sequence[EnvironmentResult], reference: Reference)
                 f"no reference scores of {name}{nearest(name, reference)}; "
                 f"fix: {{{name!r}: [score that counts as 0, as 1], ...}}"
             )
-        if len(reference[name]) != 2 or len(set(reference[name])) != 2:
-            raise ConfigError(f"reference scores of {name} are {list(reference[name])}: expected two different ones")
-        low, high = scales[name] = float(reference[name][0]), float(reference[name][1])
+        try:
+            low, high = scales[name] = float(reference[name][0]), float(reference[name][1])
+            serves = len(reference[name]) == 2 and low != high and math.isfinite(high - low)
+        except (TypeError, ValueError, LookupError, OverflowError):
+            serves = False
+        if not serves:
+            raise ConfigError(
+                f"reference scores of {name} are {reference[name]!r:.80}: expected two different numbers; "
+                f"fix: {{{name!r}: [score that counts as 0, as 1], ...}}"
+            )
         for result in one.methods:
             scores.setdefault(result.method, []).append((np.array(result.scores) - low) / (high - low))
     everywhere = {method: arrays for method, arrays in scores.items() if len(arrays) == len(found)}

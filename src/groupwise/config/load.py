@@ -252,10 +252,21 @@ def load_config(
         given = _given(algorithm, fields)
         cfg = _resolve([tree, given], preset or named)
     except ConfigError as error:
+        if (algorithm is not None or preset is not None or fields) and _is_right(path):
+            raise  # what came besides the file is to blame
         raise ConfigError(f"{path}: {error}") from error
     if not allow_programs:
         check_programs(cfg, path, given=flat(given))
     return cfg
+
+
+def _is_right(path: Path | str) -> bool:
+    """Whether a file has the settings of a run without others."""
+    try:
+        load_config(path, allow_programs=True)
+    except ConfigError:
+        return False
+    return True
 
 
 def to_json(cfg: CommonCfg) -> str:
@@ -284,7 +295,9 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     own = first.get("name", AlgorithmCfg.default)
     name = str(_table(layers[-1], "algorithm").get("name", own))
     if name != own and first.keys() - {"name"}:
-        raise ConfigError(f"settings of algorithm {own!r} do not fit {name!r}; fix: keep {own!r}, or leave them out")
+        raise ConfigError(
+            f"settings of algorithm {own!r} in the file do not fit {name!r}; fix: keep {own!r}, or leave them out"
+        )
     if name in objective_presets() and name not in AlgorithmCfg.known:
         hint = f"it is a preset of grpo; fix: --preset {name} (in Python preset={name!r})"
         raise UnknownNameError("algorithm", name, (), hint=hint)

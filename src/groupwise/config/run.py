@@ -418,7 +418,7 @@ class StopCfg(Cfg):
     threshold: float | None = None
     """Stop when an evaluation reaches this score: mean return (of texts: reward) or success rate, as ``evaluation.metric`` says. None: never."""
     time_limit: Annotated[float, Gt(0)] | None = None
-    """Seconds of training after which it stops, at the end of the iteration. None: no limit."""
+    """Seconds of training after which it stops, at the end of the iteration; each resume gets all of them again. None: no limit."""
 
 
 class LoggingCfg(Cfg):

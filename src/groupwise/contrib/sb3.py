@@ -105,10 +105,15 @@ def refuse(names: Iterable[str], algorithm: type) -> None:
             raise UnknownNameError("argument of GRPO", name, known, hint=hint)
 
 
-def update_cfg(model: "GRPO") -> GRPOCfg:
-    """Settings of the update: arguments of ``GRPO`` that ``GRPOCfg`` has, too. Errors name them as SB3 does."""
+def update_names() -> dict[str, str]:
+    """The arguments of ``GRPO`` that ``GRPOCfg`` has, too, with their names there."""
     names = {name: CFG_NAMES.get(name, name) for name in inspect.signature(GRPO).parameters if name != "learning_rate"}
-    tree = {name: vars(model)[sb3] for sb3, name in names.items() if name in GRPOCfg.model_fields}
+    return {sb3: name for sb3, name in names.items() if name in GRPOCfg.model_fields}
+
+
+def update_cfg(model: "GRPO") -> GRPOCfg:
+    """Settings of the update, from the model's attributes. Errors name them as SB3 does."""
+    tree = {name: vars(model)[sb3] for sb3, name in update_names().items()}
     if callable(tree["clip_coef"]):
         tree["clip_coef"] = float(tree["clip_coef"](1.0))
     if model.shared_starts not in ("verify", "trust", "off"):
@@ -641,6 +646,8 @@ class GRPO(OnPolicyAlgorithm):
         self.target_kl = target_kl
         self.rollout_buffer = None
         self._core_state: dict[str, Any] = {}
+        self._core_settings: tuple[GRPOCfg, float | Schedule | None] | None = None
+        """Those that ``core`` was made with; None before it is made for the policy."""
         if _init_setup_model:
             self._setup_model()
 
@@ -660,10 +667,23 @@ class GRPO(OnPolicyAlgorithm):
         policy = self.policy_class(self.observation_space, self.action_space, self.lr_schedule, **self.policy_kwargs)
         self.policy = policy.to(self.device)
         self._maybe_recommend_cpu(ActorPolicy.__name__)
+        self._core_settings = None
+        self._update_core()
+
+    def _update_core(self) -> None:
+        """Make the update that trains the policy, again if attributes were set since: SB3's algorithms read theirs when they train.
+
+        A reference that was not there before begins as the policy is now.
+        """
+        settings = update_cfg(self), self.clip_range
+        if settings == self._core_settings:
+            return
+        state = self._core_state if self._core_settings is None else self.core.state_dict()
         # trains the policy in evaluation mode, so that acting and scoring use the same function
-        self.core = grpo.GRPO(update_cfg(self), ScoredActor(self.policy), seed=self._start_seed)
+        self.core = grpo.GRPO(settings[0], ScoredActor(self.policy), seed=self._start_seed or 0)
         self.core.optimizer = self.policy.optimizer
-        self.core.load_state_dict(self.core.state_dict() | self._core_state)
+        self.core.load_state_dict(self.core.state_dict() | state)
+        self._core_settings = settings
 
     @property
     def reference_policy(self) -> ActorPolicy:
@@ -804,6 +824,7 @@ class GRPO(OnPolicyAlgorithm):
         rollout = self.rollout_buffer.take_whole_groups(self.device)
         if rollout is None:
             return
+        self._update_core()
         schedule = self.clip_range
         if callable(schedule):
             width = float(schedule(self._current_progress_remaining))
@@ -842,13 +863,19 @@ class GRPO(OnPolicyAlgorithm):
             ConfigError: another algorithm saved it, or ``kwargs`` names no argument.
         """
         refuse(kwargs.keys() - inspect.signature(super().load).parameters.keys(), cls)
-        return super().load(path, *args, **kwargs)
+        # set when all is loaded: a file has a reference or not as its own kl_coef says
+        later = {name: kwargs.pop(name) for name in [*update_names(), "kl_ref_iterations"] if name in kwargs}
+        model = super().load(path, *args, **kwargs)
+        vars(model).update(later)
+        model._update_core()
+        return model
 
     def _excluded_save_params(self) -> list[str]:
         """Names that are not saved: SB3's, attributes that follow from others, and the environments."""
-        return [*super()._excluded_save_params(), "core", "_verified"]
+        return [*super()._excluded_save_params(), "core", "_core_settings", "_verified"]
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
         """Names that are saved as state dicts: policy, optimiser, and the reference if there is one."""
+        self._update_core()  # kl_coef may have been set since the last update
         names, tensors = super()._get_torch_save_params()
         return names + ["reference_policy"] * (self.kl_coef > 0), tensors

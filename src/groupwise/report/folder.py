@@ -110,6 +110,7 @@ class _Provenance(BaseModel, strict=True, extra="allow"):
     given_in_python: list[str] = []
     forked_from: list[str] = []
     resumed: list[dict[str, str]] = []
+    scores_from: Count = 0
     versions: dict[str, Any] = {}
     git: dict[str, Any] | None = None
     machine: dict[str, Any] = {}
@@ -299,12 +300,12 @@ class RunFolder:
         """Provenance from the run's begin, and objects "given_in_python"; a ``RunFolderError`` if the file is damaged."""
         return _Config.model_validate(_read_object(self.config, _Config)).provenance.model_dump()
 
-    def rewrite_config(self, config: Mapping[str, Any], *resumed: Mapping[str, Any]) -> None:
-        """Replace the settings, as a resume with more steps does, which is noted; other provenance stays."""
+    def rewrite_config(self, config: Mapping[str, Any], *resumed: Mapping[str, Any], **known: Any) -> None:
+        """Replace the settings, as a resume with more steps does, which is noted, and ``known`` parts of the provenance."""
         kept = _read_object(self.config, _Config).get("provenance", {})
         noted = {"resumed": [*kept.get("resumed", ()), *resumed]} if resumed else {}
         with _writing(self.config):
-            files.write(self.config, _to_json({**config, "provenance": kept | noted}))
+            files.write(self.config, _to_json({**config, "provenance": kept | noted | known}))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace ``summary.json``."""
@@ -329,6 +330,17 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise _damaged(f"{self.metrics}, line {len(found) + 1}", error, "delete that line") from error
         return found
+
+    def read_scored(self) -> list[dict[str, Any]]:
+        """The metrics, without the evaluations that do not count: those up to the iteration ``scores_from`` of the provenance.
+
+        ``best`` was not chosen among these, as they were of other settings, or it was lost, as in forks.
+        """
+        since = self.read_provenance()["scores_from"]
+        return [
+            {key: value for key, value in entry.items() if entry["iteration"] > since or not key.startswith("eval/")}
+            for entry in self.read_metrics()
+        ]
 
     def truncate_metrics(self, iteration: int) -> None:
         """Drop the log after ``iteration``; a resumed run writes it again."""

@@ -274,7 +274,7 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     """All findings on a run, the worst first; a ``RunFolderError`` if a file is damaged."""
     paths = list(kept_iterations(folder.groups).values())
     ends = [read_groups(path) for path in dict.fromkeys(paths[:1] + paths[-1:])]
-    metrics, config, summary = folder.read_metrics(), folder.read_config(), folder.read_summary()
+    metrics, config, summary = folder.read_scored(), folder.read_config(), folder.read_summary()
     others = examine_groups(config, ends, metrics[-1:])
     known = folder.read_provenance()
     again, end = plugins.resume_command(folder.shown, known["given_in_python"], known["plugins"]), "End of the run"

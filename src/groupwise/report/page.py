@@ -334,7 +334,7 @@ def answer_of(folder: RunFolder) -> Answer:
     """Whether the run in a folder learned."""
     config = folder.read_config()
     _, score, sample = words_of(config)
-    return answer(folder.read_metrics(), score, sample, Goal.from_config(config))
+    return answer(folder.read_scored(), score, sample, Goal.from_config(config))
 
 
 def answer(metrics: Sequence[Mapping[str, Any]], score: str, sample: str, goal: Goal = UNKNOWN) -> Answer:
@@ -417,8 +417,7 @@ def progress(config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], *,
     if not shares:
         return ""
     share, spent = min(shares[0], 1.0), last.get("time/total_seconds", 0.0)
-    limit = config.get("stop", {}).get("time_limit") or inf
-    left = int(max(min(spent / share, limit) - spent, 0))
+    left = int(min(spent / share - spent, last.get("time/left_seconds", inf)))
     hours, minutes = divmod(left // 60, 60)
     time = f", {hours}:{minutes:02}:{left % 60:02} left" if hours else f", {minutes}:{left % 60:02} left"
     return f"{share:.0%}{time if runs else ''}".replace("%", " %")

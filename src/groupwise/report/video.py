@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -224,7 +225,13 @@ def draw(env: "Env[Any, Any]", size: int = MAX_SIZE, colors: int | None = None) 
     """The frame that the environment renders, at most ``size`` pixels wide and high."""
     from PIL import Image
 
-    frame = Image.fromarray(env.render())  # type: ignore[arg-type]
+    pixels: Any = env.render()
+    kind = f"{pixels.dtype} {[*pixels.shape]}" if isinstance(pixels, np.ndarray) else f"a {type(pixels).__name__}"
+    if not re.fullmatch(r"uint8 \[\d+, \d+(, [34])?\]", kind):
+        raise EnvError(
+            f"no video: render() of {type(env.unwrapped).__name__} returned {kind}, expected a picture; fix: return uint8 [H, W, 3]"
+        )
+    frame = Image.fromarray(pixels)
     frame = frame.reduce(math.ceil(max(*frame.size, size) / size))
     # a byte for a pixel; the octree takes a fifth to a tenth of median cut's time, and is off by 1 of 255 on average
     return frame if colors is None else frame.quantize(colors, Image.Quantize.FASTOCTREE)

@@ -435,16 +435,25 @@ class EnvComponents(Components):
         )
         built: list[Callback] = [CheckSamplerMismatch(self.cfg.sampler_mismatch, fix)]
         if (interval := self.cfg.evaluation.video_interval) is not None:
-            film = partial(self.render, seed=derive_seed(self.cfg.seed, "evaluation"))
+            film = partial(self._film, seed=derive_seed(self.cfg.seed, "evaluation"))
             built.append(Videos(film, interval, folder.videos))
         return [*built, *self.more_callbacks]
 
     def render(self, path: Path, seed: int) -> None:
         """Film an episode, where the environment renders."""
         try:
+            self._film(path, seed)
+        except NoPictureError as error:
+            log.info("%s", error)
+
+    def _film(self, path: Path, seed: int) -> None:
+        """Film an episode; a ``NoPictureError`` where the environment does not render, a warning where that fails."""
+        try:
             record(self.cfg, self.given, self.policy, path, seed)
+        except NoPictureError:
+            raise
         except EnvError as error:
-            log.log(logging.INFO if isinstance(error, NoPictureError) else logging.WARNING, "%s", error)
+            log.warning("%s", error)
 
     def render_groups(self, folder: RunFolder) -> None:
         """Draw members of a group, where the environment renders."""

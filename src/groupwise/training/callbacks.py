@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from groupwise.config.run import BUDGETS, EvaluationMetric, SamplerMismatchCfg, 
 from groupwise.data.rollout import Nested, TensorDict, transition_view
 from groupwise.errors import DivergedError, RunFolderError, SamplerMismatchError
 from groupwise.report.folder import MAX_LINE, MAX_WIDTH, SCORES, RunFolder, Values, kept_iterations, write_groups
+from groupwise.report.video import NoPictureError
 from groupwise.system import SafeStream, printable
 from groupwise.training.checkpoint import (
     Checkpoint,
@@ -462,11 +464,6 @@ class Evaluate(Callback):
         self.metric = metric
         self.best_score: float | None = None
 
-    def on_training_start(self, trainer: "Trainer") -> None:
-        """A score whose checkpoint is not there, as in a fork, is forgotten."""
-        if not has_checkpoint(self.best):
-            self.best_score = None
-
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Evaluate when it is time."""
         if trainer.passed(self.interval) or trainer.is_done():
@@ -499,9 +496,9 @@ class Evaluate(Callback):
         return {"best_score": self.best_score}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best score."""
+        """Restore the best score, if its checkpoint is there: a fork may lack it."""
         best = state["best_score"]
-        self.best_score = None if best is None else float(best)
+        self.best_score = float(best) if best is not None and has_checkpoint(self.best) else None
 
 
 class StopEarly(Callback):
@@ -521,9 +518,13 @@ class StopEarly(Callback):
             trainer.stop(self._reached)
 
     def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Stop if time is over."""
+        """Stop if time is over; else the metrics say how much is left."""
         limit = self.cfg.time_limit
-        if limit is not None and time.perf_counter() - self._start >= limit:
+        if limit is None:
+            return
+        left = limit - (time.perf_counter() - self._start)
+        metrics["time/left_seconds"] = max(left, 0.0)
+        if left <= 0:
             trainer.stop(f"time: the limit of {limit:g} s is over")
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
@@ -543,7 +544,7 @@ class StopEarly(Callback):
 
 
 class Videos(Callback):
-    """Films an episode after every ``interval`` evaluations.
+    """Films an episode after every ``interval`` evaluations; warns once where the environment does not render.
 
     Args:
         film: writes a video to a path.
@@ -555,15 +556,22 @@ class Videos(Callback):
         self.interval = interval
         self.folder = folder
         self.evaluations = 0
+        self._renders = True
 
     def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
         """Film when it is time."""
         self.evaluations += 1
-        if self.evaluations % self.interval:
+        if self.evaluations % self.interval or not self._renders:
             return
         with files.warning_if_unwritable(self.folder):
             self.folder.mkdir(exist_ok=True)
-            self.film(self.folder / f"step_{trainer.env_steps}.gif")
+            try:
+                self.film(self.folder / f"step_{trainer.env_steps}.gif")
+            except NoPictureError as error:
+                self._renders = False
+                log.warning("evaluation.video_interval = %d: %s", self.interval, error)
+                with suppress(OSError):  # it has videos
+                    self.folder.rmdir()
 
     def state_dict(self) -> dict[str, Any]:
         """How many evaluations there were."""

@@ -300,6 +300,14 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
         _counts_of(state)
         if any(not name.startswith("logging.") for name in changed):  # whatever ended the run, it shall go on
             state = state | {"callbacks": {key: part for key, part in state["callbacks"].items() if key != "StopEarly"}}
+        if others := [name for name in changed if _changes_scores(name)]:
+            state = state | {"callbacks": {key: part for key, part in state["callbacks"].items() if key != "Evaluate"}}
+            if run.engine.rank == 0:
+                log.warning(
+                    "%s changed since the checkpoint: scores of earlier evaluations do not count any more, and the next one "
+                    "takes the place of checkpoints/best",
+                    ", ".join(others),
+                )
         of_env = [name for name in changed if name.startswith("env.") and name not in _NOT_OF_EPISODES]
         if of_env and not any(map(is_fixed, of_env)):  # the episodes under way are of the former environments
             state = state | {"collector": {key: part for key, part in state["collector"].items() if key != "running"}}
@@ -509,7 +517,13 @@ _FIXED = (
 _NOT_OF_EPISODES = ("env.timeout", "env.log_info")
 """Settings of environments with which running episodes go on."""
 _SCORING = ("env.", "evaluation.", "task.")
-_NOT_SCORING = ("evaluation.interval", "evaluation.episodes", "evaluation.video_interval")
+_NOT_SCORING = (
+    "evaluation.interval",
+    "evaluation.episodes",
+    "evaluation.video_interval",
+    "evaluation.num_logged_groups",
+    *_NOT_OF_EPISODES,
+)
 """Settings that do not change scores of evaluations; after changing others, ``best``'s score cannot be compared."""
 
 
@@ -585,8 +599,11 @@ def fork_run(
     try:
         new.checkpoints.mkdir()
         shutil.copytree(found, new.latest, ignore=_others)
-        comparable = not any(name.startswith(_SCORING) and name not in _NOT_SCORING for name in changed)
-        if comparable and has_checkpoint(folder.best) and saved_counts(folder.best)["steps"] <= steps:
+        if (
+            not any(map(_changes_scores, changed))
+            and has_checkpoint(folder.best)
+            and saved_counts(folder.best)["steps"] <= steps
+        ):
             shutil.copytree(folder.best, new.best, ignore=_others)
         files.write(new.metrics, "".join(f"{json.dumps(entry)}\n" for entry in kept).encode())
     except BaseException as error:
@@ -595,6 +612,11 @@ def fork_run(
             raise CheckpointError(f"{path} cannot be copied: {error!s:.300}; fix: restore it, or make room") from error
         raise
     return new.path
+
+
+def _changes_scores(name: str) -> bool:
+    """Whether scores of evaluations from before and after a change of this setting cannot be compared."""
+    return name.startswith(_SCORING) and name not in _NOT_SCORING
 
 
 def _others(folder: str, names: list[str]) -> set[str]:

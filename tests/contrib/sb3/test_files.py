@@ -101,6 +101,23 @@ def test_load_takes_other_settings_and_another_number_of_environments(tmp_path):
     assert own.learning_rate == 2e-5
 
 
+@pytest.mark.parametrize(("saved", "given"), [(0.0, 0.1), (0.1, 0.0), (0.1, 0.2)])
+def test_load_turns_the_reference_on_and_off(tmp_path, saved, given):
+    model = corridor(kl_coef=saved).learn(60)
+    model.save(tmp_path / "model")
+    loaded = GRPO.load(tmp_path / "model", env=make_vec_env(Corridor, n_envs=2), kl_coef=given)
+    assert (loaded.kl_coef, loaded.core.cfg.kl_coef, loaded.core.iteration) == (given, given, model.core.iteration)
+    if given:
+        expected = model.reference_policy.parameters_to_vector() if saved else parameters(model)
+        np.testing.assert_array_equal(loaded.reference_policy.parameters_to_vector(), expected)
+    loaded.learn(60)
+    loaded.save(tmp_path / "again")
+    assert ("reference_policy" in GRPO.load(tmp_path / "again").get_parameters()) == (given > 0)
+    loaded.kl_coef = saved
+    loaded.save(tmp_path / "again")
+    assert ("reference_policy" in GRPO.load(tmp_path / "again").get_parameters()) == (saved > 0)
+
+
 def test_parameters_in_and_out():
     model = corridor(kl_coef=0.1).learn(40)
     original = deepcopy(model.get_parameters())

@@ -47,6 +47,27 @@ def test_a_training_of_one_rollout_learns_at_the_default_rate():
     assert np.abs(parameters(model) - before).max() > 1e-4
 
 
+def test_an_update_takes_the_attributes_that_the_model_has_then():
+    """As SB3's algorithms do, for which callbacks anneal them."""
+    model = corridor(n_epochs=2, clip_range=lambda left: 0.1 + 0.1 * left)
+    model.learn(32)
+    updates, iteration, moments = model._n_updates, model.core.iteration, len(model.policy.optimizer.state)
+    settings = {"n_epochs": 1, "batch_size": 10_000, "ent_coef": 0.5, "gamma": 0.9, "target_kl": 9.0, "clip_range": 0.2}
+    vars(model).update(settings)
+    model.learn(32, reset_num_timesteps=False)
+    cfg = model.core.cfg
+    assert (cfg.num_epochs, cfg.minibatch_size, cfg.ent_coef, cfg.gamma, cfg.target_kl) == (1, 10_000, 0.5, 0.9, 9.0)
+    assert cfg.objective.trust_region.parameters() == {"clip_low": 0.2, "clip_high": 0.2}
+    assert model._n_updates == updates + 1
+    assert (model.core.iteration, len(model.policy.optimizer.state)) == (iteration + 1, moments)
+    core = model.core
+    model.learn(32, reset_num_timesteps=False)
+    assert model.core is core, "made again only where something changed"
+    model.n_epochs = 0
+    with pytest.raises(gw.errors.ConfigError, match="n_epochs = 0"):
+        model.learn(32, reset_num_timesteps=False)
+
+
 def test_target_kl_ends_the_update():
     free, bounded = (corridor(n_epochs=40, learning_rate=0.05, target_kl=kl).learn(40) for kl in (None, 1e-3))
     assert 0 < bounded._n_updates < free._n_updates

@@ -121,7 +121,7 @@ def test_a_policy_whose_actions_are_not_finite_diverged(tmp_path):
     found = gw.evolve("Pendulum-v1", cfg, search=search, run_dir=tmp_path / "p", **settings)
     lost = [member for member in found.members.values() if member.results[member.born].status == "diverged"]
     assert {member.settings["algorithm.learning_rate"] for member in lost} == {100.0}
-    assert "for an observation that is" in lost[0].results[0].reason
+    assert "although its observation is finite" in lost[0].results[0].reason
 
 
 def crashing(folder, times):
@@ -273,6 +273,7 @@ def test_bounds_of_a_setting_that_is_off_give_whole_numbers_where_it_takes_no_ot
     assert (base.env.max_episode_steps, base.algorithm.target_kl) == (None, None)
     assert fitted(base, "env.max_episode_steps", 32.88) == 33
     assert fitted(base, "algorithm.target_kl", 0.015) == 0.015
+    assert fitted(base, "algorithm.target_kl", -0.5) == -0.5  # impossible as it is
 
 
 @pytest.mark.parametrize(

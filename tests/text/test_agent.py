@@ -372,10 +372,19 @@ def test_settings_of_episodes_are_those_of_gw_train_and_of_no_prompts(model, set
     more |= {"model": str(model), "run_dir": tmp_path / "run", "preset": settings.get("preset")}
     run = gw.train(gw.TextTask(env=Halves, **PLAYED), fields, **more)
     assert_equal(agent.policy, run.policy)
-    with pytest.raises(ConfigError, match=r"task\.env|has no effect on text"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^algorithm\..*(task\.env|has no effect on text).*, which LanguageAgent\.play takes as PromptEnv",
+    ):
         agent.get_action(["12"])
     assert len(agent.get_action(["12"], training=False)[0]) == 1
     env.close()
+
+
+def test_a_mistake_is_named_whatever_else_only_prompts_can_have(model):
+    algorithm = {"gamma": 0.5, "credit": {"returns": "return_to_go"}, "num_steps": 5}
+    with pytest.raises(ConfigError, match="num_steps"):
+        agent_of(model, algorithm=algorithm)
 
 
 def test_credit_that_counts_tokens_is_of_no_episodes(model):

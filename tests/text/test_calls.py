@@ -52,6 +52,8 @@ def test_text_after_calls_that_have_an_end_stays(name):
     text, calls = read_calls(turn_of(encoder, f"One.{call}\nTwo.{call}\nThree."))
     assert calls == [PEAR, PEAR]
     assert text.split() == ["One.", "Two.", "Three."]
+    text, calls = read_calls(turn_of(encoder, f"One.{call}I write </tool_call> here."))
+    assert ("".join(text.split()), calls) == ("One.Iwrite</tool_call>here.", [PEAR])
     text, [broken] = read_calls(turn_of(encoder, "One." + call.replace("look_up", '"') + "\nTwo."))
     assert text.split() == ["One.", "Two."]
     assert isinstance(broken, str)

@@ -246,7 +246,9 @@ def test_settings_that_were_changed_by_hand_are_noticed(trained, tmp_path, caplo
     tree["seed"], tree["algorithm"]["learning_rate"], tree["env"]["kwargs"] = 4, 0.5, {"sutton_barto_reward": True}
     (path / "config.json").write_text(json.dumps(tree))
     gw.resume(path, total_steps=384)
-    warning, of_scores = sorted(caplog.messages, key=lambda message: "takes the place of checkpoints/best" in message)
+    warning, of_scores = sorted(
+        caplog.messages, key=lambda message: "checkpoints/best is the best from now on" in message
+    )
     assert of_scores.startswith("env.kwargs.sutton_barto_reward changed since the checkpoint")
     assert f"algorithm.learning_rate from {was!r} to 0.5" in warning
     assert "seed from 3 to 4" in warning

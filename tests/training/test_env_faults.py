@@ -189,3 +189,18 @@ def test_an_iteration_without_groups_is_skipped_and_training_goes_on(tmp_path):
     assert first["rollout/groups"] == 0
     assert all(row["rollout/groups"] > 0 for row in others)
     assert [*kept_iterations(run.path / "groups")] == [run.metrics()[-1]["iteration"]]  # and not those of the first
+
+
+@pytest.mark.parametrize("error", [gw.errors.DataError, gw.errors.DivergedError])
+def test_new_environments_are_no_help_to_a_policy_that_cannot_be_evaluated(error, monkeypatch):
+    tries = []
+
+    def fails(*args, **settings):
+        tries.append(args)
+        raise error("an action is not finite")
+
+    monkeypatch.setattr("groupwise.training.build.evaluate_policy", fails)
+    cfg = gw.GRPOCfg(group_size=2, num_steps=8, collection={"on_env_error": "retry"})
+    with pytest.raises(error, match="an action is not finite"):
+        gw.train("CartPole-v1", cfg, num_envs=4, total_steps=64, evaluation={"interval": 1})
+    assert len(tries) == 1

@@ -98,7 +98,7 @@ RUNS = {
         EnvCfg(id="MetaWorld/multi", max_episode_steps=20, kwargs={"tasks": ["push-v3", "door-lock-v3"]}),
         None,
     ),
-    "FrozenLake-v1": (EnvCfg(id="FrozenLake-v1"), None),
+    "CliffWalking-v1": (EnvCfg(id="CliffWalking-v1", max_episode_steps=20), None),
     "a class of the user's": (EnvCfg(), Walk),
     "a class that clones its state": (EnvCfg(), Clones),
     "a wrapper around it": (EnvCfg(), lambda: Adds(Clones())),

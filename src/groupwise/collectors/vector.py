@@ -315,7 +315,7 @@ class RolloutWriter:
 
         Raises:
             DataError: an observation is not finite, and so an action on the CPU is not.
-        DivergedError: an action on the CPU is not finite, for an observation that is.
+            DivergedError: an action on the CPU is not finite, although its observation is.
         """
         if step == self.rollout.shape[1] - 1:
             self._open(lengthen(self.rollout, step))

@@ -688,6 +688,7 @@ class GRPO(OnPolicyAlgorithm):
     @property
     def reference_policy(self) -> ActorPolicy:
         """The frozen policy that ``kl_coef`` draws towards."""
+        self._update_core()
         reference = self.core.reference
         if not isinstance(reference, ScoredActor):
             raise ConfigError("kl_coef is 0, so there is no reference policy; fix: GRPO(..., kl_coef=0.02)")

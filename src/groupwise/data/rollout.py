@@ -214,8 +214,8 @@ class NonFinite(NamedTuple):
 
     def error(self, row_name: str = RolloutBuffer.row_name) -> DataError | DivergedError:
         """The error that names the first one: the policy's, if its observation is finite."""
-        if self.name in ("action", "sample_log_prob", "value", "next_value"):
-            return DivergedError.because(f"{self.where(row_name)}, for an observation that is")
+        if self.name in ("action", "sample_log_prob", "value"):  # next_value may be that of a final observation
+            return DivergedError.because(f"{self.where(row_name)}, although its observation is finite")
         return DataError(
             f"{self.where(row_name)}; fix: correct the environment or the reward; or algorithm.on_nonfinite='drop'"
         )

@@ -515,8 +515,12 @@ class RowsGroupEnv(GroupEnv):
         """The state of all rows as plain data; None for rows in other processes and simulators that cannot be read."""
         if isinstance(self._rows, WorkerRows):
             return None
-        rows = [snapshots.capture(env) for env in self._rows.envs]
-        return None if None in rows else {"rows": rows, "live": self._live}
+        rows, room = list[Any](), iter(range(snapshots.MOST_OF_ROWS))
+        for env in self._rows.envs:
+            if (row := snapshots.capture(env, room)) is None:
+                return None
+            rows.append(row)
+        return {"rows": rows, "live": self._live}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved ``state_dict``; paused rows show no observation until they are started again."""

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from io import BytesIO
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import gymnasium
@@ -303,8 +304,10 @@ def _culprit(layers: list[gymnasium.Env], names: Mapping[int, _Key]) -> str:
 # State of Gymnasium environments as plain data, for running episodes in checkpoints
 
 _ENVS = (gymnasium.Env, VectorEnv)
-_MOST_VALUES = 10_000
-"""More, such as Taxi's table of transitions, would make checkpoints slow: 22,000 take 0.1 s."""
+_MOST_VALUES = 100_000
+"""More (such as tables of transitions) would make checkpoints slow."""
+MOST_OF_ROWS = 1_000_000
+"""Of all rows together; half of what can be read again."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
 _SHARED = (np.ndarray, list, deque, dict)
 """Objects that several attributes may hold, and one of them may change."""
@@ -316,10 +319,15 @@ class _CannotCaptureError(Exception):
     pass
 
 
-def capture(env: gymnasium.Env | VectorEnv) -> dict[str, Any] | None:
-    """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else."""
+def capture(env: gymnasium.Env | VectorEnv, room: Iterator[int] | None = None) -> dict[str, Any] | None:
+    """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else.
+
+    Args:
+        room: an item for each value that fits; several environments may share it.
+    """
+    budget = islice(range(_MOST_VALUES) if room is None else room, _MOST_VALUES)
     try:
-        captured: dict[str, Any] = _captured(env, _Seen({}, defaultdict(list)), iter(range(_MOST_VALUES)))
+        captured: dict[str, Any] = _captured(env, _Seen({}, defaultdict(list)), budget)
         return captured
     except _CannotCaptureError:
         return None
@@ -375,13 +383,6 @@ def _captured(value: Any, seen: _Seen, budget: Iterator[int]) -> Any:
         if seen.is_part(value):
             raise _CannotCaptureError
         return value.copy()
-    if type(value) is np.ndarray and value.dtype.kind in "SU":  # texts, such as the map of FrozenLake
-        return {
-            "kind": "texts",
-            "dtype": value.dtype.str,
-            "shape": value.shape,
-            "bytes": np.frombuffer(value.tobytes(), np.uint8),
-        }
     if isinstance(value, Enum):
         return {"kind": "enum", "name": value.name}
     if isinstance(value, np.random.Generator):
@@ -431,9 +432,6 @@ def _restored(now: Any, saved: Any, made: list[Any]) -> Any:
             return made[saved["number"]]
         case "enum":
             return type(now)[saved["name"]]
-        case "texts":
-            made.append(np.frombuffer(saved["bytes"].tobytes(), saved["dtype"]).reshape(saved["shape"]).copy())
-            return made[-1]
         case "generator":
             now.bit_generator.state = saved["state"]
         case "random_state":

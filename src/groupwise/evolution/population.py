@@ -335,12 +335,13 @@ def fitted(base: CommonCfg, path: str, value: Value) -> Value:
     if not isinstance(value, float) or "kwargs" in path:
         return value
     now = setting_at(base, path)
-    if now is None:  # its kind is known by what it takes
-        try:
-            with_settings(base, {path: value})
-        except ConfigError:
-            return round(value)
-    return round(value) if isinstance(now, int) else value
+    if now is not None:
+        return round(value) if isinstance(now, int) else value
+    for one in (value, round(value)):  # its kind is known by what it takes
+        with suppress(ConfigError):
+            with_settings(base, {path: one})
+            return one
+    return value
 
 
 def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any) -> CommonCfg:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.config.algorithm import AlgorithmCfg, FixedLengthCfg
-from groupwise.config.base import GIVEN, refuse_unknown
+from groupwise.config.base import GIVEN, explain, refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
 from groupwise.data.rollout import TensorDict
@@ -269,8 +270,11 @@ class LanguageAgent:
         of_run = {**settings, "model": None if given else model, "lora": lora, "sampling": sampling, "seed": seed}
         try:
             cfg = text_cfg(task, algorithm, preset, given, {**of_run})
-        except ConfigError:  # unless they are of episodes alone
-            cfg = text_cfg(task.model_copy(update={"env": GIVEN}), algorithm, preset, given, of_run)
+        except ConfigError as error:
+            try:  # they may be of episodes alone
+                cfg = text_cfg(task.model_copy(update={"env": GIVEN}), algorithm, preset, given, of_run)
+            except ConfigError:
+                raise error from None
         self._build(cfg.model_copy(update={"task": task}), given, index)
 
     def _build(self, cfg: TextRunCfg, given: CausalLM | None, index: int, *, restored: bool = False) -> None:
@@ -347,7 +351,11 @@ class LanguageAgent:
     def _as_run(self, task: TextTaskCfg) -> TextRunCfg:
         """The settings as those of a run on the task, checked again."""
         of_prompts = {name: vars(self.cfg.task)[name] for name in _OF_PROMPTS}
-        return TextRunCfg(**dict(self.cfg) | {"task": task.model_copy(update=of_prompts)})
+        try:
+            return TextRunCfg.model_validate(dict(self.cfg) | {"task": task.model_copy(update=of_prompts)})
+        except ValidationError as error:
+            by_play = "" if task.has_env else ", which LanguageAgent.play takes as PromptEnv(env=...)"
+            raise ConfigError("; ".join(map(explain, error.errors())) + by_play) from error
 
     def _write(
         self, examples: Sequence[Example], training: bool, dialogue: Dialogue

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -92,12 +93,12 @@ class CallForm(NamedTuple):
         return plain + "".join(map(self._call, calls))
 
     def _call(self, text: str) -> str:
-        written, end, after = text.rpartition(_CLOSE)
-        written, after = (written, after) if end else (text, "")
-        try:
-            return "".join(map(str, self._calls(text))) + after  # the end may stand in an argument, too
-        except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError):
-            return f"{_OPEN}{written.strip()}{_CLOSE}{after}"
+        # text after the call stays where _CLOSE ends it, which may stand in an argument or in that text, too
+        cuts = [text.partition(_CLOSE), text.rpartition(_CLOSE)] if _CLOSE in text else [(text, "", "")]
+        for written, _, after in cuts:
+            with suppress(AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError):
+                return "".join(map(str, self._calls(written))) + after
+        return f"{_OPEN}{written.strip()}{_CLOSE}{after}"
 
     def _calls(self, text: str) -> list[Call]:
         decode = json.JSONDecoder(parse_constant=_refuse).raw_decode

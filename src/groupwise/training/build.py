@@ -28,7 +28,7 @@ from groupwise.engines import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
 from groupwise.envs.make import make_env
 from groupwise.envs.torch_env import TorchGroupEnv
-from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.errors import ConfigError, DataError, DivergedError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Policy
 from groupwise.policies.heads import unexplored
@@ -249,7 +249,7 @@ class EnvEvaluator:
         """Play the episodes; once again in new environments if these fail, unless ``on_env_error`` is ``raise``."""
         try:
             return self._play()
-        except DataError:  # of the policy's actions; other environments would not help
+        except (DataError, DivergedError):  # of the policy's actions; other environments would not help
             raise
         except Exception as error:
             if self._collection.on_env_error == "raise":

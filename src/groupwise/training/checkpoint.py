@@ -304,8 +304,8 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
             state = state | {"callbacks": {key: part for key, part in state["callbacks"].items() if key != "Evaluate"}}
             if run.engine.rank == 0:
                 log.warning(
-                    "%s changed since the checkpoint: scores of earlier evaluations do not count any more, and the next one "
-                    "takes the place of checkpoints/best",
+                    "%s changed since the checkpoint: scores of earlier evaluations do not count any more, and checkpoints/best "
+                    "is the best from now on",
                     ", ".join(others),
                 )
         of_env = [name for name in changed if name.startswith("env.") and name not in _NOT_OF_EPISODES]
@@ -516,12 +516,14 @@ _FIXED = (
 """Settings that the content of a checkpoint depends on."""
 _NOT_OF_EPISODES = ("env.timeout", "env.log_info")
 """Settings of environments with which running episodes go on."""
-_SCORING = ("env.", "evaluation.", "task.")
+_SCORING = ("env.", "evaluation.", "task.", "sampling.", "algorithm.collection.horizon")
 _NOT_SCORING = (
-    "evaluation.interval",
-    "evaluation.episodes",
-    "evaluation.video_interval",
-    "evaluation.num_logged_groups",
+    *(f"evaluation.{name}" for name in ("interval", "episodes", "prompts", "video_interval", "num_logged_groups")),
+    *(f"env.{name}" for name in ("vectorization", "start_mode", "num_random_noops")),
+    *(
+        f"task.{name}"
+        for name in ("data_size", "start_mode", "env_threads", "env_timeout", "tool_timeout", "keep_cache")
+    ),
     *_NOT_OF_EPISODES,
 )
 """Settings that do not change scores of evaluations; after changing others, ``best``'s score cannot be compared."""

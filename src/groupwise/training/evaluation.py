@@ -209,7 +209,7 @@ def evaluate_policy(
                     episode = first + int(bad.argmax())
                     where = f"of evaluation episode {episode} at step {step} is not finite"
                     if all(map(all_finite, leaves(batch[episode]))):
-                        raise DivergedError.because(f"the action {where}, for an observation that is")
+                        raise DivergedError.because(f"the action {where}, although its observation is finite")
                     raise DataError(f"the observation {where}; fix: correct the environment")
             if count < num_envs:
                 action = torch.cat([action, action.new_zeros(num_envs - count, *action.shape[1:])])  # of paused rows

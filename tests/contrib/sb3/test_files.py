@@ -114,6 +114,8 @@ def test_load_turns_the_reference_on_and_off(tmp_path, saved, given):
     loaded.save(tmp_path / "again")
     assert ("reference_policy" in GRPO.load(tmp_path / "again").get_parameters()) == (given > 0)
     loaded.kl_coef = saved
+    if saved and not given:
+        np.testing.assert_array_equal(loaded.reference_policy.parameters_to_vector(), parameters(loaded))
     loaded.save(tmp_path / "again")
     assert ("reference_policy" in GRPO.load(tmp_path / "again").get_parameters()) == (saved > 0)
 

@@ -75,7 +75,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     model = save_model(folder / "model")
     sampled = {"evaluation": {"completions_per_prompt": 2, "deterministic": False}, "total_steps": 40}
     runs = [
-        gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "ppo", **short),
+        gw.train("CartPole-v1", gw.PPOCfg(num_steps=16), run_dir=folder / "ppo", stop={"time_limit": 999}, **short),
         gw.train(
             "CartPole-v1", everything, preset="grpo", run_dir=folder / "grpo", callbacks=[SpoilsAGradient()], **short
         ),

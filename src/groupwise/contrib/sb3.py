@@ -647,7 +647,7 @@ class GRPO(OnPolicyAlgorithm):
         self.rollout_buffer = None
         self._core_state: dict[str, Any] = {}
         self._core_settings: tuple[GRPOCfg, float | Schedule | None] | None = None
-        """Those that ``core`` was made with; None before it is made for the policy."""
+        """Settings that ``core`` was made with; None before it is made for the policy."""
         if _init_setup_model:
             self._setup_model()
 

@@ -307,7 +307,7 @@ _ENVS = (gymnasium.Env, VectorEnv)
 _MOST_VALUES = 100_000
 """More (such as tables of transitions) would make checkpoints slow."""
 MOST_OF_ROWS = 1_000_000
-"""Of all rows together; half of what can be read again."""
+"""Most values of all rows together; half of what can be read again."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
 _SHARED = (np.ndarray, list, deque, dict)
 """Objects that several attributes may hold, and one of them may change."""

@@ -633,7 +633,7 @@ def _drawn_from(make: Makes, start: Start, play: Play, seconds: float | None) ->
 
 
 def _patiently(tries: int, check: Callable[..., Made], *args: Any) -> Made:
-    """What the check of a start returns, which is made again where the environment fails."""
+    """Result of the check of a start, which is made again where the environment fails."""
     for number in range(1, tries + 1):
         try:
             return check(*args)

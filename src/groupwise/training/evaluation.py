@@ -11,7 +11,7 @@ import torch
 from groupwise.collectors.vector import acting_on_finite
 from groupwise.config.algorithm import OnNonFinite
 from groupwise.config.run import EvaluationMetric
-from groupwise.data.rollout import all_finite, allocate, leaves
+from groupwise.data.rollout import Nested, all_finite, allocate, leaves
 from groupwise.envs.base import GroupEnv, successes_by_task
 from groupwise.errors import DataError, DivergedError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
@@ -207,10 +207,7 @@ def evaluate_policy(
                 bad = running[played] & ~action.isfinite().flatten(1).all(dim=1).cpu().numpy()
                 if bad.any():
                     episode = first + int(bad.argmax())
-                    where = f"of evaluation episode {episode} at step {step} is not finite"
-                    if all(map(all_finite, leaves(batch[episode]))):
-                        raise DivergedError.because(f"the action {where}, although its observation is finite")
-                    raise DataError(f"the observation {where}; fix: correct the environment")
+                    raise _not_finite(batch[episode], f"of evaluation episode {episode} at step {step} is not finite")
             if count < num_envs:
                 action = torch.cat([action, action.new_zeros(num_envs - count, *action.shape[1:])])  # of paused rows
             stepped = env.step(action)
@@ -246,3 +243,10 @@ def evaluate_policy(
         cut_episodes=int(running[kept].sum()),
         tasks=tuple(names) if any(names) else None,
     )
+
+
+def _not_finite(obs: Nested, where: str) -> DataError | DivergedError:
+    """The error for an action that is not finite: the policy's, if its observation is finite."""
+    if all(map(all_finite, leaves(obs))):
+        return DivergedError.because(f"the action {where}, although its observation is finite")
+    return DataError(f"the observation {where}; fix: correct the environment")

@@ -235,7 +235,9 @@ def one(arm: str, seed: int, size: Size, folder: Path) -> dict[str, Any]:
         ],
         "zero_variance_groups": round(statistics.mean(m["rollout/zero_variance_groups"] for m in metrics), 3),
         "filtered_groups": round(
-            sum(m.get("rollout/filtered_groups", 0) for m in metrics) / sum(m["rollout/groups"] for m in metrics), 3
+            sum(m.get("rollout/filtered_groups", 0) for m in metrics)
+            / max(1, sum(m.get("rollout/groups", 0) for m in metrics)),
+            3,
         ),
         "episodes": round(sum(m.get("rollout/episodes", 0) for m in metrics)),
         "env_steps": metrics[-1]["env_steps"],

@@ -4,9 +4,9 @@ A new vision-language-action policy of 1.2 million weights (``policy="vla"``) se
 cloned from few demonstrations of each task, and then trained by GRPO on success. ``faucet-open-v3`` and ``faucet-close-v3`` begin
 with the same picture: only the sentence tells them apart. Each arm starts from a clone of its own with the same weights.
 
-Arms ``small_batches`` take six times as many optimiser steps with the same episodes: minibatches of 64 in place of 256, and 3
+Arm ``small_batches`` takes six times as many optimiser steps with the same episodes: minibatches of 64 in place of 256, and 3
 epochs in place of 2. Chosen on seed 0 when a third of its steps had taken it from 51 to 68 % of 50 episodes. At its end the
-likeliest actions solved 45 % of the starts, and sampled ones 73 % (50 % before). So these arms have a second metric, added
+likeliest actions solved 45 % of the starts, and sampled ones 73 % (50 % before). So this arm has a second metric, added
 before seeds 1 to 3 had ended: success of sampled actions from the same starts.
 
 Arms ``states`` are probes of what holds the others back: the same demonstrations, tasks and steps of GRPO, but a network that reads
@@ -103,7 +103,6 @@ ARMS = {
     "grpo": Arm(),
     "grpo_unshared": Arm("none"),
     "small_batches": Arm(settings=SMALL_BATCHES),
-    "small_batches_unshared": Arm("none", settings=SMALL_BATCHES),
     "states": Arm("auto", 0.1, OF_STATES),
     "states_unshared": Arm("none", 0.1, OF_STATES),
     "states_noisy": Arm("auto", 0.3, OF_STATES),

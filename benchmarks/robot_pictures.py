@@ -34,7 +34,6 @@ import os
 import shutil
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +42,6 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 
 import cells
 import gymnasium
-import numpy as np
 
 import groupwise as gw
 from groupwise.embodied.demos import Recording, record_demos
@@ -80,7 +78,7 @@ class Size(NamedTuple):
     """With the sentences of two tasks exchanged each."""
 
 
-SMALLEST = Size(demos=1, cloned=64, envs=8, steps=CHUNK, told=4, exchanged=4)
+SMALLEST = Size(demos=1, cloned=64, envs=8, steps=1, told=4, exchanged=4)
 SETTINGS: dict[str, Any] = {
     "num_steps": 16,
     "num_epochs": 2,
@@ -105,9 +103,12 @@ class Arm(NamedTuple):
 
     def env(self, **settings: Any) -> gw.EnvCfg:
         kwargs = KWARGS if self.label_noise is None else {"tasks": TASKS, "obs": "state"}
-        if self.held:
-            return gw.EnvCfg(id=HELD, kwargs=kwargs, **settings)
-        return gw.EnvCfg(id="MetaWorld/multi", kwargs=kwargs, action_chunk=CHUNK, **settings)
+        return gw.EnvCfg(id="MetaWorld/multi", kwargs=kwargs, **self.decision, **settings)
+
+    @property
+    def decision(self) -> dict[str, int]:
+        """Settings of the five steps of a decision."""
+        return {"action_repeat" if self.held else "action_chunk": CHUNK}
 
 
 ARMS = {
@@ -123,32 +124,11 @@ ARMS = {
 }
 
 
-class Held(gymnasium.Wrapper):
-    """Each action for five steps. The picture is drawn after the last of them."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        env = tasks(kwargs)
-        super().__init__(ActionChunk(env, CHUNK))
-        self.action_space = env.action_space
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        return self.env.step(np.tile(action, (CHUNK, 1)))
-
-
-HELD = "HeldMetaWorld-v0"
-gymnasium.register(HELD, Held)
-
-
-def tasks(kwargs: dict[str, Any], held: bool = False) -> gymnasium.Env[Any, Any]:
-    """The four tasks, as the arms of training play them."""
-    return Held(**kwargs) if held else gymnasium.wrappers.TimeLimit(MetaWorldEnv(**kwargs), 100)
-
-
 class Turns(gymnasium.Wrapper):
     """The tasks in turn: the next seed, from the given one on, whose task is due."""
 
-    def __init__(self, kwargs: dict[str, Any], held: bool) -> None:
-        super().__init__(tasks(kwargs, held))
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        super().__init__(gymnasium.wrappers.TimeLimit(MetaWorldEnv(**kwargs), 100))
         self.solved = 0
 
     def reset(self, *, seed: int | None = None, **given: Any) -> tuple[Any, dict[str, Any]]:
@@ -168,8 +148,8 @@ class Turns(gymnasium.Wrapper):
 class Exchanged(gymnasium.Wrapper):
     """Each task with the instruction of another."""
 
-    def __init__(self, held: bool) -> None:
-        super().__init__(tasks(KWARGS, held))
+    def __init__(self) -> None:
+        super().__init__(gymnasium.wrappers.TimeLimit(MetaWorldEnv(**KWARGS), 100))
 
     def reset(self, **given: Any) -> tuple[Any, dict[str, Any]]:
         obs, info = self.env.reset(**given)
@@ -186,9 +166,10 @@ class Exchanged(gymnasium.Wrapper):
 
 def demonstrations(arm: Arm, seed: int, folder: Path, each: int) -> Recording:
     """Episodes of the scripted experts, as many of each task."""
-    env = Turns(dict(arm.env().kwargs), arm.held)
+    env = Turns(dict(arm.env().kwargs))
+    played = ActionChunk(env, repeat=CHUNK if arm.held else 1)
     return record_demos(
-        lambda: env, lambda obs: env.act(env.unwrapped.state), episodes=each * len(TASKS), out=folder, seed=seed
+        lambda: played, lambda obs: env.act(env.unwrapped.state), episodes=each * len(TASKS), out=folder, seed=seed
     )
 
 
@@ -219,13 +200,10 @@ def success(arm: Arm, policy: Any, seed: int, size: Size) -> dict[str, Any]:
     """
     evaluations = {"told": (None, size.told, True)}
     if arm.label_noise is None:
-        evaluations |= {
-            "exchanged": (partial(Exchanged, arm.held), size.exchanged, True),
-            "sampled": (None, size.told, False),
-        }
+        evaluations |= {"exchanged": (Exchanged, size.exchanged, True), "sampled": (None, size.told, False)}
     found: dict[str, Any] = {}
     for name, (make, episodes, deterministic) in evaluations.items():
-        cfg = arm.env() if make is None else gw.EnvCfg(action_chunk=1 if arm.held else CHUNK)
+        cfg = arm.env() if make is None else gw.EnvCfg(**arm.decision)
         env = gw.make_env(cfg, num_envs=16, grouped=True, env=make, verify=False)
         try:
             result: EvaluationResult = evaluate_policy(
@@ -244,7 +222,6 @@ def success(arm: Arm, policy: Any, seed: int, size: Size) -> dict[str, Any]:
 
 def one(arm: str, seed: int, size: Size, folder: Path) -> dict[str, Any]:
     """A clone, and one arm from it. What is in the folder already goes on from there."""
-    steps = size.steps // CHUNK if ARMS[arm].held else size.steps  # the environment counts a held action as one step
     before = folder / "before.json"
     if not before.exists():
         shutil.rmtree(folder, ignore_errors=True)  # half a clone
@@ -262,10 +239,10 @@ def one(arm: str, seed: int, size: Size, folder: Path) -> dict[str, Any]:
             ARMS[arm].env(num_envs=size.envs, start_mode=ARMS[arm].start_mode),
             {"name": "grpo", **ARMS[arm].settings},
             preset="vla" if pictures else None,
-            total_steps=steps,
+            total_steps=size.steps,
             policy=gw.config.VLACfg(**begin) if pictures else begin,
             seed=seed,
-            evaluation={"interval": max(1, steps // 3), "episodes": size.exchanged},
+            evaluation={"interval": max(1, size.steps // 3), "episodes": size.exchanged},
             checkpoint_interval=20_000,
             run_dir=folder / "run",
         )

@@ -1,4 +1,4 @@
-"""Action chunks: executed open loop until the episode ends, with the plain sum of rewards."""
+"""Decisions of several steps, by action chunks or repeated actions: until the episode ends, with the plain sum of rewards."""
 
 from functools import partial
 
@@ -17,6 +17,7 @@ from groupwise.embodied.vla import ChunkActorCritic
 from groupwise.envs.gymnasium import ActionChunk
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, EnvError
+from groupwise.policies.actor_critic import ActorCritic
 from groupwise.report.video import film
 
 
@@ -105,6 +106,46 @@ def test_the_first_actions_alone_are_executed_if_the_horizon_is_shorter():
     assert [outcome[4]["executed"] for outcome in outcomes] == [2, 2, 1]
 
 
+def test_an_action_is_repeated_up_to_the_end_and_its_rewards_are_summed():
+    env = ActionChunk(Counting(end=4), reward_parts=["double"], repeat=3)
+    assert env.action_space == Counting.action_space
+    env.reset(seed=0)
+    outcomes = [env.step(chunk([i])[0]) for i in (0.1, 0.2)]
+    np.testing.assert_array_equal(env.unwrapped.seen, chunk([0.1, 0.1, 0.1, 0.2]))
+    assert [float(outcome[0][0]) for outcome in outcomes] == [3.0, 4.0]
+    assert [outcome[1] for outcome in outcomes] == [1 + 2 + 3, 4]
+    assert [outcome[2] for outcome in outcomes] == [False, True]
+    assert [outcome[4] for outcome in outcomes] == [{"double": 12.0, "executed": 3}, {"double": 8.0, "executed": 1}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"action_repeat": 0}, "action_repeat"),
+        ({"action_repeat": 2, "action_chunk": 3}, "action_repeat=2.*action_chunk=3; fix: one of the two"),
+        ({"action_repeat": 2, "action_masks": True}, "action_repeat=2.*action_masks; fix: one of the two"),
+        ({"frame_skip": 2}, "env.action_repeat"),
+    ],
+)
+def test_repeats_that_cannot_be_are_refused(settings, named):
+    with pytest.raises(ConfigError, match=named):
+        EnvCfg(**settings)
+
+
+def test_an_action_with_a_mask_is_not_repeated():
+    class Masked(Counting):
+        action_space = gym.spaces.Discrete(2)
+        observation_space = gym.spaces.Dict(obs=Counting.observation_space, action_mask=gym.spaces.MultiBinary(2))
+
+    with pytest.raises(EnvError, match=r"action_repeat=2 would repeat .* mask .*; fix: env\.action_repeat=1"):
+        make_env(EnvCfg(action_repeat=2), env=Masked)
+
+
+def test_simulators_that_vectorise_themselves_repeat_no_action():
+    with pytest.raises(EnvError, match="without action_repeat = 3"):
+        make_env(EnvCfg(action_repeat=3, vectorization="torch"), grouped=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "named"),
     [
@@ -121,16 +162,18 @@ def test_chunks_that_cannot_be_executed_are_refused(settings, error, named):
         make_env(EnvCfg(**{"id": "CartPole-v1", "action_chunk": 3} | settings), grouped=True)
 
 
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(("end", "last"), [(7, 3), (2, 2)])
-def test_only_the_last_observation_of_a_chunk_is_drawn(end, last):
-    env = ActionChunk(Drawing(end), 3)
+def test_only_the_last_observation_of_a_decision_is_drawn(end, last, size):
+    env = ActionChunk(Drawing(end), size, repeat=3 // size)
+    action = np.zeros(env.action_space.shape, np.float32)
     env.reset(seed=0)
-    obs = env.step(chunk([0, 0, 0]))[0]
+    obs = env.step(action)[0]
     assert env.unwrapped.drawn == 2  # the reset's and this one
     assert int(obs["image"].max()) == last
     assert env.unwrapped.draws
     env.unwrapped.draws = False  # as the check of starts does
-    assert env.step(chunk([0, 0, 0]))[0]["image"] is None
+    assert env.step(action)[0]["image"] is None
     assert env.unwrapped.drawn == 2
 
 
@@ -138,9 +181,11 @@ def rollout_of(kind, cfg, num_steps=4):
     grouped = kind == "groups"
     env = make_env(cfg, grouped=grouped, env=partial(Counting, end=7), verify=grouped)
     torch.manual_seed(0)
-    policy = ChunkActorCritic(env.observation_space, env.action_space, PolicyCfg(), actor_only=grouped)
+    kind = ChunkActorCritic if cfg.action_chunk > 1 else ActorCritic
+    policy = kind(env.observation_space, env.action_space, PolicyCfg(), actor_only=grouped)
     collector = GroupCollector(env, policy, group_size=2) if grouped else VectorCollector(env, policy)
-    sizes = {"num_units": policy.num_units, "chunked": True, "value": not grouped}
+    units = {"num_units": policy.num_units} if policy.scored_by == "token" else {}
+    sizes = units | {"chunked": True, "value": not grouped}
     buffer = RolloutBuffer(env.num_envs, num_steps, obs_spec=env.obs_spec, action_spec=policy.action_spec, **sizes)
     try:
         rollout = collector.collect(num_steps, buffer.start_rollout())
@@ -157,23 +202,25 @@ def rollout_of(kind, cfg, num_steps=4):
         ({}, [3, 3, 1], [6.0, 15.0, 7.0]),
         pytest.param({"vectorization": "async"}, [3, 3, 1], [6.0, 15.0, 7.0], marks=pytest.mark.slow),
         ({"num_action_steps": 2}, [2, 2, 2, 1], [3.0, 7.0, 11.0, 7.0]),
+        ({"action_chunk": 1, "action_repeat": 3}, [3, 3, 1], [6.0, 15.0, 7.0]),
     ],
 )
-def test_rollouts_say_how_much_of_each_chunk_was_executed(kind, settings, executed, rewards):
-    """Episodes of 7 steps, of three in each chunk all or two."""
-    cfg = EnvCfg(num_envs=2, action_chunk=3, max_episode_steps=20, **settings)
+def test_rollouts_say_how_many_steps_each_decision_took(kind, settings, executed, rewards):
+    """Episodes of 7 steps, of three in each chunk all or two, or an action three times."""
+    cfg = EnvCfg(**{"num_envs": 2, "action_chunk": 3, "max_episode_steps": 20} | settings)
     size = len(executed)
     rollout, collector = rollout_of(kind, cfg, size)
     assert rollout["executed"][:, :size].tolist() == [executed] * 2
     assert rollout["reward"][:, :size].tolist() == [rewards] * 2
     assert rollout["terminated"][:, :size].tolist() == [[False] * (size - 1) + [True]] * 2
-    assert rollout["sample_log_prob"].shape == (2, size + 1, 3)
+    assert rollout["sample_log_prob"].shape == (2, size + 1, 3) if cfg.action_chunk > 1 else (2, size + 1)
     assert rollout["executed"].dtype == torch.int64
     assert collector.last_steps == 14  # environment steps
     assert [(e.episode_return, e.length) for e in collector.finished] == [(28.0, size)] * 2
     assert collector.env.max_episode_steps == (10 if "num_action_steps" in settings else 7)
-    mask = collector.policy.unit_mask({**rollout[:, :size]})
-    assert mask[0].int().tolist() == [[1] * count + [0] * (3 - count) for count in executed]
+    if cfg.action_chunk > 1:
+        mask = collector.policy.unit_mask({**rollout[:, :size]})
+        assert mask[0].int().tolist() == [[1] * count + [0] * (3 - count) for count in executed]
 
 
 def test_a_video_decides_as_often_as_a_run(tmp_path):
@@ -191,29 +238,36 @@ def test_a_video_decides_as_often_as_a_run(tmp_path):
     film(policy, EnvCfg(action_chunk=3, num_action_steps=2), lambda: made, tmp_path / "x.gif", seed=0)
     assert decided[1:] == [2, 4]
     assert max(action[0] for action in made.seen) == 0.5
+    decided.clear()
+    policy.predict = lambda obs, deterministic: decided.append(int(obs[0])) or chunk([0])[0]
+    film(policy, EnvCfg(action_repeat=2), lambda: made, tmp_path / "y.gif", seed=0)
+    assert decided[1:] == [2, 4]
 
 
-def test_limits_count_environment_steps_and_the_collector_s_decisions():
-    cfg = EnvCfg(num_envs=1, action_chunk=3, max_episode_steps=5)
+@pytest.mark.parametrize("several", ["action_chunk", "action_repeat"])
+def test_limits_count_environment_steps_and_the_collector_s_decisions(several):
+    cfg = EnvCfg(num_envs=1, max_episode_steps=5, **{several: 3})
     env = make_env(cfg, grouped=True, env=partial(Counting, 99), reward_parts=("double",))
+    action = torch.zeros(1, *env.action_space.shape)
     assert env.max_episode_steps == 2
     env.reset(seed=0)
-    assert env.step(torch.zeros(1, 3, 2)).info["reward_parts"].tolist() == [[12.0]]
-    step = env.step(torch.zeros(1, 3, 2))
+    assert env.step(action).info["reward_parts"].tolist() == [[12.0]]
+    step = env.step(action)
     assert (step.truncated.tolist(), step.info["executed"].tolist()) == ([True], [2])
-    assert env.step(torch.zeros(1, 3, 2)).info["executed"].tolist() == [0]  # paused
+    assert env.step(action).info["executed"].tolist() == [0]  # paused
     env.close()
 
 
+@pytest.mark.parametrize("several", ["action_chunk", "action_repeat"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_control_policies_train_on_chunks(algorithm, tmp_path):
+def test_control_policies_train_on_decisions_of_several_steps(algorithm, several, tmp_path):
     settings = {"run_dir": tmp_path / "run", "logging": {"progress": "none"}, "evaluation": {"episodes": 2}}
-    run = gw.train(EnvCfg(id="Pendulum-v1", action_chunk=5, num_envs=4), algorithm, total_steps=1600, **settings)
-    assert type(run.policy) is ChunkActorCritic
+    run = gw.train(EnvCfg(id="Pendulum-v1", num_envs=4, **{several: 5}), algorithm, total_steps=1600, **settings)
+    assert type(run.policy) is (ChunkActorCritic if several == "action_chunk" else ActorCritic)
     assert run.metrics()[-1]["rollout/length_mean"] == 40  # decisions of 5 steps each
     assert run.metrics()[-1]["env_steps"] % 5 == 0
     assert torch.tensor([m["train/policy_loss"] for m in run.metrics()]).isfinite().all()
     again = gw.Run.load(run.path)
     obs = np.array([1.0, 0.0, 0.0], np.float32)
     np.testing.assert_array_equal(again.policy.predict(obs), run.policy.predict(obs))
-    assert run.policy.predict(obs).shape == (5, 1)
+    assert run.policy.predict(obs).shape == ((5, 1) if several == "action_chunk" else (1,))

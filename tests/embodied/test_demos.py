@@ -111,6 +111,26 @@ def test_a_callable_and_settings(tmp_path):
     np.testing.assert_array_equal(chunks.action, steps.action)
 
 
+def test_an_expert_s_actions_are_repeated(tmp_path, capsys, monkeypatch):
+    def slow(obs):
+        return straight(obs) / 4
+
+    record_demos(gw.EnvCfg(id="ToyReaching-v0", action_repeat=3), slow, episodes=4, noise=0.0, out=tmp_path / "x")
+    moved = noise_of(tmp_path / "x")  # two steps more than the action
+    found = read_demos(tmp_path / "x", REACHING)
+    same = found.episode[1:] == found.episode[:-1]
+    assert same.sum() >= 4
+    np.testing.assert_allclose(moved, 2 * found.action[:-1][same].ravel(), atol=1e-5)
+    assert (
+        json.loads((tmp_path / "x/meta/info.json").read_text())["fps"]
+        == toy_robots.Reaching.metadata["render_fps"] // 3
+    )
+
+    monkeypatch.setitem(EXPERTS, "ToyReaching", lambda env, info: straight)
+    assert cli.main(["demos", "ToyReaching-v0", "--env.action-repeat", "2", "--out", str(tmp_path / "y")]) == 0
+    assert "groupwise train ToyReaching-v0 --env.action-repeat 2 --algorithm bc" in capsys.readouterr().out
+
+
 class Cards(gymnasium.Env):
     """Each of 3 cards may be played once, the first one whenever it is the expert's turn; the text has no fixed shape."""
 

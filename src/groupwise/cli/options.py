@@ -224,7 +224,7 @@ def parse_env(argv: Sequence[str], parser: Parser, only: Sequence[str]) -> EnvCf
 def words_of(env: EnvCfg) -> list[str]:
     """An environment's id, and options for what decides its spaces and length."""
     words = [env.id, *(("--env.kwargs", json.dumps(env.kwargs)) if env.kwargs else ())]
-    of_spaces = ("action_chunk", "num_action_steps", "max_episode_steps", "obs_keys", "action_masks")
+    of_spaces = ("action_chunk", "num_action_steps", "action_repeat", "max_episode_steps", "obs_keys", "action_masks")
     for name, value in env.changed(*of_spaces).items():
         values = () if value is True else value if isinstance(value, tuple) else (value,)
         words += [_flag(f"env.{name}"), *map(str, values)]

@@ -89,7 +89,7 @@ def demos_command(parser: Parser, argv: Sequence[str]) -> None:
       groupwise demos FetchPush-v4 --episodes 20 --noise 0.2 --out demos/push
       groupwise train FetchPush-v4 --algorithm bc --algorithm.data demos/push
 
-    Further options: --env.kwargs JSON, --env.max-episode-steps N
+    Further options: --env.kwargs JSON, --env.max-episode-steps N, --env.action-repeat N
     """
     parser.usage = "groupwise demos ENV [options]"
     parser.add_argument("--episodes", type=count, default=50, help="how many to keep (default: 50)")
@@ -101,7 +101,7 @@ def demos_command(parser: Parser, argv: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(argv)
     if not rest:
         raise ConfigError("expected an environment that has an expert; fix: groupwise demos FetchPush-v4 (see --help)")
-    env = parse_env(rest, parser, only=("env.kwargs", "env.max_episode_steps"))
+    env = parse_env(rest, parser, only=("env.kwargs", "env.max_episode_steps", "env.action_repeat"))
 
     from groupwise.embodied.demos import record_demos
 

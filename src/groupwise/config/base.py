@@ -77,7 +77,7 @@ OTHER_NAMES = {
     "save_steps": "checkpoint_interval", "tensorboard_log": "report_to", "use_vllm": "generation", "verbose": "progress",
     "warmup_ratio": "warmup of schedule", "warmup_steps": "warmup of schedule",
     "stochastic": "sampled", "env_kwargs": "env.kwargs", "render_mode": "groupwise play, or eval with --video",
-    **dict.fromkeys(("action_repeat", "frame_skip"), "env.kwargs, if the environment takes it, or a wrapper"),
+    **dict.fromkeys(("frame_skip", "num_repeats"), "env.action_repeat, or env.kwargs if the environment takes it"),
     "n_trials": "a search with Optuna, see docs/coming_from.md",
     "optimize": "a search with Optuna, see docs/coming_from.md",
     "optimize_hyperparameters": "a search with Optuna, see docs/coming_from.md",

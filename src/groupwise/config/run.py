@@ -82,6 +82,8 @@ class EnvCfg(Cfg):
     """Actions that the policy decides on at once; the environment executes them open loop. Steps of the policy, such as ``algorithm.num_steps``, are then decisions, and the discount is per decision; ``max_episode_steps`` and ``total_steps`` count environment steps. Box actions only."""
     num_action_steps: Annotated[int, Ge(1)] | None = None
     """Number of actions of each chunk that are executed before the policy decides again (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
+    action_repeat: Annotated[int, Ge(1)] = 1
+    """Environment steps that each action is executed for, the rewards summed (frame skip). Steps and limits count as with ``action_chunk``, which it excludes, as it does action masks."""
     log_info: tuple[str, ...] = ()
     """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
 
@@ -95,6 +97,11 @@ class EnvCfg(Cfg):
         """Actions of a chunk that are executed, unless the episode ends before."""
         return self.num_action_steps or self.action_chunk
 
+    @property
+    def decision_steps(self) -> int:
+        """Environment steps of a decision, unless the episode ends before."""
+        return self.actions_executed * self.action_repeat
+
     @model_validator(mode="after")
     def _check(self) -> "EnvCfg":
         if self.kwargs.get("render_mode") == "human":
@@ -106,6 +113,9 @@ class EnvCfg(Cfg):
             raise ValueError(
                 f"num_action_steps={self.num_action_steps} is more than action_chunk={self.action_chunk}; fix: at most that many"
             )
+        if self.action_repeat > 1 and (self.action_chunk > 1 or self.action_masks):
+            other = f"action_chunk={self.action_chunk}" if self.action_chunk > 1 else "action_masks"
+            raise ValueError(f"action_repeat={self.action_repeat} cannot be combined with {other}; fix: one of the two")
         return self
 
 

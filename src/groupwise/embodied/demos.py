@@ -97,7 +97,7 @@ def record_demos(
         if not is_free(here / folder):
             raise ConfigError(f"the folder {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)")
         space = kept_space(made.observation_space, cfg.kept_keys)[0]
-        attempts, steps_per_second = 0, max(1, int(made.metadata.get("render_fps") or 10))
+        attempts, steps_per_second = 0, max(1, int(made.metadata.get("render_fps") or 10) // cfg.action_repeat)
 
         def kept() -> Iterator[Demonstration]:
             nonlocal attempts

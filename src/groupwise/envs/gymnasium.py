@@ -164,34 +164,46 @@ class GymnasiumVectorEnv(VectorEnv):
 
 
 class ActionChunk(gymnasium.Wrapper):
-    """Takes ``size`` actions at once, and executes the first ``num_steps`` of them, or fewer where the episode ends.
+    """Executes the first ``num_steps`` actions of a chunk, or one action ``repeat`` times, or less where the episode ends.
 
-    The action space is ``Box [C, *A]``, the reward the sum over the executed steps, ``info`` that of the last one with
-    ``executed``, their number. Step limits inside count environment steps.
+    The action space of chunks is ``Box [C, *A]``. The reward is the sum over the executed steps, ``info`` that of the last one
+    with ``executed``, their number. Step limits inside count environment steps.
 
     Args:
-        size: C, actions of a chunk.
+        size: C, actions of a chunk. 1: an action of the environment.
         reward_parts: entries of ``info`` that are summed like the reward.
         num_steps: None: all of them.
+        repeat: how often each action is executed.
 
     Raises:
-        EnvError: the action space is no ``Box``.
+        EnvError: the action space of chunks is no ``Box``, or actions to be repeated have a mask.
     """
 
     def __init__(
-        self, env: gymnasium.Env, size: int, reward_parts: Sequence[str] = (), num_steps: int | None = None
+        self,
+        env: gymnasium.Env,
+        size: int = 1,
+        reward_parts: Sequence[str] = (),
+        num_steps: int | None = None,
+        repeat: int = 1,
     ) -> None:
         super().__init__(env)
+        self._size, self._num_steps, self._repeat = size, num_steps or size, repeat
+        self._reward_parts = tuple(reward_parts)
         space: Any = env.action_space
+        if repeat > 1 and has_mask(env.observation_space, space):
+            raise EnvError(
+                f"env.action_repeat={repeat} would repeat actions that the mask of {env} may forbid by then; fix: env.action_repeat=1"
+            )
+        if size == 1:
+            return
         if space_kind(space) != "box":
             raise EnvError(f"env.action_chunk={size} needs Box actions, {env} has {space}; fix: env.action_chunk=1")
-        self._num_steps = num_steps or size
-        self._reward_parts = tuple(reward_parts)
         low, high = (np.broadcast_to(bound, (size, *space.shape)) for bound in (space.low, space.high))
         self.action_space = gymnasium.spaces.Box(low, high, dtype=space.dtype)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        """Execute the first actions of ``[C, *A]`` one after another, as far as the episode goes. Images are drawn at the end only."""
+        """Execute the first actions of ``[C, *A]``, or one action repeatedly, as far as the episode goes. Images are drawn at the end only."""
         env = self.env.unwrapped
         if not isinstance(env, DrawsOnDemand) or not env.draws:
             return self._execute(action)
@@ -202,9 +214,10 @@ class ActionChunk(gymnasium.Wrapper):
             env.draws = True
         return {**obs, "image": env.image()}, reward, terminated, truncated, info
 
-    def _execute(self, actions: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+    def _execute(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         total, executed, parts = 0.0, 0, dict.fromkeys(self._reward_parts, 0.0)
-        for action in actions[: self._num_steps]:
+        actions = [action] if self._size == 1 else action[: self._num_steps]
+        for action in (one for one in actions for _ in range(self._repeat)):
             executed += 1
             obs, reward, terminated, truncated, info = self.env.step(action)
             total += float(reward)

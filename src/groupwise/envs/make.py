@@ -66,11 +66,11 @@ def _from_single(
         env_id=type(probe.unwrapped).__name__ if probe.spec is None else probe.spec.id,
         observation_space=space,
         action_space=probe.action_space,
-        max_episode_steps=None if limit is None else math.ceil(limit / cfg.actions_executed),
+        max_episode_steps=None if limit is None else math.ceil(limit / cfg.decision_steps),
         start_mode="seed" if cfg.start_mode == "auto" else cfg.start_mode,
         reward_parts=reward_parts,
         log_info=cfg.log_info,
-        chunked=cfg.action_chunk > 1,
+        chunked=cfg.action_chunk * cfg.action_repeat > 1,
         on_error=on_error,
         notes=notes,
         timeout=cfg.timeout,
@@ -156,14 +156,22 @@ def _make(
     made = with_masks(made, cfg)
     if cfg.num_random_noops:
         made = RandomNoops(made, cfg.num_random_noops)
-    if cfg.action_chunk > 1:
-        made = ActionChunk(made, cfg.action_chunk, reward_parts, cfg.num_action_steps)
+    if cfg.action_chunk * cfg.action_repeat > 1:
+        made = ActionChunk(made, cfg.action_chunk, reward_parts, cfg.num_action_steps, cfg.action_repeat)
     return made
 
 
 VECTORISED = ("CartPole-v0", "CartPole-v1")
 """Gymnasium's tasks whose own vectorised version is the default."""
-_ONLY_SINGLE = ("obs_keys", "action_masks", "num_random_noops", "action_chunk", "num_action_steps", "log_info")
+_ONLY_SINGLE = (
+    "obs_keys",
+    "action_masks",
+    "num_random_noops",
+    "action_chunk",
+    "num_action_steps",
+    "action_repeat",
+    "log_info",
+)
 """Settings that only single environments support."""
 
 

@@ -61,7 +61,7 @@ class RowCfg(NamedTuple):
     reward_parts: tuple[str, ...] = ()
     log_info: tuple[str, ...] = ()
     chunked: bool = False
-    """Whether an action is a chunk of several."""
+    """Whether an action takes several environment steps."""
     on_error: OnError = "raise"
     notes: tuple[str, ...] = ()
     timeout: float = 60.0

@@ -403,7 +403,7 @@ class EnvComponents(Components):
             lines.append(f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}.")
         if isinstance(self.cfg.policy, PolicyCfg) and self.given.policy is None:
             lines += filter(None, [unexplored(self.env.action_space, self.cfg.policy)])
-        total, ranks, each = self.cfg.total_steps or 0, self.algorithm.engine.world_size, self.cfg.env.actions_executed
+        total, ranks, each = self.cfg.total_steps or 0, self.algorithm.engine.world_size, self.cfg.env.decision_steps
         size = self.env.num_envs * ranks * self.cfg.algorithm.num_steps  # decisions, of at most ``each`` steps
         end = size * each * -(-total // (size * each))
         if isinstance(collector := self.collector, GroupCollector):
@@ -626,7 +626,7 @@ def _components(
         state_size=policy.state_size,
         num_units=policy.num_units if policy.scored_by == "token" else None,
         value=not policy.actor_only,
-        chunked=cfg.env.action_chunk > 1,
+        chunked=cfg.env.action_chunk * cfg.env.action_repeat > 1,
         reward_parts=len(cfg.algorithm.reward_parts),
         on_nonfinite=cfg.algorithm.on_nonfinite,
         device=device,

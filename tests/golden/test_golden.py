@@ -10,11 +10,13 @@ CONTROL, TEXT = recorded.control_cases(), recorded.text_cases()
 HERE = recorded.compute((recorded.machine,))
 SENSITIVE = ("Pendulum-v1 ppo", "Pendulum-v1 grpo", "preset clip_cov")
 """Rounding grows in the simulator, or decides which steps are selected."""
+SOLVING = ("preset lstd",)
+"""LAPACK solves with other roundings on machines whose other arithmetic is the same."""
 
 
 def check_case(name, case):
     golden = GOLDEN[name]
-    same_machine = golden["machine"] == HERE
+    same_machine = golden["machine"] == HERE and name not in SOLVING
     if not same_machine and name in SENSITIVE:
         pytest.skip("this machine or this torch rounds differently from the one that the numbers come from")
     found = recorded.compute(case)

@@ -137,8 +137,29 @@ def test_an_action_with_a_mask_is_not_repeated():
         action_space = gym.spaces.Discrete(2)
         observation_space = gym.spaces.Dict(obs=Counting.observation_space, action_mask=gym.spaces.MultiBinary(2))
 
-    with pytest.raises(EnvError, match=r"action_repeat=2 would repeat .* mask .*; fix: env\.action_repeat=1"):
+    with pytest.raises(EnvError, match=r"may mask an action .*action_repeat=2 times; fix: action_repeat=1"):
         make_env(EnvCfg(action_repeat=2), env=Masked)
+
+
+def test_a_chunk_of_the_environment_s_own_is_not_repeated():
+    class Chunked(Counting):
+        action_space = gym.spaces.Box(-1, 1, (3, 2), np.float32)
+
+    with pytest.raises(EnvError, match=r"action_repeat=2 repeats single actions.*Box.*; fix: action_repeat=1"):
+        make_env(EnvCfg(action_repeat=2), env=Chunked)
+
+
+def test_an_environment_may_change_the_action_that_is_repeated():
+    class Halving(Counting):
+        def step(self, action):
+            outcome = super().step(action)
+            action *= 0.5
+            return outcome
+
+    env = ActionChunk(Halving(), repeat=3)
+    env.reset(seed=0)
+    env.step(chunk([1])[0])
+    np.testing.assert_array_equal(env.unwrapped.seen, chunk([1, 1, 1]))
 
 
 def test_simulators_that_vectorise_themselves_repeat_no_action():

@@ -121,14 +121,28 @@ def test_an_expert_s_actions_are_repeated(tmp_path, capsys, monkeypatch):
     same = found.episode[1:] == found.episode[:-1]
     assert same.sum() >= 4
     np.testing.assert_allclose(moved, 2 * found.action[:-1][same].ravel(), atol=1e-5)
-    assert (
-        json.loads((tmp_path / "x/meta/info.json").read_text())["fps"]
-        == toy_robots.Reaching.metadata["render_fps"] // 3
-    )
+    info = json.loads((tmp_path / "x/meta/info.json").read_text())
+    assert (info["fps"], info["action_repeat"]) == (7, 3)  # 20 steps a second
 
     monkeypatch.setitem(EXPERTS, "ToyReaching", lambda env, info: straight)
     assert cli.main(["demos", "ToyReaching-v0", "--env.action-repeat", "2", "--out", str(tmp_path / "y")]) == 0
-    assert "groupwise train ToyReaching-v0 --env.action-repeat 2 --algorithm bc" in capsys.readouterr().out
+    again = capsys.readouterr().out.splitlines()[-1].removeprefix("Next:  ")
+    assert again.startswith("groupwise train ToyReaching-v0 --env.action-repeat 2 --algorithm bc")
+    clone = [
+        *shlex.split(again)[1:],
+        "--run-dir",
+        str(tmp_path / "clone"),
+        "--total-steps",
+        "64",
+        "--evaluation.episodes",
+        "1",
+    ]
+    assert cli.main(clone) == 0
+    assert cli.main([*clone, "--env.action-repeat", "3"]) == 2
+    refused = "was recorded with env.action_repeat=2, but this run has 3; fix: the same in both"
+    assert refused in capsys.readouterr().err
+    assert cli.main(["train", "ToyReaching-v0", "--env.action-repeat", "3", "--algorithm", "bc"]) == 2
+    assert capsys.readouterr().err.endswith("fix: groupwise demos ToyReaching-v0 --env.action-repeat 3\n")
 
 
 class Cards(gymnasium.Env):

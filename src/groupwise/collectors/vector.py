@@ -246,7 +246,7 @@ def _finite(values: Nested) -> Any:
 
 
 def env_steps(rollout: TensorDict, decisions: int) -> int:
-    """Environment steps of a rollout with that many decisions: those that chunks executed, otherwise one each."""
+    """Environment steps of a rollout with that many decisions: those that they executed, or one each."""
     executed = rollout.get("executed", None)
     return decisions if executed is None else int(executed[:, :-1].sum())
 

@@ -83,7 +83,7 @@ class EnvCfg(Cfg):
     num_action_steps: Annotated[int, Ge(1)] | None = None
     """Number of actions of each chunk that are executed before the policy decides again (LeRobot's ``n_action_steps``). None: all of ``action_chunk``."""
     action_repeat: Annotated[int, Ge(1)] = 1
-    """Environment steps that each action is executed for, the rewards summed (frame skip). Steps and limits count as with ``action_chunk``, which it excludes, as it does action masks."""
+    """Environment steps that each action is executed for, the rewards summed (frame skip). Steps and limits count as with ``action_chunk``. It cannot be combined with chunks or action masks."""
     log_info: tuple[str, ...] = ()
     """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
 
@@ -101,6 +101,11 @@ class EnvCfg(Cfg):
     def decision_steps(self) -> int:
         """Environment steps of a decision, unless the episode ends before."""
         return self.actions_executed * self.action_repeat
+
+    @property
+    def is_multi_step(self) -> bool:
+        """Whether a decision is a chunk, or an action that is repeated."""
+        return self.action_chunk * self.action_repeat > 1
 
     @model_validator(mode="after")
     def _check(self) -> "EnvCfg":

@@ -32,16 +32,22 @@ class DemoCollector(EnvCollector):
 
     Args:
         env: gives the spaces; it takes no steps.
+        action_repeat: of the environment.
 
     Raises:
         ConfigError: no data is named.
     """
 
-    def __init__(self, env: VectorEnv, policy: Policy, cfg: BCCfg, engine: Engine, *, seed: int) -> None:
+    def __init__(
+        self, env: VectorEnv, policy: Policy, cfg: BCCfg, engine: Engine, *, seed: int, action_repeat: int = 1
+    ) -> None:
         super().__init__(env, policy, seed=seed, rank=engine.rank)
+        option = f" --env.action-repeat {action_repeat}" if action_repeat > 1 else ""
         if cfg.data is None:
-            raise ConfigError(f"bc needs demonstrations, got algorithm.data=None; fix: groupwise demos {env.env_id}")
-        self.folder, self.cfg, self.engine = cfg.data, cfg, engine
+            raise ConfigError(
+                f"bc needs demonstrations, got algorithm.data=None; fix: groupwise demos {env.env_id}{option}"
+            )
+        self.folder, self.cfg, self.engine, self.action_repeat = cfg.data, cfg, engine, action_repeat
 
     @cached_property
     def labels(self) -> TensorDict:
@@ -50,9 +56,14 @@ class DemoCollector(EnvCollector):
         With chunks ``action`` is the next C actions, the last one repeated after the end.
 
         Raises:
-            DataError: the data is missing, of other observations or actions, or not finite.
+            DataError: the data is missing, of other observations, actions or ``action_repeat``, or not finite.
         """
         demos, space = read_demos(self.folder, self.env.observation_space), self.env.action_space
+        if demos.action_repeat not in (None, self.action_repeat):
+            raise DataError(
+                f"{self.folder} was recorded with env.action_repeat={demos.action_repeat!r:.40}, but this run has "
+                f"{self.action_repeat}; fix: the same in both"
+            )
         steps, episode = len(demos.episode), torch.from_numpy(demos.episode)
         if demos.reward is None and getattr(self.policy, "reward_normalizer", None) is not None:
             raise DataError(
@@ -148,7 +159,7 @@ def demo_collector(
     policy = algorithm.policy
     if policy.state_size:
         raise ConfigError(f"bc clones steps, and {type(policy).__name__} has a memory; fix: policy='actor_critic'")
-    collector = DemoCollector(env, policy, cfg.algorithm, engine, seed=cfg.seed)
+    collector = DemoCollector(env, policy, cfg.algorithm, engine, seed=cfg.seed, action_repeat=cfg.env.action_repeat)
     if read and fit_normalizers:
         collector.fit_normalizers()
     elif read:

@@ -97,7 +97,8 @@ def record_demos(
         if not is_free(here / folder):
             raise ConfigError(f"the folder {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)")
         space = kept_space(made.observation_space, cfg.kept_keys)[0]
-        attempts, steps_per_second = 0, max(1, int(made.metadata.get("render_fps") or 10) // cfg.action_repeat)
+        action_repeat = cfg.action_repeat if make is None else None
+        attempts, steps_per_second = 0, max(1, round((made.metadata.get("render_fps") or 10) / cfg.action_repeat))
 
         def kept() -> Iterator[Demonstration]:
             nonlocal attempts
@@ -116,7 +117,7 @@ def record_demos(
 
         fresh = files.fresh_name(here / folder / "demos")
         try:
-            lengths = write_demos(fresh, space, made.action_space, steps_per_second, kept())
+            lengths = write_demos(fresh, space, made.action_space, steps_per_second, kept(), action_repeat)
             for part in sorted(fresh.iterdir()):  # meta comes last, without which it is no data set
                 part.rename(here / folder / part.name)
         finally:

@@ -82,15 +82,23 @@ class Demonstrations(NamedTuple):
     """[M]; None if it was not recorded, as by a person who steers the robot."""
     episode: npt.NDArray[np.int64]
     """[M] the episode of each step, from 0."""
+    action_repeat: object
+    """Environment steps of each action, if the recording says so."""
 
 
 def write_demos(
-    folder: Path, observation_space: Any, action_space: Any, steps_per_second: int, demos: Iterable[Demonstration]
+    folder: Path,
+    observation_space: Any,
+    action_space: Any,
+    steps_per_second: int,
+    demos: Iterable[Demonstration],
+    action_repeat: int | None = None,
 ) -> list[int]:
     """Write at least one episode into a new folder, each as it comes; returns their lengths.
 
     Args:
         steps_per_second: gives the timestamps.
+        action_repeat: environment steps of each action. None: unknown.
     """
     parts = _stored_parts(observation_space)
     columns = {name: column for _, names, column in parts for name in names}
@@ -157,7 +165,7 @@ def write_demos(
         "codebase_version": VERSION, "robot_type": None, "total_episodes": len(lengths),
         "total_frames": sum(lengths), "total_tasks": len(tasks), "chunks_size": 1000,
         "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "fps": steps_per_second,
-        "splits": {"train": f"0:{len(lengths)}"}, "data_path": DATA, "video_path": None,
+        "splits": {"train": f"0:{len(lengths)}"}, "data_path": DATA, "video_path": None, "action_repeat": action_repeat,
         "features": {name: column.feature() for name, column in columns.items()},
     }  # fmt: skip
     stats: dict[str, dict[str, Any]] = {}
@@ -250,6 +258,7 @@ def _read(folder: Path, observation_space: Any) -> Demonstrations:
         from_arrow(table["action"], Column(action["dtype"], tuple(action["shape"]))),
         reward,
         np.unique(episode, return_inverse=True)[1].astype(np.int64),
+        info.get("action_repeat"),
     )
 
 

@@ -164,7 +164,7 @@ class GymnasiumVectorEnv(VectorEnv):
 
 
 class ActionChunk(gymnasium.Wrapper):
-    """Executes the first ``num_steps`` actions of a chunk, or one action ``repeat`` times, or less where the episode ends.
+    """Executes the first ``num_steps`` actions of a chunk, or one action ``repeat`` times, or fewer where the episode ends.
 
     The action space of chunks is ``Box [C, *A]``. The reward is the sum over the executed steps, ``info`` that of the last one
     with ``executed``, their number. Step limits inside count environment steps.
@@ -176,7 +176,7 @@ class ActionChunk(gymnasium.Wrapper):
         repeat: how often each action is executed.
 
     Raises:
-        EnvError: the action space of chunks is no ``Box``, or actions to be repeated have a mask.
+        EnvError: the action space of chunks is no ``Box``, or actions to be repeated are chunks or have a mask.
     """
 
     def __init__(
@@ -193,7 +193,11 @@ class ActionChunk(gymnasium.Wrapper):
         space: Any = env.action_space
         if repeat > 1 and has_mask(env.observation_space, space):
             raise EnvError(
-                f"env.action_repeat={repeat} would repeat actions that the mask of {env} may forbid by then; fix: env.action_repeat=1"
+                f"{env} may mask an action before its last of env.action_repeat={repeat} times; fix: action_repeat=1"
+            )
+        if repeat > 1 and space_kind(space) == "box" and len(space.shape) > 1:
+            raise EnvError(
+                f"env.action_repeat={repeat} repeats single actions, but {env} has {space}; fix: action_repeat=1"
             )
         if size == 1:
             return
@@ -219,6 +223,8 @@ class ActionChunk(gymnasium.Wrapper):
         actions = [action] if self._size == 1 else action[: self._num_steps]
         for action in (one for one in actions for _ in range(self._repeat)):
             executed += 1
+            if self._repeat > 1:
+                action = copy.deepcopy(action)  # the environment may change it
             obs, reward, terminated, truncated, info = self.env.step(action)
             total += float(reward)
             parts = {name: parts[name] + info[name] for name in parts if name in info}
@@ -278,7 +284,7 @@ def mask_notes(env: gymnasium.Env, space: Any, cfg: EnvCfg) -> tuple[str, ...]:
         return ()
     if has_mask(space, env.action_space):
         return (f"Action masks: from the observation's {KEY!r}.",)
-    if KEY in first_of(env, type(env.unwrapped).__name__, seed=0)[1]:
+    if cfg.action_repeat == 1 and KEY in first_of(env, type(env.unwrapped).__name__, seed=0)[1]:
         return (f"Action masks: info[{KEY!r}] is not used; env.action_masks=True allows only its actions.",)
     return ()
 

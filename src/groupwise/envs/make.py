@@ -70,7 +70,7 @@ def _from_single(
         start_mode="seed" if cfg.start_mode == "auto" else cfg.start_mode,
         reward_parts=reward_parts,
         log_info=cfg.log_info,
-        chunked=cfg.action_chunk * cfg.action_repeat > 1,
+        chunked=cfg.is_multi_step,
         on_error=on_error,
         notes=notes,
         timeout=cfg.timeout,
@@ -156,7 +156,7 @@ def _make(
     made = with_masks(made, cfg)
     if cfg.num_random_noops:
         made = RandomNoops(made, cfg.num_random_noops)
-    if cfg.action_chunk * cfg.action_repeat > 1:
+    if cfg.is_multi_step:
         made = ActionChunk(made, cfg.action_chunk, reward_parts, cfg.num_action_steps, cfg.action_repeat)
     return made
 

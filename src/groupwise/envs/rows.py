@@ -55,7 +55,7 @@ class RowCfg(NamedTuple):
     observation_space: Any
     action_space: Any
     max_episode_steps: int | None
-    """Steps, or chunks, after which the environment truncates; None if it does not."""
+    """Decisions after which the environment truncates; None if it does not."""
     start_mode: StartMode = "seed"
     """How episodes share a start; not ``native``."""
     reward_parts: tuple[str, ...] = ()

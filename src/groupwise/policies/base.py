@@ -120,7 +120,7 @@ class Policy(nn.Module, ABC):
         """Which units of each decision were executed, ``[*batch, K]``; only of policies scored by ``token``.
 
         Args:
-            batch: keys of the rollout, with any leading dimensions; ``executed`` among them if actions come in chunks.
+            batch: keys of the rollout, with any leading dimensions; ``executed`` among them if decisions take several steps.
         """
         raise TypeError(f"{type(self).__name__} is scored by {self.scored_by!r}: a decision is one unit")
 

@@ -38,7 +38,7 @@ class Goal(NamedTuple):
     threshold: float | None = None
     """``reward_threshold`` of its Gymnasium spec."""
     limit: int | None = None
-    """Steps of an episode."""
+    """Decisions of an episode, as ``eval/length_mean`` counts them."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Goal":
@@ -48,10 +48,10 @@ class Goal(NamedTuple):
         env = config.get("env", {})
         spec = gymnasium.registry.get(str(env.get("id")))
         if spec is None:
-            return cls(None, env.get("max_episode_steps"))
+            return cls(None, _decisions(env.get("max_episode_steps"), env))
         limit = env.get("max_episode_steps") or spec.max_episode_steps
         is_registered = limit == spec.max_episode_steps and not env.get("kwargs")  # otherwise it is another task
-        return cls(spec.reward_threshold if is_registered else None, limit)
+        return cls(spec.reward_threshold if is_registered else None, _decisions(limit, env))
 
     def reached(self, metrics: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
         """Whether the last evaluation solves the task, and the rule that says so; without a rule, the text is empty."""
@@ -71,6 +71,14 @@ class Goal(NamedTuple):
         if is_perfect and last[SCORE] > 0 and last.get("eval/length_mean", -1) == self.limit:
             return True, f"Every episode ran to its limit of {self.limit:,} steps, with the highest return of the run."
         return False, ""
+
+
+def _decisions(limit: object, env: Mapping[str, Any]) -> int | None:
+    """Most decisions of an episode of ``limit`` environment steps."""
+    each = [env.get("num_action_steps") or env.get("action_chunk", 1), env.get("action_repeat", 1)]
+    if not isinstance(limit, int) or not all(isinstance(number, int) and number > 0 for number in each):
+        return None
+    return -(-limit // math.prod(map(int, each)))
 
 
 UNKNOWN = Goal()

@@ -1,5 +1,6 @@
 """Videos of policies, play in a window, and replayed frames of groups."""
 
+import copy
 import json
 import math
 import os
@@ -212,7 +213,11 @@ def _play(
             raise KeyboardInterrupt("the window was closed")
         if not actions:
             action = player.predict(obs, deterministic=deterministic)
-            actions.extend(action[: cfg.actions_executed] if cfg.action_chunk > 1 else [action] * cfg.action_repeat)
+            actions.extend(
+                action[: cfg.actions_executed]
+                if cfg.action_chunk > 1
+                else [copy.deepcopy(action) for _ in range(cfg.action_repeat)]
+            )
         obs, reward, terminated, truncated, info = env.step(actions.popleft())
         earned, steps = earned + float(reward), steps + 1
         over = terminated or truncated or steps == max_steps

@@ -626,7 +626,7 @@ def _components(
         state_size=policy.state_size,
         num_units=policy.num_units if policy.scored_by == "token" else None,
         value=not policy.actor_only,
-        chunked=cfg.env.action_chunk * cfg.env.action_repeat > 1,
+        chunked=cfg.env.is_multi_step,
         reward_parts=len(cfg.algorithm.reward_parts),
         on_nonfinite=cfg.algorithm.on_nonfinite,
         device=device,
@@ -643,6 +643,6 @@ def fast_paths(cfg: RunCfg, world_size: int = 1, device: torch.device | None = N
         return {"optimizer": adam_graph, "gradient": gradient_graph}
     elements = cfg.env.num_envs * world_size * cfg.algorithm.num_steps
     minibatches = max(1, round(elements / (cfg.algorithm.minibatch_size or elements)))
-    iterations = cfg.total_iterations or (cfg.total_steps or 0) // elements
+    iterations = cfg.total_iterations or (cfg.total_steps or 0) // (elements * cfg.env.decision_steps)
     steps = iterations * cfg.algorithm.num_epochs * minibatches
     return {"optimizer": flat_adam} | ({"gradient": compiled_gradient} if steps >= WORTH_STEPS else {})

@@ -128,20 +128,13 @@ def test_an_expert_s_actions_are_repeated(tmp_path, capsys, monkeypatch):
     assert cli.main(["demos", "ToyReaching-v0", "--env.action-repeat", "2", "--out", str(tmp_path / "y")]) == 0
     again = capsys.readouterr().out.splitlines()[-1].removeprefix("Next:  ")
     assert again.startswith("groupwise train ToyReaching-v0 --env.action-repeat 2 --algorithm bc")
-    clone = [
-        *shlex.split(again)[1:],
-        "--run-dir",
-        str(tmp_path / "clone"),
-        "--total-steps",
-        "64",
-        "--evaluation.episodes",
-        "1",
-    ]
-    assert cli.main(clone) == 0
-    assert cli.main([*clone, "--env.action-repeat", "3"]) == 2
+    clone = [*shlex.split(again)[1:], "--total-steps", "64", "--evaluation.episodes", "1", "--run-dir"]
+    assert cli.main([*clone, str(tmp_path / "clone")]) == 0
+    assert cli.main([*clone, str(tmp_path / "other"), "--env.action-repeat", "3"]) == 2
     refused = "was recorded with env.action_repeat=2, but this run has 3; fix: the same in both"
     assert refused in capsys.readouterr().err
-    assert cli.main(["train", "ToyReaching-v0", "--env.action-repeat", "3", "--algorithm", "bc"]) == 2
+    train = ["train", "ToyReaching-v0", "--algorithm", "bc", "--run-dir", str(tmp_path / "other")]
+    assert cli.main([*train, "--env.action-repeat", "3"]) == 2
     assert capsys.readouterr().err.endswith("fix: groupwise demos ToyReaching-v0 --env.action-repeat 3\n")
 
 

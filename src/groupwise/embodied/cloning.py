@@ -42,8 +42,8 @@ class DemoCollector(EnvCollector):
         self, env: VectorEnv, policy: Policy, cfg: BCCfg, engine: Engine, *, seed: int, action_repeat: int = 1
     ) -> None:
         super().__init__(env, policy, seed=seed, rank=engine.rank)
-        option = f" --env.action-repeat {action_repeat}" if action_repeat > 1 else ""
         if cfg.data is None:
+            option = f" --env.action-repeat {action_repeat}" if action_repeat > 1 else ""
             raise ConfigError(
                 f"bc needs demonstrations, got algorithm.data=None; fix: groupwise demos {env.env_id}{option}"
             )

@@ -168,19 +168,23 @@ def write_demos(
         "splits": {"train": f"0:{len(lengths)}"}, "data_path": DATA, "video_path": None, "action_repeat": action_repeat,
         "features": {name: column.feature() for name, column in columns.items()},
     }  # fmt: skip
-    stats: dict[str, dict[str, Any]] = {}
-    for name, column in columns.items():
-        sums, squares, least, greatest = np.stack(moments[name], axis=1)
-        is_image = column.dtype == "image"
-        count = sum(lengths) * (math.prod(column.shape[:-1]) if is_image else 1)
-        mean = sums.sum(axis=0) / count
-        std = np.sqrt(np.maximum(squares.sum(axis=0) / count - mean**2, 0.0))
-        rows = {"min": least.min(axis=0), "max": greatest.max(axis=0), "mean": mean, "std": std}
-        stats[name] = {kind: row.reshape((-1, 1, 1) if is_image else (-1,)).tolist() for kind, row in rows.items()}
-        stats[name]["count"] = [sum(lengths)]
+    stats = {name: _statistics(column, moments[name], sum(lengths)) for name, column in columns.items()}
     for name, tree in ((STATS, stats), (INFO, info)):
         (folder / name).write_text(json.dumps(tree, indent=1), encoding="utf-8")
     return lengths
+
+
+def _statistics(column: Column, moments: list[Array], steps: int) -> dict[str, Any]:
+    """Entry of a column in ``meta/stats.json``, from the moments of each episode."""
+    sums, squares, least, greatest = np.stack(moments, axis=1)
+    is_image = column.dtype == "image"
+    count = steps * (math.prod(column.shape[:-1]) if is_image else 1)
+    mean = sums.sum(axis=0) / count
+    std = np.sqrt(np.maximum(squares.sum(axis=0) / count - mean**2, 0.0))
+    rows = {"min": least.min(axis=0), "max": greatest.max(axis=0), "mean": mean, "std": std}
+    return {kind: row.reshape((-1, 1, 1) if is_image else (-1,)).tolist() for kind, row in rows.items()} | {
+        "count": [steps]
+    }
 
 
 def read_demos(folder: Path, observation_space: Any) -> Demonstrations:

@@ -40,9 +40,9 @@ class EnvStep(NamedTuple):
     """[N] bool: rows whose environment raised an error, and was replaced and paused. None when none did, or errors are raised."""
     info: Mapping[str, Any] = {}
     """Further reports of the environment. Every step: ``executed`` [N] int64 with ``env.action_chunk`` or ``action_repeat``, the
-    environment steps that the action took, and ``reward_parts`` [N, R] float32 with ``credit.reward="parts"``. For the episodes that end with this
-    step, if any reports it (other rows mean nothing): ``success`` [N] bool, and two that are fresh in each step: ``task`` [N]
-    str, the names of their tasks, and ``log_info``, the numbers of ``env.log_info`` [N] float64 by name."""
+    environment steps that the action took, and ``reward_parts`` [N, R] float32 with ``credit.reward="parts"``. For the episodes
+    that end with this step, if any reports it (other rows mean nothing): ``success`` [N] bool, and two that are fresh in each
+    step: ``task`` [N] str, the names of their tasks, and ``log_info``, the numbers of ``env.log_info`` [N] float64 by name."""
 
 
 class VectorEnv(ABC):

@@ -221,11 +221,9 @@ class ActionChunk(gymnasium.Wrapper):
     def _execute(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         total, executed, parts = 0.0, 0, dict.fromkeys(self._reward_parts, 0.0)
         actions = [action] if self._size == 1 else action[: self._num_steps]
-        for action in (one for one in actions for _ in range(self._repeat)):
+        for one in (one for one in actions for _ in range(self._repeat)):
             executed += 1
-            if self._repeat > 1:
-                action = copy.deepcopy(action)  # the environment may change it
-            obs, reward, terminated, truncated, info = self.env.step(action)
+            obs, reward, terminated, truncated, info = self.env.step(copy.deepcopy(one))  # which may change it
             total += float(reward)
             parts = {name: parts[name] + info[name] for name in parts if name in info}
             if terminated or truncated:

@@ -164,14 +164,8 @@ def _make(
 VECTORISED = ("CartPole-v0", "CartPole-v1")
 """Gymnasium's tasks whose own vectorised version is the default."""
 _ONLY_SINGLE = (
-    "obs_keys",
-    "action_masks",
-    "num_random_noops",
-    "action_chunk",
-    "num_action_steps",
-    "action_repeat",
-    "log_info",
-)
+    "obs_keys", "action_masks", "num_random_noops", "action_chunk", "num_action_steps", "action_repeat", "log_info"
+)  # fmt: skip
 """Settings that only single environments support."""
 
 

@@ -213,11 +213,8 @@ def _play(
             raise KeyboardInterrupt("the window was closed")
         if not actions:
             action = player.predict(obs, deterministic=deterministic)
-            actions.extend(
-                action[: cfg.actions_executed]
-                if cfg.action_chunk > 1
-                else [copy.deepcopy(action) for _ in range(cfg.action_repeat)]
-            )
+            chosen = action[: cfg.actions_executed] if cfg.action_chunk > 1 else [action]
+            actions.extend(copy.deepcopy(one) for one in chosen for _ in range(cfg.action_repeat))
         obs, reward, terminated, truncated, info = env.step(actions.popleft())
         earned, steps = earned + float(reward), steps + 1
         over = terminated or truncated or steps == max_steps

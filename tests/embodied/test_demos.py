@@ -123,6 +123,9 @@ def test_an_expert_s_actions_are_repeated(tmp_path, capsys, monkeypatch):
     np.testing.assert_allclose(moved, 2 * found.action[:-1][same].ravel(), atol=1e-5)
     info = json.loads((tmp_path / "x/meta/info.json").read_text())
     assert (info["fps"], info["action_repeat"]) == (7, 3)  # 20 steps a second
+    record_demos(lambda: gymnasium.make("ToyReaching-v0"), straight, episodes=1, out=tmp_path / "unknown")
+    assert "action_repeat" not in json.loads((tmp_path / "unknown/meta/info.json").read_text())
+    assert read_demos(tmp_path / "unknown", REACHING).action_repeat is None
 
     monkeypatch.setitem(EXPERTS, "ToyReaching", lambda env, info: straight)
     assert cli.main(["demos", "ToyReaching-v0", "--env.action-repeat", "2", "--out", str(tmp_path / "y")]) == 0

@@ -165,9 +165,10 @@ def write_demos(
         "codebase_version": VERSION, "robot_type": None, "total_episodes": len(lengths),
         "total_frames": sum(lengths), "total_tasks": len(tasks), "chunks_size": 1000,
         "data_files_size_in_mb": 100, "video_files_size_in_mb": 200, "fps": steps_per_second,
-        "splits": {"train": f"0:{len(lengths)}"}, "data_path": DATA, "video_path": None, "action_repeat": action_repeat,
+        "splits": {"train": f"0:{len(lengths)}"}, "data_path": DATA, "video_path": None,
         "features": {name: column.feature() for name, column in columns.items()},
     }  # fmt: skip
+    info |= {} if action_repeat is None else {"action_repeat": action_repeat}  # LeRobot warns that it does not know it
     stats = {name: _statistics(column, moments[name], sum(lengths)) for name, column in columns.items()}
     for name, tree in ((STATS, stats), (INFO, info)):
         (folder / name).write_text(json.dumps(tree, indent=1), encoding="utf-8")

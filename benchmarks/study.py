@@ -81,6 +81,12 @@ def lstd(own: Tree, ppo_own: Tree) -> Tree:
     return {"name": "grpo", "gamma": _gamma(own, ppo_own), "credit": _credit("lstd")}
 
 
+def lstd_short(own: Tree, ppo_own: Tree) -> Tree:
+    """``lstd`` with advantages at the lambda of PPO: what that lambda does where values are those of ``lstd``."""
+    credit = _credit("lstd") | {"baseline": {"name": "lstd", "gae_lambda": ppo_own["gae_lambda"]}}
+    return lstd(own, ppo_own) | {"credit": credit}
+
+
 def knn(own: Tree, ppo_own: Tree) -> Tree:
     """GRPO's preset with ``knn``; where that is not the preset, at the discount and lambda of PPO's."""
     if _baseline(own) == "knn":
@@ -94,7 +100,7 @@ def step(own: Tree, ppo_own: Tree) -> Tree:
     return {"name": "grpo"} | ({} if _baseline(own) == "mean" else {"credit": PER_STEP})
 
 
-METHODS: dict[str, Callable[[Tree, Tree], Tree]] = {f.__name__: f for f in (ppo, lstd, ppo_long, step, knn)}
+METHODS: dict[str, Callable[[Tree, Tree], Tree]] = {f.__name__: f for f in (ppo, lstd, ppo_long, lstd_short, step, knn)}
 
 
 def _credit(preset: str) -> Tree:

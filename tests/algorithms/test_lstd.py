@@ -30,7 +30,7 @@ def features_of(obs, mask, number):
     return random_features(obs, obs[mask].mean(dim=0), obs[mask].square().mean(dim=0), number)
 
 
-def by_traces(batch, gamma, trace, features, ridge, folds):
+def by_traces(batch, gamma, gae_lambda, value_lambda, features, ridge, folds):
     """Advantages by the algorithm as it is printed: eligibility traces forward in time, one episode after another."""
     mask = batch["loss_mask"]
     phi = features_of(batch["obs"], mask, features).numpy()
@@ -42,7 +42,7 @@ def by_traces(batch, gamma, trace, features, ridge, folds):
     for row, length in enumerate(steps):
         part, z = row % folds, np.zeros(size)
         for t in range(length):
-            z = gamma * trace * z + phi[row, t]
+            z = gamma * value_lambda * z + phi[row, t]
             if batch["terminated"][row, t]:
                 after[row, t] = 0
             else:
@@ -60,19 +60,25 @@ def by_traces(batch, gamma, trace, features, ridge, folds):
         total = 0.0
         for t in reversed(range(length)):
             delta = float(batch["reward"][row, t]) + gamma * after[row, t] @ w - phi[row, t] @ w
-            total = delta + gamma * trace * total
+            total = delta + gamma * gae_lambda * total
             found[row, t] = total
     return torch.from_numpy(found).float()
 
 
-@pytest.mark.parametrize("trace", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize(("gae_lambda", "value_lambda"), [(0.0, 0.0), (0.9, 0.9), (1.0, 1.0), (0.5, 0.9), (0.9, 0.5)])
 @pytest.mark.parametrize(("features", "ridge", "folds"), [(4, 1e-2, 3), (16, 1e-3, 2)])
 @pytest.mark.parametrize("lengths", [(5, 9, 7, 6, 8, 9, 5), (100, 40, 90, 76, 75, 74, 73)])  # of one block, and of two
-def test_it_is_the_printed_algorithm(trace, features, ridge, folds, lengths):
+def test_it_is_the_printed_algorithm(gae_lambda, value_lambda, features, ridge, folds, lengths):
     batch = random_episodes(lengths=lengths)
-    settings = {"features": features, "ridge": ridge, "folds": folds, "gae_lambda": trace}
+    settings = {
+        "gae_lambda": gae_lambda,
+        "value_lambda": value_lambda,
+        "features": features,
+        "ridge": ridge,
+        "folds": folds,
+    }
     found = credit(batch, gamma=0.9, **lstd(**settings))
-    torch.testing.assert_close(found, by_traces(batch, 0.9, trace, features, ridge, folds), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, by_traces(batch, 0.9, **settings), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("trace", [0.5, 0.95])
@@ -88,7 +94,7 @@ def test_values_of_the_random_walk_are_the_exact_ones(trace):
         episodes.append((0, [0.0] * (len(seen) - 1) + [float(state == 6)], "terminated"))
         obs.append(seen)
     batch = rollout(episodes, obs=obs)
-    advantage = credit(batch, gamma=1.0, **lstd(gae_lambda=trace, features=32, ridge=1e-6))
+    advantage = credit(batch, gamma=1.0, **lstd(gae_lambda=trace, value_lambda=trace, features=32, ridge=1e-6))
     # the mean of the values is that of the returns: advantages have mean 0 in each state
     for state in range(1, 6):
         here = batch["loss_mask"] & (batch["obs"][..., 0] == state)
@@ -116,13 +122,15 @@ def test_the_clock_is_neither_praised_nor_blamed(trace):
     """Episodes that all earn 1 a step until they are cut deserve nothing, early or late."""
     obs = torch.randn(6, 40, 2, generator=torch.Generator().manual_seed(0)).tolist()
     batch = rollout([(0, [1.0] * 40, "truncated")] * 6, obs=obs)
-    assert credit(batch, gamma=0.9, **lstd(gae_lambda=trace, features=16)).abs().max() < 0.01  # of a value of 10
+    assert (
+        credit(batch, gamma=0.9, **lstd(gae_lambda=trace, value_lambda=trace, features=16)).abs().max() < 0.01
+    )  # of a value of 10
 
 
 def test_a_discount_of_one_leaves_the_level_of_cut_episodes_in_place():
     """Without any discount a step's own value after a cut leaves the level open, and the solution explodes."""
     batch = random_episodes(lengths=(40,) * 12, ends=("truncated",))
-    near, at = (credit(batch, gamma=gamma, **lstd(gae_lambda=0.95)) for gamma in (0.999, 1.0))
+    near, at = (credit(batch, gamma=gamma, **lstd(gae_lambda=0.95, value_lambda=0.95)) for gamma in (0.999, 1.0))
     assert float(at.abs().max()) < 2 * float(near.abs().max())
     assert float(torch.corrcoef(torch.stack([near.flatten(), at.flatten()]))[0, 1]) > 0.8
 

@@ -564,23 +564,25 @@ def lstd(
     ridge: Positive = 1e-3,
     decay: Fraction = 0.6,
     gae_lambda: Fraction = 0.99,
+    value_lambda: Fraction = 0.99,
     folds: Annotated[int, Ge(2)] = 4,
 ) -> Float[Tensor, "row step"]:
     """Values that are linear in fixed random features, by least squares over other episodes, with generalised advantages.
 
     The weights ``w`` of a fold are those for which the generalised advantages of all other folds, ``sum_k (gamma
     lambda)^k (r + gamma V' - V)``, do not correlate with the features: LSTD(lambda), one linear system for each fold.
-    The combination is not from a paper. 0 for the only episode of a first update. Discounts above 0.9999 are treated as 0.9999.
+    The combination is not from a paper; two lambdas are (decoupled GAE). 0 for the only episode of a first update. Discounts above 0.9999 are treated as 0.9999.
 
     Args:
         features: Number of random Fourier features, beside the observation itself and a constant.
         ridge: Weight of ``|w|^2`` for each step. More: less variance; less: less bias.
         decay: Share of the earlier updates' sums that each update keeps. 0: none.
-        gae_lambda: Lambda of the least squares, and of the generalised advantage estimate, as in PPO. 1: returns, without
-            bootstrapping from values.
+        gae_lambda: Lambda of the advantages, as in PPO. Less: less variance; more: less bias from the values.
+        value_lambda: Lambda of the least squares. 1: regression on returns, without bootstrapping from values.
         folds: Parts of the episodes. The values of a part come from the others.
 
-    Source: https://doi.org/10.1023/A:1017936530646 (LSTD), https://papers.nips.cc/paper/3182-random-features-for-large-scale-kernel-machines.
+    Source: https://doi.org/10.1023/A:1017936530646 (LSTD), https://arxiv.org/abs/2503.01491 (two lambdas),
+    https://papers.nips.cc/paper/3182-random-features-for-large-scale-kernel-machines.
     """
     batch, engine, gamma = credit.batch, credit.engine, min(credit.gamma, _LSTD_GAMMA)
     memory = {} if credit.memory is None else credit.memory
@@ -616,7 +618,7 @@ def lstd(
         sums = torch.cat([phi, reward[:, now, None].double(), torch.ones_like(phi[..., :1])], dim=-1)
         sums[..., :width] -= gamma * ~terminated[:, now, None] * after
         for t in reversed(range(phi.shape[1])):
-            sums[:, t, :-1] += gamma * gae_lambda * ~done[:, now.start + t, None] * later
+            sums[:, t, :-1] += gamma * value_lambda * ~done[:, now.start + t, None] * later
             later = sums[:, t, :-1]
         for part in range(folds):
             own = member[:, now] & (fold[:, now] == part)

@@ -72,7 +72,7 @@ def ppo(own: Tree, ppo_own: Tree) -> Tree:
 
 
 def ppo_long(own: Tree, ppo_own: Tree) -> Tree:
-    """PPO's preset at the lambda of ``lstd``: what lambda alone does."""
+    """PPO's preset at a lambda of 0.99."""
     return {"name": "ppo", "gae_lambda": 0.99}
 
 
@@ -81,10 +81,9 @@ def lstd(own: Tree, ppo_own: Tree) -> Tree:
     return {"name": "grpo", "gamma": _gamma(own, ppo_own), "credit": _credit("lstd")}
 
 
-def lstd_short(own: Tree, ppo_own: Tree) -> Tree:
-    """``lstd`` with advantages at the lambda of PPO: what that lambda does where values are those of ``lstd``."""
-    credit = _credit("lstd") | {"baseline": {"name": "lstd", "gae_lambda": ppo_own["gae_lambda"]}}
-    return lstd(own, ppo_own) | {"credit": credit}
+def lstd_long(own: Tree, ppo_own: Tree) -> Tree:
+    """``lstd`` with advantages at a lambda of 0.99, as ``ppo_long``."""
+    return lstd(own, ppo_own) | {"credit": _credit("lstd") | {"baseline": {"name": "lstd", "gae_lambda": 0.99}}}
 
 
 def knn(own: Tree, ppo_own: Tree) -> Tree:
@@ -100,7 +99,7 @@ def step(own: Tree, ppo_own: Tree) -> Tree:
     return {"name": "grpo"} | ({} if _baseline(own) == "mean" else {"credit": PER_STEP})
 
 
-METHODS: dict[str, Callable[[Tree, Tree], Tree]] = {f.__name__: f for f in (ppo, lstd, ppo_long, lstd_short, step, knn)}
+METHODS: dict[str, Callable[[Tree, Tree], Tree]] = {f.__name__: f for f in (ppo, lstd, ppo_long, lstd_long, step, knn)}
 
 
 def _credit(preset: str) -> Tree:

@@ -563,7 +563,7 @@ def lstd(
     features: PositiveInt = 512,
     ridge: Positive = 1e-3,
     decay: Fraction = 0.6,
-    gae_lambda: Fraction = 0.99,
+    gae_lambda: Fraction = 0.95,
     value_lambda: Fraction = 0.99,
     folds: Annotated[int, Ge(2)] = 4,
 ) -> Float[Tensor, "row step"]:

@@ -42,8 +42,6 @@ class Task(NamedTuple):
     final_episodes: int = 100
     recipe: str | None = None
     """Environment whose presets it takes; its own by default."""
-    gamma: float | None = None
-    """Discount of every method; that of the recipe by default."""
     step_gamma: float | None = None
     """Discount of the comparison per time step, where its preset had another before ``lstd`` took its place."""
 
@@ -56,8 +54,8 @@ TASKS = {
     "LunarLander-v3": Task(1_000_000, 5),
     "Hopper-v5": Task(1_000_000, 5, 50),
     "HalfCheetah-v5": Task(1_000_000, 5, 50, step_gamma=0.9),
-    "Walker2d-v5": Task(1_000_000, 5, 50, "Hopper-v5"),
-    "Swimmer-v5": Task(1_000_000, 5, 50, "Hopper-v5", gamma=0.9999),  # RL Baselines3 Zoo's; 0.99 is too short a view
+    "Walker2d-v5": Task(1_000_000, 5, 50),
+    "Swimmer-v5": Task(1_000_000, 5, 50),
     "Ant-v5": Task(1_000_000, 5, 50, "Hopper-v5"),
 }
 
@@ -125,8 +123,9 @@ def settings(env: str, method: str, steps: int) -> Tree:
     presets = env_preset(task.recipe or env)
     algorithm = METHODS[method](presets["grpo"]["algorithm"], presets["ppo"]["algorithm"])
     preset = presets[algorithm["name"]]
-    gamma = task.gamma if task.step_gamma is None or method != "step" else task.step_gamma
-    algorithm = preset["algorithm"] | algorithm | ({} if gamma is None else {"gamma": gamma})
+    algorithm = preset["algorithm"] | algorithm
+    if method == "step" and task.step_gamma is not None:
+        algorithm["gamma"] = task.step_gamma
     return {
         "env": env,
         "algorithm": algorithm,

@@ -1,10 +1,10 @@
 """What the comparison with siblings would still add to the values of ``lstd``.
 
-GRPO trains with the baseline ``lstd`` at the settings of ``study.py``. At each iteration, the error of the values at a group's
-start is guessed from the siblings: the mean of the advantages at their first steps, without the episode itself. Metric: the
-share of the squared advantages, over all steps and over first steps, that a line through this guess and 0 explains, one line
-for each third of training; below 0 where it falls. Beside it the same with the siblings of another group, which is chance, over
-the iterations that have one. Seeds start at 7, apart from those of the study.
+GRPO trains as ``lstd_long`` of ``study.py``. At each iteration, the error of the values at a group's start is guessed from
+the siblings: the mean of the advantages at their first steps, without the episode itself. Metric: the share of the squared
+advantages, over all steps and over first steps, that a line through this guess and 0 explains, one line for each third of
+training; below 0 where it falls. Beside it the same with the siblings of another group, which is chance, over the
+iterations that have one. Seeds start at 7, apart from those of the study.
 
     python benchmarks/lstd_siblings.py                     # every run that results/lstd_siblings.json lacks
     python benchmarks/lstd_siblings.py --only Hopper-v5 --seeds 1
@@ -84,7 +84,7 @@ def run(env: str, seed: int, steps: int) -> dict[str, Any]:
     measure = Measure()
     with tempfile.TemporaryDirectory() as folder:
         trained = gw.train(
-            **settings(env, "lstd", steps),
+            **settings(env, "lstd_long", steps),
             seed=seed,
             run_dir=f"{folder}/run",
             logging={"progress": "none"},

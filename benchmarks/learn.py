@@ -54,7 +54,7 @@ ROWS = (
     Row("MountainCarContinuous-v0", "ppo", 200_000, 3),
     Row("Pendulum-v1", "grpo", 100_000, 3),
     Row("Acrobot-v1", "grpo", 200_000, 3),
-    Row("LunarLander-v3", "grpo", 1_000_000, 3),
+    Row("LunarLander-v3", "grpo", 1_000_000, 3, 200, 3),
     Row("MountainCarContinuous-v0", "grpo", 200_000, 3),
 )
 

@@ -33,6 +33,7 @@ RESULT = HERE.parent / "results" / "study.json"
 TABLE = HERE.parents[1] / "docs" / "generated" / "study_lstd.md"
 FIRST_SEED = 3_000
 Tree = dict[str, Any]
+PER_STEP: Tree = {"group_key": "group_step", "returns": "return_to_go", "baseline": "mean", "scale": "batch_std"}
 
 
 class Task(NamedTuple):
@@ -43,8 +44,8 @@ class Task(NamedTuple):
     final_episodes: int = 100
     recipe: str | None = None
     """Environment whose presets it takes; its own by default."""
-    step_gamma: float | None = None
-    """Discount of the comparison per time step, where its preset had another before ``lstd`` took its place."""
+    step: Tree | None = None
+    """What the preset of the comparison per time step had of its own before ``lstd`` took its place."""
 
 
 TASKS = {
@@ -52,17 +53,15 @@ TASKS = {
     "Pendulum-v1": Task(100_000, 10),
     "Acrobot-v1": Task(200_000, 10),
     "MountainCarContinuous-v0": Task(200_000, 10),
-    "LunarLander-v3": Task(1_000_000, 5),
+    "LunarLander-v3": Task(1_000_000, 5, step={"gamma": 0.99, "credit": PER_STEP | {"scale": "population_std"}}),
     "Hopper-v5": Task(1_000_000, 5, 50),
-    "HalfCheetah-v5": Task(1_000_000, 5, 50, step_gamma=0.9),
+    "HalfCheetah-v5": Task(1_000_000, 5, 50, step={"gamma": 0.9}),
     "Walker2d-v5": Task(1_000_000, 5, 50),
     "Swimmer-v5": Task(1_000_000, 5, 50),
     "Ant-v5": Task(1_000_000, 5, 50, "Hopper-v5"),
 }
 
 # Methods: the settings of a run of an environment
-
-PER_STEP: Tree = {"group_key": "group_step", "returns": "return_to_go", "baseline": "mean", "scale": "batch_std"}
 
 
 def ppo(own: Tree, ppo_own: Tree) -> Tree:
@@ -125,8 +124,8 @@ def settings(env: str, method: str, steps: int) -> Tree:
     algorithm = METHODS[method](presets["grpo"]["algorithm"], presets["ppo"]["algorithm"])
     preset = presets[algorithm["name"]]
     algorithm = preset["algorithm"] | algorithm
-    if method == "step" and task.step_gamma is not None:
-        algorithm["gamma"] = task.step_gamma
+    if method == "step":
+        algorithm |= task.step or {}
     return {
         "env": env,
         "algorithm": algorithm,

@@ -74,7 +74,7 @@ def test_what_a_preset_lacks_is_named_before_there_is_a_run_folder(algorithm, pr
 def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
     parts = resolve("CartPole-v1", {"credit": {"reward": {"names": ["a", "b"]}}}, preset="gdpo")
     assert parts.algorithm.credit.reward == PartsCfg(names=("a", "b"))
-    turns = resolve("LunarLander-v3", {"credit": {"group_key": "group_step", "returns": "turn"}})
+    turns = resolve("CartPole-v1", {"credit": {"group_key": "group_step", "returns": "turn"}}, preset="embodichain")
     assert turns.algorithm.credit.returns == "turn"
 
 

@@ -4,8 +4,8 @@ Metric: the greedy return of the policy that a run ends with, over fresh episode
 interquartile mean over seeds with a 95 % bootstrap interval, and the probability that a run ends above one of PPO.
 Beside it the mean training return of all iterations, CPU seconds of training and peak memory. Settings are those of the
 environments' presets, and of Hopper's for the robots that have none; ``settings`` says what each method changes.
-Seeds start at 3,000. No setting was chosen on them, but for which lambda of ``lstd`` is a robot's preset. Each run is a
-process of its own on one thread.
+Seeds start at 3,000. No setting was chosen on them, but for LunarLander's preset and the lambda of robots' presets.
+Each run is a process of its own on one thread.
 
     python benchmarks/study.py                        # every run that results/study.json lacks, two at a time
     python benchmarks/study.py --only Hopper-v5       # of one environment; --methods and --seeds select, too

@@ -81,6 +81,12 @@ def test_it_is_the_printed_algorithm(gae_lambda, value_lambda, features, ridge, 
     torch.testing.assert_close(found, by_traces(batch, 0.9, **settings), rtol=1e-4, atol=1e-5)
 
 
+def test_its_defaults():
+    batch = random_episodes()
+    expected = by_traces(batch, 0.9, gae_lambda=0.95, value_lambda=0.99, features=512, ridge=1e-3, folds=4)
+    torch.testing.assert_close(credit(batch, gamma=0.9, **lstd()), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("trace", [0.5, 0.95])
 def test_values_of_the_random_walk_are_the_exact_ones(trace):
     """Sutton and Barto, example 6.2: from five states in a row to an end on either side, 1 for the right one: V = s / 6."""
@@ -122,9 +128,8 @@ def test_the_clock_is_neither_praised_nor_blamed(trace):
     """Episodes that all earn 1 a step until they are cut deserve nothing, early or late."""
     obs = torch.randn(6, 40, 2, generator=torch.Generator().manual_seed(0)).tolist()
     batch = rollout([(0, [1.0] * 40, "truncated")] * 6, obs=obs)
-    assert (
-        credit(batch, gamma=0.9, **lstd(gae_lambda=trace, value_lambda=trace, features=16)).abs().max() < 0.01
-    )  # of a value of 10
+    found = credit(batch, gamma=0.9, **lstd(gae_lambda=trace, value_lambda=trace, features=16))
+    assert found.abs().max() < 0.01  # of a value of 10
 
 
 def test_a_discount_of_one_leaves_the_level_of_cut_episodes_in_place():
@@ -256,8 +261,13 @@ def test_whole_numbers_are_as_good_as_floats(rule):
 
 
 @pytest.mark.parametrize(
-    "change", [{"returns": "outcome"}, {"scale": "std"}, {"baseline": {"name": "lstd", "folds": 1}}]
+    "change",
+    [
+        {"returns": "outcome"},
+        {"scale": "std"},
+        *({"baseline": {"name": "lstd", name: value}} for name, value in {"folds": 1, "value_lambda": 1.5}.items()),
+    ],
 )
 def test_settings_that_contradict_it_are_refused(change):
-    with pytest.raises(ValueError, match=r"baseline='lstd' needs|folds"):
+    with pytest.raises(ValueError, match=r"baseline='lstd' needs|folds|value_lambda"):
         gw.CreditCfg(**lstd() | change)

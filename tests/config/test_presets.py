@@ -42,6 +42,14 @@ def test_environments_have_presets(algorithm):
         assert "clip_coef" not in own, "it would beat the user's objective"
 
 
+def test_presets_of_lstd_have_the_lambda_that_ends_higher():
+    envs = {"LunarLander-v3": 0.95, "HalfCheetah-v5": 0.95, "Walker2d-v5": 0.95, "Hopper-v5": 0.99, "Swimmer-v5": 0.99}
+    credits = {env: resolve(env, "grpo").algorithm.credit for env in envs}
+    assert {env: credit.baseline.gae_lambda for env, credit in credits.items()} == envs
+    # rewards a thousand steps ahead count on Swimmer
+    assert {resolve("Swimmer-v5", name).algorithm.gamma for name in ("ppo", "grpo")} == {0.9999}
+
+
 def test_every_choice_of_credit_and_objective_is_described():
     parts = {"credit": CreditCfg, "objective": ObjectiveCfg, "credit.group_key": GroupStepCfg}
     expected = {f"kl_estimator.{name}" for name in get_args(GRPOCfg.model_fields["kl_estimator"].annotation)}

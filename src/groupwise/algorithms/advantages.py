@@ -570,8 +570,8 @@ def lstd(
     """Values that are linear in fixed random features, by least squares over other episodes, with generalised advantages.
 
     The weights ``w`` of a fold are those for which the generalised advantages of all other folds, ``sum_k (gamma
-    lambda)^k (r + gamma V' - V)``, do not correlate with the features: LSTD(lambda), one linear system for each fold.
-    The combination is not from a paper; two lambdas are (decoupled GAE). 0 for the only episode of a first update. Discounts above 0.9999 are treated as 0.9999.
+    lambda)^k (r + gamma V' - V)`` with ``value_lambda``, do not correlate with the features: LSTD(lambda), one linear
+    system for each fold. The combination is not from a paper. A lambda for each is from decoupled GAE. 0 for the only episode of a first update. Discounts above 0.9999 are treated as 0.9999.
 
     Args:
         features: Number of random Fourier features, beside the observation itself and a constant.

@@ -13,7 +13,10 @@ from quick_python import quick_python
 from scripts import ROOT
 
 SCRIPTS = sorted(
-    path for folder in ("benchmarks", "docs", "examples", "tools") for path in ROOT.glob(f"{folder}/**/*.py")
+    path
+    for folder in ("benchmarks", "docs", "examples", "tools")
+    for path in ROOT.glob(f"{folder}/**/*.py")
+    if "_build" not in path.parts  # the documentation that make docs wrote
 )
 
 MODULE = ""

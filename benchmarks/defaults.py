@@ -97,6 +97,9 @@ KNN: Tree = {
     "group_key": "group", "returns": "return_to_go", "baseline": {"name": "knn", "gae_lambda": 0.95}, "scale": "none",
     "normalize": "batch",
 }  # fmt: skip
+LSTD: Tree = changed(KNN, baseline="lstd")
+VALUES: tuple[Tree, ...] = (KNN, LSTD)
+"""Credits that need observations that are vectors; elsewhere such a method keeps GRPO's own."""
 CHANGES_OF_PPO: Tree = {
     "minibatch 256, rate 1e-3": {"minibatch_size": 256, "learning_rate": 1e-3},
     "minibatch 256": {"minibatch_size": 256},
@@ -117,6 +120,8 @@ CHANGES_OF_GRPO: Tree = {
     "groups of 4": {"group_size": 4},
     "minibatch 64": {"minibatch_size": 64},
     "rate 1e-3": {"learning_rate": 1e-3},
+    "lstd": {"credit": LSTD},
+    "lstd, minibatch 64": {"credit": LSTD, "minibatch_size": 64},
 }
 CARTPOLE_KNN: Tree = changed(
     CARTPOLE, gamma=0.98, credit=changed(KNN, baseline={"name": "knn", "gae_lambda": 0.9}), schedule="linear"
@@ -192,7 +197,7 @@ def run(env_id: str, method: str, settings: Tree | None, seed: int, steps: int) 
         settings = CLEANRL_DISCRETE
     if (
         settings is not None
-        and settings.get("credit") == KNN
+        and settings.get("credit") in VALUES
         and not isinstance(made.observation_space, gymnasium.spaces.Box)
     ):
         settings = changed(settings, credit=GRPO["credit"])

@@ -46,8 +46,8 @@ class Task(NamedTuple):
     """Environment whose presets it takes; its own by default."""
     step: Tree | None = None
     """What the preset of the comparison per time step had of its own before ``lstd`` took its place."""
-    learning_rate: float | None = None
-    """Of all methods, in place of the recipe's."""
+    more: dict[str, Tree] = {}
+    """What a run changes of the recipe, by algorithm."""
 
 
 TASKS = {
@@ -60,7 +60,10 @@ TASKS = {
     "HalfCheetah-v5": Task(1_000_000, 5, 50, step={"gamma": 0.9}),
     "Walker2d-v5": Task(1_000_000, 5, 50),
     "Swimmer-v5": Task(1_000_000, 5, 50),
-    "Ant-v5": Task(1_000_000, 5, 50, "Hopper-v5", learning_rate=3e-4),
+    "Ant-v5": Task(
+        *(1_000_000, 5, 50, "Hopper-v5"),
+        more={"ppo": {"learning_rate": 3e-4}, "grpo": {"learning_rate": 3e-4, "minibatch_size": 64}},
+    ),
 }
 
 # Methods: the settings of a run of an environment
@@ -125,11 +128,9 @@ def settings(env: str, method: str, steps: int) -> Tree:
     presets = env_preset(task.recipe or env)
     algorithm = METHODS[method](presets["grpo"]["algorithm"], presets["ppo"]["algorithm"])
     preset = presets[algorithm["name"]]
-    algorithm = preset["algorithm"] | algorithm
+    algorithm = preset["algorithm"] | task.more.get(algorithm["name"], {}) | algorithm
     if method == "step":
         algorithm |= task.step or {}
-    if task.learning_rate is not None:
-        algorithm["learning_rate"] = task.learning_rate
     return {
         "env": env,
         "algorithm": algorithm,

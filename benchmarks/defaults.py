@@ -98,8 +98,6 @@ KNN: Tree = {
     "normalize": "batch",
 }  # fmt: skip
 LSTD: Tree = changed(KNN, baseline="lstd")
-VALUES: tuple[Tree, ...] = (KNN, LSTD)
-"""Credits that need observations that are vectors; elsewhere such a method keeps GRPO's own."""
 CHANGES_OF_PPO: Tree = {
     "minibatch 256, rate 1e-3": {"minibatch_size": 256, "learning_rate": 1e-3},
     "minibatch 256": {"minibatch_size": 256},
@@ -195,12 +193,6 @@ def run(env_id: str, method: str, settings: Tree | None, seed: int, steps: int) 
     made = make(env_id)
     if method == "cleanrl" and isinstance(made.action_space, gymnasium.spaces.Discrete):
         settings = CLEANRL_DISCRETE
-    if (
-        settings is not None
-        and settings.get("credit") in VALUES
-        and not isinstance(made.observation_space, gymnasium.spaces.Box)
-    ):
-        settings = changed(settings, credit=GRPO["credit"])
     began = time.process_time()
     found = run_sb3(env_id, seed, steps) if settings is None else run_ours(env_id, seed, steps, settings)
     seconds = round(time.process_time() - began, 1)

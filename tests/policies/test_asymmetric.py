@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
+from tensordict import TensorDict
 
 import groupwise as gw
 from groupwise.config.policy import PolicyCfg
@@ -49,6 +50,38 @@ def test_outputs_depend_on_the_keys_of_each_and_on_no_other(key, normalize):
     assert torch.equal(before.dist, after.dist) == (key not in ACTOR)
     assert torch.equal(before.value, after.value) == (key not in CRITIC)
     assert torch.equal(made.value(tensors(obs)), before.value)
+
+
+def test_states_are_what_the_critic_reads():
+    obs = tensors(observations())
+    for actor_only in (False, True):
+        made = ActorCritic(SPACE, ACTIONS, PolicyCfg(critic_keys=CRITIC), actor_only=actor_only)
+        assert torch.equal(made.state_encoder(obs), torch.cat([obs["hidden"], obs["seen"]], dim=-1))
+    one_hot = torch.nn.functional.one_hot(obs["goal"], 3).float()
+    everything = ActorCritic(SPACE, ACTIONS).state_encoder(obs)
+    assert torch.equal(everything, torch.cat([one_hot, obs["hidden"], obs["seen"]], dim=-1))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_states_are_flat_and_as_they_came(normalize):
+    """Their scale is the credit's business, and statistics of the policy would change it from update to update."""
+    made = ActorCritic(Box(-9, 9, (2, 3), np.float32), ACTIONS, PolicyCfg(normalize_obs=normalize), actor_only=True)
+    obs = torch.arange(24.0).reshape(2, 2, 2, 3)
+    assert torch.equal(made.state_encoder(obs), obs.reshape(2, 2, 6))
+
+
+def test_states_leave_out_masks_and_are_none_of_images():
+    masked = Dict({"obs": Discrete(3, start=5), "action_mask": Box(0, 1, (2,), np.int8)})
+    made = ActorCritic(masked, Discrete(2), actor_only=True)
+    obs = TensorDict({"obs": torch.tensor([[5, 7]]), "action_mask": torch.ones(1, 2, 2, dtype=torch.int8)}, [1, 2])
+    assert made.state_encoder(obs).tolist() == [[[1, 0, 0], [0, 0, 1]]]
+    image = Dict({"seen": Box(-9, 9, (3,), np.float32), "image": Box(0, 255, (8, 8, 3), np.uint8)})
+    pictures = TensorDict(
+        {"seen": torch.zeros(1, 1, 3), "image": torch.zeros(1, 1, 8, 8, 3, dtype=torch.uint8)}, [1, 1]
+    )
+    assert ActorCritic(image, ACTIONS, actor_only=True).state_encoder is None
+    of_the_rest = ActorCritic(image, ACTIONS, PolicyCfg(critic_keys=("seen",)), actor_only=True)
+    assert of_the_rest.state_encoder(pictures).shape == (1, 1, 3)
 
 
 def test_the_loss_of_one_gives_the_other_no_gradient():

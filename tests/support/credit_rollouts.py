@@ -59,6 +59,7 @@ def credit(batch, gamma=1.0, engine=None, memory=None, **choices):
             num_episodes=int(batch["episode_id"].max()) + 1,
             engine=engine or Engine(),
             memory=memory,
+            states=batch.get("obs", None),
         )
     )
 

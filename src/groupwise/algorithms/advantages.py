@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
+from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, MeanCfg, PartsCfg
 from groupwise.config.base import Fraction, NonNegative, Positive, PositiveInt, settings_of
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.engines import Engine
@@ -55,6 +55,8 @@ class CreditInput(NamedTuple):
     """Steps are numbered below it. None: it is looked up, for which Python waits for the device."""
     memory: dict[str, Tensor] | None = None
     """Tensors that the rule keeps for the next update, in checkpoints too; the same on every rank. None: nothing is kept."""
+    states: Any = None
+    """Observations as ``Policy.state_encoder`` has them, for a baseline that reads them: numbers [N, T, D], if they are vectors."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -141,12 +143,12 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     """Advantages by the independent choices of ``CreditCfg``, with mean 0 and standard deviation 1 if it says so.
 
     Raises:
-        DataError: the baseline is of vectors of numbers, and observations are not.
+        DataError: the baseline needs states as vectors of numbers, and there are none.
     """
     advantage = torch.zeros_like(credit.reward)
-    baseline, obs = credit.cfg.baseline, credit.batch.get("obs", None)
-    if baseline.vectors and not (isinstance(obs, Tensor) and obs.dim() == 3):
-        raise no_vectors(baseline.name, obs)
+    baseline, states = credit.cfg.baseline, credit.states
+    if baseline.states == "needed" and not (isinstance(states, Tensor) and states.dim() == 3):
+        raise no_vectors(baseline.name, states)
     function = partial(BASELINES[baseline.name], **baseline.parameters()) if baseline.whole else group_advantage
     for weight, reward in weighted_rewards(credit):
         found: object = function(credit._replace(reward=reward))
@@ -156,15 +158,14 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
 
 
-def no_vectors(baseline: str, obs: Nested | None) -> DataError:
-    """The error of a baseline that is of vectors of numbers."""
-    got = "no observations" if obs is None else "several tensors"
-    if isinstance(obs, Tensor):
-        got = f"{obs.dtype} of shape {list(obs.shape)}"
+def no_vectors(baseline: str, states: Nested | None) -> DataError:
+    """The error of a baseline that needs states as vectors of numbers."""
+    got = "no observations" if states is None else "several tensors"
+    if isinstance(states, Tensor):
+        got = f"{states.dtype} of shape {list(states.shape)}"
     return DataError(
-        f"credit.baseline={baseline!r} needs vectors of numbers [N, T, D] as observations, got {got}; fix: for a "
-        "Discrete space gymnasium.wrappers.FlattenObservation around the environment, otherwise baseline='mean' with "
-        "group_key='group_step'"
+        f"credit.baseline={baseline!r} needs vectors of numbers [N, T, D] as observations, got {got}; fix: "
+        "baseline='mean' with group_key='group_step'"
     )
 
 
@@ -374,7 +375,7 @@ def register_baseline(
     needs: dict[str, tuple[str, ...]] | None = None,
     within_group: bool = True,
     discounts: bool = False,
-    vectors: bool = False,
+    states: Literal["needed", "used"] | None = None,
     greedy_members: Literal[0, 1] = 0,
     check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
@@ -387,7 +388,7 @@ def register_baseline(
         needs: required values of other settings of credit.
         within_group: a group of equal returns has advantages 0.
         discounts: it reads ``CreditInput.gamma``.
-        vectors: observations must be vectors of numbers.
+        states: it reads ``CreditInput.states``; ``needed``, and they must be vectors of numbers.
         greedy_members: further deterministic episodes of each group, not trained on.
         check: called with the settings; raises a ``ValueError`` where they contradict each other.
 
@@ -407,7 +408,7 @@ def register_baseline(
                 needs=needs or {},
                 within_group=within_group,
                 discounts=discounts,
-                vectors=vectors,
+                states=states,
                 greedy_members=greedy_members,
             )
         BASELINES[name] = function
@@ -515,7 +516,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
 """Settings of credit beside a baseline that gives each state a value."""
 
 
-@register_baseline("knn", whole=True, needs=_VALUES, within_group=False, vectors=True)
+@register_baseline("knn", whole=True, needs=_VALUES, within_group=False, states="needed")
 def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -> Float[Tensor, "row step"]:
     """The mean of returns from the nearest states of other episodes, with generalised advantages.
 
@@ -527,7 +528,7 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
 
     Source: https://arxiv.org/abs/1606.04460.
     """
-    batch, reward, gamma, engine, obs = credit.batch, credit.reward, credit.gamma, credit.engine, credit.batch["obs"]
+    batch, reward, gamma, engine, obs = credit.batch, credit.reward, credit.gamma, credit.engine, credit.states
 
     # the steps of all ranks, with: discounted return to the episode's end in the rollout; gamma to the number of steps until
     # a truncation, the weight of the value there; whether it is the last one of a truncated episode
@@ -557,7 +558,7 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
     return gae(reward, value, next_value, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
 
 
-@register_baseline("lstd", whole=True, needs=_VALUES, within_group=False, vectors=True)
+@register_baseline("lstd", whole=True, needs=_VALUES, within_group=False, states="needed")
 def lstd(
     credit: CreditInput,
     features: PositiveInt = 512,
@@ -574,7 +575,7 @@ def lstd(
     system for each fold. The combination is not from a paper. A lambda for each is from decoupled GAE. 0 for the only episode of a first update. Discounts above 0.9999 are treated as 0.9999.
 
     Args:
-        features: Number of random Fourier features, beside the observation itself and a constant.
+        features: Number of random Fourier features, beside the observation itself (of at most 1,024 numbers) and a constant.
         ridge: Weight of ``|w|^2`` for each step. More: less variance; less: less bias.
         decay: Share of the earlier updates' sums that each update keeps. 0: none.
         gae_lambda: Lambda of the advantages, as in PPO. Less: less variance; more: less bias from the values.
@@ -599,7 +600,7 @@ def lstd(
         return torch.zeros_like(like) if kept is None or kept.shape != like.shape else kept.to(like)
 
     # features of states over their standard deviation so far
-    obs = batch["obs"].masked_fill(gap[..., None], 0).double()
+    obs: Any = credit.states.masked_fill(gap[..., None], 0).double()
     seen = engine.sum(torch.stack([torch.ones_like(obs), obs, obs.square()])[:, member].sum(dim=1))
     seen = memory["seen"] = seen + remembered("seen", seen)
     mean, mean_square = (seen[1:] / seen[0].clamp(min=1)).unbind()
@@ -643,13 +644,22 @@ def lstd(
     return torch.where(member & (steps > 0)[fold], advantage, 0).to(reward)
 
 
+@register_baseline("auto", whole=True, needs=_VALUES, within_group=False, states="used")
+def auto(credit: CreditInput) -> Float[Tensor, "row step"]:
+    """``lstd`` where observations are vectors of numbers; else, as for images, the mean of the group's members at the same step."""
+    if isinstance(credit.states, Tensor) and credit.states.dim() == 3:
+        return lstd(credit)
+    by_step = credit.cfg.model_copy(update={"group_key": GroupStepCfg(), "baseline": MeanCfg()})
+    return group_advantage(credit._replace(cfg=by_step))
+
+
 def random_features(
     obs: Float[Tensor, "row step feature"],
     mean: Float[Tensor, " feature"],
     mean_square: Float[Tensor, " feature"],
     number: int,
 ) -> Float[Tensor, "row step output"]:
-    """Random Fourier features of standardised observations, these themselves, and 1.
+    """Random Fourier features of standardised observations, these themselves if they are no more than 1,024 numbers, and 1.
 
     The kernel is a mixture of Gaussian ones, of widths between a third and three times the typical distance of two states.
     They are the same in every update.
@@ -661,7 +671,8 @@ def random_features(
     frequency = torch.randn(size, number, generator=generator, dtype=torch.float64) / width
     phase = 2 * torch.pi * torch.rand(number, generator=generator, dtype=torch.float64)
     waves = (state @ frequency.to(obs.device) + phase.to(obs.device)).cos() * 2**0.5
-    return torch.cat([waves, state, torch.ones_like(state[..., :1])], dim=-1)
+    parts = [waves, state][: 1 + (size <= _LSTD_WIDE)]
+    return torch.cat([*parts, torch.ones_like(waves[..., :1])], dim=-1)
 
 
 # --- knn: values from the nearest states of other episodes ---
@@ -676,6 +687,8 @@ _LSTD_GAMMA = 0.9999
 """Greatest discount of values: with 1, and a step's own value in place of the one after a truncation, any level is a solution."""
 _LSTD_BLOCK = 512
 """Steps whose sums over features are held at once: each has hundreds."""
+_LSTD_WIDE = 1024
+"""Most numbers of a state that are features themselves: the linear system has as many equations as there are features."""
 _FLAT = 1e-6
 """A feature whose standard deviation is a smaller share of its size than this is left out: only rounding changes it."""
 

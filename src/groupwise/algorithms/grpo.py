@@ -3,11 +3,12 @@
 Members of a group begin in the same state; a member's advantage is how it did against the others. Which comparison,
 ratio, trust region, aggregation and KL are used is data (``CreditCfg``, ``ObjectiveCfg``), so this one update is GRPO,
 Dr. GRPO, RLOO, GSPO and others. Under the preset ``grpo`` it differs from the paper in one default: ``kl_coef`` is 0
-(the paper's is 0.04). The presets of control tasks compare with values of states (knn, lstd), other control tasks per time
-step. The update does not know whether the rollout came from an environment or a language model.
+(the paper's is 0.04). Control tasks compare with values of states (knn, lstd) by default, those with images per time step.
+The update does not know whether the rollout came from an environment or a language model.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -62,6 +63,8 @@ class GRPO(BaseAlgorithm):
         self._is_first = True
         self.memory: dict[str, Tensor] = {}
         """Tensors that the credit keeps from one update for the next."""
+        encoder = policy.state_encoder if cfg.credit.baseline.states else None
+        self._encode: Callable[[Any], Any] = encoder or (lambda obs: obs)
 
     def update(self, rollout: TensorDict) -> dict[str, float]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns metrics.
@@ -86,8 +89,8 @@ class GRPO(BaseAlgorithm):
 
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)
-        sizes = num_groups, num_episodes
-        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, *sizes, self.engine, parts, num_steps, self.memory)
+        more = self.engine, parts, num_steps, self.memory, self._encode(batch.get("obs", None))
+        credit = CreditInput(batch, reward, cfg.credit, cfg.gamma, num_groups, num_episodes, *more)
         advantage = self._with_kl(credit, inputs, evaluation) if self._kl_in_credit else advantages(credit)
         if not self._learns_alone:
             inputs["loss_mask"] = inputs["loss_mask"] & (all_sum(advantage.count_nonzero()) > 0)

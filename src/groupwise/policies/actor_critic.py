@@ -398,6 +398,8 @@ class ActorCritic(Policy):
         critic_space = chosen_entries(features, cfg.critic_keys, "policy.critic_keys")
         if self.masked:
             self._acts_on = kind({**actor_space.spaces, KEY: observation_space[KEY]})
+        has_image = any(image_layout(leaf) for leaf in leaf_spaces(critic_space).values())
+        self.state_encoder = None if has_image else ObsEncoder(critic_space, cfg)
         self.obs_normalizer = ObsNormalizer(observation_space) if cfg.normalize_obs else None
         self.reward_normalizer = RewardNormalizer(gamma) if cfg.normalize_reward else None
         self.encoder = self.encoder_class(actor_space, cfg)
@@ -499,7 +501,7 @@ class ActorCritic(Policy):
         """A copy that only acts, on the actor's entries."""
         actor = copy.deepcopy(self)
         actor.actor_only, actor.observation_space = True, self._acts_on
-        actor.critic = actor.critic_encoder = None
+        actor.critic = actor.critic_encoder = actor.state_encoder = None
         return actor
 
     def _read(self, obs: Any) -> tuple[Nested, bool]:

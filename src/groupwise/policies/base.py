@@ -76,12 +76,18 @@ class Policy(nn.Module, ABC):
     """Keys of the rollout that ``evaluate`` reads."""
     action_spec: Spec
     """The policy's own action, as the rollout stores it."""
+    state_encoder: nn.Module | None
+    """Maps observations to vectors of numbers, for credit that compares states. None: they are vectors already, or have none."""
     observation_space: Any
     """Gymnasium space of one observation, which ``predict`` needs."""
     action_space: Any
     """Gymnasium space of one action, which ``predict`` needs."""
     value_modules: tuple[str, ...] = ("critic", "critic_encoder", "reward_normalizer")
     """Modules that only values and rewards need, which start fresh where other weights have none for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_encoder = None
 
     @abstractmethod
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:

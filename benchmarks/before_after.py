@@ -56,8 +56,7 @@ def worker(task: str, side: str, steps: int) -> float:
         settings = {"num_steps": 64, "num_epochs": 1, "minibatch_size": 8192, "learning_rate": 4e-3}
         algorithm = task.removeprefix("torch_")
         if algorithm == "grpo":
-            credit = {"group_key": "group_step", "returns": "return_to_go", "baseline": "mean"}
-            credit |= {"scale": "batch_std", "normalize": "none"}
+            credit = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
             settings |= {"group_size": 8, "credit": credit, "collection": truncate()}
         return rate(TorchCartPole, algorithm, settings, 1024, steps, compiled=True)
     return text(steps) if task == "text" else until_pass(steps)

@@ -169,9 +169,7 @@ def _credit() -> Any:
     """The comparison per time step that the presets for control have."""
     import groupwise as gw
 
-    return gw.CreditCfg(
-        group_key="group_step", returns="return_to_go", baseline="mean", scale="batch_std", normalize="none"
-    )
+    return gw.CreditCfg(group_key="group_step", returns="return_to_go", scale="batch_std")
 
 
 def _cartpole(chosen: Setup, grouped: bool) -> Any:

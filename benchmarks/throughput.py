@@ -48,10 +48,9 @@ CREDIT: dict[str, Any] = {
     "returns": "return_to_go",
     "baseline": "mean",
     "scale": "batch_std",
-    "normalize": "none",
     "eps": 1e-4,
 }
-CREDIT_IN_TORCH: dict[str, Any] = {key: value for key, value in CREDIT.items() if key != "eps"}
+CREDIT_IN_TORCH: dict[str, Any] = {key: CREDIT[key] for key in ("group_key", "returns", "scale")}
 TRUNCATE = {"partial_groups": "truncate"}
 
 

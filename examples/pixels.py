@@ -59,11 +59,12 @@ def main() -> None:
         num_epochs=4,
         minibatch_size=128,
         learning_rate=1e-3,
+        # There is one reward, at the end, so whole episodes are compared.
+        credit=gw.CreditCfg(group_key="group", returns="outcome"),
     )
     # The default, "nature", needs images of 36x36 and more.
     policy = gw.PolicyCfg(hidden_sizes=(64,), normalize_obs=False)
-    # There is one reward, at the end, so whole episodes are compared.
-    run = gw.train("Catch-v0", cfg, preset="grpo", policy=policy, total_steps=args.total_steps, run_dir=args.run_dir)
+    run = gw.train("Catch-v0", cfg, policy=policy, total_steps=args.total_steps, run_dir=args.run_dir)
     print(f"catches {run.summary['return_mean']:.0%} of {run.summary['episodes']} balls")
 
 

@@ -130,7 +130,7 @@ class Limit(gw.Callback):
     def on_iteration_end(self, trainer, rollout, metrics):
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 
-algorithm = gw.GRPOCfg(num_steps=128, num_epochs=1, minibatch_size=None, group_size=4, credit={"baseline": "mean"})
+algorithm = gw.GRPOCfg(num_steps=128, num_epochs=1, minibatch_size=None, group_size=4)
 settings = {"num_envs": 8, "max_episode_steps": 16, "total_steps": 1024, "evaluation": {"episodes": 1}}
 gw.train(Env, algorithm, policy={"hidden_sizes": (4096, 64)}, callbacks=[Limit()], run_dir=sys.argv[1], **settings)
 """

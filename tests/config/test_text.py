@@ -116,12 +116,6 @@ def test_texts_have_no_states_to_compare(name):
     assert resolve("CartPole-v1", preset=name).algorithm.credit.baseline.name == name
 
 
-def test_texts_have_no_baseline_by_observations():
-    by_observations = objective_preset("lstd").settings["credit"] | {"baseline": "auto"}
-    with pytest.raises(ConfigError, match=r"credit.baseline='auto' compares states .*; fix: baseline='mean'"):
-        resolve_text(algorithm={"credit": by_observations})
-
-
 @pytest.mark.parametrize(
     ("settings", "is_wrong"),
     [

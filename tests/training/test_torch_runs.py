@@ -11,13 +11,7 @@ from groupwise.engines import Engine
 from groupwise.envs.torch_env import TorchCartPole
 from groupwise.training.build import UserObjects, build_components
 
-STEPS = {
-    "group_key": "group_step",
-    "returns": "return_to_go",
-    "scale": "batch_std",
-    "baseline": "mean",
-    "normalize": "none",
-}
+STEPS = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
 BRANCH = gw.GRPOCfg(group_size=4, num_steps=16, num_epochs=2, credit=STEPS, collection={"partial_groups": "truncate"})
 PPO = gw.PPOCfg(num_steps=16, num_epochs=2, minibatch_size=64)
 ALGORITHMS = {"ppo": PPO, "grpo": BRANCH}

@@ -102,13 +102,7 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 # --- control ---
 
-STEPWISE = {
-    "group_key": "group_step",
-    "returns": "return_to_go",
-    "baseline": "mean",
-    "scale": "batch_std",
-    "normalize": "none",
-}
+STEPWISE = {"group_key": "group_step", "returns": "return_to_go", "scale": "batch_std"}
 """Credit of groups whose members need not end, as training on many environments in torch has it."""
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, MeanCfg, PartsCfg
+from groupwise.config.algorithm import BaselineCfg, CreditCfg, GroupStepCfg, PartsCfg
 from groupwise.config.base import Fraction, NonNegative, Positive, PositiveInt, settings_of
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.engines import Engine
@@ -147,7 +147,7 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     """
     advantage = torch.zeros_like(credit.reward)
     baseline, states = credit.cfg.baseline, credit.states
-    if baseline.states == "needed" and not (isinstance(states, Tensor) and states.dim() == 3):
+    if baseline.states and not (isinstance(states, Tensor) and states.dim() == 3):
         raise no_vectors(baseline.name, states)
     function = partial(BASELINES[baseline.name], **baseline.parameters()) if baseline.whole else group_advantage
     for weight, reward in weighted_rewards(credit):
@@ -375,7 +375,7 @@ def register_baseline(
     needs: dict[str, tuple[str, ...]] | None = None,
     within_group: bool = True,
     discounts: bool = False,
-    states: Literal["needed", "used"] | None = None,
+    states: bool = False,
     greedy_members: Literal[0, 1] = 0,
     check: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
@@ -388,7 +388,7 @@ def register_baseline(
         needs: required values of other settings of credit.
         within_group: a group of equal returns has advantages 0.
         discounts: it reads ``CreditInput.gamma``.
-        states: it reads ``CreditInput.states``; ``needed``, and they must be vectors of numbers.
+        states: it reads ``CreditInput.states``, which must be vectors of numbers.
         greedy_members: further deterministic episodes of each group, not trained on.
         check: called with the settings; raises a ``ValueError`` where they contradict each other.
 
@@ -516,7 +516,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
 """Settings of credit beside a baseline that gives each state a value."""
 
 
-@register_baseline("knn", whole=True, needs=_VALUES, within_group=False, states="needed")
+@register_baseline("knn", whole=True, needs=_VALUES, within_group=False, states=True)
 def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -> Float[Tensor, "row step"]:
     """The mean of returns from the nearest states of other episodes, with generalised advantages.
 
@@ -558,7 +558,7 @@ def knn(credit: CreditInput, k: PositiveInt = 16, gae_lambda: Fraction = 0.95) -
     return gae(reward, value, next_value, terminated, truncated, gamma=gamma, gae_lambda=gae_lambda)
 
 
-@register_baseline("lstd", whole=True, needs=_VALUES, within_group=False, states="needed")
+@register_baseline("lstd", whole=True, needs=_VALUES, within_group=False, states=True)
 def lstd(
     credit: CreditInput,
     features: PositiveInt = 512,
@@ -642,15 +642,6 @@ def lstd(
     ends = terminated, truncated
     advantage = gae(reward.double(), value, next_value, *ends, gamma=gamma, gae_lambda=gae_lambda)
     return torch.where(member & (steps > 0)[fold], advantage, 0).to(reward)
-
-
-@register_baseline("auto", whole=True, needs=_VALUES, within_group=False, states="used")
-def auto(credit: CreditInput) -> Float[Tensor, "row step"]:
-    """``lstd`` where observations are vectors of numbers; else, as for images, the mean of the group's members at the same step."""
-    if isinstance(credit.states, Tensor) and credit.states.dim() == 3:
-        return lstd(credit)
-    by_step = credit.cfg.model_copy(update={"group_key": GroupStepCfg(), "baseline": MeanCfg()})
-    return group_advantage(credit._replace(cfg=by_step))
 
 
 def random_features(

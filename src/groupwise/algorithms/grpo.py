@@ -3,8 +3,8 @@
 Members of a group begin in the same state; a member's advantage is how it did against the others. Which comparison,
 ratio, trust region, aggregation and KL are used is data (``CreditCfg``, ``ObjectiveCfg``), so this one update is GRPO,
 Dr. GRPO, RLOO, GSPO and others. Under the preset ``grpo`` it differs from the paper in one default: ``kl_coef`` is 0
-(the paper's is 0.04). Control tasks compare with values of states (knn, lstd) by default, those with images per time step.
-The update does not know whether the rollout came from an environment or a language model.
+(the paper's is 0.04). The presets of control tasks compare with values of states (knn, lstd), other control tasks per time
+step. The update does not know whether the rollout came from an environment or a language model.
 """
 
 import logging

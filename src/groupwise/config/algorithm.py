@@ -161,14 +161,14 @@ class BaselineCfg(Choice, family="baseline", default="mean"):
     """Baseline, subtracted from the score: settings of a function registered with ``register_baseline``, which explains the attributes."""
 
     known: ClassVar = dict.fromkeys(
-        ("auto", "gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "lstd", "none"),
+        ("gigpo", "greedy", "knn", "leave_one_out", "length_weighted", "lstd", "none"),
         "groupwise.algorithms.advantages",
     )
     whole: ClassVar[bool] = False
     needs: ClassVar[dict[str, tuple[str, ...]]] = {}
     within_group: ClassVar[bool] = True
     discounts: ClassVar[bool] = False
-    states: ClassVar[Literal["needed", "used"] | None] = None
+    states: ClassVar[bool] = False
     greedy_members: ClassVar[Literal[0, 1]] = 0
 
 

@@ -558,13 +558,12 @@ class RunCfg(CommonCfg):
                 "algorithm.credit.reward='parts' compares the parts of a reward, and its names are empty; "
                 "fix: credit.reward.names=('reward_forward', ...), as the environment's info calls them"
             )
-        remembers = credit.rule == "composed" and credit.baseline.name in ("auto", "lstd")
-        remembers &= getattr(credit.baseline, "decay", 1) > 0
+        remembers = credit.rule == "composed" and credit.baseline.name == "lstd" and credit.baseline.decay  # type: ignore[attr-defined]
         if remembers and getattr(self.policy, "normalize_reward", False):
             raise ValueError(
                 "policy.normalize_reward=True changes the unit of rewards from update to update, and "
-                f"algorithm.credit.baseline={credit.baseline.name!r} keeps sums of earlier ones; fix: policy.normalize_reward=False "
-                "(these advantages do not need it), or baseline={'name': 'lstd', 'decay': 0}"
+                "algorithm.credit.baseline='lstd' keeps sums of earlier ones; fix: policy.normalize_reward=False (these "
+                "advantages do not need it), or baseline.decay=0"
             )
         _check_threshold(self.stop.threshold, self.evaluation.metric)
         return self
@@ -683,7 +682,7 @@ class TextRunCfg(CommonCfg):
                 f"gamma={grpo.gamma:g}, counts tokens, and an environment answers turns of any length; fix: "
                 "credit.returns='turn_to_go' with group_key='group_step'"
             )
-        of_states = credit.baseline.states is not None or (credit.baseline.name == "gigpo" and not self.task.has_env)
+        of_states = credit.baseline.states or (credit.baseline.name == "gigpo" and not self.task.has_env)
         if credit.rule == "composed" and of_states:
             raise ValueError(
                 f"algorithm.credit.baseline={credit.baseline.name!r} compares states of an environment, and a text has none: its "

@@ -398,11 +398,11 @@ class ActorCritic(Policy):
         critic_space = chosen_entries(features, cfg.critic_keys, "policy.critic_keys")
         if self.masked:
             self._acts_on = kind({**actor_space.spaces, KEY: observation_space[KEY]})
-        has_image = any(image_layout(leaf) for leaf in leaf_spaces(critic_space).values())
-        self.state_encoder = None if has_image else ObsEncoder(critic_space, cfg)
         self.obs_normalizer = ObsNormalizer(observation_space) if cfg.normalize_obs else None
         self.reward_normalizer = RewardNormalizer(gamma) if cfg.normalize_reward else None
         self.encoder = self.encoder_class(actor_space, cfg)
+        has_image = any(image_layout(leaf) for leaf in leaf_spaces(critic_space).values())
+        self.state_encoder = None if has_image else ObsEncoder(critic_space, cfg)
         # the critic has an encoder of its own, unless there is no critic, the trunk is shared, or there is nothing to learn
         learns = any(True for _ in self.encoder.parameters()) or critic_space is not actor_space
         own = learns and cfg.trunk == "separate" and not actor_only

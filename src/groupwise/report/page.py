@@ -224,8 +224,6 @@ class Answer(NamedTuple):
 
 _OTHERS = "so all members of a group can be above 0, or below."
 _COMPARED = {
-    "auto": "A step is compared with the value of its state by least squares where observations are vectors, else with the other "
-    f"members at the same time step (credit.baseline=auto); with values {_OTHERS.removeprefix('so ')}",
     "knn": f"A step is compared with the returns from the nearest states of other episodes (credit.baseline=knn), {_OTHERS}",
     "lstd": f"A step is compared with the value of its state by least squares (credit.baseline=lstd), {_OTHERS}",
 }

@@ -246,7 +246,7 @@ def test_features_are_waves_of_standardised_states_these_and_one():
 )
 def test_other_observations_are_refused(obs, says):
     with pytest.raises(
-        DataError, match=rf"baseline='lstd' needs vectors of numbers .*got {says}; fix: baseline='mean'"
+        DataError, match=rf"baseline='lstd' needs vectors of numbers .*got {says}; fix: .*or baseline='mean'"
     ):
         credit(random_episodes().set("obs", obs), gamma=0.9, **lstd())
 
@@ -294,3 +294,31 @@ def test_numbers_of_a_discrete_space_are_states(preset, tmp_path):
         evaluation={"interval": None, "episodes": 2},
     )
     assert any(entry["train/grad_norm"] > 0 for entry in run.metrics())
+
+
+def test_a_policy_s_own_encoder_gives_states_without_gradient(tmp_path):
+    class Encoded(gw.ActorCritic):
+        def __init__(self, *args):
+            super().__init__(*args, actor_only=True)
+            self.state_encoder = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh())
+
+    class Keep(gw.Callback):
+        def on_iteration_end(self, trainer, rollout, metrics):
+            algorithm = trainer.algorithm
+            assert algorithm.memory["seen"].shape == (3, 5)
+            assert not any(kept.requires_grad for kept in algorithm.memory.values())
+            assert not algorithm.advantage.requires_grad
+
+    env = gw.make_env(gw.EnvCfg(id="CartPole-v1"))
+    gw.train(
+        "CartPole-v1",
+        {"name": "grpo", "num_steps": 32, "num_epochs": 2},
+        preset="lstd",
+        policy=Encoded(env.observation_space, env.action_space),
+        num_envs=4,
+        total_iterations=2,
+        run_dir=tmp_path / "run",
+        callbacks=[Keep()],
+        evaluation={"interval": None, "episodes": 1},
+    )
+    env.close()

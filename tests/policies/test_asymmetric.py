@@ -96,6 +96,7 @@ def test_predict_needs_the_keys_of_the_actor_only():
     alone = {key: obs[key] for key in ACTOR}
     np.testing.assert_array_equal(made.predict(alone), made.predict(obs))
     actor = made.without_critic()
+    assert actor.state_encoder is None
     np.testing.assert_array_equal(actor.predict(alone), made.predict(obs))
     assert actor.act(tensors(obs)).value is None
     assert made.critic is not None

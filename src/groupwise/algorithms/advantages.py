@@ -56,7 +56,7 @@ class CreditInput(NamedTuple):
     memory: dict[str, Tensor] | None = None
     """Tensors that the rule keeps for the next update, in checkpoints too; the same on every rank. None: nothing is kept."""
     states: Any = None
-    """Observations as ``Policy.state_encoder`` has them, for a baseline that reads them: numbers [N, T, D], if they are vectors."""
+    """Output of ``Policy.state_encoder``, [N, T, D], if the baseline reads it; the raw observations otherwise, or where it is None."""
 
     @property
     def done(self) -> Bool[Tensor, "row step"]:
@@ -165,7 +165,7 @@ def no_vectors(baseline: str, states: Nested | None) -> DataError:
         got = f"{states.dtype} of shape {list(states.shape)}"
     return DataError(
         f"credit.baseline={baseline!r} needs vectors of numbers [N, T, D] as observations, got {got}; fix: "
-        "baseline='mean' with group_key='group_step'"
+        "policy.critic_keys without images, or baseline='mean' with group_key='group_step'"
     )
 
 

@@ -64,7 +64,7 @@ class GRPO(BaseAlgorithm):
         self.memory: dict[str, Tensor] = {}
         """Tensors that the credit keeps from one update for the next."""
         encoder = policy.state_encoder if cfg.credit.baseline.states else None
-        self._encode: Callable[[Any], Any] = encoder or (lambda obs: obs)
+        self._encode: Callable[[Any], Any] = torch.no_grad()(encoder.forward) if encoder else lambda obs: obs
 
     def update(self, rollout: TensorDict) -> dict[str, float]:
         """Improve the policy by one rollout ``[N, T+1]`` of whole groups; returns metrics.

@@ -36,7 +36,7 @@ class PolicyCfg(AnyPolicyCfg, name="actor_critic"):
     actor_keys: Keys | None = None
     """Entries of a Dict observation that the actor reads. None: all."""
     critic_keys: Keys | None = None
-    """Entries that the critic reads. None: all. Actor and critic with keys of their own share no layers."""
+    """Entries that the critic reads, and the states of the baselines ``knn`` and ``lstd``. None: all. Actor and critic with keys of their own share no layers."""
     normalize_obs: bool = False
     """Scale observations of floats, and of uint8 that are no images, to running mean 0 and standard deviation 1."""
     normalize_reward: bool = False

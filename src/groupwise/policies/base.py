@@ -77,7 +77,7 @@ class Policy(nn.Module, ABC):
     action_spec: Spec
     """The policy's own action, as the rollout stores it."""
     state_encoder: nn.Module | None
-    """Maps observations to vectors of numbers, for credit that compares states. None: they are vectors already, or have none."""
+    """Maps observations to vectors of numbers, for credit that compares states. None: credit gets the observations as they are."""
     observation_space: Any
     """Gymnasium space of one observation, which ``predict`` needs."""
     action_space: Any

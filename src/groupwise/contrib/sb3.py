@@ -51,6 +51,7 @@ from groupwise.config.policy import PolicyCfg
 from groupwise.data.rollout import Nested, TensorDict
 from groupwise.envs.snapshots import reseed_noise
 from groupwise.errors import ConfigError, DataError, EnvError, GroupStartError, UnknownNameError, UnsupportedSpaceError
+from groupwise.policies.actor_critic import make_state_encoder
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import make_head
 from groupwise.seeding import derive_seed
@@ -519,6 +520,8 @@ class ScoredActor(Policy):
         super().__init__()
         self.actor = actor
         self.action_spec = actor.head.action_spec
+        encoder = make_state_encoder(actor.observation_space)
+        self.state_encoder = encoder and encoder.to(actor.device)
 
     @torch.no_grad()
     def act(self, obs: Nested, deterministic: bool = False, generator: torch.Generator | None = None) -> Action:

@@ -137,6 +137,12 @@ class ObsEncoder(nn.Module):
         return torch.cat([encoder(obs[path]) for path, encoder in leaves], dim=-1)
 
 
+def make_state_encoder(space: Any) -> ObsEncoder | None:
+    """Encoder of observations without parameters; None for images, which need a network."""
+    has_image = any(image_layout(leaf) for leaf in leaf_spaces(space).values())
+    return None if has_image else ObsEncoder(space, PolicyCfg())
+
+
 class _Bounded(nn.Module):
     """Scales uint8 from the bounds of its space to 0 and 1."""
 
@@ -401,8 +407,7 @@ class ActorCritic(Policy):
         self.obs_normalizer = ObsNormalizer(observation_space) if cfg.normalize_obs else None
         self.reward_normalizer = RewardNormalizer(gamma) if cfg.normalize_reward else None
         self.encoder = self.encoder_class(actor_space, cfg)
-        has_image = any(image_layout(leaf) for leaf in leaf_spaces(critic_space).values())
-        self.state_encoder = None if has_image else ObsEncoder(critic_space, cfg)
+        self.state_encoder = make_state_encoder(critic_space)
         # the critic has an encoder of its own, unless there is no critic, the trunk is shared, or there is nothing to learn
         learns = any(True for _ in self.encoder.parameters()) or critic_space is not actor_space
         own = learns and cfg.trunk == "separate" and not actor_only

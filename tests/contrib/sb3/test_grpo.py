@@ -89,6 +89,21 @@ def test_dictionaries_of_observations(make):
         GRPO("MlpPolicy", make_vec_env(make))
 
 
+@pytest.mark.parametrize("credit", ["knn", "lstd"])
+def test_states_are_compared_whatever_the_space(credit):
+    """Numbers of a Discrete space one-hot, entries of a dictionary side by side."""
+    made = [("MlpPolicy", lambda: IdentityEnv(3, ep_length=5)), ("MultiInputPolicy", lambda: BitFlippingEnv(4))]
+    for policy, make in made:
+        model = GRPO(policy, make_vec_env(make, n_envs=2), credit=credit, **SMALL)
+        before = parameters(model)
+        model.learn(100)
+        assert (parameters(model) != before).any()
+    with pytest.raises(gw.errors.DataError, match=r"needs vectors .*fix: .*baseline='mean'"):
+        GRPO("CnnPolicy", make_vec_env(lambda: FakeImageEnv(3, 36, 36), n_envs=2), credit=credit, **SMALL_IMAGES).learn(
+            50
+        )
+
+
 def test_starts_of_their_own_for_an_environment_that_cannot_share_them():
     env = make_vec_env(SimpleMultiObsEnv, n_envs=2)
     with pytest.raises(gw.errors.GroupStartError, match="shared_starts='off'"):

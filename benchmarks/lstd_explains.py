@@ -50,8 +50,8 @@ class LookOn(gw.Callback):
 
         cfg = gw.CreditCfg(group_key="group", returns="return_to_go", baseline="lstd", scale="none")
         number = int(batch["episode_id"].max()) + 1
-        credit = advantages.CreditInput(batch, batch["reward"], cfg, self.gamma, number, number, memory=self.memory)
-        credit = credit._replace(states=batch["obs"])
+        more = {"memory": self.memory, "states": batch["obs"]}
+        credit = advantages.CreditInput(batch, batch["reward"], cfg, self.gamma, number, number, **more)
         gae = advantages.gae
         with patch.object(advantages, "gae", spy):
             advantages.advantages(credit)

@@ -282,15 +282,20 @@ def test_wide_states_are_left_to_random_features():
 
 @pytest.mark.parametrize("preset", ["knn", "lstd"])
 def test_numbers_of_a_discrete_space_are_states(preset, tmp_path):
-    settings = {"name": "grpo", "num_steps": 64, "group_size": 4}
+    class Keep(gw.Callback):
+        def on_rollout_end(self, trainer, rollout):
+            states = trainer.algorithm._encode(rollout["obs"])
+            assert torch.equal(states, torch.nn.functional.one_hot(rollout["obs"], 16).float())
+
     run = gw.train(
         "FrozenLake-v1",
-        settings,
+        {"name": "grpo", "num_steps": 64, "group_size": 4},
         preset=preset,
         num_envs=4,
         total_steps=600,
         seed=1,
         run_dir=tmp_path / "run",
+        callbacks=[Keep()],
         evaluation={"interval": None, "episodes": 2},
     )
     assert any(entry["train/grad_norm"] > 0 for entry in run.metrics())

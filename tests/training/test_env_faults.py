@@ -192,7 +192,7 @@ def test_an_iteration_without_groups_is_skipped_and_training_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("error", [gw.errors.DataError, gw.errors.DivergedError])
-def test_new_environments_are_no_help_to_a_policy_that_cannot_be_evaluated(error, monkeypatch):
+def test_new_environments_are_no_help_to_a_policy_that_cannot_be_evaluated(error, monkeypatch, tmp_path):
     tries = []
 
     def fails(*args, **settings):
@@ -202,5 +202,5 @@ def test_new_environments_are_no_help_to_a_policy_that_cannot_be_evaluated(error
     monkeypatch.setattr("groupwise.training.build.evaluate_policy", fails)
     cfg = gw.GRPOCfg(group_size=2, num_steps=8, collection={"on_env_error": "retry"})
     with pytest.raises(error, match="an action is not finite"):
-        gw.train("CartPole-v1", cfg, num_envs=4, total_steps=64, evaluation={"interval": 1})
+        gw.train("CartPole-v1", cfg, num_envs=4, total_steps=64, evaluation={"interval": 1}, run_dir=tmp_path / "run")
     assert len(tries) == 1

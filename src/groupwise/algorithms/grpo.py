@@ -99,12 +99,15 @@ class GRPO(BaseAlgorithm):
             chosen = highest(evaluation.entropy, cfg.top_entropy_quantile, data["loss_mask"], all_sum)
             data = multiplied(data, chosen.to(evaluation.entropy))
 
-        # groups whose members all did equally well, in every part of the reward that is compared
-        raw = weighted_rewards(credit._replace(reward=batch["reward"], parts=None))
-        returns = [weight * episode_return(reward, episode, num_episodes) for weight, reward in raw]
-        member_of, scored = episode_groups(batch, num_episodes)
-        alike = zero_variance_groups(torch.stack(returns, dim=-1), member_of, num_groups, scored, all_sum=all_sum)
-        metrics = self.optimize(data, num_episodes, {"rollout/zero_variance_groups": alike})
+        found: dict[str, Tensor] = {}
+        if cfg.credit.baseline.within_group:
+            # groups whose members all did equally well, in every part of the reward that is compared
+            raw = weighted_rewards(credit._replace(reward=batch["reward"], parts=None))
+            returns = [weight * episode_return(reward, episode, num_episodes) for weight, reward in raw]
+            member_of, scored = episode_groups(batch, num_episodes)
+            alike = zero_variance_groups(torch.stack(returns, dim=-1), member_of, num_groups, scored, all_sum=all_sum)
+            found["rollout/zero_variance_groups"] = alike
+        metrics = self.optimize(data, num_episodes, found)
 
         if self._is_first and mask.any():  # else nothing was left of the rollout, which has its own warning
             self._warn_of_equal_returns(advantage)

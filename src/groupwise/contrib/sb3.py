@@ -857,7 +857,8 @@ class GRPO(OnPolicyAlgorithm):
         record("train/n_updates", self._n_updates, exclude="tensorboard")
         record("train/clip_range", self.core.cfg.objective.trust_region.parameters().get("clip_high", CLIP))
         record("rollout/groups", int(rollout["group_id"].max()) + 1)
-        record("rollout/zero_variance_groups", metrics["rollout/zero_variance_groups"])
+        if (alike := metrics.get("rollout/zero_variance_groups")) is not None:
+            record("rollout/zero_variance_groups", alike)
 
     @classmethod
     def load(cls: type[SelfGRPO], path: str | Path | io.BufferedIOBase, *args: Any, **kwargs: Any) -> SelfGRPO:

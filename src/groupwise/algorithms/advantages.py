@@ -601,7 +601,8 @@ def lstd(
 
     # features of states over their standard deviation so far
     obs: Any = credit.states.masked_fill(gap[..., None], 0).double()
-    seen = engine.sum(torch.stack([torch.ones_like(obs), obs, obs.square()])[:, member].sum(dim=1))
+    own = obs[member]
+    seen = engine.sum(torch.stack([own.new_full(own.shape[1:], len(own)), own.sum(dim=0), own.square().sum(dim=0)]))
     seen = memory["seen"] = seen + remembered("seen", seen)
     mean, mean_square = (seen[1:] / seen[0].clamp(min=1)).unbind()
     blocks = obs.split(-(-_LSTD_BLOCK // len(obs)), dim=1)
@@ -622,8 +623,8 @@ def lstd(
             sums[:, t, :-1] += gamma * value_lambda * ~done[:, now.start + t, None] * later
             later = sums[:, t, :-1]
         for part in range(folds):
-            own = member[:, now] & (fold[:, now] == part)
-            parts[part] += phi[own].T @ sums[own]
+            chosen = member[:, now] & (fold[:, now] == part)
+            parts[part] += phi[chosen].T @ sums[chosen]
         after, stop = phi[:, :1], now.start
 
     parts = engine.sum(parts)

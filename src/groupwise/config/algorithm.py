@@ -237,6 +237,11 @@ class CreditCfg(Cfg):
         """Whether ``gamma`` has an effect; True for a registered rule, which may read it."""
         return self.rule != "composed" or self.returns.endswith("_to_go") or self.baseline.discounts
 
+    @property
+    def remembers(self) -> bool:
+        """Whether sums of earlier rewards are kept, whose unit must stay the same."""
+        return self.rule == "composed" and self.baseline.name == "lstd" and self.baseline.decay > 0  # type: ignore[attr-defined]
+
     @model_validator(mode="after")
     def _check_together(self) -> "CreditCfg":
         by_step = isinstance(self.group_key, GroupStepCfg)

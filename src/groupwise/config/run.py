@@ -558,8 +558,7 @@ class RunCfg(CommonCfg):
                 "algorithm.credit.reward='parts' compares the parts of a reward, and its names are empty; "
                 "fix: credit.reward.names=('reward_forward', ...), as the environment's info calls them"
             )
-        remembers = credit.rule == "composed" and credit.baseline.name == "lstd" and credit.baseline.decay  # type: ignore[attr-defined]
-        if remembers and getattr(self.policy, "normalize_reward", False):
+        if credit.remembers and getattr(self.policy, "normalize_reward", False):
             raise ValueError(
                 "policy.normalize_reward=True changes the unit of rewards from update to update, and "
                 "algorithm.credit.baseline='lstd' keeps sums of earlier ones; fix: policy.normalize_reward=False (these "

@@ -732,6 +732,12 @@ class GRPO(OnPolicyAlgorithm):
         env, groups = self.env, self.rollout_buffer
         if env is None:
             raise EnvError("there is no environment to learn from; fix: model.set_env(env), or load(path, env=env)")
+        normalizer = self.get_vec_normalize_env()
+        if normalizer is not None and normalizer.norm_reward and update_cfg(self).credit.remembers:
+            raise ConfigError(
+                "VecNormalize(norm_reward=True) changes the unit of rewards all the time, and the baseline 'lstd' keeps sums of "
+                "earlier ones; fix: norm_reward=False (these advantages do not need it), or baseline={'name': 'lstd', 'decay': 0}"
+            )
         insert_shared_start(env)
         # episodes continue if every environment is where training left it
         goes_on = not reset_num_timesteps and groups is not None and self._last_obs is not None

@@ -329,9 +329,9 @@ def check(mask: Any, action_space: Any, where: str = "obs", *, error: type[Group
 
 
 def allowed_action(action: Tensor, obs: Any, action_space: Any) -> Tensor:
-    """Environment actions ``[B, ...]``, with an allowed one in place of each that is not, the same for the same mask.
+    """Environment actions ``[B, ...]`` that were drawn without regard to masks, as allowed ones: counted round among these.
 
-    Without masks in the observations they stay as they are.
+    The same action and mask give the same one. Without masks in the observations they stay as they are.
     """
     if isinstance(obs, Tensor) or KEY not in obs.keys() or not options(action_space):  # noqa: SIM118  # a TensorDict
         return action

@@ -10,6 +10,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from groupwise.algorithms import grpo
 from groupwise.contrib.sb3 import GRPO
+from groupwise.errors import ConfigError
 
 
 @pytest.fixture
@@ -109,3 +110,17 @@ def test_rewards_and_ends_come_as_the_vector_environment_gives_them(taken):
     assert np.isin(rollout["reward"][0, :-1].numpy(), given).all()
     assert not rollout["terminated"][0, :-1].any()  # the pendulum's time limit truncates
     assert rollout["truncated"][0, :-1].sum() == rollout["episode_id"].max() + 1
+
+
+def test_least_squares_refuse_rewards_whose_unit_changes():
+    env = make_vec_env(Corridor, n_envs=2)
+    with pytest.raises(ConfigError, match="keeps sums of earlier ones; fix: norm_reward=False"):
+        corridor(env=VecNormalize(env), group_size=2, credit="lstd").learn(40)
+    corridor(env=VecNormalize(env, norm_reward=False), group_size=2, credit="lstd").learn(40)
+    forgets = {
+        "returns": "return_to_go",
+        "baseline": {"name": "lstd", "decay": 0},
+        "scale": "none",
+        "normalize": "batch",
+    }
+    corridor(env=VecNormalize(env), group_size=2, credit=forgets).learn(40)

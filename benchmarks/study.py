@@ -46,17 +46,18 @@ class Task(NamedTuple):
     recipe: str | None = None
     """Environment whose presets it takes; its own by default."""
     step: Tree | None = None
-    """What the preset of the comparison per time step had of its own before ``lstd`` took its place."""
+    """What the preset of the comparison per time step had of its own before ``knn`` or ``lstd`` took its place."""
     more: dict[str, Tree] = {}
     """What a run changes of the recipe, by algorithm."""
 
 
+BY_GROUP: Tree = {"credit": PER_STEP | {"scale": "population_std"}}
 TASKS = {
-    "CartPole-v1": Task(100_000, 10),
-    "Pendulum-v1": Task(100_000, 10),
-    "Acrobot-v1": Task(200_000, 10),
-    "MountainCarContinuous-v0": Task(200_000, 10),
-    "LunarLander-v3": Task(1_000_000, 5, step={"gamma": 0.99, "credit": PER_STEP | {"scale": "population_std"}}),
+    "CartPole-v1": Task(100_000, 10, step={"learning_rate": 2e-3, "gamma": 0.995, "schedule": "none"}),
+    "Pendulum-v1": Task(100_000, 10, step=BY_GROUP | {"schedule": "none"}),
+    "Acrobot-v1": Task(200_000, 10, step=BY_GROUP | {"schedule": "none"}),
+    "MountainCarContinuous-v0": Task(200_000, 10, step={"gamma": 0.999}),
+    "LunarLander-v3": Task(1_000_000, 5, step=BY_GROUP | {"gamma": 0.99}),
     "Hopper-v5": Task(1_000_000, 5, 50),
     "HalfCheetah-v5": Task(1_000_000, 5, 50, step={"gamma": 0.9}),
     "Walker2d-v5": Task(1_000_000, 5, 50),

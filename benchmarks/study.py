@@ -49,6 +49,8 @@ class Task(NamedTuple):
     """What the preset of the comparison per time step had of its own before ``knn`` or ``lstd`` took its place."""
     more: dict[str, Tree] = {}
     """What a run changes of the recipe, by algorithm."""
+    policy: Tree = {}
+    """What a policy changes of the recipe."""
 
 
 BY_GROUP: Tree = {"credit": PER_STEP | {"scale": "population_std"}}
@@ -65,6 +67,7 @@ TASKS = {
     "Ant-v5": Task(
         *(1_000_000, 5, 50, "Hopper-v5"),
         more={"ppo": {"learning_rate": 3e-4}, "grpo": {"learning_rate": 3e-4, "minibatch_size": 64}},
+        policy={"log_std_init": -1.0},
     ),
 }
 
@@ -144,7 +147,7 @@ def settings(env: str, method: str, steps: int) -> Tree:
         "env": env,
         "algorithm": algorithm,
         "num_envs": preset["env"]["num_envs"],
-        "policy": preset.get("policy", {}) | ({"trunk": "shared"} if method == "ppo_shared" else {}),
+        "policy": preset.get("policy", {}) | task.policy | ({"trunk": "shared"} if method == "ppo_shared" else {}),
         "total_steps": steps,
     }
 

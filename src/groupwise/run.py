@@ -832,8 +832,11 @@ def sample(
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
     if (prompt is None) != (cfg.task.env is not None):
-        fix = "its first observation is the prompt; fix: leave it out" if prompt is not None else "fix: give one"
-        raise ConfigError(f"the run has {'no' if prompt is None else 'an'} environment, got {prompt!r:.80}; {fix}")
+        if prompt is None:
+            raise ConfigError("there is no prompt, and the run has no environment that gives one; fix: give a prompt")
+        raise ConfigError(
+            f"prompt = {prompt!r:.80}: the run has an environment, whose first observation is the prompt; fix: leave it out"
+        )
     from groupwise.text.build import build_algorithm
     from groupwise.text.evaluation import fresh_envs, is_single, play_episodes, read_prompts, write_texts
     from groupwise.text.policy import CausalLM

@@ -209,6 +209,19 @@ def test_what_an_environment_returns_is_checked(made, message):
         episode.step("7") if "step" in made else episode.reset(Start(0))
 
 
+@pytest.mark.parametrize("success", ["no", 0.5, [True]])
+def test_success_is_yes_or_no(success):
+    episode = TextEpisode(Returns(step=("0", 0.0, True, False, {"success": success})))
+    episode.reset(Start(0))
+    with pytest.raises(EnvError, match=r"Returns.step\(\): info\['success'\] = .*; expected True or False; fix: bool"):
+        episode.step("7")
+    for said, expected in ((np.True_, True), (0, False), (1.0, True), (None, None)):
+        episode = TextEpisode(Returns(step=("0", 0.0, True, False, {"success": said})))
+        episode.reset(Start(0))
+        episode.step("7")
+        assert episode.success is expected
+
+
 @pytest.mark.parametrize("counts", [3, [("a", 1)], {"tool_calls": "1"}])
 def test_counts_are_numbers_by_name(counts):
     episode = TextEpisode(Returns(step=("0", 0.0, True, False, {"counts": counts})))

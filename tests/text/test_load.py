@@ -19,7 +19,7 @@ from text_updates import batch_of
 from tiny_models import EOS, FAMILIES, moved, tiny_model
 from tiny_tokenizers import character_tokenizer, tiny_tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM, BartConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BartConfig, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import groupwise as gw
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
@@ -254,6 +254,27 @@ def test_a_model_made_in_python_is_shown_where_it_goes():
     with pytest.raises(ConfigError, match=r"model = LlamaForCausalLM\(.* \.\.\.: .*policy=gw\.CausalLM\(") as caught:
         gw.train(task, model=tiny_model())
     assert len(str(caught.value)) < 400
+
+
+def test_weights_that_a_folder_keeps_quantised_need_adapters(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes)).save_pretrained(tmp_path / "plain")
+    quantised = BitsAndBytesConfig(load_in_4bit=True)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=quantised).save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"weights of .* are quantised, .*fix: lora=\{'r': 16\}"):
+        load(tmp_path)
+    assert load(tmp_path, lora=LORA).has_adapters
+
+
+def test_weights_that_are_not_finite_are_named(folder, tmp_path):
+    shutil.copytree(folder(), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][1] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"weights of .* are not finite: model\.norm\.weight; fix: "):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("nf4", torch.uint8), ("int8", torch.int8)])

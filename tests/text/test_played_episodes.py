@@ -118,7 +118,7 @@ def test_the_command_plays_models_and_runs(model, plugin, tmp_path, capsys):
 
 
 def test_prompts_are_of_runs_without_an_environment(run, model, tmp_path, capsys):
-    with pytest.raises(ConfigError, match="the run has an environment, got 'x'; its first observation is the"):
+    with pytest.raises(ConfigError, match="prompt = 'x': the run has an environment, whose first observation"):
         gw.sample(run, "x")
     assert main(["sample", str(run.path), "x"]) == 2
     assert "leave it out" in capsys.readouterr().err

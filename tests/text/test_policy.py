@@ -349,3 +349,9 @@ def test_predicting_completes_texts_messages_and_lists_of_them():
         CausalLM(tiny_model()).predict("one")
     with pytest.raises(DataError, match=r"prompt 1: prompt = 3"):
         policy.predict(["one", 3])
+
+
+def test_a_policy_takes_settings_of_sampling_by_name():
+    assert CausalLM(tiny_model(), {"temperature": 0.7}).sampling == SamplingCfg(temperature=0.7)
+    with pytest.raises(ConfigError, match=r"unknown key 'temprature'; did you mean 'temperature'"):
+        CausalLM(tiny_model(), {"temprature": 0.7})

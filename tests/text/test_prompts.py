@@ -152,13 +152,17 @@ def test_long_prompts_are_refused_or_left_out_and_never_cut():
     tokenizer = character_tokenizer()
     examples = [Example("1" * length, {}) for length in (3, 5, 4)]
     refusing, dropping = (encoder(tokenizer, max_prompt_tokens=4, on_long_prompt=how) for how in ("error", "drop"))
-    with pytest.raises(DataError, match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\); .*'11111'"):
+    with pytest.raises(
+        DataError, match=r"1 of 3 prompts have more than 4 tokens \(the longest 5\); .*'11111'; .*gw.TextTask\(on_long"
+    ):
         refusing.select(examples)
     with pytest.warns(UserWarning, match="1 of 3 prompts have more than 4 tokens .*they are dropped"):
         kept = dropping.select(examples)
     assert [len(prompt.tokens) for prompt in kept] == [3, 4]
     assert [prompt.example for prompt in kept] == [examples[0], examples[2]]
-    with pytest.raises(DataError, match="3 of 3 prompts have more than 2 tokens"):
+    with pytest.raises(
+        DataError, match="3 of 3 prompts have more than 2 tokens.*; fix: shorter prompts, a smaller max_new_tokens$"
+    ):
         dropping.select(examples, context=2)
     assert [len(prompt.tokens) for prompt in encoder(tokenizer).select(examples)] == [3, 5, 4]
     with pytest.raises(DataError, match="more than 4 tokens"):

@@ -111,6 +111,22 @@ def test_a_function_that_changes_its_arguments_does_not_change_the_data():
     assert columns == {"answer": ["x", "y"]}
 
 
+def test_a_function_that_changes_its_arguments_does_not_change_those_of_others_nor_rows():
+    def vandal(completions, answer, meta):
+        completions[0] = "longer"
+        answer[0], meta[0]["n"][0] = "longer", 7
+        meta[1]["n"].append(7)
+        return [0, 0]
+
+    def honest(completions, answer, meta):
+        return [len(a) + len(b) + sum(m["n"]) for a, b, m in zip(completions, answer, meta, strict=True)]
+
+    columns = {"answer": ["x", "y"], "meta": [{"n": [1]}, {"n": [2]}]}
+    for _ in range(2):
+        assert score(reward_set(vandal, honest), columns=columns).reward == (3, 4)
+    assert columns == {"answer": ["x", "y"], "meta": [{"n": [1]}, {"n": [2]}]}
+
+
 async def later():
     return [1, 0.5]
 

@@ -221,7 +221,7 @@ def test_errors_of_tools_are_told_or_raised(fails, told, is_async):
     episode = played(ToolEnv(tools=[tool]), call("broken", a=1), row={"prompt": "?"})
     assert episode.observations[0].startswith(f"error: {told}")
     assert episode.counts == {"tool_calls": 1, "tool_errors": 1, "parse_errors": 0}
-    with pytest.raises(EnvError, match=f"raised {told}"):
+    with pytest.raises(EnvError, match=f"(?s)tool 'broken' raised {told}.*; fix: the tool, or on_tool_error='tell'"):
         played(ToolEnv(tools=[tool], on_tool_error="raise"), call("broken", a=1), row={"prompt": "?"})
 
 
@@ -721,6 +721,18 @@ def test_a_broken_episode_costs_itself_only(model, tmp_path, how, monkeypatch):
     )
     assert sum(entry["rollout/env_errors"] for entry in run.metrics()) == len(broken)
     assert all(member.reward is not None for member in look.members if not member.episode.broken)
+
+
+def test_a_first_rollout_whose_episodes_mostly_failed_does_not_blame_the_rewards(model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Fails, "how", "raise")
+    monkeypatch.setattr(Fails, "made", 0)
+    monkeypatch.setattr(Fails, "fails", lambda self: self.number > 1)  # the check before training plays in the first
+    task = gw.TextTask(env=Fails, max_turns=3, data_size=20, start_mode="none")
+    algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "drop"})
+    settings = {"sampling": ONE, "total_steps": None, "num_prompts": 2}
+    with pytest.raises(DataError, match="no completion of the held-out prompts could be scored"):
+        train(task, model, tmp_path / "run", algorithm, total_iterations=1, **settings)
+    assert "7 of 8 completions have no reward and are not trained on: 7 episodes failed; fix: the env" in caplog.text
 
 
 class Once(Fails):

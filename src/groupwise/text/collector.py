@@ -614,8 +614,7 @@ class TextCollector(DataCollector):
         self._unscored = 0 if self.finished else self._unscored + 1
         if self._unscored == MAX_UNSCORED:
             raise DataError(
-                f"no completion of {MAX_UNSCORED} iterations in a row could be scored: every reward was None or not finite; "
-                f"fix: the rewards {', '.join(self.rewards.names)}, or the columns that they read"
+                f"no completion of {MAX_UNSCORED} iterations in a row could be scored: {self._why_unscored([one for one, _ in sampled])}"
             )
         self.last_steps = sum(member.written for member in self.members)
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
@@ -629,17 +628,26 @@ class TextCollector(DataCollector):
         rollout = text_rollout(rows)
         return rollout if self.policy.actor_only else self._with_values(rollout)
 
+    def _why_unscored(self, members: Sequence[Transcript]) -> str:
+        """The likely cause of completions without a reward, and how to mend it."""
+        failed = sum(member.episode is not None and member.episode.broken for member in members)
+        if 2 * failed > len(members):
+            return f"{failed} episodes failed; fix: the environment or the tools, as their errors say, or a longer task.env_timeout"
+        names = ", ".join(self.rewards.names)
+        return (
+            f"every reward was None or not finite, or failed; fix: the rewards {names}, or the columns that they read"
+        )
+
     def _warn_of_lost_completions(self) -> None:
         """Warn after a first rollout whose completions mostly have no reward, or whose turns were all cut."""
         sampled, most = [member for member in self.members if not member.greedy], self._cfg.sampling.max_new_tokens
-        unscored = sum(member.reward is None for member in sampled)
-        if 2 * unscored > len(sampled):
+        unscored = [member for member in sampled if member.reward is None]
+        if 2 * len(unscored) > len(sampled):
             log.warning(
-                "%d of %d completions have no reward and are not trained on: it was None or not finite, or failed; fix: the "
-                "rewards %s, or the columns that they read",
-                unscored,
+                "%d of %d completions have no reward and are not trained on: %s",
+                len(unscored),
                 len(sampled),
-                ", ".join(self.rewards.names),
+                self._why_unscored(unscored),
             )
         if all(
             member.episode is not None and (member.turns, member.stop, member.written) == (1, "length", most)

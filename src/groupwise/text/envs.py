@@ -224,6 +224,10 @@ class TextEpisode:
         if terminated or truncated:
             own = info.get("ending")
             success = info.get("success")
+            if not isinstance(success, bool | np.bool_ | None) and success not in (0, 1):
+                raise EnvError(
+                    f"{self._name}.step(): info['success'] = {success!r:.80}; expected True or False; fix: bool(...), or leave it out"
+                )
             self.success = None if success is None else bool(success)
             self.finish(own if own in _OWN_ENDINGS else "terminated" if terminated else "truncated")
         else:

@@ -34,6 +34,7 @@ _ADAPTERS = (
 """Types of peft's that change layers, and are in one folder; XLORA, for one, reads the folders that its settings name."""
 _PACKED = 8
 """Most weights in a number, where they are quantised."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_causal_lm(
@@ -73,6 +74,11 @@ def load_causal_lm(
         model = _with_saved_adapters(cfg, model, path)
     elif cfg.lora is not None:
         model = with_adapters(model, cfg.lora)
+    elif getattr(model, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            f"the weights of {path} are quantised, which cannot be trained or saved again; fix: lora={{'r': 16}}, or a model whose "
+            "config.json has no quantization_config"
+        )
     policy = CausalLM(
         model.to(device),
         sampling,
@@ -307,4 +313,7 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
             f"the weights of {path} lack {len(absent)} of the model's, or have them in other shapes: {first}; fix: save the "
             "model again, with the config.json that belongs to it"
         )
+    for name, weight in model.named_parameters():
+        if weight.dtype in _FLOATS and not weight.detach().sum(dtype=torch.float32).isfinite():
+            raise ConfigError(f"the weights of {path} are not finite: {name}; fix: an earlier copy of the model")
     return model

@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
@@ -142,7 +142,7 @@ class CausalLM(Policy):
     def __init__(
         self,
         model: nn.Module,
-        sampling: SamplingCfg | None = None,
+        sampling: SamplingCfg | Mapping[str, Any] | None = None,
         eos_ids: Sequence[int] | None = None,
         *,
         actor_only: bool = True,
@@ -151,8 +151,13 @@ class CausalLM(Policy):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model = {model!r:.80}: expected a module; fix: AutoModelForCausalLM.from_pretrained(...), or in place of the policy "
+                "gw.train(..., model='path-or-hub-id')"
+            )
         self.model: Any = model
-        self.sampling = sampling or SamplingCfg()
+        self.sampling = sampling if isinstance(sampling, SamplingCfg) else SamplingCfg(**(sampling or {}))
         self.actor_only, self.tokenizer, self.autocast = actor_only, tokenizer, autocast
         self.action_spec = TOKEN
         self.batch_keys += ("support",) * self.sampling.has_filters + ("turn_id",) * self.sampling.has_penalties

@@ -288,6 +288,13 @@ class RewardFunction:
         return _gather(scores) if self.is_async else scores
 
 
+def _copied(value: Any) -> Any:
+    """The same lists and dictionaries anew."""
+    if isinstance(value, list):
+        return [_copied(one) for one in value]
+    return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
 async def _gather(scores: Sequence[Any]) -> list[Any]:
     return await asyncio.gather(*scores)
 
@@ -433,7 +440,7 @@ class RewardSet:
         try:
             for function in sorted(self.functions, key=lambda function: not function.is_async):
                 with _blaming(function.name, completions):
-                    result = function(keywords, self._log)
+                    result = function(_copied(keywords), self._log)  # what one changes, others must not see
                     results[function] = in_loop(result) if inspect.iscoroutine(result) else result
             scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         except BaseException:

@@ -203,7 +203,7 @@ def read_prompt(where: str, prompt: object) -> Prompt:
         return encodable(prompt)
     prompt = _lists(prompt)
     if not isinstance(prompt, Sequence) or not prompt:
-        raise DataError(f"{where}: prompt = {prompt!r:.80}: expected a text or a list of messages; fix: the row")
+        raise DataError(f"{where}: prompt = {prompt!r:.80}: expected a text or a list of messages; fix: one of these")
     messages = []
     for message in prompt:
         items = message.items() if isinstance(message, Mapping) else ()
@@ -368,10 +368,9 @@ class PromptEncoder:
             f"{str(too_long[0].example.prompt)[:80]!r}"
         )
         if self.cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
-            raise DataError(
-                f"{message}; fix: shorter prompts, a larger max_prompt_tokens, a smaller max_new_tokens, or in gw.train "
-                "on_long_prompt='drop'"
-            )
+            room = "a larger max_prompt_tokens" if limit == self.cfg.max_prompt_tokens else "a smaller max_new_tokens"
+            drop = ", or gw.TextTask(on_long_prompt='drop')" * (len(too_long) < len(encoded))
+            raise DataError(f"{message}; fix: shorter prompts, {room}{drop}")
         warnings.warn(f"{message}; they are dropped", stacklevel=2)
         return [prompt for prompt in encoded if len(prompt.tokens) <= limit]
 
@@ -710,7 +709,8 @@ def text_cfg(
     if policy is not None:
         others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
         if named := [key for key, value in others.items() if value is not None]:
-            raise ConfigError(f"a policy has its own model and sampling, got {', '.join(named)}; fix: leave it out")
+            fix = "leave it out" if named != ["sampling"] else "gw.CausalLM(..., sampling=...)"
+            raise ConfigError(f"a policy has its own model and sampling, got {', '.join(named)}; fix: {fix}")
         model, settings["sampling"] = ModelCfg(path=GIVEN), policy.sampling
         settings["adapters"] = policy.has_adapters
     elif model is None:

@@ -206,7 +206,10 @@ class ToolEnv(TextEnv):
                 wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
                 return f"error: wrong arguments of {call.name}: {wrong}", "parse_errors"
             if self._on_error == "raise":
-                raise
+                raise EnvError(
+                    f"tool {call.name!r} raised {type(error).__name__}: {error}; fix: the tool, or on_tool_error='tell', which shows "
+                    "the error to the model"
+                ) from error
             return f"error: {type(error).__name__}: {error}", "tool_errors"
 
     @property

@@ -157,7 +157,7 @@ def check_env(env: object) -> EnvReport:
     else:
         with closing(make_one(cfg, make)) as one:
             name = type(one.unwrapped).__name__ if one.spec is None else one.spec.id
-            space, _ = kept_space(one.observation_space, cfg.kept_keys)
+            space, _ = kept_space(one.observation_space, cfg.obs_keys, one.action_space)
             actions, max_steps = one.action_space, step_limit(one)
 
     checked = _tried(lambda: make_env(cfg, grouped=True, num_envs=2, env=make))

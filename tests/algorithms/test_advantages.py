@@ -240,11 +240,16 @@ def test_steps_beyond_the_rollouts_own_number_never_meet_another_group():
         ({"group_key": "group_step", "returns": "process"}, "excludes returns='process'; fix: returns='return_to_go'"),
         ({"reward": {"weights": (1.0,)}}, "reward: unknown key 'weights'"),
         ({"kl_placement": "reward", "reward": "parts"}, "got reward='parts', fix: kl_placement='loss'"),
-        ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', fix"),
+        ({"baseline": "greedy", "returns": "process"}, "baseline='greedy' .* got returns='process', .*fix"),
         ({"baseline": "length_weighted", "returns": "return_to_go"}, "got returns='return_to_go', fix"),
         (
             {"baseline": "greedy", "scale": "std"},
             "baseline='greedy' needs scale='none' or .*; got scale='std', fix: scale='none'",
+        ),
+        (
+            {"baseline": "knn", "group_key": "group_step", "returns": "return_to_go"},
+            "needs group_key='group', scale='none'; got group_key='group_step', scale='std', "
+            "fix: group_key='group', scale='none', or baseline='mean'",
         ),
         ({"baseline": "greedy", "scale": "mean"}, "baseline='greedy' needs .*; got scale='mean'"),
         ({"baseline": "greedy", "scale": "population_std"}, "baseline='greedy' needs .*; got scale='population_std'"),

@@ -147,3 +147,23 @@ def test_names_that_are_taken_or_missing_and_settings_without_a_type_are_refused
 @pytest.mark.parametrize("cfg", [cispo.Settings(low=0.5), ObjectiveCfg(trust_region={"name": "cispo", "high": 2.0})])
 def test_settings_made_from_a_signature_are_pickled(cfg):
     assert pickle.loads(pickle.dumps(cfg)) == cfg
+
+
+def test_advantages_that_are_not_finite_are_named(registry):
+    @gw.register_baseline("broken")
+    def broken(scores: Scores):
+        return scores.relative() * float("nan")
+
+    cfg = gw.GRPOCfg(credit={"baseline": "broken", "group_key": "group", "returns": "outcome"})
+    algorithm = gw.GRPO(cfg, make_policy())
+    with pytest.raises(
+        gw.errors.DivergedError, match="advantages of update 1 are not finite, although rewards and values"
+    ):
+        algorithm.update(make_rollout(algorithm.policy))
+
+
+def test_the_logged_rate_is_the_optimisers():
+    algorithm = gw.GRPO(gw.GRPOCfg(learning_rate=1e-3), make_policy())
+    assert algorithm.update(make_rollout(algorithm.policy))["train/learning_rate"] == 1e-3
+    algorithm.optimizer.param_groups[0]["lr"] = 1e-5  # as a callback may
+    assert algorithm.update(make_rollout(algorithm.policy))["train/learning_rate"] == 1e-5

@@ -7,6 +7,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 import groupwise as gw
 from groupwise.check import check_env
 from groupwise.config.run import EnvCfg
+from groupwise.data.spaces import has_mask
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
 
@@ -103,6 +104,13 @@ def test_masks_of_info_become_an_entry(grouped):
     assert step.obs["action_mask"].tolist() == [[0, 1, 1, 1, 1], [1, 1, 0, 1, 1]]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_chosen_keys_do_not_leave_the_mask_out(grouped):
+    env = make_env(EnvCfg(num_envs=1, obs_keys=("hand",)), env=CardsInDict, grouped=grouped, verify=False)
+    assert set(env.reset(seed=0).keys()) == {"hand", "action_mask"}
+    assert has_mask(env.observation_space, env.action_space)
+
+
 def test_chosen_keys_do_not_leave_the_mask_of_info_out():
     cfg = EnvCfg(num_envs=1, obs_keys=("hand",), action_masks=True)
 
@@ -189,6 +197,11 @@ class StuckInDict(CardsInDict):
         return super().look() | {"action_mask": 0 * self.hand}
 
 
+class ShortInDict(CardsInDict):
+    def look(self):
+        return super().look() | {"action_mask": np.ones(3, np.int8)}
+
+
 @pytest.mark.parametrize(
     ("env", "message"),
     [
@@ -197,8 +210,9 @@ class StuckInDict(CardsInDict):
         (Short, "has 3 numbers, expected 5"),
         (Arm, "env.action_masks"),
         (StuckInDict, "allows no action"),
+        (ShortInDict, r"action_mask of .* has shape \[3\], expected 5 numbers, one for each option"),
     ],
 )
 def test_masks_that_cannot_be_used_are_named(env, message):
     with pytest.raises(EnvError, match=message):
-        make_env(EnvCfg(num_envs=1, action_masks=env is not StuckInDict), env=env).reset(seed=0)
+        make_env(EnvCfg(num_envs=1, action_masks=not issubclass(env, CardsInDict)), env=env).reset(seed=0)

@@ -93,7 +93,9 @@ def test_check_of_the_start_passes_and_reports_noise():
 
 
 def test_global_randomness_is_refused():
-    with pytest.raises(GroupStartError, match="Drift"):
+    with pytest.raises(
+        GroupStartError, match=r"Drift .*; fix: draw all randomness from the argument random of initial"
+    ):
         verify_group_start(Drift(cheat=True))
 
 
@@ -149,6 +151,33 @@ class TwoValues(Drift):
 class OneRow(Drift):
     def initial(self, random):
         return {name: leaf[0] for name, leaf in super().initial(random).items()}
+
+
+class Looks(Drift):
+    """Observes something else than its space says."""
+
+    def __init__(self, made, space=BOX):
+        super().__init__()
+        self.made, self.obs_spec = made, obs_spec(space)
+
+    def observe(self, state):
+        return self.made
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (Looks(torch.zeros(N, 1)), r"observe of Drift returned observations \[4, 1\], expected \[4, 2\]; fix: "),
+        (Looks(torch.zeros(2)), r"returned observations \[2\], expected \[4, 2\]"),
+        (Looks({"x": torch.zeros(N, 2)}), r"returned observations dict, expected \[4, 2\]"),
+        (Looks(torch.zeros(N, 2), spaces.Dict(x=BOX)), "returned observations as a Tensor, expected x by name"),
+        (Looks({"y": torch.zeros(N, 2)}, spaces.Dict(x=BOX)), "returned observations without 'x'"),
+        (Looks({"x": torch.zeros(N)}, spaces.Dict(x=BOX)), r"returned observations 'x' \[4\], expected \[4, 2\]"),
+    ],
+)
+def test_observations_are_what_the_space_says(env, message):
+    with pytest.raises(EnvError, match=message):
+        env.reset(seed=0)
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_long_prompts_are_refused_or_left_out_and_never_cut():
     assert [len(prompt.tokens) for prompt in kept] == [3, 4]
     assert [prompt.example for prompt in kept] == [examples[0], examples[2]]
     with pytest.raises(
-        DataError, match="3 of 3 prompts have more than 2 tokens.*; fix: shorter prompts, a smaller max_new_tokens$"
+        DataError, match=r"3 of 3 prompts have more than 2 tokens.*; fix: shorter prompts, a smaller max_new_tokens$"
     ):
         dropping.select(examples, context=2)
     assert [len(prompt.tokens) for prompt in encoder(tokenizer).select(examples)] == [3, 5, 4]

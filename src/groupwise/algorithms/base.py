@@ -206,7 +206,7 @@ class BaseAlgorithm(ABC):
             norm = self.clip_gradients(cfg.max_grad_norm)
             steps.append((norm.to(zeros.device, non_blocking=True), sums))  # gradients may be kept on the CPU
             if self.waits and not math.isfinite(norm):
-                self._refuse(len(steps) - 1)
+                self._refuse(len(steps) - 1, data)
             else:
                 self.optimizer.step()
         self.engine.publish(self.learner, self.policy)
@@ -225,11 +225,11 @@ class BaseAlgorithm(ABC):
             found["rollout/sampler_kl"] = first[names.index("approx_kl")]
         values = [one.detach().to(zeros.device, torch.float64, non_blocking=True) for one in found.values()]
         metrics = dict(zip(found, torch.stack(values).tolist(), strict=True))  # one host sync
-        metrics["train/learning_rate"] = self.schedule.learning_rate * self.schedule.factor
+        metrics["train/learning_rate"] = float(self.optimizer.param_groups[0]["lr"])  # a callback may have set it
         self.optimizer_steps += int(metrics["train/optimizer_steps"])
         if skipped := len(steps) - 1 - int(metrics["train/optimizer_steps"]):
             metrics["train/skipped_steps"] = float(skipped)
-            self._refuse(len(steps) - 1 - finite.flip(0).tolist().index(False))
+            self._refuse(len(steps) - 1 - finite.flip(0).tolist().index(False), data)
         return metrics
 
     def backward(self, batch: dict[str, Nested]) -> Float[Tensor, " metric"]:
@@ -249,7 +249,7 @@ class BaseAlgorithm(ABC):
         shares = [batch["weight" if name.endswith("loss") else "share"] for name in self.metric_names]
         return (batch["weight"] * loss).sum(), (values * torch.stack(shares).flatten(1)).sum(dim=1).float()
 
-    def _refuse(self, number: int) -> None:
+    def _refuse(self, number: int, data: dict[str, Nested]) -> None:
         """Warn, once an update, of a step whose gradient is NaN or infinite, or stop the run."""
         if self._refused_in == self.iteration:
             return
@@ -261,6 +261,8 @@ class BaseAlgorithm(ABC):
         what = f"the gradient of step {number} of update {self.iteration + 1} is {'not finite' if bad else 'too large'}"
         if 0 < len(bad) < len(known):  # otherwise clipping made all of it NaN
             what += f" (first {bad[0]})"
+        if "advantage" in data and not data["advantage"][data["loss_mask"]].isfinite().all():
+            what = f"advantages of update {self.iteration + 1} are not finite, although rewards and values are"
         if self.cfg.on_nonfinite == "stop":
             raise DivergedError.because(what)
         log.warning("%s: such steps are skipped", what)

@@ -245,14 +245,14 @@ class CreditCfg(Cfg):
     @model_validator(mode="after")
     def _check_together(self) -> "CreditCfg":
         by_step = isinstance(self.group_key, GroupStepCfg)
-        for field, allowed in self.baseline.needs.items():
-            value = vars(self)[field]
-            found = value.name if isinstance(value, Choice) else value
-            if found not in allowed:
-                raise ValueError(
-                    f"baseline={self.baseline.name!r} needs {field}={' or '.join(map(repr, allowed))}; got {field}={found!r}, "
-                    f"fix: {field}={allowed[0]!r}, or baseline='mean'"
-                )
+        own = {field: getattr(vars(self)[field], "name", vars(self)[field]) for field in self.baseline.needs}
+        if wrong := {field: found for field, found in own.items() if found not in self.baseline.needs[field]}:
+            needs = ", ".join(f"{field}={' or '.join(map(repr, self.baseline.needs[field]))}" for field in wrong)
+            got = ", ".join(f"{field}={found!r}" for field, found in wrong.items())
+            fix = ", ".join(f"{field}={self.baseline.needs[field][0]!r}" for field in wrong)
+            raise ValueError(
+                f"baseline={self.baseline.name!r} needs {needs}; got {got}, fix: {fix}, or baseline='mean'"
+            )
         if by_step and self.returns not in ("return_to_go", "turn", "turn_to_go"):
             raise ValueError(f"group_key='group_step' excludes returns={self.returns!r}; fix: returns='return_to_go'")
         if self.returns in ("turn", "turn_to_go") and not by_step:

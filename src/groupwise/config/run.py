@@ -71,7 +71,7 @@ class EnvCfg(Cfg):
     timeout: Annotated[float, Gt(0)] = 60.0
     """Seconds that a process of ``vectorization="async"`` may take to start or step its environments; to make them, at least 60. Then it is killed, and ``collection.on_env_error`` decides; PPO ends."""
     obs_keys: Keys | None = None
-    """Entries of a Dict observation that the policy gets. None: all but those without a fixed shape, such as text."""
+    """Entries of a Dict observation that the policy gets, beside ``action_mask``. None: all but those without a fixed shape, such as text."""
     action_masks: bool = False
     """Add ``info["action_mask"]`` to the observation. A Dict observation with the entry ``action_mask`` needs no setting. Actions that a mask forbids are never taken. Discrete and MultiDiscrete actions only."""
     start_mode: StartMode | Literal["auto"] = "auto"
@@ -86,11 +86,6 @@ class EnvCfg(Cfg):
     """Environment steps that each action is executed for, the rewards summed (frame skip). Steps and limits count as with ``action_chunk``. It cannot be combined with chunks or action masks."""
     log_info: tuple[str, ...] = ()
     """Entries of ``info`` to log as ``rollout/info/<name>``: numbers at the last step of each episode, averaged over episodes like the return."""
-
-    @property
-    def kept_keys(self) -> tuple[str, ...] | None:
-        """``obs_keys`` with that of masks from ``info``."""
-        return (*self.obs_keys, "action_mask") if self.obs_keys and self.action_masks else self.obs_keys
 
     @property
     def actions_executed(self) -> int:

@@ -302,7 +302,7 @@ def has_mask(observation_space: Any, action_space: Any) -> bool:
     if math.prod(shape) != size:
         raise ConfigError(
             f"the observation's {KEY!r} has shape {list(shape)}, and the actions have {size} options ({action_space}); fix: "
-            "one number for each option, or env.obs_keys without it"
+            "one number for each option, or another name for what is no mask of actions"
         )
     return True
 
@@ -318,7 +318,12 @@ def allowed_logits(logits: Float[Tensor, "*batch option"], mask: Tensor) -> Floa
 
 def check(mask: Any, action_space: Any, where: str = "obs", *, error: type[GroupwiseError] = DataError) -> None:
     """Refuse a mask, or a batch of them, that leaves a choice no option, by a ``DataError`` or another ``error``."""
-    rows = (torch.as_tensor(mask) != 0).reshape(-1, sum(options(action_space)))
+    size, numbers = sum(options(action_space)), torch.as_tensor(mask)
+    if numbers.numel() % size:
+        raise error(
+            f"{KEY} of {where} has shape {list(numbers.shape)}, expected {size} numbers, one for each option; fix: those"
+        )
+    rows = (numbers != 0).reshape(-1, size)
     open_choices = [part.any(dim=-1) for part in torch.split(rows, options(action_space), dim=-1)]
     closed = ~torch.stack(open_choices).all(dim=0)
     if closed.any():

@@ -96,7 +96,7 @@ def record_demos(
         folder = Path(out) if out is not None else Path("demos") / re.sub(r"\W+", "-", name).strip("-")
         if not is_free(here / folder):
             raise ConfigError(f"the folder {str(folder)!r} is taken; fix: delete it, or name another one (out, --out)")
-        space = kept_space(made.observation_space, cfg.kept_keys)[0]
+        space = kept_space(made.observation_space, cfg.obs_keys, made.action_space)[0]
         action_repeat = cfg.action_repeat if make is None else None
         attempts, steps_per_second = 0, max(1, round((made.metadata.get("render_fps") or 10) / cfg.action_repeat))
 

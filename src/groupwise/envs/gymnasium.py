@@ -36,17 +36,18 @@ from groupwise.seeding import row_seeds
 # Entries of an observation for the policy
 
 
-def kept_space(space: Any, keys: tuple[str, ...] | None) -> tuple[Any, tuple[str, ...]]:
+def kept_space(space: Any, keys: tuple[str, ...] | None, action_space: Any) -> tuple[Any, tuple[str, ...]]:
     """The space without the entries that the policy does not get, and a note that names those without a fixed shape.
 
     Args:
-        keys: of a Dict, to keep; None: all that can be stored.
+        keys: of a Dict, to keep, beside a mask of actions; None: all that can be stored.
 
     Raises:
         ConfigError: there is no such key.
     """
     if keys is not None:
-        return chosen_entries(space, keys, "env.obs_keys"), ()
+        masks = (KEY,) if space_kind(space) == "dict" and has_mask(space, action_space) else ()
+        return chosen_entries(space, (*keys, *masks), "env.obs_keys"), ()
     missing = {path: leaf for path, leaf in leaf_spaces(space).items() if space_kind(leaf) == "unsupported"}
     kept = _storable(space) if missing else space
     if not missing or kept is None:
@@ -87,7 +88,7 @@ class GymnasiumVectorEnv(VectorEnv):
         max_episode_steps: int | None,
         device: torch.device | str = "cpu",
     ) -> None:
-        space, self.notes = kept_space(env.single_observation_space, None)
+        space, self.notes = kept_space(env.single_observation_space, None, env.single_action_space)
         super().__init__(env_id, env.num_envs, (space, env.single_action_space), max_episode_steps, device)
         mode = env.metadata.get("autoreset_mode")
         if not isinstance(mode, AutoresetMode):

@@ -58,7 +58,7 @@ def _from_single(
     probe = make_one(cfg, env)
     registered = gymnasium.registry.get(cfg.id, cfg.id)  # the id may be unknown in another process
     limit = cfg.max_episode_steps or step_limit(probe)
-    space, notes = kept_space(probe.observation_space, cfg.kept_keys)
+    space, notes = kept_space(probe.observation_space, cfg.obs_keys, probe.action_space)
     notes += mask_notes(probe, space, cfg)
     probe.close()
     rows = RowCfg(

@@ -35,6 +35,10 @@ FIX = (
     "normalize_obs)"
 )
 """Advice where members start apart."""
+_NATIVE_FIX = (
+    "draw all randomness from the argument random of initial and transition, or else from the seeds that start gets"
+)
+"""The same for environments that start rows from seeds themselves."""
 
 _FEW_STEPS = 8
 """Enough for statistics of an environment's to move, and too few for small differences to grow."""
@@ -67,7 +71,8 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
     try:
         return _examine(env, seed, num_steps)
     except _ApartError as error:
-        raise GroupStartError(f"members of {env.env_id} cannot share a start: {error}; fix: {FIX}") from None
+        fix = _NATIVE_FIX if env.start_mode == "native" else FIX
+        raise GroupStartError(f"members of {env.env_id} cannot share a start: {error}; fix: {fix}") from None
 
 
 def _examine(env: GroupEnv, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:

@@ -13,7 +13,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, Spec, TensorDict, TensorSpec
 from groupwise.envs import snapshots as states
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds
 from groupwise.errors import EnvError
@@ -229,7 +229,12 @@ class TorchGroupEnv(GroupEnv):
 
     def observed(self, rows: TorchRows) -> Nested:
         """Observations [N, ...] of rows."""
-        return self.observe(self._user(rows.state))
+        obs = self.observe(self._user(rows.state))
+        if wrong := _misfit(self.obs_spec, obs, self.num_envs):
+            raise EnvError(
+                f"observe of {self.env_id} returned {wrong}; fix: what observation_space says, a row for each environment"
+            )
+        return obs
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the rows, as tensors."""
@@ -273,6 +278,24 @@ def _versions(state: Mapping[str, Tensor]) -> list[int]:
     if torch.compiler.is_compiling():
         return []
     return [leaf._version for leaf in state.values() if not leaf.is_inference()]
+
+
+def _misfit(spec: Spec, obs: Any, num_rows: int, name: str = "observations") -> str | None:
+    """How the observations differ from the spec, in words; None if they do not."""
+    if isinstance(spec, TensorSpec):
+        shape = list(obs.shape) if isinstance(obs, Tensor) else type(obs).__name__
+        expected = [num_rows, *spec.shape]
+        return None if shape == expected else f"{name} {shape}, expected {expected}"
+    if not isinstance(obs, Mapping | TensorDict):
+        return f"{name} as a {type(obs).__name__}, expected {', '.join(spec)} by name"
+    for key, child in spec.items():
+        if key not in obs.keys():  # noqa: SIM118  of a TensorDict
+            return f"{name} without {key!r}"
+        if wrong := _misfit(
+            child, obs[key], num_rows, f"{name} {key!r}" if name == "observations" else f"{name}.{key}"
+        ):
+            return wrong
+    return None
 
 
 def _select(mask: Bool[Tensor, " row"], yes: Mapping[str, Tensor], no: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def test_reference_scores_come_from_a_file(tmp_path, capsys):
     for text in ("[1]", "{", '{"CartPole-v1": [1, 2, 3]}', '{"CartPole-v1": ["a", 1]}'):
         reference.write_text(text)
         assert cli.main(["compare", str(grpo), "--reference", str(reference)]) == 2
-        assert 'expected JSON like {"CartPole-v1": [20, 500]}' in capsys.readouterr().err
+        assert 'expected a file with JSON like {"CartPole-v1": [20, 500]}' in capsys.readouterr().err
 
 
 def test_notes_and_left_out_runs_are_printed(tmp_path, capsys):

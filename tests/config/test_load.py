@@ -213,6 +213,12 @@ WRONG = [
 WRONG_IN_RUN = [
     ({"xyz": 1}, "unknown key 'xyz'; known: algorithm, "),
     ({"n_envs": 1}, "unknown key 'n_envs'; did you mean env.num_envs?"),
+    ({"num_env": 1}, "unknown key 'num_env'; did you mean env.num_envs?"),
+    ({"env": {"start_mode": "copy"}}, "start_mode = 'copy': expected one of native, snapshot, seed, fresh, none, auto"),
+    (
+        {"algorithm": {"schedule": {"name": "linear", "warmup": 2.5}}},
+        "schedule.warmup = 2.5: input should be less than",
+    ),
     ({"n_steps": 1}, "unknown key 'n_steps'; did you mean algorithm.num_steps?"),
     ({"n_eval_episodes": 3}, "unknown key 'n_eval_episodes'; did you mean evaluation.episodes?"),
     ({"callback": []}, "unknown key 'callback'; here: callbacks of gw.train"),

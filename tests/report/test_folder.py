@@ -120,6 +120,8 @@ def test_what_is_no_run_folder_is_named():
     for damaged in ('{"seed": ', "[1]", '{"algorithm": "adam", "seed": 1}'):
         Path("mine", "config.json").write_text(damaged)
         refused(r"config\.json is damaged: ")
+    Path("mine", "model-00001-of-00002.safetensors").touch()
+    refused("mine is a model's folder, not a run's")
 
 
 def test_a_last_line_cut_short_by_a_kill_is_left_out():

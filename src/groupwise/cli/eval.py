@@ -177,7 +177,7 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> None:
             found = read_file(options.reference)
             reference = {name: (float(low), float(high)) for name, (low, high) in found.items()}
         except (ValueError, TypeError) as error:
-            expected = 'expected JSON like {"CartPole-v1": [20, 500]}, the scores that count as 0 and 1'
+            expected = 'expected a file with JSON like {"CartPole-v1": [20, 500]}, the scores that count as 0 and 1'
             raise ConfigError(f"{options.reference}: {expected}; {error}") from error
     named: dict[str | None, list[Path]] = {}
     for name, path in map(parse_word, options.runs):

@@ -165,7 +165,10 @@ class Cfg(BaseModel):
             return f"unknown key {key!r}; {meant(found or [name])}"
         if name != key:
             return f"unknown key {key!r}; here: {name}, elsewhere"
-        near = nearest(key, known, cutoff=0.6) or f"; known: {', '.join(known)}"
+        below = {field: f"{part}.{field}" for part, own in groups.items() for field in own if field not in known}
+        near = nearest(key, [*known, *below], cutoff=0.6) or f"; known: {', '.join(known)}"
+        for field, path in below.items():
+            near = near.replace(f"mean {field!r}", f"mean {path}")
         return f"unknown key {key!r}{near}"
 
 
@@ -206,9 +209,13 @@ def _of_another_type(given: object, taken: object) -> bool:
     return isinstance(taken, int | float) and not isinstance(given, int | float)
 
 
+_OF_UNIONS = re.compile(r"literal\[|constrained-|function-")
+"""What pydantic puts into the path of a setting that may have several types."""
+
+
 def explain(item: Mapping[str, Any]) -> str:
     """One line on one of pydantic's errors: path, value, expectation, the nearest name."""
-    path = ".".join(map(str, item["loc"]))
+    path = ".".join(str(part) for part in item["loc"] if not _OF_UNIONS.match(str(part)))
     match item["type"]:
         case _ if inspect.isroutine(item["input"]):
             return (

@@ -74,7 +74,7 @@ class EnvCfg(Cfg):
     """Entries of a Dict observation that the policy gets, beside ``action_mask``. None: all but those without a fixed shape, such as text."""
     action_masks: bool = False
     """Add ``info["action_mask"]`` to the observation. A Dict observation with the entry ``action_mask`` needs no setting. Actions that a mask forbids are never taken. Discrete and MultiDiscrete actions only."""
-    start_mode: StartMode | Literal["auto"] = "auto"
+    start_mode: Literal[StartMode, "auto"] = "auto"
     """How the members of a group share their start. ``auto``: the best mode that passes its check. ``none``: each has its own start. GRPO only."""
     num_random_noops: Annotated[int, Ge(0)] = 0
     """Episodes start after up to that many random actions, the same ones in a group, for environments that always start in one state. They count towards the step limit, but not as environment steps."""
@@ -203,7 +203,7 @@ class TextTaskCfg(Cfg):
     """Registered functions that the model calls by name, with arguments, as its chat template has it. ``<given in Python>`` stands for one passed in Python. A turn without a call ends the episode."""
     env_kwargs: Kwargs = {}
     """Arguments of a registered environment."""
-    start_mode: TextStartMode | Literal["auto"] = "auto"
+    start_mode: Literal[TextStartMode, "auto"] = "auto"
     """How members of a group share the start of an episode. ``auto``: the best that passes the check before training."""
     eval_data: str | None = None
     """Held-out prompts for evaluation, given in the same way. None: no evaluation."""

@@ -269,6 +269,17 @@ def test_compositions_that_make_no_sense_are_refused(choices, message):
 
 @pytest.mark.parametrize(
     "choices",
+    [{}, {"returns": "process"}, {"baseline": "length_weighted"}, STEP, {"baseline": "gigpo", "scale": "none"}],
+    ids=str,
+)
+def test_gamma_is_said_to_have_an_effect_where_it_has_one(choices):
+    batch = rollout(TWO, obs=[[[7.0], [8.0], [9.0]], [[8.0], [5.0]]])
+    same = torch.equal(credit(batch, gamma=0.5, **choices), credit(batch, gamma=1.0, **choices))
+    assert CreditCfg(**choices).discounts is not same
+
+
+@pytest.mark.parametrize(
+    "choices",
     [
         STEP | {"scale": "none"},
         {"returns": "process", "scale": "none"},

@@ -37,6 +37,7 @@ def test_truncating_and_masking_by_hand():
 
 def test_bounds_are_inclusive():
     assert corrected("mis", torch.zeros(2), torch.zeros(2), low=1.0, high=1.0).tolist() == [1.0, 1.0]
+    assert corrected("mis", torch.zeros(2), torch.zeros(2), high=1.0).tolist() == [1.0, 1.0]
 
 
 def test_weights_have_no_gradient_and_no_overflow():

@@ -20,7 +20,16 @@ from objective_updates import (
 )
 from small_updates import OBS
 
-from groupwise.algorithms.losses import LOSSES, Counts, UpdateStart, finest_item, policy_loss, reference_kl
+from groupwise.algorithms.losses import (
+    LOSSES,
+    Counts,
+    UpdateStart,
+    finest_item,
+    multiplied,
+    objective_data,
+    policy_loss,
+    reference_kl,
+)
 from groupwise.config.algorithm import ObjectiveCfg
 from groupwise.config.policy import PolicyCfg
 from groupwise.errors import ConfigError, DataError
@@ -36,6 +45,11 @@ from groupwise.policies.base import Evaluation
 )  # fmt: skip
 def test_what_looks_at_episodes_keeps_them_whole(name, unit):
     assert finest_item(ObjectiveCfg(**EVERY[name])) == unit
+
+
+@pytest.mark.parametrize(("region", "unit"), [("clip", "transition"), ("gmpo", "episode")])
+def test_a_loss_of_whole_episodes_keeps_them_whole_under_any_aggregation(region, unit):
+    assert finest_item(ObjectiveCfg(trust_region=region, aggregation="token_mean")) == unit
 
 
 def factors(objective, rollout=None, policy=None, **cfg):
@@ -129,6 +143,68 @@ def test_turns_are_those_of_the_rollout():
         updated({"ratio": "turn"}, rollout)
 
 
+def test_each_turn_of_each_episode_has_an_id():
+    # outside are a step of no turn, one of no episode, and one of neither
+    episode, turn = torch.tensor([[0, 0, 0, 1], [1, 1, -1, -1]]), torch.tensor([[0, -1, 1, 0], [0, 2, 0, -1]])
+    start = start_of(torch.zeros(2, 4), {"episode_id": episode, "turn_id": turn})
+    data = objective_data(ObjectiveCfg(ratio="turn"), start, pytest.fail, pytest.fail)
+    assert data["turn"].tolist() == [[1, -1, 2, 3], [3, 4, -1, -1]]
+
+
+def start_of(old_log_prob, batch):
+    """An update's start, whose steps all count."""
+    ones = torch.ones_like(old_log_prob)
+    return UpdateStart(batch, ones, ones.bool(), old_log_prob, 2, 0, local)
+
+
+@pytest.mark.parametrize(
+    ("objective", "kept"),
+    [
+        ({}, False),
+        ({"trust_region": "dppo"}, True),
+        ({"importance_sampling_correction": "off_policy_mask"}, True),
+        (
+            {"importance_sampling_correction": {"name": "off_policy_mask", "off_policy_mask_threshold": None}},
+            False,
+        ),
+    ],
+)
+def test_the_samplers_log_probabilities_are_kept_where_the_loss_reads_them(objective, kept):
+    cfg, start = ObjectiveCfg(old_log_prob="recomputed", **objective), start_of(torch.tensor([[-1.0, -2.0]]), {})
+    now = torch.tensor([[-1.5, -2.5]])
+    data = objective_data(cfg, start, lambda: Evaluation(now, now), lambda: False)
+    assert torch.equal(data["old_log_prob"], now)
+    assert ("sample_log_prob" in data) == kept
+    if kept:
+        assert torch.equal(data["sample_log_prob"], start.old_log_prob)
+
+
+@pytest.mark.parametrize(
+    ("objective", "scored"),
+    [
+        ({}, False),
+        ({"importance_sampling_correction": "off_policy_mask"}, False),
+        ({"importance_sampling_correction": "tis"}, True),
+        ({"trust_region": "kl_cov"}, True),
+        ({"trust_region": CLIP_COV}, True),
+    ],
+)
+def test_what_reads_the_start_of_a_single_step_has_it_scored(objective, scored):
+    cfg = ObjectiveCfg(old_log_prob="recomputed", **objective)
+    batch = {"sample_log_prob": torch.tensor([[-1.0, -2.0]]), "step": torch.tensor([[0, 1]])}
+    start = start_of(batch["sample_log_prob"], batch | {"action": torch.tensor([[0, 1]])})
+    now = torch.tensor([[-1.5, -2.5]])
+    data = objective_data(cfg, start, lambda: Evaluation(now, now), lambda: True)
+    assert ("old_log_prob" in data) == scored
+    if scored:
+        assert torch.equal(data["old_log_prob"], now)
+
+
+def test_factors_of_the_policy_loss_are_multiplied():
+    one = multiplied({}, torch.tensor([2.0, 0.0]))
+    assert multiplied(one, torch.tensor([3.0, 5.0]))["policy_factor"].tolist() == [6.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("estimator", "value", "gradient"),
     [
@@ -148,6 +224,14 @@ def test_the_kl_by_hand(estimator, value, gradient):
     torch.testing.assert_close(log_prob.grad, torch.tensor(gradient), rtol=0, atol=2e-6)
 
 
+def test_the_exact_kl_is_that_of_the_policy_to_the_reference():
+    # p = (1/2, 1/2, 0), q = (3/4, 1/4, 0): .5 log(2/3) + .5 log 2; the other way round it would be 0.130812
+    p, q = torch.tensor([[0.5, 0.5, 1e-30]]).log(), torch.tensor([[0.75, 0.25, 1e-30]]).log()
+    nothing = torch.zeros(1)
+    out = reference_kl("exact", make_policy(), Evaluation(nothing, nothing, dist=p), {"ref_dist": q})
+    torch.testing.assert_close(out, torch.tensor([0.143841]), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
@@ -159,6 +243,7 @@ def test_the_kl_by_hand(estimator, value, gradient):
         ({"trust_region": "vespo"}, "excludes ratio='token'; fix: ratio='sequence_product'"),
         ({"importance_sampling_correction": "mis"}, "fix: old_log_prob='recomputed'"),
         ({"trust_region": {"name": "cispo", "low": 2.0, "high": 1.0}}, "expected low < high"),
+        ({"trust_region": {"name": "cispo", "low": 1.0, "high": 1.0}}, "expected low < high"),
         ({"trust_region": CLIP_COV | {"low": 2.0, "high": 1.0}}, "expected low < high"),
         (MISMATCH | {"importance_sampling_correction": {"name": "mis", "low": 4.0}}, "expected low < high"),
         (
@@ -171,6 +256,24 @@ def test_the_kl_by_hand(estimator, value, gradient):
 def test_settings_that_contradict_each_other_are_refused(objective, message):
     with pytest.raises(ConfigError, match=message):
         build(objective)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        {"name": "cispo", "low": 0.8, "high": None},
+        {"name": "cispo", "low": None, "high": 0.5},
+        {"name": "two_sided", "clip_high": {"start": 0.2, "end": 0.4}, "delta": 1.5},
+    ],
+)
+def test_settings_that_do_not_contradict_each_other_are_taken(region):
+    build({"trust_region": region})
+
+
+@pytest.mark.parametrize("clip_high", [{"start": 0.2, "end": 0.4}, {"start": 0.4, "end": 0.2}])
+def test_the_bound_must_exceed_the_clip_at_all_times(clip_high):
+    with pytest.raises(ConfigError, match=r"must exceed 1 \+ clip_high = 1.4"):
+        build({"trust_region": {"name": "two_sided", "clip_high": clip_high, "delta": 1.3}})
 
 
 def test_what_the_policy_cannot_do_is_refused_before_the_first_rollout():

@@ -237,6 +237,15 @@ def test_features_are_waves_of_standardised_states_these_and_one():
     assert kernel[(distance > 0) & (distance < 1)].mean() > kernel[distance > 2].mean() + 0.1
 
 
+def test_products_of_waves_are_a_mixture_of_gaussian_kernels():
+    # the mean of e^(-d^2 / 2 w^2) over w = sqrt(2) 3^u, u uniform in [-1, 1], at the distances d = 0, 1, 2, 5
+    obs = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 4.0]]]).double()
+    waves = random_features(obs, torch.zeros(2).double(), torch.ones(2).double(), 50_000)[0, :, :50_000]
+    kernel = waves[0] @ waves.T / 50_000
+    # products have a deviation of at most 1, so their mean one of .0045
+    torch.testing.assert_close(kernel, torch.tensor([1.0, 0.6825, 0.3932, 0.0860]).double(), atol=0.015, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("obs", "says"),
     [

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loss_calls import (
     cispo_loss,
+    clip_cov_loss,
     clip_loss,
     dppo_keeps,
     dppo_loss,
+    dual_clip_loss,
     gmpo_loss,
     kl_cov_loss,
     reinforce_loss,
@@ -48,6 +50,25 @@ def test_two_sided_bounds_bad_actions_golden(ratio, expected):
     bad = torch.tensor([-1.0])
     assert_near(two_sided_loss(torch.tensor([ratio]), bad, 0.2, 0.2, 4.0), [expected])
     assert_near(two_sided_loss(torch.tensor([ratio]), 2 * bad, 0.2, 0.2, 4.0), [2 * expected])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda r, a: two_sided_loss(r, a, 0.1, 0.4, 9.0),
+        lambda r, a: dual_clip_loss(r, a, 0.1, 0.4, 9.0),
+        lambda r, a: clip_cov_loss(r, a, OFF[:2], 0.1, 0.4),
+    ],
+)
+def test_each_side_of_the_clip_has_its_own_bound(function):
+    # a bad action stops at .9, a good one at 1.4
+    assert_near(function(torch.tensor([0.5, 2.0]), torch.tensor([-1.0, 1.0])), [0.9, -1.4])
+
+
+def test_clip_cov_leaves_out_what_is_chosen():
+    # the rest is clipped at 1.2
+    out = clip_cov_loss(RATIO, GOOD, torch.tensor([True, False, False]), 0.2, 0.2)
+    assert_near(out, [0.0, -0.818731, -1.2])
 
 
 def test_two_sided_has_no_gradient_beyond_its_bound():
@@ -136,6 +157,12 @@ def test_vespo_weights_fade_to_zero_on_both_sides(log_ratio):
 )
 def test_sapo_golden(advantage, objective):
     assert_near(sapo_loss(RATIO, torch.full((3,), advantage), 1.0, 1.05), [-x for x in objective])
+
+
+def test_the_sign_of_the_advantage_chooses_sapos_temperature_not_its_size():
+    # (4 / tau) sigmoid(tau (r - 1)) at r = 1.105171 is 2.105074 of a good action and 2.009826 of a bad one, see above
+    out = sapo_loss(RATIO[[0, 0]], torch.tensor([0.01, -0.01]), 1.0, 1.05)
+    assert_near(out, [-0.02105074, 0.02009826])
 
 
 def test_sapo_gradient_fades_on_both_sides():

@@ -118,4 +118,13 @@ def test_episode_return_by_hand():
     # episode 0: 1 + 2, episode 1: 8 + 16, episode 2: nothing; 4 stands in a dead slot
     reward = torch.tensor([[1.0, 2.0, 4.0, 8.0], [16.0, float("nan"), 0.0, 0.0]])
     episode_id = torch.tensor([[0, 0, -1, 1], [1, -1, -1, -1]])
-    assert episode_return(reward, episode_id, 3).tolist() == [3.0, 24.0, 0.0]
+    out = episode_return(reward, episode_id, 3)
+    assert out.tolist() == [3.0, 24.0, 0.0]
+    assert out.dtype == torch.float32
+
+
+def test_episode_return_does_not_depend_on_the_order_of_rewards():
+    # in single precision 2^24 + 1 is 2^24
+    reward = torch.tensor([[2.0**24, 1.0, -(2.0**24)], [2.0**24, -(2.0**24), 1.0]])
+    episode_id = torch.tensor([[0, 0, 0], [1, 1, 1]])
+    assert episode_return(reward, episode_id, 2).tolist() == [1.0, 1.0]

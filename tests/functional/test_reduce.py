@@ -60,6 +60,14 @@ def test_ordered_sums_are_those_in_the_order_of_elements(data, dtype):
     assert torch.equal(reduce._ordered_sum(x, bins, num_segments), torch.stack(expected))
 
 
+@pytest.mark.parametrize("num_segments", [2**15 - 1, 2**15, 70_000])
+def test_ordered_sums_of_many_segments(num_segments):
+    # 1 and 4 in the last one, 2 in the first one, and one that does not count
+    bins = torch.tensor([num_segments - 1, 0, num_segments, num_segments - 1])
+    sums = reduce._ordered_sum(torch.tensor([1.0, 2.0, NAN, 4.0]), bins, num_segments)
+    assert (sums[0].item(), sums[-1].item(), sums.sum().item()) == (2.0, 5.0, 7.0)
+
+
 def test_segment_sum_passes_gradient_to_counted_elements_only():
     x = torch.tensor([1.0, NAN, 4.0], requires_grad=True)
     segment_sum(x, torch.tensor([0, -1, 0]), 1).sum().backward()

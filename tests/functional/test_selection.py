@@ -66,6 +66,8 @@ def test_highest_follows_the_interpolated_quantile(share, expected):
 def test_a_quantile_at_a_place_is_not_pushed_beyond_it_by_rounding():
     # of eleven the quantile .3 stands at place 3: the fourth. In floating point (1 - .7) * 10 = 3.0000000000000004
     assert highest(torch.arange(11.0), 0.7, torch.ones(11, dtype=torch.bool)).tolist() == [False] * 3 + [True] * 8
+    # of 26 the quantile .6 stands at place 15. In single precision (1 - .4) * 25 = 15.000001
+    assert highest(torch.arange(26.0), 0.4, torch.ones(26, dtype=torch.bool)).tolist() == [False] * 15 + [True] * 11
 
 
 @given(n=st.integers(1, 60), share=st.floats(0.01, 1.0), seed=st.integers(0, 99))
@@ -130,6 +132,10 @@ def test_top_fraction_never_takes_what_is_masked_out():
 def test_top_fraction_takes_nothing_where_nothing_stands_out():
     assert not top_fraction(torch.zeros(6), 0.2, ON).any()
     assert top_fraction(torch.tensor([0.0, 0, 0, 0, 0, 1]), 0.2, ON).tolist() == [False] * 5 + [True]
+    # elements are compared in single precision, in which .7 is less and .1 is more
+    for value in (0.7, 0.1):
+        assert not top_fraction(torch.full((6,), value, dtype=torch.float64), 0.2, ON).any()
+        assert highest(torch.full((6,), value, dtype=torch.float64), 0.2, ON).all()
 
 
 def test_random_fraction_draws_among_the_candidates_only(two_ranks):
@@ -155,6 +161,8 @@ def test_element_noise_golden():
     assert element_noise(0, zero).item() == 0xE220A8 / 2**24
     # the bits of the float zero are those of the integer, and there is one zero only
     assert element_noise(0, torch.tensor([-0.0, 0.0])).tolist() == [0xE220A8 / 2**24] * 2
+    # the first number from seed 1234567 is 6457827717110365317
+    assert element_noise(1234567, zero).item() == (6457827717110365317 >> 40) / 2**24
 
 
 def test_element_noise_is_uniform_and_follows_each_part_of_the_content():

@@ -47,6 +47,7 @@ def reads(function, *tensors):
 
 
 clip_loss = reads(losses.clip, "ratio", "advantage")
+clip_cov_loss = reads(losses.clip_cov, "ratio", "advantage", "chosen")
 dual_clip_loss = reads(losses.dual_clip, "ratio", "advantage")
 two_sided_loss = reads(losses.two_sided, "ratio", "advantage")
 unclipped_loss = reads(losses.unclipped, "ratio", "advantage")

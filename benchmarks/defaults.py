@@ -57,7 +57,7 @@ SUITE = {
     },
     "cartpole": {"CartPole-v1": Task(22, 500, 100_000)},
 }
-"""None of these has a preset, except CartPole, whose own preset is judged. Split before the first run."""
+"""Given as functions, which have no preset, except CartPole, whose own preset is judged. Split before the first run."""
 FIRST_SEED = {"tuning": 2000, "held_out": 2100, "cartpole": 3000}
 
 

@@ -3,7 +3,7 @@
 Metric: the greedy return of the policy that a run ends with, over fresh episodes (100, or 50 on MuJoCo's robots);
 interquartile mean over seeds with a 95 % bootstrap interval, and the probability that a run ends above one of PPO.
 Beside it the mean training return of all iterations, CPU seconds of training and peak memory. Settings are those of the
-environments' presets, and of Hopper's for the robots that have none; ``settings`` says what each method changes.
+environments' presets; ``settings`` says what each method changes.
 ``ppo_shared``, a value head without a network of its own, is a middle way between PPO and no critic, on robots only.
 Seeds start at 3,000. No setting was chosen on them, but for LunarLander's preset and the lambda of robots' presets.
 Each run is a process of its own on one thread.
@@ -43,14 +43,8 @@ class Task(NamedTuple):
     steps: int
     seeds: int
     final_episodes: int = 100
-    recipe: str | None = None
-    """Environment whose presets it takes; its own by default."""
     step: Tree | None = None
     """What the preset of the comparison per time step had of its own before ``knn`` or ``lstd`` took its place."""
-    more: dict[str, Tree] = {}
-    """What a run changes of the recipe, by algorithm."""
-    policy: Tree = {}
-    """What a policy changes of the recipe."""
 
 
 BY_GROUP: Tree = {"credit": PER_STEP | {"scale": "population_std"}}
@@ -64,11 +58,7 @@ TASKS = {
     "HalfCheetah-v5": Task(1_000_000, 5, 50, step={"gamma": 0.9}),
     "Walker2d-v5": Task(1_000_000, 5, 50),
     "Swimmer-v5": Task(1_000_000, 5, 50),
-    "Ant-v5": Task(
-        *(1_000_000, 5, 50, "Hopper-v5"),
-        more={"ppo": {"learning_rate": 3e-4}, "grpo": {"learning_rate": 3e-4, "minibatch_size": 64}},
-        policy={"log_std_init": -1.0},
-    ),
+    "Ant-v5": Task(1_000_000, 5, 50),
 }
 
 # Methods: the settings of a run of an environment
@@ -137,17 +127,17 @@ def settings(env: str, method: str, steps: int) -> Tree:
     from groupwise.config.load import env_preset
 
     task = TASKS[env]
-    presets = env_preset(task.recipe or env)
+    presets = env_preset(env)
     algorithm = METHODS[method](presets["grpo"]["algorithm"], presets["ppo"]["algorithm"])
     preset = presets[algorithm["name"]]
-    algorithm = preset["algorithm"] | task.more.get(algorithm["name"], {}) | algorithm
+    algorithm = preset["algorithm"] | algorithm
     if method == "step":
         algorithm |= task.step or {}
     return {
         "env": env,
         "algorithm": algorithm,
         "num_envs": preset["env"]["num_envs"],
-        "policy": preset.get("policy", {}) | task.policy | ({"trunk": "shared"} if method == "ppo_shared" else {}),
+        "policy": preset.get("policy", {}) | ({"trunk": "shared"} if method == "ppo_shared" else {}),
         "total_steps": steps,
     }
 

@@ -102,8 +102,8 @@ class HttpClient:
                 self._closed.wait(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
         raise ServerError(
-            f"{self.url}{path}: no answer in {self.retries + 1} tries: {last}; fix: look at the server's log, start it, and "
-            f"resume the run, or train again if it had not begun{self._last_lines()}"
+            f"{self.url}{path}: no answer in {self.retries + 1} tries: {last}; fix: read the server's log and start it; then "
+            f"resume the run, or train if it had not begun{self._last_lines()}"
         )
 
     def close(self) -> None:

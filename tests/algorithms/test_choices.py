@@ -156,9 +156,7 @@ def test_advantages_that_are_not_finite_are_named(registry):
 
     cfg = gw.GRPOCfg(credit={"baseline": "broken", "group_key": "group", "returns": "outcome"})
     algorithm = gw.GRPO(cfg, make_policy())
-    with pytest.raises(
-        gw.errors.DivergedError, match="advantages of update 1 are not finite, although rewards and values"
-    ):
+    with pytest.raises(gw.errors.DivergedError, match="advantages of update 1 are not finite"):
         algorithm.update(make_rollout(algorithm.policy))
 
 

@@ -35,7 +35,7 @@ def test_every_preset_and_variant_is_valid_recorded_and_has_a_source():
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_environments_have_presets(algorithm):
     expected = {"CartPole-v1", "Acrobot-v1", "MountainCarContinuous-v0", "Pendulum-v1", "LunarLander-v3"}
-    assert expected | {"HalfCheetah-v5", "Hopper-v5", "Swimmer-v5", "Walker2d-v5"} <= set(presets.env_ids())
+    assert expected | {"Ant-v5", "HalfCheetah-v5", "Hopper-v5", "Swimmer-v5", "Walker2d-v5"} <= set(presets.env_ids())
     for env_id in (*presets.env_ids(), "Other-v0"):
         assert resolve(env_id, algorithm).algorithm.name == algorithm
         own = presets.env_preset(env_id)[algorithm].get("algorithm", {})

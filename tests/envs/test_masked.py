@@ -197,9 +197,9 @@ class StuckInDict(CardsInDict):
         return super().look() | {"action_mask": 0 * self.hand}
 
 
-class ShortInDict(CardsInDict):
+class LongInDict(CardsInDict):
     def look(self):
-        return super().look() | {"action_mask": np.ones(3, np.int8)}
+        return super().look() | {"action_mask": np.ones(10, np.int8)}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ class ShortInDict(CardsInDict):
         (Short, "has 3 numbers, expected 5"),
         (Arm, "env.action_masks"),
         (StuckInDict, "allows no action"),
-        (ShortInDict, r"action_mask of .* has shape \[3\], expected 5 numbers, one for each option"),
+        (LongInDict, "action_mask of .* has 10 numbers, expected 5, one for each option"),
     ],
 )
 def test_masks_that_cannot_be_used_are_named(env, message):

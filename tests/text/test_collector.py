@@ -195,7 +195,7 @@ def test_a_first_rollout_that_mostly_has_no_reward_is_told(texts, warned, caplog
     for _ in range(2):
         collect(of)
     said = [record.getMessage() for record in caplog.records if "have no reward" in record.getMessage()]
-    assert said == ["3 of 4 completions have no reward and are not trained on: every reward was None or not finite, or failed; fix: "
+    assert said == ["3 of 4 completions have no reward and are not trained on: every reward was None, not finite or failed; fix: "
                     f"the rewards {', '.join(of.rewards.names)}, or the columns that they read"] * warned  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def test_what_an_environment_returns_is_checked(made, message):
         episode.step("7") if "step" in made else episode.reset(Start(0))
 
 
-@pytest.mark.parametrize("success", ["no", 0.5, [True]])
+@pytest.mark.parametrize("success", ["no", 0.5, [True], np.array([True, False])])
 def test_success_is_yes_or_no(success):
     episode = TextEpisode(Returns(step=("0", 0.0, True, False, {"success": success})))
     episode.reset(Start(0))

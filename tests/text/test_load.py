@@ -263,8 +263,9 @@ def test_weights_that_a_folder_keeps_quantised_need_adapters(tmp_path):
     quantised = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=quantised).save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"weights of .* are quantised, .*fix: lora=\{'r': 16\}"):
-        load(tmp_path)
+    task = gw.TextTask(["1"], reward=lambda completions, **_: [0.0] * len(completions))
+    with pytest.raises(ConfigError, match=r"weights are quantised, .*fix: adapters, as lora=\{'r': 16\}"):
+        gw.train(task, "grpo", model=tmp_path, num_prompts=1, total_iterations=1, run_dir=tmp_path / "run")
     assert load(tmp_path, lora=LORA).has_adapters
 
 

@@ -112,19 +112,27 @@ def test_a_function_that_changes_its_arguments_does_not_change_the_data():
 
 
 def test_a_function_that_changes_its_arguments_does_not_change_those_of_others_nor_rows():
-    def vandal(completions, answer, meta):
+    def vandal(completions, answer, meta, pair, row):
         completions[0] = "longer"
         answer[0], meta[0]["n"][0] = "longer", 7
         meta[1]["n"].append(7)
+        pair[0][0].append(7)
+        row[0][0] = 7
         return [0, 0]
 
     def honest(completions, answer, meta):
         return [len(a) + len(b) + sum(m["n"]) for a, b, m in zip(completions, answer, meta, strict=True)]
 
-    columns = {"answer": ["x", "y"], "meta": [{"n": [1]}, {"n": [2]}]}
+    def vandal_of_one(completion, meta):
+        meta["n"].append(7)
+        return 0
+
+    row = [np.zeros(2), np.zeros(2)]
+    columns = {"answer": ["x", "y"], "meta": [{"n": [1]}, {"n": [2]}], "pair": [([],), ([],)], "row": row}
     for _ in range(2):
-        assert score(reward_set(vandal, honest), columns=columns).reward == (3, 4)
-    assert columns == {"answer": ["x", "y"], "meta": [{"n": [1]}, {"n": [2]}]}
+        assert score(reward_set(vandal, vandal_of_one, honest), columns=columns).reward == (3, 4)
+    assert columns["meta"] == [{"n": [1]}, {"n": [2]}]
+    assert (columns["answer"], columns["pair"], np.sum(row)) == (["x", "y"], [([],), ([],)], 0)
 
 
 async def later():

@@ -262,7 +262,7 @@ class BaseAlgorithm(ABC):
         if 0 < len(bad) < len(known):  # otherwise clipping made all of it NaN
             what += f" (first {bad[0]})"
         if "advantage" in data and not data["advantage"][data["loss_mask"]].isfinite().all():
-            what = f"advantages of update {self.iteration + 1} are not finite, although rewards and values are"
+            what = f"advantages of update {self.iteration + 1} are not finite"
         if self.cfg.on_nonfinite == "stop":
             raise DivergedError.because(what)
         log.warning("%s: such steps are skipped", what)

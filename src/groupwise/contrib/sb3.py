@@ -736,7 +736,7 @@ class GRPO(OnPolicyAlgorithm):
         if normalizer is not None and normalizer.norm_reward and update_cfg(self).credit.remembers:
             raise ConfigError(
                 "VecNormalize(norm_reward=True) changes the unit of rewards all the time, and the baseline 'lstd' keeps sums of "
-                "earlier ones; fix: norm_reward=False (these advantages do not need it), or baseline={'name': 'lstd', 'decay': 0}"
+                "earlier ones; fix: VecNormalize(..., norm_reward=False), as these advantages do not need it"
             )
         insert_shared_start(env)
         # episodes continue if every environment is where training left it

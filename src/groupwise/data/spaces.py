@@ -318,12 +318,7 @@ def allowed_logits(logits: Float[Tensor, "*batch option"], mask: Tensor) -> Floa
 
 def check(mask: Any, action_space: Any, where: str = "obs", *, error: type[GroupwiseError] = DataError) -> None:
     """Refuse a mask, or a batch of them, that leaves a choice no option, by a ``DataError`` or another ``error``."""
-    size, numbers = sum(options(action_space)), torch.as_tensor(mask)
-    if numbers.numel() % size:
-        raise error(
-            f"{KEY} of {where} has shape {list(numbers.shape)}, expected {size} numbers, one for each option; fix: those"
-        )
-    rows = (numbers != 0).reshape(-1, size)
+    rows = (torch.as_tensor(mask) != 0).reshape(-1, sum(options(action_space)))
     open_choices = [part.any(dim=-1) for part in torch.split(rows, options(action_space), dim=-1)]
     closed = ~torch.stack(open_choices).all(dim=0)
     if closed.any():
@@ -334,7 +329,7 @@ def check(mask: Any, action_space: Any, where: str = "obs", *, error: type[Group
 
 
 def allowed_action(action: Tensor, obs: Any, action_space: Any) -> Tensor:
-    """Environment actions ``[B, ...]`` that were drawn without regard to masks, as allowed ones: counted round among these.
+    """Environment actions ``[B, ...]`` that were drawn without regard to masks, as allowed ones: the number modulo their count.
 
     The same action and mask give the same one. Without masks in the observations they stay as they are.
     """

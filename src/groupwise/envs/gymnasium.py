@@ -333,5 +333,10 @@ class Masked(gymnasium.Wrapper):
                 )
             obs = {**(obs if self._is_dict else {"obs": obs}), KEY: mask}
         if not over:
+            if (size := np.size(obs[KEY])) != self._size:
+                raise EnvError(
+                    f"{KEY} of {self.env} has {size} numbers, expected {self._size}, one for each option of {self.env.action_space}; "
+                    "fix: the observation"
+                )
             check(np.asarray(obs[KEY]), self.env.action_space, str(self.env), error=EnvError)
         return obs

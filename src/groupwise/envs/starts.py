@@ -36,7 +36,8 @@ FIX = (
 )
 """Advice where members start apart."""
 _NATIVE_FIX = (
-    "draw all randomness from the argument random of initial and transition, or else from the seeds that start gets"
+    "draw all randomness from the argument random of initial and transition; without TorchGroupEnv, from the seeds that "
+    "start is given"
 )
 """The same for environments that start rows from seeds themselves."""
 

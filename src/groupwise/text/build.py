@@ -172,8 +172,7 @@ def build_text_components(
         )
     cfg = filled_in(cfg, rewards.weights)
     algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
-    policy = algorithm.policy
-    assert isinstance(policy, CausalLM)
+    policy = trained(algorithm)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     with suppress(ConfigError, ValueError):  # a template without turns after the assistant's
         end, *_ = encoder.encode_answer([{"role": "tool", "content": "?"}]) if encoder.conversational else (None,)
@@ -209,6 +208,18 @@ def build_text_components(
     return TextComponents(cfg, given, algorithm, collector, buffer, identity_of(cfg, policy), task, held_out, envs)
 
 
+def trained(algorithm: BaseAlgorithm) -> CausalLM:
+    """The algorithm's policy; a ``ConfigError`` if its weights are quantised, and it has no adapters to train and save."""
+    policy = algorithm.policy
+    assert isinstance(policy, CausalLM)
+    if getattr(policy.network, "hf_quantizer", None) is not None and not policy.has_adapters:
+        raise ConfigError(
+            "the model's weights are quantised, which cannot be trained or saved again; fix: adapters, as lora={'r': 16}, or a model "
+            "whose config.json has no quantization_config"
+        )
+    return policy
+
+
 def _cloning_components(
     cfg: TextRunCfg, given: UserObjects, engine: Engine, task: TextTask, *, restored: bool
 ) -> TextComponents:
@@ -216,8 +227,7 @@ def _cloning_components(
     train, held_out = task.load()
     demos = [[demonstration(example) for example in part] for part in (train, held_out)]
     algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
-    policy = algorithm.policy
-    assert isinstance(policy, CausalLM)
+    policy = trained(algorithm)
     encoder, stops = PromptEncoder(policy.tokenizer, cfg.task), list(policy.sampling.stop)
     if (make := env_of(task)) is not None:
         with closing(make_for(make, Start(0))) as env:

@@ -634,9 +634,7 @@ class TextCollector(DataCollector):
         if 2 * failed > len(members):
             return f"{failed} episodes failed; fix: the environment or the tools, as their errors say, or a longer task.env_timeout"
         names = ", ".join(self.rewards.names)
-        return (
-            f"every reward was None or not finite, or failed; fix: the rewards {names}, or the columns that they read"
-        )
+        return f"every reward was None, not finite or failed; fix: the rewards {names}, or the columns that they read"
 
     def _warn_of_lost_completions(self) -> None:
         """Warn after a first rollout whose completions mostly have no reward, or whose turns were all cut."""

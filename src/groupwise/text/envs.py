@@ -224,7 +224,9 @@ class TextEpisode:
         if terminated or truncated:
             own = info.get("ending")
             success = info.get("success")
-            if not isinstance(success, bool | np.bool_ | None) and success not in (0, 1):
+            if not isinstance(success, bool | np.bool_ | None) and not (
+                isinstance(success, Real) and success in (0, 1)
+            ):
                 raise EnvError(
                     f"{self._name}.step(): info['success'] = {success!r:.80}; expected True or False; fix: bool(...), or leave it out"
                 )

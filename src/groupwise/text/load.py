@@ -17,6 +17,7 @@ from groupwise import system as files
 from groupwise.config.base import flat
 from groupwise.config.load import ADAPTER_CONFIG, ADAPTER_SIZES, read_file
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
+from groupwise.data.rollout import all_finite
 from groupwise.errors import ConfigError, require_extra
 from groupwise.text.policy import CausalLM
 
@@ -74,11 +75,6 @@ def load_causal_lm(
         model = _with_saved_adapters(cfg, model, path)
     elif cfg.lora is not None:
         model = with_adapters(model, cfg.lora)
-    elif getattr(model, "hf_quantizer", None) is not None:
-        raise ConfigError(
-            f"the weights of {path} are quantised, which cannot be trained or saved again; fix: lora={{'r': 16}}, or a model whose "
-            "config.json has no quantization_config"
-        )
     policy = CausalLM(
         model.to(device),
         sampling,
@@ -314,6 +310,6 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
             "model again, with the config.json that belongs to it"
         )
     for name, weight in model.named_parameters():
-        if weight.dtype in _FLOATS and not weight.detach().sum(dtype=torch.float32).isfinite():
-            raise ConfigError(f"the weights of {path} are not finite: {name}; fix: an earlier copy of the model")
+        if weight.dtype in _FLOATS and not all_finite(weight.detach()):
+            raise ConfigError(f"the weights of {path} are not finite: {name}; fix: another copy of the model")
     return model

@@ -157,7 +157,7 @@ class CausalLM(Policy):
                 "gw.train(..., model='path-or-hub-id')"
             )
         self.model: Any = model
-        self.sampling = sampling if isinstance(sampling, SamplingCfg) else SamplingCfg(**(sampling or {}))
+        self.sampling = sampling if isinstance(sampling, SamplingCfg) else SamplingCfg(**dict(sampling or {}))
         self.actor_only, self.tokenizer, self.autocast = actor_only, tokenizer, autocast
         self.action_spec = TOKEN
         self.batch_keys += ("support",) * self.sampling.has_filters + ("turn_id",) * self.sampling.has_penalties

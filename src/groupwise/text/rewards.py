@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn, SupportsFloat, TypeAlias, cast, get_type_hints
 
 import cloudpickle
+import numpy as np
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from groupwise import plugins
@@ -244,7 +245,7 @@ class RewardFunction:
             return self._one_by_one(keywords)
         keywords = {**keywords, "log_extra": partial(self._log_extra, log_metric), "log_metric": log_metric}
         taken = keywords.keys() - self._bound if self._takes_all else keywords.keys() & self.names
-        return self.call(**{name: keywords[name] for name in taken})
+        return self.call(**{name: _copied(keywords[name]) for name in taken})  # what one changes, others must not see
 
     def _log_extra(self, log_metric: LogMetric, column: str, values: Iterable[Any]) -> None:
         """Log the mean of a column's numbers. TRL prints its texts in a table with the completions; texts are not kept here."""
@@ -283,15 +284,17 @@ class RewardFunction:
         ]
         given = {"question": prompts} | columns | {"completion": texts, "prompt": prompts}
         names = [name for name in given if name in self.names]
-        rows = zip(*(given[name] for name in names), strict=True)
+        rows = zip(*(_copied(given[name]) for name in names), strict=True)
         scores = [self.call(**dict(zip(names, row, strict=True))) for row in rows]
         return _gather(scores) if self.is_async else scores
 
 
 def _copied(value: Any) -> Any:
-    """The same lists and dictionaries anew."""
-    if isinstance(value, list):
-        return [_copied(one) for one in value]
+    """A copy of nested lists, tuples, dictionaries and arrays."""
+    if isinstance(value, np.ndarray) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        return value.copy()  # of numbers
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
     return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
@@ -440,7 +443,7 @@ class RewardSet:
         try:
             for function in sorted(self.functions, key=lambda function: not function.is_async):
                 with _blaming(function.name, completions):
-                    result = function(_copied(keywords), self._log)  # what one changes, others must not see
+                    result = function(keywords, self._log)
                     results[function] = in_loop(result) if inspect.iscoroutine(result) else result
             scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         except BaseException:

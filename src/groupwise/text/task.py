@@ -369,7 +369,7 @@ class PromptEncoder:
         )
         if self.cfg.on_long_prompt == "error" or len(too_long) == len(encoded):
             room = "a larger max_prompt_tokens" if limit == self.cfg.max_prompt_tokens else "a smaller max_new_tokens"
-            drop = ", or gw.TextTask(on_long_prompt='drop')" * (len(too_long) < len(encoded))
+            drop = ", or in training gw.TextTask(on_long_prompt='drop')" * (len(too_long) < len(encoded))
             raise DataError(f"{message}; fix: shorter prompts, {room}{drop}")
         warnings.warn(f"{message}; they are dropped", stacklevel=2)
         return [prompt for prompt in encoded if len(prompt.tokens) <= limit]
@@ -709,7 +709,7 @@ def text_cfg(
     if policy is not None:
         others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
         if named := [key for key, value in others.items() if value is not None]:
-            fix = "leave it out" if named != ["sampling"] else "gw.CausalLM(..., sampling=...)"
+            fix = "leave them out" if named != ["sampling"] else "gw.CausalLM(..., sampling=...)"
             raise ConfigError(f"a policy has its own model and sampling, got {', '.join(named)}; fix: {fix}")
         model, settings["sampling"] = ModelCfg(path=GIVEN), policy.sampling
         settings["adapters"] = policy.has_adapters

@@ -114,7 +114,9 @@ def test_rewards_and_ends_come_as_the_vector_environment_gives_them(taken):
 
 def test_least_squares_refuse_rewards_whose_unit_changes():
     env = make_vec_env(Corridor, n_envs=2)
-    with pytest.raises(ConfigError, match="keeps sums of earlier ones; fix: norm_reward=False"):
+    with pytest.raises(
+        ConfigError, match=r"keeps sums of earlier ones; fix: VecNormalize\(\.\.\., norm_reward=False\)"
+    ):
         corridor(env=VecNormalize(env), group_size=2, credit="lstd").learn(40)
     corridor(env=VecNormalize(env, norm_reward=False), group_size=2, credit="lstd").learn(40)
     forgets = {

@@ -4,7 +4,7 @@ Metric: the greedy return of the policy that a run ends with, over fresh episode
 interquartile mean over seeds with a 95 % bootstrap interval, and the probability that a run ends above one of PPO.
 Beside it the mean training return of all iterations, CPU seconds of training and peak memory. Settings are those of the
 environments' presets; ``settings`` says what each method changes.
-``ppo_shared``, a value head without a network of its own, is a middle way between PPO and no critic, on robots only.
+``ppo_shared``, a value head without a network of its own, is a middle way between PPO and no critic, meant for robots.
 Seeds start at 3,000. No setting was chosen on them, but for LunarLander's preset and the lambda of robots' presets.
 Each run is a process of its own on one thread.
 

@@ -8,6 +8,7 @@ Source: the signature is that of TRL 1.16's ``GRPOTrainer``.
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import logging
@@ -245,7 +246,7 @@ class RewardFunction:
             return self._one_by_one(keywords)
         keywords = {**keywords, "log_extra": partial(self._log_extra, log_metric), "log_metric": log_metric}
         taken = keywords.keys() - self._bound if self._takes_all else keywords.keys() & self.names
-        return self.call(**{name: _copied(keywords[name]) for name in taken})  # what one changes, others must not see
+        return self.call(**{name: keywords[name] for name in taken})
 
     def _log_extra(self, log_metric: LogMetric, column: str, values: Iterable[Any]) -> None:
         """Log the mean of a column's numbers. TRL prints its texts in a table with the completions; texts are not kept here."""
@@ -284,18 +285,9 @@ class RewardFunction:
         ]
         given = {"question": prompts} | columns | {"completion": texts, "prompt": prompts}
         names = [name for name in given if name in self.names]
-        rows = zip(*(_copied(given[name]) for name in names), strict=True)
+        rows = zip(*(given[name] for name in names), strict=True)
         scores = [self.call(**dict(zip(names, row, strict=True))) for row in rows]
         return _gather(scores) if self.is_async else scores
-
-
-def _copied(value: Any) -> Any:
-    """A copy of nested lists, tuples, dictionaries and arrays."""
-    if isinstance(value, np.ndarray) or (isinstance(value, list) and value and isinstance(value[0], int)):
-        return value.copy()  # of numbers
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
-    return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 async def _gather(scores: Sequence[Any]) -> list[Any]:
@@ -323,6 +315,8 @@ MAX_LOGGED = 100
 """Most metrics that reward functions log in an iteration, and most characters of a name."""
 REWARDS: dict[str, Reward] = {}
 """Registered ones; a class is instantiated with the settings."""
+_NESTED = {list, dict, tuple, np.ndarray}
+"""Types of values that a function may change."""
 NEVER_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that functions do not get."""
 
@@ -433,17 +427,16 @@ class RewardSet:
             RewardError: a function raises, does not return a number or None for each completion, or returns one that is not
                 finite (``on_nonfinite``).
         """
-        keywords = {name: list(values) for name, values in columns.items() if name not in NEVER_COLUMNS} | {
-            "prompts": [p if isinstance(p, str) else [dict(message) for message in p] for p in prompts],
-            "completions": list(completions),
-            "completion_ids": [list(ids) for ids in completion_ids],
-            "trainer_state": state or TrainingState(),
-        }
+        shared = {name: values for name, values in columns.items() if name not in NEVER_COLUMNS}
+        lists = [p if isinstance(p, str) else [*p] for p in prompts]
+        shared |= {"prompts": lists, "completions": completions, "completion_ids": completion_ids}
         results: dict[RewardFunction, Any] = {}
         try:
             for function in sorted(self.functions, key=lambda function: not function.is_async):
+                # copies: what one function changes, others must not see
+                own = {k: copy.deepcopy([*v]) if {*map(type, v)} & _NESTED else [*v] for k, v in shared.items()}
                 with _blaming(function.name, completions):
-                    result = function(keywords, self._log)
+                    result = function(own | {"trainer_state": state or TrainingState()}, self._log)
                     results[function] = in_loop(result) if inspect.iscoroutine(result) else result
             scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         except BaseException:

@@ -315,7 +315,7 @@ MAX_LOGGED = 100
 """Most metrics that reward functions log in an iteration, and most characters of a name."""
 REWARDS: dict[str, Reward] = {}
 """Registered ones; a class is instantiated with the settings."""
-_NESTED = {list, dict, tuple, np.ndarray}
+_NESTED = {list, dict, set, tuple, np.ndarray}
 """Types of values that a function may change."""
 NEVER_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that functions do not get."""

@@ -232,7 +232,7 @@ class TorchGroupEnv(GroupEnv):
         obs = self.observe(self._user(rows.state))
         if wrong := _misfit(self.obs_spec, obs, self.num_envs):
             raise EnvError(
-                f"observe of {self.env_id} returned {wrong}; fix: what observation_space says, a row for each environment"
+                f"observe of {self.env_id} returned {wrong}; fix: return what observation_space says, with a row for each environment"
             )
         return obs
 

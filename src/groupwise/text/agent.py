@@ -26,7 +26,7 @@ from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError, require_count
 from groupwise.report.folder import RunFolder
-from groupwise.text.build import SAMPLER_FIX, build_algorithm, filled_in, identity_of, trained
+from groupwise.text.build import SAMPLER_FIX, build_algorithm, filled_in, identity_of, policy_to_train
 from groupwise.text.collector import (
     Dialogue,
     TextBuffer,
@@ -289,7 +289,7 @@ class LanguageAgent:
         self.index = index
         self.algorithm: BaseAlgorithm = build_algorithm(self.cfg, given, Engine(), restored=restored)
         """The ``GRPO``, with the policy."""
-        trained(self.algorithm)
+        policy_to_train(self.algorithm)
         self.metrics: dict[str, float] = {}
         """Metrics of the last ``learn``, by the names of ``metrics.jsonl``."""
         self.iteration = 0

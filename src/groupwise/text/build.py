@@ -172,7 +172,7 @@ def build_text_components(
         )
     cfg = filled_in(cfg, rewards.weights)
     algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
-    policy = trained(algorithm)
+    policy = policy_to_train(algorithm)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
     with suppress(ConfigError, ValueError):  # a template without turns after the assistant's
         end, *_ = encoder.encode_answer([{"role": "tool", "content": "?"}]) if encoder.conversational else (None,)
@@ -208,7 +208,7 @@ def build_text_components(
     return TextComponents(cfg, given, algorithm, collector, buffer, identity_of(cfg, policy), task, held_out, envs)
 
 
-def trained(algorithm: BaseAlgorithm) -> CausalLM:
+def policy_to_train(algorithm: BaseAlgorithm) -> CausalLM:
     """The algorithm's policy; a ``ConfigError`` if its weights are quantised, and it has no adapters to train and save."""
     policy = algorithm.policy
     assert isinstance(policy, CausalLM)
@@ -227,7 +227,7 @@ def _cloning_components(
     train, held_out = task.load()
     demos = [[demonstration(example) for example in part] for part in (train, held_out)]
     algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
-    policy = trained(algorithm)
+    policy = policy_to_train(algorithm)
     encoder, stops = PromptEncoder(policy.tokenizer, cfg.task), list(policy.sampling.stop)
     if (make := env_of(task)) is not None:
         with closing(make_for(make, Start(0))) as env:

@@ -709,7 +709,7 @@ def text_cfg(
     if policy is not None:
         others = {"model": model, "lora": lora, "sampling": settings.get("sampling")}
         if named := [key for key, value in others.items() if value is not None]:
-            fix = "leave them out" if named != ["sampling"] else "gw.CausalLM(..., sampling=...)"
+            fix = "gw.CausalLM(..., sampling=...)" if named == ["sampling"] else "leave them out"
             raise ConfigError(f"a policy has its own model and sampling, got {', '.join(named)}; fix: {fix}")
         model, settings["sampling"] = ModelCfg(path=GIVEN), policy.sampling
         settings["adapters"] = policy.has_adapters

@@ -210,7 +210,7 @@ def _of_another_type(given: object, taken: object) -> bool:
 
 
 _OF_UNIONS = re.compile(r"literal\[|constrained-|function-")
-"""What pydantic puts into the path of a setting that may have several types."""
+"""Parts that pydantic adds to the path of a setting that may have several types."""
 
 
 def explain(item: Mapping[str, Any]) -> str:

@@ -648,10 +648,9 @@ class TextRunCfg(CommonCfg):
         unread = self.sampling.changed("top_k", "top_p", "min_p", "min_new_tokens") | self.task.changed("env", "tools")
         unread |= self.changed("generation", "mask_truncated_completions", "overlong_buffer")
         for name, value in unread.items() if isinstance(algorithm, BCCfg) else ():
-            stays = " (in evaluation.sampling it may stay)" * (name in SamplingCfg.model_fields)
             raise ValueError(
                 f"{name}={value!r} is of completions that a policy samples, and algorithm='bc' learns those of the data; fix: leave it "
-                f"out{stays}"
+                f"out{' (in evaluation.sampling it may stay)' * (name in SamplingCfg.model_fields)}"
             )
         grpo = algorithm if isinstance(algorithm, GRPOCfg) else GRPOCfg()
         credit, collection = grpo.credit, grpo.collection

@@ -276,7 +276,7 @@ class RunFolder:
             inside = [child.name for child in sorted(path.iterdir()) if cls(child).config.is_file()]
             fix = f"a run in it, as {path / inside[0]}" if inside else "a folder that training made"
             raise RunFolderError(f"{path} is no run folder: config.json is missing; fix: give {fix}")
-        if any(path.glob("*model*.safetensors")):
+        if any(path.glob("*model*.safetensors")) and not folder.metrics.is_file():
             raise RunFolderError(f"{path} is a model's folder, not a run's; fix: give a folder that training made")
         if (link := files.link_out_of(path, without=WANDB)) is not None:
             raise RunFolderError(

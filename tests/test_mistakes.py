@@ -97,6 +97,16 @@ def lengths(completions, **columns):
 
 
 MESSAGE, ROWS = {"role": "user", "content": "12"}, [{"prompt": "12", "answer": "12"}] * 2
+class FloatReward(Sim):
+    def transition(self, state, action, random):
+        return state, 1.0, torch.zeros(len(state), dtype=torch.bool)
+
+
+class ListState(Sim):
+    def initial(self, random):
+        return [0.0, 0.0]
+
+
 BEGUN = [{"prompt": [MESSAGE, {"role": "assistant", "content": "1"}]}] * 2
 
 
@@ -213,6 +223,8 @@ MISTAKES = {
     "28 info": (trained(step_returning("Info", truncated={}, info=False)), "truncated is {}", FIVE, CALL),
     "29": (trained(NanShown), r"\[nan, nan, nan\]", "obs .* is not finite", "fix: correct the environment"),
     "30": (trained(FloatDone), r"terminations \[2\] of torch\.float32", ROW, "fix: one number and one truth value a row"),
+    "30 float": (trained(FloatReward), r"rewards 1\.0 and terminations \[2\]", ROW, "fix: one number and one truth value a row"),
+    "30 state": (lambda run, train: unchecked(train, ListState), r"is \[0\.0, 0\.0\]", "expected a tensor or tensors by name", "fix: return these from initial"),
     "31": (trained(TwoValues), "2 values", r"expected \(state, reward, terminated\)", "fix: return all three"),
     "32": (trained(OneStart), r"states \[4\]", r"expected \[2, \.\.\.\]: a row for each", r"fix: random\.uniform"),
     "33": (trained(InPlace), "transition of InPlace wrote into the state", "return new", "fix: return new tensors"),

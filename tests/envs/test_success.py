@@ -38,7 +38,7 @@ def started(make, workers=0):
 def test_a_flag_is_a_truth_value_or_a_number():
     for flag in (True, np.bool_(True), 1.0, np.array(1.0)):
         assert success_of_row({"success": flag}) is True
-    for flag in (False, np.float32(0)):
+    for flag in (False, np.float32(0), 0.3, np.nan):
         assert success_of_row({"success": flag}) is False
     for flag in ("yes", {"near": True}, np.array([True, False]), None):
         assert success_of_row({"success": flag}) is None
@@ -52,6 +52,9 @@ def test_rows_without_the_flag_count_as_failed_beside_those_with_it():
     assert outcomes_of_rows(info, 3)["success"].tolist() == [True, False, False]
     assert outcomes_of_rows({"success": np.array([True, False])}, 2)["success"].tolist() == [True, False]
     assert outcomes_of_rows({"success": np.array([True, None], dtype=object)}, 2)["success"].tolist() == [True, False]
+    for progress in (np.array([1.0, 0.3, np.nan]), np.array([True, "no", None], dtype=object)):
+        assert outcomes_of_rows({"success": progress}, 3)["success"].tolist() == [True, False, False]
+    assert outcomes_of_rows({"success": np.array(["no", "yes"])}, 2)["success"].tolist() == [False, False]
     assert outcomes_of_rows({"success": "yes", "time": np.zeros(3)}, 3) == {}
 
 

@@ -203,10 +203,10 @@ def arose_outside(error: Exception) -> bool:
 
 
 def success_of_row(info: Mapping[str, Any]) -> bool | None:
-    """The flag in the info of a single environment; None without one. A flag is a truth value or a number."""
+    """The flag in the info of a single environment; None without one. True and 1 are a success, other numbers are none."""
     for key in SUCCESS_KEYS:
         if key in info and (flag := np.asarray(info[key])).shape == () and flag.dtype.kind in "biuf":
-            return bool(flag)
+            return bool(flag == 1)
     return None
 
 
@@ -222,7 +222,7 @@ def outcomes_of_rows(info: Mapping[str, Any], num_envs: int) -> dict[str, Any]:
     info = final if isinstance(final, Mapping) else info
     for key in SUCCESS_KEYS:
         if key in info and np.shape(info[key]) == (num_envs,):
-            success = torch.from_numpy(np.asarray(info[key]).astype(np.bool_) & info.get(f"_{key}", True))
+            success = torch.from_numpy((np.asarray(info[key]) == 1).astype(np.bool_) & info.get(f"_{key}", True))
             tasks: Any = info.get("task")
             if np.shape(tasks) != (num_envs,):
                 return {"success": success}

@@ -150,17 +150,15 @@ class TorchGroupEnv(GroupEnv):
             raise EnvError(
                 f"transition of {self.env_id} returned states {got}, expected {wanted} as from initial; fix: keep shapes and dtypes"
             )
-        shape = torch.Size([self.num_envs])
-        if reward.shape != shape or terminated.shape != shape or terminated.dtype != torch.bool:
+        n = self.num_envs
+        if not _is_row(reward, n) or not _is_row(terminated, n, torch.bool):
             raise EnvError(
-                f"transition of {self.env_id} returned rewards {list(reward.shape)} and terminations "
-                f"{list(terminated.shape)} of {terminated.dtype}, expected [{self.num_envs}] and [{self.num_envs}] of "
-                "torch.bool; fix: one number and one truth value a row"
+                f"transition of {self.env_id} returned rewards {_shown(reward)} and terminations {_shown(terminated)}, "
+                f"expected [{n}] and [{n}] of torch.bool; fix: one number and one truth value a row"
             )
-        if success is not None and (success.shape != shape or success.dtype != torch.bool):
+        if success is not None and not _is_row(success, n, torch.bool):
             raise EnvError(
-                f"success of {self.env_id} returned {list(success.shape)} of {success.dtype}, expected [{self.num_envs}] of "
-                "torch.bool; fix: one truth value a row"
+                f"success of {self.env_id} returned {_shown(success)}, expected [{n}] of torch.bool; fix: one truth value a row"
             )
         live = ~rows.paused
         elapsed = rows.elapsed + live
@@ -267,7 +265,13 @@ class TorchGroupEnv(GroupEnv):
 
     def _named(self, state: State) -> dict[str, Tensor]:
         self._is_single = isinstance(state, Tensor)
-        return {"": state} if isinstance(state, Tensor) else dict(state)
+        named: Any = {"": state} if isinstance(state, Tensor) else state
+        if not isinstance(named, Mapping) or not all(isinstance(leaf, Tensor) for leaf in named.values()):
+            raise EnvError(
+                f"a state of {self.env_id} is {state!r:.80}, expected a tensor or tensors by name; fix: return these from "
+                "initial and transition"
+            )
+        return dict(named)
 
     def _user(self, state: dict[str, Tensor]) -> State:
         return state[""] if self._is_single else state
@@ -278,6 +282,15 @@ def _versions(state: Mapping[str, Tensor]) -> list[int]:
     if torch.compiler.is_compiling():
         return []
     return [leaf._version for leaf in state.values() if not leaf.is_inference()]
+
+
+def _is_row(value: Any, num_rows: int, dtype: torch.dtype | None = None) -> bool:
+    """Whether it is a tensor of one value a row, of the dtype if one is given."""
+    return isinstance(value, Tensor) and value.shape == (num_rows,) and dtype in (None, value.dtype)
+
+
+def _shown(value: Any) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"{value!r:.80}"
 
 
 def _misfit(spec: Spec, obs: Any, num_rows: int, name: str = "observations") -> str | None:

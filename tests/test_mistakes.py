@@ -97,6 +97,8 @@ def lengths(completions, **columns):
 
 
 MESSAGE, ROWS = {"role": "user", "content": "12"}, [{"prompt": "12", "answer": "12"}] * 2
+
+
 class FloatReward(Sim):
     def transition(self, state, action, random):
         return state, 1.0, torch.zeros(len(state), dtype=torch.bool)

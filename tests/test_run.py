@@ -327,6 +327,16 @@ def test_what_is_no_run_is_refused(cartpole):
     Path("broken", "config.json").write_text(json.dumps(known | {"total_steps": "many"}))
     with pytest.raises(gw.errors.RunFolderError, match="is damaged: total_steps = 'many': input should be"):
         gw.resume("broken")
+    settings = json.loads((cartpole.path / "config.json").read_text())
+    shutil.copytree(cartpole.path, "other")
+    for name, value, expected in (
+        ("gamma", 3, "gamma = 3: input should be less than or equal to 1; fix: correct it$"),
+        ("optimizer", "mine", "unknown optimizer 'mine': .*; fix: correct it, or load what registers it"),
+    ):
+        changed = settings | {"algorithm": settings["algorithm"] | {name: value}}
+        Path("other", "config.json").write_text(json.dumps(changed))
+        with pytest.raises(gw.errors.RunFolderError, match=expected):
+            gw.Run.load("other")
 
 
 def test_video_is_recorded_on_demand(cartpole, pictures):

@@ -46,6 +46,7 @@ from groupwise.errors import (
     GroupwiseError,
     RunFolderError,
     ServerError,
+    UnknownNameError,
     nearest,
     require_count,
 )
@@ -443,10 +444,10 @@ def read_cfg(folder: RunFolder) -> CommonCfg:
         try:
             return (TextRunCfg if "task" in tree else RunCfg).model_validate(tree)
         except ValidationError as error:
-            reasons = "; ".join(map(explain, error.errors()))
-            raise RunFolderError(
-                f"{folder.config} does not fit: {reasons}; fix: correct it, or load what registers it (--plugin FILE; in Python import it)"
-            ) from error
+            reasons = "; ".join(explain(error.errors()))
+            is_absent = any(isinstance(item.get("ctx", {}).get("error"), UnknownNameError) for item in error.errors())
+            other = ", or load what registers it (--plugin FILE; in Python import it)" if is_absent else ""
+            raise RunFolderError(f"{folder.config} does not fit: {reasons}; fix: correct it{other}") from error
 
 
 if TYPE_CHECKING:

@@ -217,7 +217,7 @@ WRONG_IN_RUN = [
     ({"env": {"start_mode": "copy"}}, "start_mode = 'copy': expected one of native, snapshot, seed, fresh, none, auto"),
     (
         {"algorithm": {"schedule": {"name": "linear", "warmup": 2.5}}},
-        "schedule.warmup = 2.5: input should be less than",
+        "schedule.warmup = 2.5: input should be less than 1, or a valid integer, got a number with a fractional part",
     ),
     ({"n_steps": 1}, "unknown key 'n_steps'; did you mean algorithm.num_steps?"),
     ({"n_eval_episodes": 3}, "unknown key 'n_eval_episodes'; did you mean evaluation.episodes?"),

@@ -122,8 +122,7 @@ class Cfg(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            lines = [f"{type(self).__name__}: {explain(item)}" for item in error.errors()]
-            raise ConfigError("\n".join(lines)) from None
+            raise ConfigError("\n".join(f"{type(self).__name__}: {line}" for line in explain(error.errors()))) from None
 
     # Marked as pydantic marks its own __init__: then pydantic calls it only for the outermost config, and errors inside
     # keep their full path. There is no public way: an error raised by a validator becomes a ValidationError.
@@ -213,31 +212,40 @@ _OF_UNIONS = re.compile(r"literal\[|constrained-|function-")
 """Parts that pydantic adds to the path of a setting that may have several types."""
 
 
-def explain(item: Mapping[str, Any]) -> str:
-    """One line on one of pydantic's errors: path, value, expectation, the nearest name."""
-    path = ".".join(str(part) for part in item["loc"] if not _OF_UNIONS.match(str(part)))
+def explain(errors: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each setting that pydantic refuses: path, value, expectation, the nearest name."""
+    lines: dict[str, str] = {}
+    for item in errors:
+        path = ".".join(str(part) for part in item["loc"] if not _OF_UNIONS.match(str(part)))
+        if item["type"] == "missing":
+            lines[f"{path} is missing; fix: give it"] = ""
+        elif item["type"] == "value_error" and not inspect.isroutine(item["input"]):
+            lines[f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])] = ""
+        else:
+            head, expected = f"{path} = {item['input']!r:.200}: ", _expected(item)
+            other = expected.removeprefix("input should be ")  # the setting may have several types
+            lines[head] = f"{lines[head]}, or {other}" if head in lines else expected
+    return [head + expected for head, expected in lines.items()]
+
+
+def _expected(item: Mapping[str, Any]) -> str:
     match item["type"]:
         case _ if inspect.isroutine(item["input"]):
             return (
-                f"{path} = {item['input']!r:.200}: expected data, got a function; fix: a value (schedule='linear' lowers the "
-                "learning rate, clip_coef={'name': 'linear', 'start': 0.2, 'end': 0.0} the clip range)"
+                "expected data, got a function; fix: a value (schedule='linear' lowers the learning rate, "
+                "clip_coef={'name': 'linear', 'start': 0.2, 'end': 0.0} the clip range)"
             )
         case "string_pattern_mismatch" if item["ctx"]["pattern"] in FORMS:
-            return f"{path} = {item['input']!r:.200}: expected {FORMS[item['ctx']['pattern']]}"
+            return f"expected {FORMS[item['ctx']['pattern']]}"
         case "literal_error":
             choices = re.findall(r"[^\s',]+(?=')|\b\d+\b", item["ctx"]["expected"])
-            hint = nearest(str(item["input"]), choices)
-            return f"{path} = {item['input']!r:.200}: expected one of {', '.join(choices)}{hint}"
+            return f"expected one of {', '.join(choices)}{nearest(str(item['input']), choices)}"
         case "model_type":
-            return f"{path} = {item['input']!r:.200}: expected settings by name"
+            return "expected settings by name"
         case "tuple_type":
-            return f"{path} = {item['input']!r:.200}: expected a list; fix: [{json.dumps(item['input'], default=repr)}]"
-        case "missing":
-            return f"{path} is missing; fix: give it"
-        case "value_error":
-            return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
+            return f"expected a list; fix: [{json.dumps(item['input'], default=repr)}]"
         case _:
-            return f"{path} = {item['input']!r:.200}: {item['msg'][0].lower()}{item['msg'][1:]}"
+            return f"{item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

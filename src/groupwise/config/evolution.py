@@ -52,7 +52,7 @@ def _one_kind(space: object) -> object:
         try:
             return RangeCfg.model_validate(space)
         except ValidationError as error:
-            raise ValueError("; ".join(map(explain, error.errors()))) from error
+            raise ValueError("; ".join(explain(error.errors()))) from error
     values = space if isinstance(space, list | tuple) else ()
     odd = [v for v in values if not isinstance(v, Value) or v in (math.inf, -math.inf) or v != v]
     if odd or len(values) < 2:

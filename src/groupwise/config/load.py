@@ -341,7 +341,7 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     try:
         return kind.model_validate(_over(base, given))
     except ValidationError as error:
-        raise ConfigError("\n".join(map(explain, error.errors()))) from None
+        raise ConfigError("\n".join(explain(error.errors()))) from None
 
 
 def _of_weights(part: object, name: str) -> Tree:

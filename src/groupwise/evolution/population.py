@@ -164,7 +164,7 @@ class Population:
             found.goes_on, found.round, found.hooked = state.active, state.round, state.hooked
             found._check(len(state.members))
         except (OSError, ValueError) as error:
-            why = explain(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+            why = explain(error.errors())[0] if isinstance(error, ValidationError) else str(error)
             why = why.partition("; fix: ")[0]  # of a file that the user did not write
             fix = "fix: give the folder of a population, or restore it"
             raise RunFolderError(f"{path} is no population, or {FILE} is damaged: {why}; {fix}") from error
@@ -357,7 +357,7 @@ def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any)
         return type(base).model_validate(tree)
     except ValidationError as error:
         shown = ", ".join(f"{path} = {value!r}" for path, value in settings.items())
-        raise ConfigError(f"search: {shown} is not possible: {'; '.join(map(explain, error.errors()))}") from error
+        raise ConfigError(f"search: {shown} is not possible: {'; '.join(explain(error.errors()))}") from error
 
 
 def setting_at(base: CommonCfg, path: str) -> Any:

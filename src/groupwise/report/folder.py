@@ -424,7 +424,7 @@ def _read_object(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _damaged(place: object, error: Exception, fix: str = "restore it, or train again") -> RunFolderError:
-    why = explain(error.errors()[0]) if isinstance(error, ValidationError) else error
+    why = explain(error.errors())[0] if isinstance(error, ValidationError) else error
     return RunFolderError(f"{place} is damaged: {why!s:.200}; fix: {fix}")
 
 

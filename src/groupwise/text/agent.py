@@ -356,7 +356,7 @@ class LanguageAgent:
             return TextRunCfg.model_validate(dict(self.cfg) | {"task": task.model_copy(update=of_prompts)})
         except ValidationError as error:
             by_play = "" if task.has_env else ", which LanguageAgent.play takes as PromptEnv(env=...)"
-            raise ConfigError("; ".join(map(explain, error.errors())) + by_play) from error
+            raise ConfigError("; ".join(explain(error.errors())) + by_play) from error
 
     def _write(
         self, examples: Sequence[Example], training: bool, dialogue: Dialogue

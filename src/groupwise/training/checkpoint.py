@@ -436,7 +436,7 @@ def _limits(policy: Mapping[str, Any] | None) -> dict[str, int]:
 
 def _in_short(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return explain(error.errors()[0])
+        return explain(error.errors())[0]
     return f"{error!r:.200}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error!s:.200}"
 
 

@@ -269,6 +269,17 @@ def test_every_epoch_has_every_prompt_once_and_goes_on_from_the_position():
     assert sorted(ranks[0].generate.asked[0] + ranks[1].generate.asked[0]) == [*script, "5"]
 
 
+def test_data_that_grew_since_the_save_are_told_and_taken(caplog):
+    saved = collector({"1": ["4.", "5."]}, num_prompts=1)
+    collect(saved)
+    same, grown = collector({"1": ["4.", "5."]}), collector({"1": ["4.", "5."], "2": ["4.", "5."]})
+    same.load_state_dict(saved.state_dict())
+    assert not caplog.messages
+    grown.load_state_dict(saved.state_dict())
+    assert caplog.messages[0].startswith("the data have 2 rows that can be used, and had 1 when the run was saved")
+    collect(grown)
+
+
 def test_a_rollout_that_fails_is_collected_again_from_the_same_prompts():
     script = {str(i): ["4.", "5."] for i in range(5)}
     of, asked = collector(script, num_prompts=2), []

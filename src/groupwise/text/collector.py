@@ -557,13 +557,18 @@ class DataCollector(Collector):
         self._cfg = cfg
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, over all ranks."""
-        return super().state_dict() | {"position": self.position * self.world_size}
+        """The position in the data, over all ranks, and the number of items in them."""
+        return super().state_dict() | {"position": self.position * self.world_size, "data_size": self.data_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``; other numbers of ranks may repeat the last items."""
         super().load_state_dict(state)
         self.position = state["position"] // self.world_size
+        if state["data_size"] != self.data_size:
+            log.warning(
+                "the data have %d rows that can be used, and had %d when the run was saved; what comes next is not what an "
+                "uninterrupted run would have taken", self.data_size, state["data_size"],
+            )  # fmt: skip
 
 
 class TextCollector(DataCollector):

@@ -105,7 +105,8 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 def require_name(kind: str, name: object) -> None:
     """Raise a ``ConfigError`` where a decorator was used without the name that it takes."""
     if not isinstance(name, str):
-        raise ConfigError(f"the name of a {kind} is {name!r}, no text; fix: @register_{kind.split()[0]}('my_name')")
+        decorator = f"@register_{kind.replace(' ', '_')}"
+        raise ConfigError(f"{decorator} was given {name!r:.80}, expected a name; fix: {decorator}('my_name')")
 
 
 def require_count(name: str, value: object) -> None:

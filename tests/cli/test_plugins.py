@@ -7,11 +7,14 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+import shapes
 from safetensors.torch import load_file
 
 import groupwise as gw
 from groupwise import cli, plugins
-from groupwise.errors import ConfigError, EnvError, require_name
+from groupwise.algorithms.losses import register_correction
+from groupwise.embodied.experts import register_expert
+from groupwise.errors import ConfigError, EnvError
 from groupwise.report.folder import RunFolder
 
 PLUGIN = """
@@ -95,11 +98,17 @@ def test_a_policy_of_a_plugin_is_chosen_by_name_and_every_command_finds_it_again
     assert gw.load_config(tmp_path / "next" / "config.json").policy.width == 8
 
 
-@pytest.mark.parametrize("kind", ["policy", "credit rule"])
-def test_a_decorator_without_a_name_is_refused(kind):
-    fix = re.escape(f"fix: @register_{kind.split()[0]}('my_name')")
-    with pytest.raises(ConfigError, match=f"the name of a {kind} is .*ActorCritic.*, no text; {fix}"):
-        require_name(kind, gw.ActorCritic)  # as in @register_policy without brackets
+NAMELESS = [getattr(gw, name) for name in dir(gw) if name.startswith("register_")]
+
+
+@pytest.mark.parametrize("decorator", [*NAMELESS, register_correction, register_expert])
+def test_a_decorator_without_brackets_is_refused(decorator, monkeypatch):
+    monkeypatch.setattr(shapes, "CHECKED_CALLS", 0)
+    given = "MyCfg" if decorator is gw.register_algorithm else "'my_name'"
+    name = decorator.__name__
+    with pytest.raises(ConfigError, match=re.escape(f"@{name} was given {gw.ActorCritic!r}, expected ")) as refused:
+        decorator(gw.ActorCritic)
+    assert str(refused.value).endswith(f"; fix: @{name}({given})")
 
 
 @pytest.mark.slow

@@ -356,7 +356,7 @@ def register_credit(name: str) -> Callable[[CreditRule], CreditRule]:
     Raises:
         ConfigError: the name is taken, or missing.
     """
-    return register("credit rule", CREDIT_RULES, name)
+    return register("credit", CREDIT_RULES, name)
 
 
 # --- baselines ---

@@ -513,8 +513,12 @@ def register_algorithm(cfg_type: type[AlgorithmCfg]) -> Callable[[T], T]:
     """Class decorator that registers a ``BaseAlgorithm`` under the default of its config's ``name``.
 
     Raises:
-        ConfigError: ``name`` has no default, or belongs to another config class.
+        ConfigError: ``name`` has no default, or belongs to another config class; or these are no settings.
     """
+    if not (isinstance(cfg_type, type) and issubclass(cfg_type, AlgorithmCfg)):
+        raise ConfigError(
+            f"@register_algorithm was given {cfg_type!r:.80}, expected a subclass of AlgorithmCfg; fix: @register_algorithm(MyCfg)"
+        )
     register_choice(cfg_type)
 
     def register(target: T) -> T:

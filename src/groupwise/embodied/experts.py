@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from groupwise.errors import require_name
+
 Expert: TypeAlias = Callable[[Any], Any]
 """Function from an observation to an action of the environment."""
 
@@ -14,6 +16,7 @@ EXPERTS: dict[str, ExpertMaker] = {}
 
 def register_expert(prefix: str) -> Callable[[ExpertMaker], ExpertMaker]:
     """Decorator: makes the experts of ``groupwise demos`` for environments whose id starts with ``prefix``."""
+    require_name("expert", prefix)
 
     def register(maker: ExpertMaker) -> ExpertMaker:
         EXPERTS[prefix] = maker

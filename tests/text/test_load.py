@@ -331,11 +331,16 @@ def test_code_of_a_model_never_runs_and_nobody_is_asked(folder, tmp_path, monkey
     assert not (path / "ran").exists()
 
 
-def test_adapters_that_are_a_pickle_or_not_complete_are_not_read(folder, tmp_path):
+def test_adapters_that_are_a_pickle_or_not_complete_or_finite_are_not_read(folder, tmp_path):
     path = hostile(folder(lora=LORA), tmp_path / "adapters", base_model_name_or_path=str(folder()))
     load(path)
     weights = load_file(path / "adapter_model.safetensors")
-    name, _ = weights.popitem()
+    name = list(weights)[-1]
+    broken = weights | {name: torch.full_like(weights[name], torch.nan)}
+    save_file(broken, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"weights of {path} are not finite: .*{name.removesuffix('.weight')}"):
+        load(path)
+    del weights[name]
     save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=rf"are not complete: .*{name.removesuffix('.weight')}"):
         load(path)

@@ -75,6 +75,10 @@ def load_causal_lm(
         model = _with_saved_adapters(cfg, model, path)
     elif cfg.lora is not None:
         model = with_adapters(model, cfg.lora)
+    for weight_name, weight in model.named_parameters():
+        if weight.dtype in _FLOATS and not all_finite(weight.detach()):
+            place = path if "lora_" in weight_name else base
+            raise ConfigError(f"the weights of {place} are not finite: {weight_name}; fix: another copy of it")
     policy = CausalLM(
         model.to(device),
         sampling,
@@ -309,7 +313,4 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
             f"the weights of {path} lack {len(absent)} of the model's, or have them in other shapes: {first}; fix: save the "
             "model again, with the config.json that belongs to it"
         )
-    for name, weight in model.named_parameters():
-        if weight.dtype in _FLOATS and not all_finite(weight.detach()):
-            raise ConfigError(f"the weights of {path} are not finite: {name}; fix: another copy of the model")
     return model

@@ -198,6 +198,11 @@ class Returns(Guess):
         ({"step": ("0", float("nan"), True, False, {})}, "returned nan; expected a finite number"),
         ({"step": ("0", "1", True, False, {})}, "returned '1'; expected a finite number"),
         ({"step": ("0", np.zeros(2), True, False, {})}, r"returned array\(\[0\., 0\.\]\); expected a finite number"),
+        (
+            {"step": ("0", 1.0, "False", False, {})},
+            r"step\(\): terminated = 'False'; expected True or False; fix: bool",
+        ),
+        ({"step": ("0", 1.0, True, None, {})}, r"step\(\): truncated = None; expected True or False; fix: bool"),
         ({"step": KeyError("x")}, r"Returns.step\(\) raised KeyError: 'x'\n  the turn: '7'"),
     ],
 )

@@ -203,6 +203,8 @@ class TextEpisode:
                 "return observation, reward, terminated, False, {}"
             )
         observation, reward, terminated, truncated, info = made
+        self._check_flag("terminated", terminated)
+        self._check_flag("truncated", truncated)
         if not isinstance(observation, str | list | tuple):
             raise EnvError(f"{self._name}.step() returned {observation!r:.80}, not text or messages; fix: str(...)")
         found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
@@ -224,12 +226,8 @@ class TextEpisode:
         if terminated or truncated:
             own = info.get("ending")
             success = info.get("success")
-            if not isinstance(success, bool | np.bool_ | None) and not (
-                isinstance(success, Real) and success in (0, 1)
-            ):
-                raise EnvError(
-                    f"{self._name}.step(): info['success'] = {success!r:.80}; expected True or False; fix: bool(...), or leave it out"
-                )
+            if success is not None:
+                self._check_flag("info['success']", success)
             self.success = None if success is None else bool(success)
             self.finish(own if own in _OWN_ENDINGS else "terminated" if terminated else "truncated")
         else:
@@ -279,6 +277,10 @@ class TextEpisode:
     @property
     def _name(self) -> str:
         return type(self.env).__name__
+
+    def _check_flag(self, what: str, flag: object) -> None:
+        if not isinstance(flag, bool | np.bool_) and not (isinstance(flag, Real) and flag in (0, 1)):
+            raise EnvError(f"{self._name}.step(): {what} = {flag!r:.80}; expected True or False; fix: bool(...)")
 
     def _number(self, method: str, reward: object) -> float:
         number = math.nan

@@ -1,3 +1,4 @@
+import copy
 import inspect
 import json
 import logging
@@ -182,7 +183,7 @@ def test_policy_given_in_python_is_trained_and_taken_again():
         return gw.ActorCritic(Plain().observation_space, Plain().action_space, gw.PolicyCfg(hidden_sizes=(8,)))
 
     policy = fresh()
-    before = policy.clone()
+    before = copy.deepcopy(policy)
     run = gw.train(Plain, policy=policy, **TINY)
     assert run.policy is policy
     assert not same_weights(before, policy)
@@ -290,7 +291,7 @@ def test_without_a_gpu_its_runs_are_loaded_and_not_trained(cartpole, tmp_path):
 def test_actor_without_a_critic_is_refused_where_one_is_needed():
     space = gymnasium.make("CartPole-v1")
     policy = gw.ActorCritic(space.observation_space, space.action_space, actor_only=True)
-    with pytest.raises(gw.errors.ConfigError, match="ppo needs a critic"):
+    with pytest.raises(gw.errors.ConfigError, match="PPO needs a critic"):
         gw.train("CartPole-v1", policy=policy, **TINY)
 
 

@@ -104,7 +104,7 @@ def test_cartpole_in_torch_is_made_like_its_original_and_follows_settings():
         ({"vectorization": "torch"}, lambda: gymnasium.make("CartPole-v1"), "'torch'"),
         ({"max_episode_steps": 9}, lambda num_envs: TorchCartPole(num_envs), "max_episode_steps is 9"),
         ({}, lambda num_envs: gymnasium.make("Pendulum-v1").env, "expected a GroupEnv"),
-        ({}, lambda num_envs: TorchCartPole(3), "has 3 rows, asked for 8"),
+        ({}, lambda num_envs: TorchCartPole(3), "has 3 rows, but num_envs is 8"),
     ],
 )
 def test_what_a_callable_cannot_meet_is_refused(cfg, env, message):

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import numpy as np
@@ -156,7 +157,7 @@ def test_first_policy_is_nearly_uniform_and_gaussians_start_at_log_std_init():
 def test_clone_shares_nothing():
     policy = ActorCritic(BOX, ACTIONS["box"], SETTINGS["normalised"])
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    clone = policy.clone()
+    clone = copy.deepcopy(policy)
     with torch.no_grad():
         for parameter in clone.parameters():
             parameter += 1

@@ -1,3 +1,4 @@
+import copy
 import warnings
 from functools import partial
 
@@ -140,7 +141,7 @@ def test_models_that_cannot_be_trained_are_refused():
 def test_a_clone_shares_nothing_and_scores_alike(kind):
     policy = make_policy(kind, "smollm", actor_only=False, autocast=torch.bfloat16, gradient_checkpointing=True)
     before = policy.evaluate(batch_of(ROWS)).log_prob
-    clone = policy.clone()
+    clone = copy.deepcopy(policy)
     assert not {t.data_ptr() for t in policy.parameters()} & {t.data_ptr() for t in clone.parameters()}
     assert not torch.equal(moved(policy).evaluate(batch_of(ROWS)).log_prob, before)
     scores = clone.evaluate(batch_of(ROWS))

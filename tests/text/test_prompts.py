@@ -115,13 +115,13 @@ def test_conversations_need_a_template():
         (without, {}, r"prompts are for conversations, but .* has no chat template; fix: the tokenizer"),
         (None, {"chat": "never"}, r"prompts are for conversations, but chat='never'; fix"),
         (without, {"system_prompt": "Be brief."}, r"system_prompt is for conversations, but .* no chat template"),
-        (None, {"system_prompt": "a", "chat": "never"}, "system_prompt is of a conversation"),
+        (None, {"system_prompt": "a", "chat": "never"}, "system_prompt is for a conversation"),
         (
             without,
             {"chat_template_kwargs": {"a": 1}},
             r"chat_template_kwargs is for conversations, but .* no chat template",
         ),
-        (None, {"chat_template_kwargs": {"a": 1}, "chat": "never"}, "chat_template_kwargs are of a conversation"),
+        (None, {"chat_template_kwargs": {"a": 1}, "chat": "never"}, "chat_template_kwargs is for a conversation"),
     ]:
         with pytest.raises(ConfigError, match=message):
             encoder(tokenizer, **settings).encode(Example((USER,), {}))

@@ -82,6 +82,7 @@ class LikelihoodCfg(AlgorithmCfg):
 class Likelihood(BaseAlgorithm):
     """Makes what was done more likely: enough to move the parameters and the optimiser's state."""
 
+    actor_only = True
     metric_names = ("loss",)
 
     def update(self, rollout):

@@ -50,7 +50,7 @@ def test_torch_environments_have_collectors_of_their_own(algorithm, env, collect
     ],
 )
 def test_branch_needs_a_simulator_in_torch(algorithm, env, message):
-    with pytest.raises(gw.errors.ConfigError, match=message):
+    with pytest.raises((gw.errors.ConfigError, gw.errors.EnvError), match=message):
         parts_of(algorithm, env)
 
 

@@ -98,6 +98,8 @@ class BaseAlgorithm(ABC):
                 f"{name} takes its settings and a Policy, got {got}; fix: gw.train('CartPole-v1', "
                 f"{'ppo' if name == 'PPO' else 'grpo'!r}), or with the interface of Stable-Baselines3 groupwise.contrib.sb3.GRPO"
             )
+        if policy.actor_only and not self.actor_only:
+            raise ConfigError(f"{type(self).__name__} needs a critic, the policy is actor_only; fix: actor_only=False")
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None
         self.cfg = at_progress(cfg, 0.0) if has_range_schedule(cfg) else cfg
@@ -307,16 +309,11 @@ class BaseAlgorithm(ABC):
         elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
         elements["weight"] = elements["share"]
         if aggregation.name != "token_mean":
-            elements["weight"] = self._aggregated(mask, episode, sizes, num_episodes)
+            length = aggregation.max_length if isinstance(aggregation, FixedLengthCfg) else None
+            weights = partial(loss_weights, aggregation=cast(Aggregation, aggregation.name), max_length=length)
+            steps = zip(torch.split(mask, sizes), torch.split(episode, sizes), strict=True)
+            elements["weight"] = torch.cat([weights(m, e, num_episodes, all_sum=all_sum) for m, e in steps])
         return elements
-
-    def _aggregated(self, mask: Tensor, episode: Tensor, sizes: list[int], num_episodes: int) -> Tensor:
-        """``loss_weights`` of each optimiser step's elements."""
-        aggregation = self.cfg.objective.aggregation
-        length = aggregation.max_length if isinstance(aggregation, FixedLengthCfg) else None
-        name, all_sum = cast(Aggregation, aggregation.name), self.engine.sum
-        steps = zip(torch.split(mask, sizes), torch.split(episode, sizes), strict=True)
-        return torch.cat([loss_weights(m, e, num_episodes, name, max_length=length, all_sum=all_sum) for m, e in steps])
 
     def _num_minibatches(self, num_steps: int) -> int:
         """Optimiser steps in an epoch over ``num_steps`` of this rank; 0 where no step counts on any rank."""

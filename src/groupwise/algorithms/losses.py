@@ -31,7 +31,7 @@ from groupwise.config.algorithm import (
 )
 from groupwise.config.base import Fraction, NonNegative, Positive, settings_of
 from groupwise.data.minibatch import Item
-from groupwise.data.rollout import Nested, TensorDict, TensorSpec
+from groupwise.data.rollout import Nested, TensorDict, TensorSpec, leaves
 from groupwise.errors import ConfigError, DataError, require_name
 from groupwise.functional.reduce import (
     AllSum,
@@ -263,9 +263,7 @@ def _random_high_covariance(start: UpdateStart, fraction: float, low: float, hig
     batch, mask = start.batch, start.mask
     together = covariance(start.old_log_prob, start.advantage, mask, start.all_sum)
     candidate = (together > low) & (together < high) & mask
-    action = batch["action"]
-    leaves = [action] if isinstance(action, Tensor) else action.values(True, True)
-    parts = [part for leaf in leaves for part in leaf.reshape(*leaf.shape[:2], -1).unbind(-1)]
+    parts = [part for leaf in leaves(batch["action"]) for part in leaf.reshape(*leaf.shape[:2], -1).unbind(-1)]
     numbers = [part.view(*part.shape, *[1] * (mask.dim() - 2)).expand_as(mask) for part in parts]
     noise = element_noise(start.seed, batch["sample_log_prob"], batch["step"], *numbers)
     return random_fraction(noise, fraction, candidate, mask, start.all_sum)

@@ -6,7 +6,7 @@ value error has no factor one half (Stable-Baselines3's convention, so ``vf_coef
 bootstrap from their final observation, and the update can end at a KL limit.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -16,11 +16,10 @@ from groupwise.algorithms.base import BaseAlgorithm, LossOutput
 from groupwise.algorithms.losses import DIAGNOSTICS, policy_loss, value_loss
 from groupwise.config.algorithm import LinearRangeCfg, PPOCfg
 from groupwise.data.rollout import Nested, TensorDict, transition_view
-from groupwise.engines import Engine
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import DataError
 from groupwise.functional.advantages import gae
 from groupwise.functional.reduce import explained_variance, whiten, whiten_segments
-from groupwise.policies.base import Batch, Evaluation, Policy
+from groupwise.policies.base import Batch, Evaluation
 
 
 class PPO(BaseAlgorithm):
@@ -28,13 +27,6 @@ class PPO(BaseAlgorithm):
 
     metric_names: ClassVar = ("loss", "policy_loss", "value_loss", "entropy", *DIAGNOSTICS)
     cfg: PPOCfg
-
-    def __init__(
-        self, cfg: PPOCfg, policy: Policy, engine: Engine | None = None, *, seed: int = 0, **fast: Any
-    ) -> None:
-        super().__init__(cfg, policy, engine, seed=seed, **fast)
-        if policy.actor_only:
-            raise ConfigError("PPO needs a critic, and the policy is actor_only; fix: build it with actor_only=False")
 
     def compute_gae(
         self, rollout: TensorDict, gamma: float, gae_lambda: float

@@ -29,11 +29,11 @@ from groupwise.system import num_cpus, show
 
 log = logging.getLogger(__name__)
 
-_ALLOW = "start programs that the settings of a file or run folder name, such as generation.python"
-
 
 def _add_output(parser: Parser) -> None:
-    """Add ``-q`` and ``-v``, which set ``progress``."""
+    """Add ``-q`` and ``-v``, which set ``progress``, and ``--allow-programs``."""
+    programs = "start programs that the settings of a file or run folder name, such as generation.python"
+    parser.add_argument("--allow-programs", action="store_true", help=programs)
     output = parser.add_mutually_exclusive_group()
     for word, progress, text in (
         ("--quiet", "none", "print errors and the result only"),
@@ -77,7 +77,6 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
         raise ConfigError("--seeds has processes of its own; fix: leave --launcher out")
     parser.add_argument("--seeds")
     parser.add_argument("--profile", type=count, nargs="?", const=3)
-    parser.add_argument("--allow-programs", action="store_true")
     _add_output(parser)
     options, rest = parser.parse_known_args(words)
     cfg = parse_options(rest, parser, allow_programs=options.allow_programs).with_progress(options.progress)
@@ -120,7 +119,6 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
     if argv and (Path(argv[0]) / "population.json").is_file():
         parser.add_argument("population", type=Path, help="folder of the population")
         own = _add_fields(parser, LaunchCfg)
-        parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
         found = vars(parser.read(argv))
         _set_output(found["progress"])
         given = {name: value_of(own[name], [found[name]]) for name in own if found[name] is not None}
@@ -133,7 +131,6 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
 
     launch, words = parse_launch(parser, argv)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
     if launch is not None:
         options, more = parser.parse_known_args(words)
         if more:
@@ -374,7 +371,6 @@ def evolve_command(parser: Parser, argv: Sequence[str]) -> int:
     """
     parser.usage = "groupwise evolve ENV|FILE [options]"
     options = _add_fields(parser, EvolutionCfg) | _add_fields(parser, LaunchCfg)
-    parser.add_argument("--allow-programs", action="store_true", help=_ALLOW)
     _add_output(parser)
     found, rest = parser.parse_known_args(argv)
     _set_output(found.progress)

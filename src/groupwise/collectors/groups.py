@@ -110,9 +110,8 @@ class GroupTracker:
         """Count the step that every running row took; returns it with the episodes that ``horizon`` truncates."""
         self.steps += len(self._in_row)
         self.step += 1
-        return step if self._cfg.horizon is None else self._cut_long(step, self._cfg.horizon)
-
-    def _cut_long(self, step: EnvStep, horizon: int) -> EnvStep:
+        if (horizon := self._cfg.horizon) is None:
+            return step
         is_long = torch.zeros(len(self.running), dtype=torch.bool)
         for row, member in self._in_row.items():
             is_long[row] = self.step - member.start >= horizon
@@ -239,8 +238,8 @@ class GroupCollector(EnvCollector):
             )
         if self.collection.partial_groups == "truncate":
             raise EnvError(
-                "collection.partial_groups='truncate' needs TorchGroupCollector and a torch environment; fix: these, or "
-                "'complete'"
+                f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
+                "fix: env.vectorization='torch' (for CartPole-v1), or collection.partial_groups='complete'"
             )
         blocks = f"{env.env_id} starts blocks of {env.block_size} rows together"
         if env.block_size > 1 and env.block_size % members:

@@ -377,7 +377,11 @@ def register_choice(choice: C) -> C:
 
 
 def settings_of(
-    function: Callable[..., Any], name: str, family: type[Choice], check: Callable[..., None] | None, **attributes: Any
+    function: Callable[..., Any],
+    name: str,
+    family: type[Choice],
+    check: Callable[..., None] | None = None,
+    **attributes: Any,
 ) -> None:
     """Register settings that a function's signature describes: types, bounds and defaults of all but its first parameter.
 

@@ -313,10 +313,8 @@ class TextTaskCfg(Cfg):
                 raise ValueError(f"{name}_kwargs={kwargs!r} are for a registered {name}; fix: leave them out")
         if self.tool_answer.count("{}") != 1:
             raise ValueError(f"tool_answer={self.tool_answer!r}: expected {{}} once; fix: '<result>{{}}</result>'")
-        if self.system_prompt is not None and self.chat == "never":
-            raise ValueError("system_prompt is of a conversation, and chat='never' has none; fix: chat='auto'")
-        if self.chat_template_kwargs and self.chat == "never":
-            raise ValueError("chat_template_kwargs are of a conversation, and chat='never' has none; fix: chat='auto'")
+        for name in self.changed("system_prompt", "chat_template_kwargs") if self.chat == "never" else ():
+            raise ValueError(f"{name} is for a conversation, and chat='never' has none; fix: chat='auto'")
         for name in sorted({*_BY_ENCODER} & {*self.chat_template_kwargs}):
             raise ValueError(
                 f"chat_template_kwargs: {name}={self.chat_template_kwargs[name]!r:.80} follows from the prompt; fix: leave it out"

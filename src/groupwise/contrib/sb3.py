@@ -534,10 +534,6 @@ class ScoredActor(Policy):
         log_prob, entropy = self.actor.head.score(params, batch["action"])
         return Evaluation(log_prob, entropy, None, params)
 
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """Environment actions for one observation or a batch of them: numpy in, numpy out."""
-        return self.actor.predict(obs, deterministic=deterministic)[0]
-
     def kl(self, dist: Tensor, other: Tensor) -> Tensor:
         """Exact KL(dist || other) per element."""
         return self.actor.head.kl(dist, other)

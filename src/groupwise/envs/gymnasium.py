@@ -326,17 +326,12 @@ class Masked(gymnasium.Wrapper):
                     )
                 parts = info[KEY] if isinstance(info[KEY], tuple) else (info[KEY],)  # as MultiDiscrete.sample takes it
                 mask = np.concatenate([np.asarray(part).ravel() for part in parts]).astype(np.bool_).astype(np.int8)
-            if mask.size != self._size:
-                raise EnvError(
-                    f"info[{KEY!r}] of {self.env} has {mask.size} numbers, expected {self._size}, one for each option of "
-                    f"{self.env.action_space}"
-                )
             obs = {**(obs if self._is_dict else {"obs": obs}), KEY: mask}
         if not over:
             if (size := np.size(obs[KEY])) != self._size:
+                place = f"info[{KEY!r}]" if self._from_info else KEY
                 raise EnvError(
-                    f"{KEY} of {self.env} has {size} numbers, expected {self._size}, one for each option of {self.env.action_space}; "
-                    "fix: the observation"
+                    f"{place} of {self.env} has {size} numbers, expected {self._size}, one for each option of {self.env.action_space}"
                 )
             check(np.asarray(obs[KEY]), self.env.action_space, str(self.env), error=EnvError)
         return obs

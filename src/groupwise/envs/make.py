@@ -302,16 +302,16 @@ def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: to
             f"the callable with num_envs returned a {type(env).__name__}, expected a GroupEnv or gw.from_torch_sim; fix: a "
             "callable that returns one gymnasium.Env has no parameter num_envs"
         )
-    if env.num_envs != num_envs:
-        raise EnvError(f"{env.env_id} has {env.num_envs} rows, asked for {num_envs}; fix: as many as num_envs says")
-    _check_ready(env, cfg, None, device)
+    _check_ready(env, cfg, num_envs, device)
     return env
 
 
 def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torch.device | str) -> None:
     """Refuse settings that a ready environment does not follow."""
     if num_envs not in (None, env.num_envs):
-        raise EnvError(f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; fix: leave num_envs out")
+        raise EnvError(
+            f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; fix: as many as num_envs says, or leave it out"
+        )
     if cfg.max_episode_steps not in (None, env.max_episode_steps):
         raise EnvError(
             f"max_episode_steps is {cfg.max_episode_steps}, but that of {env.env_id} is {env.max_episode_steps}; fix: set "

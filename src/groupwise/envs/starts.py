@@ -59,10 +59,10 @@ class _ApartError(Exception):
     """Rows that should share a start differ; says where."""
 
 
-def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
+def verify_group_start(env: GroupEnv, *, seed: int = 0) -> GroupStartReport:
     """Check by trying that members share a start.
 
-    Rows with equal seeds must agree bit for bit at the start and for ``num_steps`` steps of equal random actions (over
+    Rows with equal seeds must agree bit for bit at the start and for 32 steps of equal random actions (over
     several episodes where they are short), among each other and in a second try after different episodes. Rows that
     differ only in their noise seed must agree at the start. Start or reset the environment afterwards.
 
@@ -70,19 +70,19 @@ def verify_group_start(env: GroupEnv, *, seed: int = 0, num_steps: int = NUM_STE
         GroupStartError: names the environment, the step and the key where they differ.
     """
     try:
-        return _examine(env, seed, num_steps)
+        return _examine(env, seed)
     except _ApartError as error:
         fix = _NATIVE_FIX if env.start_mode == "native" else FIX
         raise GroupStartError(f"members of {env.env_id} cannot share a start: {error}; fix: {fix}") from None
 
 
-def _examine(env: GroupEnv, seed: int = 0, num_steps: int = NUM_STEPS) -> GroupStartReport:
+def _examine(env: GroupEnv, seed: int = 0) -> GroupStartReport:
     """The report of ``verify_group_start``; the error only says where members differ."""
     compared, noise_varies = 0, False
     for number in range(_MAX_TRIES):
-        steps, varies = _examine_episode(env, derive_seed(seed, "episode", number) if number else seed, num_steps)
+        steps, varies = _examine_episode(env, derive_seed(seed, "episode", number) if number else seed, NUM_STEPS)
         compared, noise_varies = compared + steps, noise_varies or varies
-        if compared >= num_steps and number + 1 >= _MIN_EPISODES:
+        if compared >= NUM_STEPS and number + 1 >= _MIN_EPISODES:
             break
     start, noise, start_varies = _equal(env, seed, "start"), _equal(env, seed, "noise"), False
     first = _started(env, start, noise, [])

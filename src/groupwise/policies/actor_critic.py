@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,15 +27,12 @@ from groupwise.data.spaces import (
     space_kind,
 )
 from groupwise.data.spaces import check as check_masks
+from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError
 from groupwise.functional.advantages import return_to_go
 from groupwise.functional.reduce import AllSum, local
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
 from groupwise.policies.heads import make_head
-
-if TYPE_CHECKING:
-    from groupwise.engines import Engine
-
 
 # Networks: encoders of observations, and MLPs on top of them
 
@@ -492,7 +489,7 @@ class ActorCritic(Policy):
         return reward if self.reward_normalizer is None else self.reward_normalizer(reward)
 
     @torch.no_grad()
-    def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
+    def update_normalizers(self, rollout: TensorDict, engine: Engine) -> None:
         """Update the normalisers' statistics by the rollout's valid steps of all ranks.
 
         Statistics of observations that came with the weights stay: the weights were trained on them.

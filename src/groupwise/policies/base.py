@@ -7,16 +7,14 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.data.rollout import Nested, Spec, TensorDict
 from groupwise.data.spaces import is_batched, nested_action, obs_to_tensor
-
-if TYPE_CHECKING:
-    from groupwise.engines import Engine
+from groupwise.engines import Engine
 
 Batch = Mapping[str, Nested]
 """Keys of a rollout, all of one batch shape: [B] transitions, or [B, T] rows."""
@@ -163,14 +161,12 @@ class Policy(nn.Module, ABC):
         """Rewards in the scale that credit is computed in; the identity unless the policy normalises them."""
         return reward
 
-    def update_normalizers(self, rollout: TensorDict, engine: "Engine") -> None:
+    def update_normalizers(self, rollout: TensorDict, engine: Engine) -> None:
         """Update the normalisers' statistics by the rollout's valid steps. Called once, after the update."""
 
     def make_reference(self) -> "Policy":
         """A frozen policy that scores like this one does now."""
-        reference = self.clone()
-        reference.requires_grad_(False)
-        return reference.eval()
+        return copy.deepcopy(self).requires_grad_(False).eval()
 
     @torch.no_grad()
     def move_towards(self, policy: "Policy", share: float) -> None:
@@ -182,13 +178,9 @@ class Policy(nn.Module, ABC):
             else:
                 own.copy_(other)
 
-    def clone(self) -> "Policy":
-        """A deep copy that shares nothing."""
-        return copy.deepcopy(self)
-
     def without_critic(self) -> "Policy":
         """A copy that only acts, if it can be made."""
-        return self.clone()
+        return copy.deepcopy(self)
 
     def save_only(self, names: set[str]) -> None:
         """Leave all other tensors out of state dicts, and do not miss them when one is loaded."""

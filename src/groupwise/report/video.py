@@ -19,22 +19,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
+import gymnasium
 import numpy as np
 import torch
-from torch import Tensor
 
 from groupwise import system as files
 from groupwise.config.run import EnvCfg
-from groupwise.data.rollout import Nested
+from groupwise.data.rollout import Nested, leaves
 from groupwise.envs.base import GroupEnv, success_of_row
-from groupwise.envs.make import make_env
+from groupwise.envs.gymnasium import with_masks
+from groupwise.envs.make import make_env, makes_rows
+from groupwise.envs.names import import_package
 from groupwise.errors import EnvError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import MAX_FRAME_SIZE, MAX_WIDTH, Frames, kept_iterations, read_groups
 from groupwise.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from gymnasium import Env
     from PIL.Image import Image
 
 
@@ -98,7 +99,7 @@ class Reel:
         self.pngs = TemporaryFile() if path.suffix == ".mp4" else None  # noqa: SIM115  in place of ``frames``
         self.steps, self.stride, self.fps = 0, 1, float(MAX_FPS)
 
-    def add(self, env: "Env[Any, Any]", *, last: bool = False) -> None:
+    def add(self, env: gymnasium.Env[Any, Any], *, last: bool = False) -> None:
         """Draw the environment after a step, if this step is shown; the last one of an episode always is."""
         if not self.steps:
             self.fps = float(env.metadata.get("render_fps") or MAX_FPS)
@@ -166,14 +167,10 @@ def play_episodes(
             return [_play(policy, made, cfg, start, reel, deterministic, most) for start in starts]
 
 
-def rendering_env(cfg: EnvCfg, env: object | None, mode: str = "rgb_array", *, masks: bool = True) -> "Env[Any, Any]":
+def rendering_env(
+    cfg: EnvCfg, env: object | None, mode: str = "rgb_array", *, masks: bool = True
+) -> gymnasium.Env[Any, Any]:
     """One environment that renders to arrays, or ``human``: in a window; with its masks if asked. Arguments and errors as of ``film``."""
-    import gymnasium
-
-    from groupwise.envs.gymnasium import with_masks
-    from groupwise.envs.make import makes_rows
-    from groupwise.envs.names import import_package
-
     if makes_rows(env):
         raise NoPictureError(f"no video: {cfg.id} is a batched environment, which does not render")
     if env is None:
@@ -201,7 +198,13 @@ def rendering_env(cfg: EnvCfg, env: object | None, mode: str = "rgb_array", *, m
 
 
 def _play(
-    policy: Policy, env: "Env[Any, Any]", cfg: EnvCfg, seed: int, reel: Reel | None, deterministic: bool, max_steps: int
+    policy: Policy,
+    env: gymnasium.Env[Any, Any],
+    cfg: EnvCfg,
+    seed: int,
+    reel: Reel | None,
+    deterministic: bool,
+    max_steps: int,
 ) -> tuple[float, int, bool | None]:
     """Return, steps and success of an episode, which is added to the reel, or shown in the environment's window."""
     actions, player, earned, steps, over = deque[Any](), policy.player(), 0.0, 0, False
@@ -223,7 +226,7 @@ def _play(
     return earned, steps, success_of_row(info)
 
 
-def draw(env: "Env[Any, Any]", size: int = MAX_SIZE, colors: int | None = None) -> "Image":
+def draw(env: gymnasium.Env[Any, Any], size: int = MAX_SIZE, colors: int | None = None) -> "Image":
     """The frame that the environment renders, at most ``size`` pixels wide and high."""
     from PIL import Image
 
@@ -378,8 +381,7 @@ def _steps_of_frames(length: int, stride: int) -> list[int]:
 
 def _numbers(obs: Nested) -> np.ndarray:
     """The numbers of an observation as they are kept."""
-    leaves = [obs] if isinstance(obs, Tensor) else list(obs.values(True, True))
-    return torch.cat([leaf[0].float().reshape(-1) for leaf in leaves]).cpu().numpy()
+    return torch.cat([leaf[0].float().reshape(-1) for leaf in leaves(obs)]).cpu().numpy()
 
 
 def _widest_group(columns: _Columns) -> tuple[float, int, list[dict[str, list[Any]]]]:

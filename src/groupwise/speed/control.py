@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from groupwise.algorithms.base import BaseAlgorithm
 from groupwise.algorithms.grpo import GRPO
 from groupwise.algorithms.losses import finest_item
+from groupwise.algorithms.memory import Batch
 from groupwise.algorithms.ppo import PPO
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.data.rollout import Nested
 from groupwise.data.spaces import subspaces
 from groupwise.errors import ConfigError, SlowPathWarning
 from groupwise.policies.actor_critic import ActorCritic
@@ -162,8 +162,6 @@ OPTIONS: dict[str, Any] = {
 _TOLERANCE = 1e-3
 """Share of the gradient's norm: a compiled gradient that differs by more from the reference is not used."""
 
-Batch = dict[str, Nested]
-
 
 def compiled_gradient(algorithm: BaseAlgorithm) -> "CompiledBackward | None":
     """A compiled ``backward``, for ``BaseAlgorithm(gradient=compiled_gradient)``.
@@ -259,9 +257,9 @@ class CompiledBackward:
                             f"the compiled gradient differs from the reference, whose norm is {norm:.3g}"
                         )
         except Exception as error:  # the compiler raises errors of any type
-            self.failed, why = True, str(error).strip().split("\n")[0][:300]
+            self.failed = True
             warnings.warn(
-                f"updates are not compiled ({type(error).__name__}: {why}); fix: a C++ compiler on the PATH if there is none, else speed='off'",
+                f"updates are not compiled ({first_line(error)}); fix: a C++ compiler on the PATH if there is none, else speed='off'",
                 SlowPathWarning,
                 stacklevel=4,
             )
@@ -316,6 +314,11 @@ class _Loss(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self._loss_and_metrics(batch)
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
 
 
 def _resized(batch: Batch, rows: int) -> Batch:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from groupwise.algorithms.memory import ran_out_of_memory
 from groupwise.errors import SlowPathWarning
 from groupwise.policies.base import has_hooks
+from groupwise.speed.control import first_line
 from groupwise.speed.graphs import Replay
 from groupwise.text.generation import Decoder, Head, Past, Prompts, Step, holds_all
 from groupwise.text.policy import CausalLM
@@ -67,8 +68,7 @@ class FastDecoder(Decoder):
             if fast is not StaticStep or ran_out_of_memory(error):
                 raise
             self._fast = LlamaStep
-            why = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-            message = f"tokens are not decoded by a CUDA graph: {why}; speed='off' is silent"
+            message = f"tokens are not decoded by a CUDA graph: {first_line(error)}; speed='off' is silent"
             warnings.warn(message, SlowPathWarning, stacklevel=5)
             return
         off = float((ours - theirs).square().mean().sqrt())

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from groupwise.algorithms.base import BaseAlgorithm
+from groupwise.algorithms.memory import Batch
 from groupwise.collectors.torch import TorchCollector
 from groupwise.collectors.vector import RolloutWriter
 from groupwise.config.algorithm import AlgorithmCfg
-from groupwise.data.rollout import Nested
 from groupwise.errors import SlowPathWarning
-from groupwise.speed.control import FlatAdam, flat_adam, has_pure_loss
+from groupwise.speed.control import FlatAdam, first_line, flat_adam, has_pure_loss
 
 log = logging.getLogger(__name__)
 
@@ -159,15 +159,13 @@ class RolloutGraph:
             window = lambda: collector.window(self._writer, num_steps, *self._inputs)  # noqa: E731
             self._replay = Replay(window, collector.env.device, collector.generator)
         except Exception as error:  # CUDA raises errors of several types
-            self.failure = _first_line(error)
+            self.failure = first_line(error)
             return
         self.captures += 1
         log.debug("rollouts of %d steps are replayed as one CUDA graph", num_steps)
 
 
 # --- the gradient of a micro-batch ---
-
-Batch = dict[str, Nested]
 
 
 def gradient_graph(algorithm: BaseAlgorithm) -> "GradientGraph | None":
@@ -284,12 +282,8 @@ class AdamGraph(FlatAdam):
 
 def _warn(error: Exception) -> None:
     """Say why the method takes the place of a graph in updates."""
-    message = f"updates are not replayed as a CUDA graph: {_first_line(error)}; speed='off' is silent"
+    message = f"updates are not replayed as a CUDA graph: {first_line(error)}; speed='off' is silent"
     warnings.warn(message, SlowPathWarning, stacklevel=5)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
 
 
 def _constant(value: Any) -> Any:

@@ -277,10 +277,6 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine, *, re
             given = load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=pick_device(cfg.device))
     if not isinstance(given, CausalLM):
         raise ConfigError(f"a text task needs a CausalLM; got {type(given).__name__}, fix: gw.CausalLM(model, ...)")
-    if given.tokenizer is None:
-        raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
-    if given.actor_only and not actor_only:
-        raise ConfigError(f"{cfg.algorithm.name} needs a critic, the policy is actor_only; fix: actor_only=False")
     policy = given.to(pick_device(cfg.device))
     if cfg.model.init_from is not None and not restored:
         log.info("%s", initialize(policy, cfg.model.init_from))

@@ -142,18 +142,14 @@ class TextEvaluator:
         ends = {member.episode.ending for member in completions if member.episode is not None}
         if won is None and evaluation.metric == "success_rate" and not ends & {"terminated", "truncated"}:
             won = [False] * len(whole)  # all were cut, so the environment could not say
-        told: dict[str, Any] = {"successes": won and tuple(won), "tasks": tuple(map(environment_of, whole))}
+        names = tuple(str(one.prompt.example.columns.get("environment", "")) for one in whole)
+        told: dict[str, Any] = {"successes": won and tuple(won), "tasks": names}
         return TextEvaluation(tuple(map(fmean, rewards)), lengths, rewards, threshold, **told)
 
     def close(self) -> None:
         """End the processes of the reward functions, and close the environments."""
         self._rewards.close()
         self._dialogue.close()
-
-
-def environment_of(member: Transcript) -> str:
-    """The name that the row has in its column ``environment``; empty without one."""
-    return str(member.prompt.example.columns.get("environment", ""))
 
 
 # Completions of the user's own prompts
@@ -187,8 +183,6 @@ def write_texts(
         ConfigError: the policy has no tokenizer.
         DataError: a prompt is too long.
     """
-    if policy.tokenizer is None:
-        raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
     task = task or TextTaskCfg()
     encoder = PromptEncoder(policy.tokenizer, task.model_copy(update={"on_long_prompt": "error"}))
     room = policy.max_prompt_length(sampling.max_new_tokens)

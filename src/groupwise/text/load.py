@@ -134,8 +134,7 @@ def find_model(path: str) -> str:
             names = {file.rfilename for file in HfApi().model_info(path, timeout=_HUB_SECONDS).siblings or ()}
         settings = None if ADAPTER_CONFIG in names else Path(hf_hub_download(path, "config.json"))
     except Exception as error:  # of whichever library asks: offline, unknown, not allowed
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"no folder {path!r}, nor such a model on the hub ({why[0]}); {wanted}") from None
+        raise ConfigError(f"no folder {path!r}, nor such a model on the hub ({in_short(error)}); {wanted}") from None
     if settings is None:  # transformers would load the base that they name, unchecked
         raise ConfigError(
             f"{path!r} on the hub has adapters; fix: hf download {path} --local-dir FOLDER, and that folder"

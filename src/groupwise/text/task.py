@@ -275,6 +275,8 @@ class PromptEncoder:
     """The tokens of prompts, as the task and the tokenizer's chat template have them."""
 
     def __init__(self, tokenizer: Any, cfg: TextTaskCfg) -> None:
+        if tokenizer is None:
+            raise ConfigError("the policy has no tokenizer; fix: CausalLM(model, tokenizer=...)")
         self.tokenizer = tokenizer
         self.cfg = cfg
         self.conversational: bool = cfg.chat == "auto" and tokenizer.chat_template is not None

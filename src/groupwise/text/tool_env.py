@@ -371,7 +371,15 @@ def make_text_env(
     family, colon, game = cfg.env.partition(":")
     registry, kwargs = TEXT_ENVS, cfg.env_kwargs
     if colon and family in TEXT_GAMES:
-        registry, kwargs = {cfg.env: _game(family)}, cfg.env_kwargs | {"game": game}
+        from groupwise.text.games import gem, skyrl, textarena, textworld
+
+        games = {
+            "gem": gem.Gem,
+            "skyrl": skyrl.SkyRL,
+            "textarena": textarena.TextArena,
+            "textworld": textworld.TextWorld,
+        }
+        registry, kwargs = {cfg.env: games[family]}, cfg.env_kwargs | {"game": game}
     return partial(whole, partial(make_registered, "text env", registry, cfg.env, kwargs))
 
 
@@ -379,17 +387,3 @@ def _registered_tool(name: str) -> Any:
     if name not in TOOLS:
         raise UnknownNameError("tool", name, TOOLS)
     return TOOLS[name]() if inspect.isclass(TOOLS[name]) else TOOLS[name]
-
-
-def _game(family: str) -> type[TextEnv]:
-    """The adapter of a family of public games."""
-    from groupwise.text.games import gem, skyrl, textarena, textworld
-
-    match family:
-        case "textarena":
-            return textarena.TextArena
-        case "gem":
-            return gem.Gem
-        case "textworld":
-            return textworld.TextWorld
-    return skyrl.SkyRL

@@ -534,8 +534,6 @@ def build_components(
     evaluates = cfg.evaluation.interval is not None or cfg.stop.threshold is not None
     if evaluates and separate_env(cfg.env, given.env) is None:
         raise no_second_env(given.env)
-    if given.policy is not None and given.policy.actor_only and not algorithm_type.actor_only:
-        raise ConfigError(f"{cfg.algorithm.name} needs a critic, the policy is actor_only; fix: actor_only=False")
     if algorithm_type.grouped and cfg.algorithm.groups.size == 1:
         raise ConfigError(
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
@@ -607,17 +605,12 @@ def _components(
             collector = TorchVectorCollector(env, policy, graph=graph, **shared)
         else:
             collector = VectorCollector(env, policy, **shared)
-    elif collection.partial_groups == "complete":
-        collector = GroupCollector(env, policy, greedy_members=groups.greedy_members, **in_groups, **shared)
-    elif groups.greedy_members:
+    elif collection.partial_groups == "truncate" and groups.greedy_members:
         raise ConfigError("credit.baseline='greedy' needs whole groups; fix: collection.partial_groups='complete'")
-    elif isinstance(env, TorchGroupEnv):
+    elif collection.partial_groups == "truncate" and isinstance(env, TorchGroupEnv):
         collector = TorchGroupCollector(env, policy, graph=graph, **in_groups, **shared)
     else:
-        raise ConfigError(
-            f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
-            "fix: env.vectorization='torch' (for CartPole-v1), or collection.partial_groups='complete'"
-        )
+        collector = GroupCollector(env, policy, greedy_members=groups.greedy_members, **in_groups, **shared)
     buffer = RolloutBuffer(
         env.num_envs,
         cfg.algorithm.num_steps,

@@ -11,10 +11,11 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from torch import Tensor
@@ -36,13 +37,7 @@ from groupwise.training.checkpoint import (
     write_checkpoint,
 )
 from groupwise.training.evaluation import EvaluationResult
-from groupwise.training.trainer import Callback
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from groupwise.training.trainer import Trainer
-
+from groupwise.training.trainer import Callback, Trainer
 
 # Checkpoints and metrics; a full or read-only disk does not end training
 
@@ -92,12 +87,12 @@ class SaveCheckpoints(Callback):
         self._writing: tuple[Future[None], int, int] | None = None
         """The checkpoint that is being written, with its iteration and environment steps."""
 
-    def on_training_start(self, trainer: "Trainer") -> None:
+    def on_training_start(self, trainer: Trainer) -> None:
         """Start from the checkpoint of a resumed run."""
         self.saved_at = trainer.iteration
         self._thread.submit(int)  # the thread starts now: when memory is short, it could not
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Save when it is time."""
         start = time.perf_counter()
         if self._writing is not None and self._writing[0].done():
@@ -106,14 +101,14 @@ class SaveCheckpoints(Callback):
             self._begin(trainer)
         self.seconds += time.perf_counter() - start
 
-    def on_training_end(self, trainer: "Trainer") -> None:
+    def on_training_end(self, trainer: Trainer) -> None:
         """Save, unless the last complete iteration is saved."""
         self._finish(trainer)
         if any(trainer.engine.gather_objects(self.folder is not None and trainer.iteration != self.saved_at)):
             self._begin(trainer)
             self._finish(trainer)
 
-    def on_interrupt(self, trainer: "Trainer") -> None:
+    def on_interrupt(self, trainer: Trainer) -> None:
         """Save after an error: this rank alone, or not at all if the state is spread over ranks."""
         if trainer.doing == "stopping":
             self.on_training_end(trainer)
@@ -146,7 +141,7 @@ class SaveCheckpoints(Callback):
         self._wait()
         self._thread.shutdown()
 
-    def _begin(self, trainer: "Trainer") -> None:
+    def _begin(self, trainer: Trainer) -> None:
         if self.folder is None:
             trainer.algorithm.state_dict()
             return
@@ -159,7 +154,7 @@ class SaveCheckpoints(Callback):
         if is_first:  # later iterations show that there was one: a run that lost it does not begin again
             self._finish(trainer)
 
-    def _finish(self, trainer: "Trainer") -> None:
+    def _finish(self, trainer: Trainer) -> None:
         if self._wait() and self.folder is not None:
             for callback in trainer.callbacks:
                 callback.on_checkpoint(trainer, self.folder)
@@ -196,21 +191,21 @@ class MetricsLog(Callback):
         self.waiting: list[str] = []
         """Lines that the disk refused."""
 
-    def on_training_start(self, trainer: "Trainer") -> None:
+    def on_training_start(self, trainer: Trainer) -> None:
         """Continue after the iterations of a resumed run."""
         self._logged = trainer.iteration
         missing = trainer.iteration - len(RunFolder(self.path.parent).read_metrics())
         if missing > 0:
             log.warning("%s lacks %d of %d iterations: it was cut or changed", self.path, missing, trainer.iteration)
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write a line."""
         if self.saves is not None:
             metrics[SAVE_SECONDS] = metrics.get(SAVE_SECONDS, 0.0) + self.saves.seconds
             self.saves.seconds = 0.0
         self.on_training_end(trainer)
 
-    def on_training_end(self, trainer: "Trainer") -> None:
+    def on_training_end(self, trainer: Trainer) -> None:
         """Write the last complete iteration, unless it is written, and all waiting lines."""
         if trainer.iteration != self._logged:
             self._logged = trainer.iteration
@@ -218,7 +213,12 @@ class MetricsLog(Callback):
             floats = {k: v if type(v) is float else _to_float(k, v) for k, v in trainer.metrics.items()}
             entry = position | {name: number for name, number in floats.items() if math.isfinite(number)} | position
             line = f"{json.dumps(entry)}\n"
-            self.waiting.append(line if len(line) <= MAX_LINE else _too_long(entry))
+            if len(line) > MAX_LINE:
+                raise RunFolderError(
+                    f"{len(entry):,} metrics of iteration {trainer.iteration} ({', '.join(entry):.100} ...) are a line of more than "
+                    f"{MAX_LINE:,} bytes, which cannot be read again; fix: fewer metrics, or shorter names"
+                )
+            self.waiting.append(line)
         elif not self.waiting:
             return
         try:
@@ -243,14 +243,7 @@ def _to_float(name: str, value: Any) -> float:
         ) from error
 
 
-def _too_long(entry: Mapping[str, Any]) -> NoReturn:
-    raise RunFolderError(
-        f"{len(entry):,} metrics of iteration {entry['iteration']} ({', '.join(entry):.100} ...) are a line of more than "
-        f"{MAX_LINE:,} bytes, which cannot be read again; fix: fewer metrics, or shorter names"
-    )
-
-
-def check_weights(trainer: "Trainer") -> None:
+def check_weights(trainer: Trainer) -> None:
     """Raise a ``DivergedError`` before parameters that are not finite are saved."""
     if (name := nonfinite_parameter(trainer.algorithm.policy)) is not None:
         raise DivergedError.because(f"{name} is not finite after iteration {trainer.iteration}")
@@ -276,7 +269,7 @@ class KeepGroups(Callback):
         self.num_groups = num_groups
         self._buffers: dict[str, Tensor] = {}
 
-    def on_training_start(self, trainer: "Trainer") -> None:
+    def on_training_start(self, trainer: Trainer) -> None:
         """Remove groups that a resumed run writes again."""
         import pyarrow.parquet  # noqa: F401  # takes 0.1 s and memory, better here than in the midst of training
 
@@ -284,24 +277,21 @@ class KeepGroups(Callback):
             if iteration > trainer.iteration:
                 files.remove(path)
 
-    def on_rollout_end(self, trainer: "Trainer", rollout: TensorDict) -> None:
+    def on_rollout_end(self, trainer: Trainer, rollout: TensorDict) -> None:
         """Keep the statistics of normalisers, which the update changes at its end."""
         self._buffers = {name: buffer.clone() for name, buffer in trainer.algorithm.policy.named_buffers()}
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write groups when it is time, unless all were dropped."""
         if (trainer.iteration == 1 or trainer.passed(self.interval) or trainer.is_done()) and rollout["valid"].any():
-            self._write(trainer, rollout, metrics)
-
-    def _write(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        start = time.perf_counter()
-        columns = kept_steps(transition_view(rollout), self.num_groups, trainer, self._buffers)
-        write_groups(self.folder, trainer.iteration, columns)
-        metrics[SAVE_SECONDS] = time.perf_counter() - start
+            start = time.perf_counter()
+            columns = kept_steps(transition_view(rollout), self.num_groups, trainer, self._buffers)
+            write_groups(self.folder, trainer.iteration, columns)
+            metrics[SAVE_SECONDS] = time.perf_counter() - start
 
 
 def kept_steps(
-    batch: TensorDict, num_groups: int, trainer: "Trainer", buffers: Mapping[str, Tensor]
+    batch: TensorDict, num_groups: int, trainer: Trainer, buffers: Mapping[str, Tensor]
 ) -> dict[str, Values]:
     """The columns of kept groups: steps of some groups of ``batch`` ``[N, T]``, ordered by group, member and time.
 
@@ -417,21 +407,17 @@ class CheckSamplerMismatch(Callback):
         self.fix = fix
         self._warned = False
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Check the KL of this iteration's first minibatch."""
         self.check(metrics, trainer.iteration)
 
     def check(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Warn, or raise a ``SamplerMismatchError``."""
         found = metrics.get("rollout/sampler_kl", 0.0)
-        if found > min(self.cfg.warn, self.cfg.stop or self.cfg.warn):
-            self._tell(found, iteration)
-
-    def _tell(self, found: float, iteration: int) -> None:
         differ = f"sampler and trainer differ: KL {found:.3g} nats in iteration {iteration}, more than"
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(f"{differ} {self.cfg.stop:g}; fix: {self.fix}")
-        if not self._warned:
+        if found > self.cfg.warn and not self._warned:
             self._warned = True
             log.warning("%s %g; fix: %s", differ, self.cfg.warn, self.fix)
 
@@ -464,13 +450,10 @@ class Evaluate(Callback):
         self.metric = metric
         self.best_score: float | None = None
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """Evaluate when it is time."""
-        if trainer.passed(self.interval) or trainer.is_done():
-            self._evaluate(trainer, metrics)
-
-    def _evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
-        """Add ``eval/*`` to the metrics, and save the policy if it is the best one so far."""
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+        """When it is time, add ``eval/*`` to the metrics, and save the policy if it is the best one so far."""
+        if not (trainer.passed(self.interval) or trainer.is_done()):
+            return
         start = time.perf_counter()
         result = self.evaluate()
         metrics |= result.metrics() | {"time/evaluate_seconds": time.perf_counter() - start}
@@ -511,13 +494,13 @@ class StopEarly(Callback):
         self._reached = ""
         """How the threshold was reached: such a run is finished."""
 
-    def on_training_start(self, trainer: "Trainer") -> None:
+    def on_training_start(self, trainer: Trainer) -> None:
         """Start the clock. A run that had reached the threshold stays as it is."""
         self._start = time.perf_counter()
         if self._reached:
             trainer.stop(self._reached)
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Stop if time is over; else the metrics say how much is left."""
         limit = self.cfg.time_limit
         if limit is None:
@@ -527,7 +510,7 @@ class StopEarly(Callback):
         if left <= 0:
             trainer.stop(f"time: the limit of {limit:g} s is over")
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+    def on_evaluation_end(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
         """Stop if the score is reached, in float32: a sum of 1s with weights is not always their sum."""
         threshold = self.cfg.threshold
         if threshold is not None and np.float32(score := evaluation.score(self.metric)) >= np.float32(threshold):
@@ -558,7 +541,7 @@ class Videos(Callback):
         self.evaluations = 0
         self._renders = True
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+    def on_evaluation_end(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
         """Film when it is time."""
         self.evaluations += 1
         if self.evaluations % self.interval or not self._renders:
@@ -600,11 +583,9 @@ class Progress(Callback):
         mode: Literal["auto", "bar", "lines", "iterations"],
         interval: float = 5.0,
         title: str = "",
-        console: "Console | None" = None,
+        console: Console | None = None,
         words: tuple[str, str] = ("return", "steps"),
     ) -> None:
-        from rich.console import Console
-
         stderr: Any = SafeStream(sys.stderr)
         self.console = console or Console(file=stderr)
         self.interval = 0.0 if mode == "iterations" else interval
@@ -617,7 +598,7 @@ class Progress(Callback):
         self._shown = 0.0
         self._evaluation: EvaluationResult | None = None
 
-    def on_training_start(self, trainer: "Trainer") -> None:
+    def on_training_start(self, trainer: Trainer) -> None:
         """Print the title, and show the bar."""
         self._shown = time.perf_counter()
         if self.title:
@@ -626,16 +607,14 @@ class Progress(Callback):
             self.bar.add_task("", total=trainer.budget.total, completed=trainer.done)  # type: ignore[arg-type]
             self.bar.start()
 
-    def on_evaluation_end(self, trainer: "Trainer", evaluation: EvaluationResult) -> None:
+    def on_evaluation_end(self, trainer: Trainer, evaluation: EvaluationResult) -> None:
         """Keep the score for the next line."""
         self._evaluation = evaluation
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Update the bar, or print a line when it is time."""
-        if self.bar is not None or trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
-            self._show(trainer, metrics)
-
-    def _show(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
+        if self.bar is None and not trainer.is_done() and time.perf_counter() - self._shown < self.interval:
+            return
         self._shown = time.perf_counter()
         done, total = min(trainer.done, trainer.budget.total), trainer.budget.total
         if self.bar is not None:

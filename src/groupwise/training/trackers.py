@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from queue import Full, Queue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -14,11 +14,7 @@ from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, require_count, require_extra
 from groupwise.report.folder import RunFolder
 from groupwise.system import printable, show
-from groupwise.training.trainer import Callback
-
-if TYPE_CHECKING:
-    from groupwise.training.trainer import Trainer
-
+from groupwise.training.trainer import Callback, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +49,16 @@ class Report(Callback):
         self._waiting: Queue[tuple[dict[str, float], int] | None] = Queue(_MAX_WAITING)
         self._thread: Thread | None = None
 
-    def on_training_start(self, trainer: "Trainer") -> None:
+    def on_training_start(self, trainer: Trainer) -> None:
         """Begin."""
         self._thread = Thread(target=self._work, args=(trainer.env_steps,), name=f"groupwise {self.name}", daemon=True)
         self._thread.start()
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Leave the metrics to the tracker's thread."""
         self._put((dict(metrics), trainer.env_steps))
 
-    def on_interrupt(self, trainer: "Trainer") -> None:
+    def on_interrupt(self, trainer: Trainer) -> None:
         """Wait less: the user interrupts."""
         self._seconds = _SECONDS_AFTER_INTERRUPT
 
@@ -199,7 +195,7 @@ class Profiler(Callback):
         self._profile: torch.profiler.profile | None = None
         self._suffix = ""
 
-    def on_training_start(self, trainer: "Trainer") -> None:
+    def on_training_start(self, trainer: Trainer) -> None:
         """Begin: the first iteration is the warm-up."""
         if trainer.run_dir is None:
             raise ConfigError("Profiler writes into the run folder; fix: Trainer(..., run_dir=...)")
@@ -209,7 +205,7 @@ class Profiler(Callback):
         self._profile = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)
         self._profile.start()
 
-    def on_iteration_end(self, trainer: "Trainer", rollout: TensorDict, metrics: dict[str, float]) -> None:
+    def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Go on to the next iteration; after the last one to record, write."""
         if self._profile is not None:
             self._profile.step()

@@ -1,7 +1,9 @@
+import math
 import pickle
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ from gymnasium.wrappers import (
     TimeLimit,
 )
 
-from groupwise.envs.snapshots import SnapshotAdapter, adapter_for, reseed_noise
+from groupwise.envs.snapshots import SnapshotAdapter, adapter_for, reseed_noise, shared_objects
 from groupwise.errors import EnvError
 
 gymnasium.register_envs(ale_py)
@@ -182,6 +184,33 @@ def test_generators_of_the_environments_own_are_noise_too(generator) -> None:
     assert [env.rng.random() for _ in range(3)] == [twin.rng.random() for _ in range(3)]
 
 
+def test_noise_of_another_object_and_of_a_space_follows_from_the_seed() -> None:
+    class Sampling(gymnasium.Env):
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.wind = types.SimpleNamespace(rng=np.random.default_rng(seed))
+            self.gusts = gymnasium.spaces.Discrete(1_000)
+            self.gusts.seed(seed)
+            self.unused = gymnasium.spaces.Discrete(2)
+            return 0, {}
+
+        def draws(self):
+            return self.wind.rng.random(), self.gusts.sample()
+
+    env, twin = Sampling(), Sampling()
+    for one in (env, twin):
+        one.reset(seed=7)
+    first = env.draws()
+    assert twin.draws() == first
+    reseed_noise(env, 1)
+    reseed_noise(twin, 2)
+    assert all(here != there for here, there in zip(env.draws(), twin.draws(), strict=True))
+    reseed_noise(env, 1)
+    reseed_noise(twin, 1)
+    assert env.draws() == twin.draws()
+    assert env.unused._np_random is None  # one that was never used costs nothing
+
+
 def test_a_part_that_refers_to_np_random_has_its_noise_too() -> None:
     class Windy(gymnasium.Env):
         def reset(self, *, seed=None, options=None):
@@ -278,6 +307,53 @@ def test_attributes_come_back_as_they_were_and_refer_to_their_own_environment() 
     other.seen.append("elsewhere")
     SnapshotAdapter().restore(env, snapshot)
     assert env.seen == ["start"]
+
+
+class Phases(gymnasium.Wrapper):
+    """Changes its rule and its kind in an episode."""
+
+    def first(self, reward: float) -> float:
+        return reward
+
+    def second(self, reward: float) -> float:
+        return -reward
+
+    def reset(self, **options: Any) -> Any:
+        self.rule, self.kind, self.local, self.scale = self.first, int, lambda: self, math.floor
+        return self.env.reset(**options)
+
+
+def test_a_method_that_changes_in_an_episode_is_state_and_one_of_the_restored_environment() -> None:
+    env, other = Phases(gymnasium.make("CartPole-v1")), Phases(gymnasium.make("CartPole-v1"))
+    for target in (env, other):
+        target.reset(seed=0)
+    snapshot = SnapshotAdapter().capture(env)
+    for target in (env, other):
+        target.rule, target.kind = target.second, float
+        SnapshotAdapter().restore(target, snapshot)
+        assert target.rule == target.first
+        assert target.kind is int
+        assert target.local() is target  # a function without a name of its own stays
+        assert target.scale is math.floor
+
+
+def test_what_environments_share_is_the_state_of_none() -> None:
+    course, constant, generator = {"level": 0}, np.zeros(3), np.random.default_rng(0)
+    given = {"course": course, "parts": [constant], "rng": generator, "name": "same", "size": 1_000}
+    envs = [gymnasium.make("CartPole-v1") for _ in range(2)]
+    for env in envs:
+        vars(env.unwrapped).update(given | {"parts": [constant], "own": []})
+        env.reset(seed=0)
+    adapter = SnapshotAdapter()
+    adapter.shared = shared_objects(envs)
+    assert {id(course), id(constant)} <= set(adapter.shared)
+    assert not {id(generator), id(given["name"])} & set(adapter.shared)
+    snapshot = adapter.capture(envs[0])
+    course["level"] = 3
+    adapter.restore(envs[1], snapshot)
+    assert envs[1].unwrapped.course is course
+    assert envs[1].unwrapped.parts[0] is constant
+    assert envs[1].unwrapped.parts is not envs[0].unwrapped.parts
 
 
 def test_a_viewer_stays_where_it_is() -> None:

@@ -1,5 +1,7 @@
 """Episodes that run when a checkpoint is saved go on bit for bit after a resume."""
 
+from enum import IntEnum
+
 import gymnasium
 import numpy as np
 import pytest
@@ -184,6 +186,97 @@ def test_an_array_of_two_attributes_is_one_again_and_a_part_of_one_begins_anew(t
         first.save(tmp_path / "other")
         other.load(tmp_path / "other")
         assert (other.collect(1)[0]["step"][:, 0] == 0).all()
+
+
+class Act(IntEnum):
+    LEFT, RIGHT = 0, 1
+
+
+class Turns(Walk):
+    """Its rule changes after 5 steps."""
+
+    def reset(self, **options):
+        self.rule = self.minus
+        return super().reset(**options)
+
+    def minus(self, reward):
+        return -reward
+
+    def plus(self, reward):
+        return reward
+
+    def step(self, action):
+        if self.count == 5:
+            self.rule = self.plus
+        obs, reward, *ends = super().step(action)
+        return obs, self.rule(reward), *ends
+
+
+class Remembers(Walk):
+    """Keeps its last action in an attribute that a reset leaves empty."""
+
+    last = None
+
+    def step(self, action):
+        self.last = Act(int(action))
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Walk(np.datetime64("2026-01-01")),
+        lambda: Walk(np.longdouble(1)),
+        lambda: Walk(np.zeros(2, np.complex64)),
+        lambda: Walk(np.zeros(2, ">f8")),
+        lambda: Walk(np.zeros(300_000)),  # tables and long lists of numbers would make checkpoints slow
+        lambda: Walk(list(np.zeros(20_000))),
+        Turns,
+        Remembers,
+    ],
+)
+def test_what_a_checkpoint_cannot_take_begins_anew(make, tmp_path, caplog):
+    first, other = (Run(EnvCfg(num_envs=3), make) for _ in range(2))
+    first.collect(1)
+    first.save(tmp_path / "latest")
+    other.load(tmp_path / "latest")
+    assert (other.collect(1)[0]["step"][:, 0] == 0).all()
+    told = [message for message in caplog.messages if message.startswith("the episodes that ran at the checkpoint end")]
+    assert len(told) == (make in (Turns, Remembers))
+
+
+def test_a_method_that_did_not_change_goes_on(tmp_path):
+    class Early(Turns):
+        def step(self, action):
+            self.place += 0.0 if self.rule == self.minus else 100.0
+            return Walk.step(self, action)
+
+    whole, second = (Run(EnvCfg(num_envs=3), Early) for _ in range(2))
+    whole.collect(1)
+    whole.save(tmp_path / "latest")
+    second.load(tmp_path / "latest")
+    assert all((a == b).all() for a, b in zip(whole.collect(2), second.collect(2), strict=True))
+
+
+def test_what_environments_share_is_not_saved_and_stays_shared(tmp_path):
+    class Course(Walk):
+        def step(self, action):
+            obs, _, *ends = super().step(action)
+            return obs, self.thing["level"], *ends
+
+    def run():
+        course = {"level": 0.0, "table": np.zeros(10**6)}  # which would be too large for each row
+        return Run(EnvCfg(num_envs=3), lambda: Course(course)), course
+
+    (first, course), (second, again) = run(), run()
+    course["level"] = 1.0
+    first.collect(1)
+    first.save(tmp_path / "latest")
+    second.load(tmp_path / "latest")
+    again["level"] = 2.0
+    found = second.collect(1)[0]
+    assert (found["step"][:, 0] == STEPS).all()
+    assert (found["reward"][:, :-1] == 2.0).all()
 
 
 class Columns(Aliases):

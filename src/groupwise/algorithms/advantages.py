@@ -148,13 +148,7 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
     advantage = torch.zeros_like(credit.reward)
     baseline, states = credit.cfg.baseline, credit.states
     if baseline.states and not (isinstance(states, Tensor) and states.dim() == 3):
-        got = "no observations" if states is None else "several tensors"
-        if isinstance(states, Tensor):
-            got = f"{states.dtype} of shape {list(states.shape)}"
-        raise DataError(
-            f"credit.baseline={baseline.name!r} needs vectors of numbers [N, T, D] as observations, got {got}; fix: "
-            "policy.critic_keys without images, or baseline='mean' with group_key='group_step'"
-        )
+        raise no_vectors(baseline.name, states)
     function = partial(BASELINES[baseline.name], **baseline.parameters()) if baseline.whole else group_advantage
     for weight, reward in weighted_rewards(credit):
         found: object = function(credit._replace(reward=reward))
@@ -162,6 +156,17 @@ def composed(credit: CreditInput) -> Float[Tensor, "row step"]:
             raise _wrong_shape(f"baseline {baseline.name!r}", found, advantage, _FOR_EACH_STEP)
         advantage = advantage + weight * found
     return advantage if credit.cfg.normalize == "none" else normalized(credit, advantage)
+
+
+def no_vectors(baseline: str, states: Nested | None) -> DataError:
+    """The error of a baseline that needs states as vectors of numbers."""
+    got = "no observations" if states is None else "several tensors"
+    if isinstance(states, Tensor):
+        got = f"{states.dtype} of shape {list(states.shape)}"
+    return DataError(
+        f"credit.baseline={baseline!r} needs vectors of numbers [N, T, D] as observations, got {got}; fix: "
+        "policy.critic_keys without images, or baseline='mean' with group_key='group_step'"
+    )
 
 
 def normalized(credit: CreditInput, advantage: Float[Tensor, "row step"]) -> Float[Tensor, "row step"]:
@@ -186,8 +191,10 @@ def weighted_rewards(credit: CreditInput) -> list[tuple[float, Tensor]]:
     Raises:
         DataError: parts are compared, and there are none, or not as many as weights.
     """
-    if not isinstance(cfg := credit.cfg.reward, PartsCfg):
-        return [(1.0, credit.reward)]
+    return _parts(credit, credit.cfg.reward) if isinstance(credit.cfg.reward, PartsCfg) else [(1.0, credit.reward)]
+
+
+def _parts(credit: CreditInput, cfg: PartsCfg) -> list[tuple[float, Tensor]]:
     found = credit.batch.get("reward_parts", None) if credit.parts is None else credit.parts
     if found is None:
         raise DataError("credit.reward='parts', but the rollout has no 'reward_parts'; fix: credit.reward.names")

@@ -309,11 +309,16 @@ class BaseAlgorithm(ABC):
         elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
         elements["weight"] = elements["share"]
         if aggregation.name != "token_mean":
-            length = aggregation.max_length if isinstance(aggregation, FixedLengthCfg) else None
-            weights = partial(loss_weights, aggregation=cast(Aggregation, aggregation.name), max_length=length)
-            steps = zip(torch.split(mask, sizes), torch.split(episode, sizes), strict=True)
-            elements["weight"] = torch.cat([weights(m, e, num_episodes, all_sum=all_sum) for m, e in steps])
+            elements["weight"] = self._aggregated(mask, episode, sizes, num_episodes)
         return elements
+
+    def _aggregated(self, mask: Tensor, episode: Tensor, sizes: list[int], num_episodes: int) -> Tensor:
+        """``loss_weights`` of each optimiser step's elements."""
+        aggregation = self.cfg.objective.aggregation
+        length = aggregation.max_length if isinstance(aggregation, FixedLengthCfg) else None
+        name, all_sum = cast(Aggregation, aggregation.name), self.engine.sum
+        steps = zip(torch.split(mask, sizes), torch.split(episode, sizes), strict=True)
+        return torch.cat([loss_weights(m, e, num_episodes, name, max_length=length, all_sum=all_sum) for m, e in steps])
 
     def _num_minibatches(self, num_steps: int) -> int:
         """Optimiser steps in an epoch over ``num_steps`` of this rank; 0 where no step counts on any rank."""

@@ -84,11 +84,7 @@ class GRPO(BaseAlgorithm):
 
         inputs = self.policy_inputs(batch)
         if self.reference is not None:
-            scores = self.score(self.reference, inputs)
-            inputs["ref_log_prob"] = scores.log_prob
-            if cfg.kl_estimator == "exact":
-                assert scores.dist is not None
-                inputs["ref_dist"] = scores.dist
+            inputs |= self._reference_scores(self.reference, inputs)
         evaluation = self.score(self.learner, inputs) if self._kl_in_credit or cfg.top_entropy_quantile < 1 else None
 
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
@@ -120,6 +116,14 @@ class GRPO(BaseAlgorithm):
         if self.reference is not None and (sync := cfg.sync_ref_model) and self.iteration % sync.steps == 0:
             self.reference.move_towards(self.learner, sync.mixup_alpha)
         return metrics
+
+    def _reference_scores(self, reference: Policy, inputs: dict[str, Nested]) -> dict[str, Nested]:
+        """Log-probabilities of the reference, and its distributions where the KL is exact."""
+        scores = self.score(reference, inputs)
+        if self.cfg.kl_estimator != "exact":
+            return {"ref_log_prob": scores.log_prob}
+        assert scores.dist is not None
+        return {"ref_log_prob": scores.log_prob, "ref_dist": scores.dist}
 
     def _with_kl(
         self, credit: CreditInput, inputs: dict[str, Nested], evaluation: Evaluation | None

@@ -110,8 +110,9 @@ class GroupTracker:
         """Count the step that every running row took; returns it with the episodes that ``horizon`` truncates."""
         self.steps += len(self._in_row)
         self.step += 1
-        if (horizon := self._cfg.horizon) is None:
-            return step
+        return step if self._cfg.horizon is None else self._cut_long(step, self._cfg.horizon)
+
+    def _cut_long(self, step: EnvStep, horizon: int) -> EnvStep:
         is_long = torch.zeros(len(self.running), dtype=torch.bool)
         for row, member in self._in_row.items():
             is_long[row] = self.step - member.start >= horizon

@@ -1,6 +1,7 @@
 """Interface of collectors, the writer of rollouts, and fixed windows of experience for PPO."""
 
 import json
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -19,6 +20,8 @@ from groupwise.envs.base import EnvStep, Mask, VectorEnv, successes_by_task
 from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.base import Action, Policy, with_state
 from groupwise.seeding import derive_seed
+
+log = logging.getLogger(__name__)
 
 # Interface of collectors, which fill rollouts with a policy's experience
 
@@ -529,7 +532,11 @@ class VectorCollector(EnvCollector):
         for name in ("dead", "age", "return"):
             if running[name].shape != (self.env.num_envs,):
                 raise ValueError(f"running.{name} has shape {running[name].shape}, expected ({self.env.num_envs},)")
-        self.env.load_state_dict(running["env"])
+        try:
+            self.env.load_state_dict(running["env"])
+        except EnvError as error:
+            log.warning("the episodes that ran at the checkpoint end here, and new ones begin: %s", error)
+            return
         obs, device = running["obs"], self.policy.device
         self._obs = obs.to(device) if isinstance(obs, Tensor) else TensorDict(obs, [self.env.num_envs], device=device)
         self._dead, self._age, self._return = running["dead"], running["age"], running["return"]

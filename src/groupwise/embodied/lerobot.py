@@ -252,7 +252,12 @@ def _read(folder: Path, observation_space: Any) -> Demonstrations:
     stored: dict[tuple[str, ...], Array] = {}
     if INSTRUCTION in leaves:
         size = leaves[INSTRUCTION].shape[0]
-        encoded = [texts[index].encode().ljust(size, b"\0")[:size] for index in table["task_index"].to_pylist()]
+        if longer := [text for text in texts.values() if len(text.encode()) > size]:
+            raise DataError(
+                f"{folder / TASKS}: {longer[0]!r:.200} has {len(longer[0].encode())} bytes, and {INSTRUCTION[0]!r} of the environment "
+                f"takes {size}; fix: a shorter text, or an observation space that takes it"
+            )
+        encoded = [texts[index].encode().ljust(size, b"\0") for index in table["task_index"].to_pylist()]
         stored[INSTRUCTION] = np.frombuffer(b"".join(encoded), np.uint8).reshape(-1, size)
     for place, names, _ in parts:
         views = np.stack([columns[name] for name in names], axis=1)

@@ -25,7 +25,7 @@ from groupwise.data.rollout import Nested, TensorDict
 from groupwise.data.spaces import fits, leaf_spaces, limits_of, nested_action, obs_spec, obs_to_tensor, subspaces
 from groupwise.envs import snapshots
 from groupwise.envs.base import EnvStep, GroupEnv, Mask, Seeds, arose_outside, first_of, success_of_row, task_of_row
-from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise
+from groupwise.envs.snapshots import Snapshot, SnapshotAdapter, adapter_for, reseed_noise, shared_objects
 from groupwise.errors import DataError, EnvError, GroupwiseError, nearest
 from groupwise.seeding import row_seeds
 
@@ -83,6 +83,8 @@ class LocalRows:
         self.envs = [cfg.make() for _ in arrays["reward"]]
         self._was_reset = [False] * len(self.envs)
         self._adapter = adapter_for(self.envs[0]) or SnapshotAdapter() if cfg.start_mode == "snapshot" else None
+        if self._adapter is not None:
+            self._adapter.shared = shared_objects(self.envs)
         self._starts: dict[int, tuple[Snapshot, Any]] = {}
         """Captured states and first observations by seed, with ``snapshot``."""
         leaves = leaf_spaces(cfg.observation_space).items()
@@ -516,8 +518,9 @@ class RowsGroupEnv(GroupEnv):
         if isinstance(self._rows, WorkerRows):
             return None
         rows, room = list[Any](), iter(range(snapshots.MOST_OF_ROWS))
+        shared = shared_objects(self._rows.envs)
         for env in self._rows.envs:
-            if (row := snapshots.capture(env, room)) is None:
+            if (row := snapshots.capture(env, room, shared)) is None:
                 return None
             rows.append(row)
         return {"rows": rows, "live": self._live}

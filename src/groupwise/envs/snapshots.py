@@ -6,12 +6,14 @@ A snapshot is bytes, plus the simulator's own copy where there is one, so no lat
 import functools
 import pickle
 import random
+import sys
 import types
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from io import BytesIO
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import gymnasium
@@ -52,6 +54,8 @@ _STAYING_KINDS = {
 
 _Key: TypeAlias = tuple[int, str]
 """Layer and name of an attribute."""
+_SHARED_LAYER = -1
+"""In place of the layer, for an object that several environments share, with its id as the name."""
 Snapshot: TypeAlias = tuple[bytes, Any]
 """Attributes of the layers, and a simulator's own state. Picklable; only the adapter that made it can read it."""
 
@@ -89,6 +93,8 @@ class SnapshotAdapter:
 
     def __init__(self, num_layers: int | None = None) -> None:
         self.num_layers = num_layers
+        self.shared: Mapping[int, Any] = {}
+        """The ``shared_objects`` of the environments in this process, which stay where they are."""
 
     def capture(self, env: gymnasium.Env) -> Snapshot:
         """The state of the whole wrapper stack and the simulator. It can be restored any number of times.
@@ -97,8 +103,9 @@ class SnapshotAdapter:
             EnvError: an attribute cannot be copied; names it.
         """
         layers = list(_layers(env))
-        states = [_attributes(layer) for layer in layers[: self.num_layers]]
-        buffer, names = BytesIO(), {id(value): key for value, key in _named(layers)}
+        states = [_attributes(layer, layers) for layer in layers[: self.num_layers]]
+        buffer, names = BytesIO(), {number: (_SHARED_LAYER, str(number)) for number in self.shared}
+        names |= {id(value): key for value, key in _named(layers)}
         try:
             _Pickler(buffer, names).dump(states)
         except _NOT_PICKLED as error:
@@ -112,14 +119,16 @@ class SnapshotAdapter:
         """Put an environment into a captured state: the one that was captured, or another one made the same way."""
         attributes, simulator = snapshot
         layers = list(_layers(env))
-        objects = {key: value for value, key in _named(layers)}
+        objects = {(_SHARED_LAYER, str(number)): value for number, value in self.shared.items()}
+        objects |= {key: value for value, key in _named(layers)}
         states = _Unpickler(BytesIO(attributes), objects).load()
         for layer, (staying, state) in zip(layers[: self.num_layers], states, strict=True):
             here = vars(layer)
+            kept = {name for name, value in here.items() if _is_kept(value, layers)}
             for name in [name for name in here if name not in state and name not in staying]:
-                if not stays(here[name]):
+                if name not in kept:
                     del here[name]
-            here.update({name: value for name, value in state.items() if name not in here or not stays(here[name])})
+            here.update({name: value for name, value in state.items() if name not in kept})
         self.restore_simulator(env, simulator)
 
     def capture_simulator(self, env: gymnasium.Env) -> Any:
@@ -144,8 +153,9 @@ def adapter_for(env: gymnasium.Env) -> SnapshotAdapter | None:
 def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     """Seed everything random after the start.
 
-    This covers ``np_random``, generators in attributes of the environment or a wrapper (also in dictionaries, lists and
-    tuples), and the simulator's own. They are seeded in place, as others may refer to them.
+    This covers ``np_random``, generators in attributes of the environment or a wrapper (also in dictionaries, lists,
+    tuples and other objects there), spaces that were seeded or sampled, and the simulator's own. They are seeded in place,
+    as others may refer to them.
     """
     seeds = [(generator, derive_seed(noise_seed, name)) for name, generator in _kept_generators(env)]
     for generator, seed in [*seeds, (env.unwrapped.np_random, noise_seed)]:
@@ -159,21 +169,60 @@ def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
 
 
 Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
+_NEVER_SHARED = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    frozenset,
+    Enum,
+    np.generic,
+    types.NoneType,
+    Generator,
+    *_NO_STATE,
+)
 _MOST_KEPT = 32
 """Larger containers hold data; searching them would cost more than the start."""
 
 
-def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, Generator]]:
-    """Generators besides ``np_random`` in attributes, or entries of one, with unique names."""
+def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, Generator | gymnasium.Space]]:
+    """Generators besides ``np_random`` and used spaces in attributes, or entries of one, with unique names."""
     for index, layer in enumerate(_layers(env)):
         for name, value in vars(layer).items():
-            if isinstance(value, Generator):
+            if isinstance(value, gymnasium.Space):
+                if value._np_random is not None:
+                    yield f"{index}.{name}", value
+            elif isinstance(value, Generator):
                 if name != "_np_random":
                     yield f"{index}.{name}", value
-            elif isinstance(value, dict | list | tuple) and len(value) <= _MOST_KEPT:
-                for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            else:
+                for key, entry in _entries(value):
                     if isinstance(entry, Generator):
                         yield f"{index}.{name}.{key}", entry
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Entries of a small container, or attributes of an object that is no environment, by name or number."""
+    if isinstance(value, list | tuple):
+        yield from enumerate(value) if len(value) <= _MOST_KEPT else ()
+    elif isinstance(value, dict):
+        yield from value.items() if len(value) <= _MOST_KEPT else ()
+    elif not isinstance(value, (gymnasium.Env, *_NO_STATE)):
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def shared_objects(envs: Sequence[gymnasium.Env]) -> dict[int, Any]:
+    """Objects that attributes of several environments hold, or entries of these, by id: they are the state of none."""
+    owners, found = dict[int, int](), dict[int, Any]()
+    for number, env in enumerate(envs):
+        for layer in _layers(env):
+            for value in vars(layer).values():
+                for one in (value, *(entry for _, entry in _entries(value))):
+                    if not isinstance(one, _NEVER_SHARED) and owners.setdefault(id(one), number) != number:
+                        found[id(one)] = one
+    return found
 
 
 class _Own(SnapshotAdapter):
@@ -239,16 +288,28 @@ def attribute(env: gymnasium.Env, kind: str) -> Any:
     return next((value for value in vars(env.unwrapped).values() if kind_of(value) == kind), None)
 
 
-def _attributes(layer: gymnasium.Env) -> tuple[list[str], dict[str, Any]]:
+def _attributes(layer: gymnasium.Env, layers: Sequence[gymnasium.Env]) -> tuple[list[str], dict[str, Any]]:
     """Names of the attributes that stay, and the other attributes."""
     attributes = vars(layer)
-    staying = [name for name, value in attributes.items() if stays(value)]
+    staying = [name for name, value in attributes.items() if _is_kept(value, layers)]
     return staying, {name: value for name, value in attributes.items() if name not in staying}
 
 
 def stays(value: Any) -> bool:
     """Whether an attribute is not captured: it is no state, or its adapter handles it."""
     return isinstance(value, _NO_STATE) or kind_of(value) in _STAYING_KINDS
+
+
+def _is_kept(value: Any, layers: Sequence[gymnasium.Env]) -> bool:
+    """Whether an attribute stays when an environment is restored. What is code, and found by name, may change in an episode."""
+    if isinstance(value, types.MethodType):
+        return not any(value.__self__ is layer and getattr(layer, value.__name__, None) == value for layer in layers)
+    if isinstance(value, types.FunctionType | type):
+        try:
+            return attrgetter(value.__qualname__)(sys.modules[value.__module__]) is not value
+        except (AttributeError, KeyError):
+            return True
+    return stays(value)
 
 
 def kind_of(value: Any) -> str:
@@ -261,7 +322,7 @@ def _named(layers: list[gymnasium.Env]) -> Iterator[tuple[Any, _Key]]:
     for index, layer in enumerate(layers):
         yield layer, (index, "")
         for name, value in vars(layer).items():
-            if stays(value):
+            if _is_kept(value, layers):
                 yield value, (index, name)
 
 
@@ -293,7 +354,7 @@ class _Unpickler(pickle.Unpickler):
 def _culprit(layers: list[gymnasium.Env], names: Mapping[int, _Key]) -> str:
     """Which attribute cannot be pickled, for the error."""
     for layer in layers:
-        for name, value in _attributes(layer)[1].items():
+        for name, value in _attributes(layer, layers)[1].items():
             try:
                 _Pickler(BytesIO(), names).dump(value)
             except _NOT_PICKLED:
@@ -308,6 +369,10 @@ _MOST_VALUES = 100_000
 """More (such as tables of transitions) would make checkpoints slow."""
 MOST_OF_ROWS = 1_000_000
 """Most values of all rows together; half of what can be read again."""
+_BYTES_OF_VALUE = 16
+"""Bytes of an array that count as a value: all rows have at most 16 MB."""
+_COST_OF_SCALAR = 10
+"""Values that a number of NumPy's counts as: a checkpoint has a tensor for each."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
 _SHARED = (np.ndarray, list, deque, dict)
 """Objects that several attributes may hold, and one of them may change."""
@@ -319,15 +384,19 @@ class _CannotCaptureError(Exception):
     pass
 
 
-def capture(env: gymnasium.Env | VectorEnv, room: Iterator[int] | None = None) -> dict[str, Any] | None:
+def capture(
+    env: gymnasium.Env | VectorEnv, room: Iterator[int] | None = None, shared: Mapping[int, Any] | None = None
+) -> dict[str, Any] | None:
     """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else.
 
     Args:
         room: an item for each value that fits; several environments may share it.
+        shared: the ``shared_objects`` of these environments, which are left out; by default those inside a vector environment.
     """
     budget = islice(range(_MOST_VALUES) if room is None else room, _MOST_VALUES)
+    shared = shared_objects(getattr(env, "envs", ())) if shared is None else shared
     try:
-        captured: dict[str, Any] = _captured(env, _Seen({}, defaultdict(list)), budget)
+        captured: dict[str, Any] = _captured(env, _Seen({}, defaultdict(list), shared), budget)
         return captured
     except _CannotCaptureError:
         return None
@@ -354,6 +423,8 @@ class _Seen(NamedTuple):
     one object again when it is restored."""
     arrays: dict[int, list[np.ndarray]]
     """Arrays by the id of the one whose memory they are parts of."""
+    shared: Mapping[int, Any]
+    """Objects that are left out, by id."""
 
     def add(self, value: Any) -> None:
         """Give the object the next number."""
@@ -371,15 +442,22 @@ class _Seen(NamedTuple):
 
 
 def _captured(value: Any, seen: _Seen, budget: Iterator[int]) -> Any:
-    if next(budget, None) is None:
+    if id(value) in seen.shared:
+        return {"kind": "shared"}
+    is_number, cost = isinstance(value, np.generic), 1
+    if is_number or type(value) is np.ndarray:
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
+            raise _CannotCaptureError
+        cost = _COST_OF_SCALAR if is_number else 1 + value.nbytes // _BYTES_OF_VALUE
+    if len([*islice(budget, cost)]) < cost:
         raise _CannotCaptureError
-    if value is None or (isinstance(value, bool | int | float | str | np.generic) and not isinstance(value, Enum)):
+    if value is None or is_number or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if type(value) in _SHARED:
         if id(value) in seen.objects:
             return {"kind": "same", "number": seen.objects[id(value)][0]}
         seen.add(value)
-    if type(value) is np.ndarray and value.dtype.kind in "biuf":
+    if type(value) is np.ndarray:
         if seen.is_part(value):
             raise _CannotCaptureError
         return value.copy()
@@ -409,6 +487,8 @@ def _captured(value: Any, seen: _Seen, budget: Iterator[int]) -> Any:
     if kind_of(value) == MUJOCO_DATA:
         arrays = {name: array.copy() for name, array in _mujoco_arrays(value)}
         return {"kind": "mujoco", "time": value.time, "arrays": arrays}
+    if isinstance(value, types.MethodType):
+        return {"kind": "method", "name": value.__name__}
     if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != ALE):
         return {"kind": "stays"}
     raise _CannotCaptureError
@@ -427,6 +507,12 @@ def _restored(now: Any, saved: Any, made: list[Any]) -> Any:
         return saved
     match saved["kind"]:
         case "stays":
+            return now
+        case "shared" if now is None:
+            raise TypeError("the reset makes no such object")
+        case "method" if getattr(now, "__name__", None) != saved["name"]:
+            raise TypeError(f"the method {saved['name']!r:.80} took the place of another one")
+        case "shared" | "method":
             return now
         case "same":
             return made[saved["number"]]
@@ -448,9 +534,9 @@ def _restored(now: Any, saved: Any, made: list[Any]) -> Any:
         case "env":
             made.append(now)
             mine, attributes = vars(now), saved["attributes"]
-            for name in [name for name in mine if name not in attributes]:
-                del mine[name]
-            mine.update({name: _restored(mine.get(name), part, made) for name, part in attributes.items()})
+            restored = {name: _restored(mine.get(name), part, made) for name, part in attributes.items()}
+            mine.clear()  # only now: an environment whose state does not fit can still be reset
+            mine.update(restored)
         case "own":
             made.append(now)
             now.restore_state(_restored(now.clone_state(), saved["state"], made))

@@ -458,14 +458,19 @@ def score(transcripts: Sequence[Transcript], rewards: RewardSet, state: Training
         return
     examples = [member.prompt.example for member in transcripts]
     columns = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
-    if episodes := [one.episode for one in transcripts if one.episode is not None]:
-        columns["episode_return"] = [episode.total for episode in episodes]
-        columns["environments"] = [episode.env and episode.env.unwrapped for episode in episodes]
+    columns |= columns_of_episodes(transcripts) if transcripts[0].episode is not None else {}
     # after a prompt of messages the completion is messages, as in TRL
     completions = [m.text if isinstance(m.prompt.example.prompt, str) else m.messages for m in transcripts]
     scores = rewards.score([e.prompt for e in examples], completions, [m.tokens for m in transcripts], columns, state)
     for member, reward, *parts in zip(transcripts, scores.reward, *scores.parts, strict=True):
         member.reward, member.parts = reward, parts
+
+
+def columns_of_episodes(transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
+    """Columns of episodes that reward functions get besides the rows."""
+    episodes = [member.episode for member in transcripts if member.episode is not None]
+    environments = [episode.env and episode.env.unwrapped for episode in episodes]
+    return {"episode_return": [episode.total for episode in episodes], "environments": environments}
 
 
 def training_row(member: Transcript, cfg: TextRunCfg) -> TextRow:

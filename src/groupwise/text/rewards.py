@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, SupportsFloat, TypeAlias, cast, get_type_hints
+from typing import Any, NamedTuple, NoReturn, SupportsFloat, TypeAlias, cast, get_type_hints
 
 import cloudpickle
 import numpy as np
@@ -440,9 +440,7 @@ class RewardSet:
                     results[function] = in_loop(result) if inspect.iscoroutine(result) else result
             scores = [self._finish(function.name, results[function], completions) for function in self.functions]
         except BaseException:
-            for result in results.values():  # a judge is not paid for answers that nobody reads
-                if isinstance(result, Future):
-                    result.cancel()
+            _cancel(results.values())
             raise
         rewards: list[float | None] = []
         for member in zip(*scores, strict=True):
@@ -496,13 +494,29 @@ class RewardSet:
 
 @contextmanager
 def _blaming(name: str, completions: Sequence[Completion]) -> Iterator[None]:
-    """Raise errors with the function's name, unless its process did not start."""
     try:
         yield
-    except StartError:
-        raise
     except Exception as error:
-        fix = "the function (it may return None for what it cannot score)"
-        if isinstance(error, AttributeError | TypeError) and not isinstance(completions[0], str):
-            fix = "read completion[0]['content'], as after prompts of messages a completion is a list of messages"
-        raise RewardError(f"reward {name!r} raised {type(error).__name__}: {error}; fix: {fix}") from error
+        _blame(name, error, completions)
+
+
+def _blame(name: str, error: Exception, completions: Sequence[Completion]) -> NoReturn:
+    """Raise the error with the function's name, unless its process did not start."""
+    if isinstance(error, StartError):
+        raise error
+    raise RewardError(
+        f"reward {name!r} raised {type(error).__name__}: {error}; fix: {_fix(error, completions)}"
+    ) from error
+
+
+def _cancel(results: Iterable[Any]) -> None:
+    """End async calls: a judge is not paid for answers that nobody reads."""
+    for result in results:
+        if isinstance(result, Future):
+            result.cancel()
+
+
+def _fix(error: Exception, completions: Sequence[Completion]) -> str:
+    if isinstance(error, AttributeError | TypeError) and not isinstance(completions[0], str):
+        return "read completion[0]['content'], as after prompts of messages a completion is a list of messages"
+    return "the function (it may return None for what it cannot score)"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -213,12 +213,7 @@ class MetricsLog(Callback):
             floats = {k: v if type(v) is float else _to_float(k, v) for k, v in trainer.metrics.items()}
             entry = position | {name: number for name, number in floats.items() if math.isfinite(number)} | position
             line = f"{json.dumps(entry)}\n"
-            if len(line) > MAX_LINE:
-                raise RunFolderError(
-                    f"{len(entry):,} metrics of iteration {trainer.iteration} ({', '.join(entry):.100} ...) are a line of more than "
-                    f"{MAX_LINE:,} bytes, which cannot be read again; fix: fewer metrics, or shorter names"
-                )
-            self.waiting.append(line)
+            self.waiting.append(line if len(line) <= MAX_LINE else _too_long(entry))
         elif not self.waiting:
             return
         try:
@@ -241,6 +236,13 @@ def _to_float(name: str, value: Any) -> float:
         raise TypeError(
             f"a callback set metrics[{name!r}] to {value!r:.100}, expected a number; fix: write it to a file of your own"
         ) from error
+
+
+def _too_long(entry: Mapping[str, Any]) -> NoReturn:
+    raise RunFolderError(
+        f"{len(entry):,} metrics of iteration {entry['iteration']} ({', '.join(entry):.100} ...) are a line of more than "
+        f"{MAX_LINE:,} bytes, which cannot be read again; fix: fewer metrics, or shorter names"
+    )
 
 
 def check_weights(trainer: Trainer) -> None:
@@ -284,10 +286,13 @@ class KeepGroups(Callback):
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Write groups when it is time, unless all were dropped."""
         if (trainer.iteration == 1 or trainer.passed(self.interval) or trainer.is_done()) and rollout["valid"].any():
-            start = time.perf_counter()
-            columns = kept_steps(transition_view(rollout), self.num_groups, trainer, self._buffers)
-            write_groups(self.folder, trainer.iteration, columns)
-            metrics[SAVE_SECONDS] = time.perf_counter() - start
+            self._write(trainer, rollout, metrics)
+
+    def _write(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
+        start = time.perf_counter()
+        columns = kept_steps(transition_view(rollout), self.num_groups, trainer, self._buffers)
+        write_groups(self.folder, trainer.iteration, columns)
+        metrics[SAVE_SECONDS] = time.perf_counter() - start
 
 
 def kept_steps(
@@ -346,7 +351,7 @@ def kept_steps(
     step, groups = at(batch["step"]), at(batch["group_id"]).tolist()
     starts = {number: collector.group_start(number) for number in set(groups)}
     told = [collector.conversation(int(place)) for place in row[begins]] if is_text else []  # by each member
-    said = iter([json.dumps(one.messages) for one in told])
+    prompts, said = (one.start for one in told), (json.dumps(one.messages, default=str) for one in told)
     won = np.array([np.nan if one.success is None else one.success for one in told])
     tokens = at(batch["action"]).tolist() if is_text else []
     kinds = sorted(set(tokens))
@@ -354,7 +359,7 @@ def kept_steps(
     return {
         "env_steps": np.full(len(group), trainer.env_steps),
         "group": group,
-        "start": [told[place - 1].start for place in number] if is_text else [starts[place] for place in groups],
+        "start": [next(prompts) if begin else None for begin in begins] if is_text else [starts[g] for g in groups],
         "member": number - before,
         "step": step - step[np.flatnonzero(begins)[number - 1]] if is_text else step,  # prompts are left out
         "observation": None if is_text else vectors(batch["obs"]),
@@ -414,10 +419,14 @@ class CheckSamplerMismatch(Callback):
     def check(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Warn, or raise a ``SamplerMismatchError``."""
         found = metrics.get("rollout/sampler_kl", 0.0)
+        if found > min(self.cfg.warn, self.cfg.stop or self.cfg.warn):
+            self._tell(found, iteration)
+
+    def _tell(self, found: float, iteration: int) -> None:
         differ = f"sampler and trainer differ: KL {found:.3g} nats in iteration {iteration}, more than"
         if self.cfg.stop is not None and found > self.cfg.stop:
             raise SamplerMismatchError(f"{differ} {self.cfg.stop:g}; fix: {self.fix}")
-        if found > self.cfg.warn and not self._warned:
+        if not self._warned:
             self._warned = True
             log.warning("%s %g; fix: %s", differ, self.cfg.warn, self.fix)
 
@@ -451,9 +460,12 @@ class Evaluate(Callback):
         self.best_score: float | None = None
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
-        """When it is time, add ``eval/*`` to the metrics, and save the policy if it is the best one so far."""
-        if not (trainer.passed(self.interval) or trainer.is_done()):
-            return
+        """Evaluate when it is time."""
+        if trainer.passed(self.interval) or trainer.is_done():
+            self._evaluate(trainer, metrics)
+
+    def _evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Add ``eval/*`` to the metrics, and save the policy if it is the best one so far."""
         start = time.perf_counter()
         result = self.evaluate()
         metrics |= result.metrics() | {"time/evaluate_seconds": time.perf_counter() - start}
@@ -613,8 +625,10 @@ class Progress(Callback):
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Update the bar, or print a line when it is time."""
-        if self.bar is None and not trainer.is_done() and time.perf_counter() - self._shown < self.interval:
-            return
+        if self.bar is not None or trainer.is_done() or time.perf_counter() - self._shown >= self.interval:
+            self._show(trainer, metrics)
+
+    def _show(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         self._shown = time.perf_counter()
         done, total = min(trainer.done, trainer.budget.total), trainer.budget.total
         if self.bar is not None:

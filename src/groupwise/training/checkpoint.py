@@ -70,7 +70,7 @@ def encode(value: object, tensors: dict[str, Tensor], path: str) -> Any:
         pairs = [(key, encode(item, tensors, f"{path}/{key}")) for key, item in value.items()]
         if all(isinstance(key, str) for key in value) and "$" not in value:
             return dict(pairs)
-        return {"$": "dict", "items": [[encode(key, {}, path), item] for key, item in pairs]}
+        return {"$": "dict", "items": [[encode(key, tensors, f"{path}/key"), item] for key, item in pairs]}
     raise CheckpointError(
         f"a checkpoint holds plain data and tensors only, but {path!r} is a {type(value).__name__}; "
         "fix: return such data from state_dict()"

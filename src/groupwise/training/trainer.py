@@ -270,11 +270,8 @@ class Trainer:
         if self._bad_updates == MAX_BAD_UPDATES:
             raise DivergedError.because(f"numbers of {MAX_BAD_UPDATES} updates in a row were not finite (see warnings)")
         self._counts_before, (self.iteration, self.env_steps, self.epochs) = before, after
-        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
-            what = f"{name} is {metrics.pop(name)} in iteration {self.iteration}"
-            if self.algorithm.cfg.on_nonfinite == "stop":
-                raise DivergedError.because(what)
-            log.warning("%s, and left out", what)
+        if not all(map(math.isfinite, metrics.values())):
+            self._leave_out_nonfinite(metrics)
         self.seconds += updated - start
         collected_by = self.engine.gather_objects((self.collector.recent_episodes(), self.collector.metrics()))
         self.metrics = metrics | pool_metrics(collected_by) | {
@@ -288,6 +285,13 @@ class Trainer:
         self.doing = "callbacks"
         for callback in self.callbacks:
             callback.on_iteration_end(self, rollout, self.metrics)
+
+    def _leave_out_nonfinite(self, metrics: dict[str, float]) -> None:
+        for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
+            what = f"{name} is {metrics.pop(name)} in iteration {self.iteration}"
+            if self.algorithm.cfg.on_nonfinite == "stop":
+                raise DivergedError.because(what)
+            log.warning("%s, and left out", what)
 
     def stop(self, reason: str) -> None:
         """End training on all ranks after this iteration. Only a stop on rank 0 evaluates the last iteration."""

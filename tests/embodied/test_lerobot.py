@@ -70,6 +70,14 @@ def test_what_was_written_is_read_back(folder):
     assert found.episode.tolist() == [0, 0, 0, 1, 1, 2]
 
 
+def test_an_instruction_that_does_not_fit_is_named(folder):
+    shorter = spaces.Dict(PARTS | {"instruction": spaces.Box(0, 255, (4,), np.uint8)})
+    with pytest.raises(
+        DataError, match=r"tasks.parquet: 'stöp' has 5 bytes, and 'instruction' of the environment takes 4; fix: "
+    ):
+        read_demos(folder, shorter)
+
+
 def test_the_files_are_those_of_the_format(folder):
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
         "data/chunk-000/file-000.parquet",

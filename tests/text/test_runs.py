@@ -7,11 +7,13 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
 import torch
 from at_events import is_freed
 from peft import LoraConfig
+from text_games import Guess
 from text_runs import (
     DIGITS,
     SETTINGS,
@@ -75,10 +77,31 @@ def test_a_run_leaves_what_it_reached_and_groups_to_look_at(copied):
     assert len(members) == 16
     assert len(table) == last["rollout/env_steps"]
     prompts, texts = members.start.first(), members.token.sum().str.replace("<.*?>", "", regex=True)
+    assert (table.start.isna() == (table.step > 0)).all()  # long prompts are kept once
     assert members.reward.sum().tolist() == pytest.approx(share_copied(prompts, texts))
     assert members.step.max().tolist() == (members.size() - 1).tolist()
     assert (members.end.last() == "truncated").mean() == last["completions/clipped_ratio"]
     assert members.advantage.first().groupby("group").sum().tolist() == pytest.approx([0] * 4, abs=1e-5)
+
+
+class Noted(Guess):
+    """Its messages have an entry for the chat template, which JSON has no form for."""
+
+    def step(self, text):
+        seen, *rest = super().step(text)
+        return [{"role": "user", "content": seen or "0", "turn": np.int64(self.left)}], *rest
+
+
+def test_entries_of_messages_that_are_not_plain_are_kept_as_text(tmp_path):
+    model = save_model(tmp_path / "model", chat=True)
+    run = train(gw.TextTask(env=Noted), model, tmp_path / "run", evaluation={"interval": None})
+    kept = read_groups(next(iter(kept_iterations(run.path / "groups").values())), "messages")["messages"]
+    assert {message["turn"] for one in kept if one for message in json.loads(one) if "turn" in message} <= {
+        "0",
+        "1",
+        "2",
+    }
+    assert '"turn": "' in "".join(one for one in kept if one)
 
 
 def test_prompts_that_end_with_the_assistants_message_are_counted(tmp_path, capsys):

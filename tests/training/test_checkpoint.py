@@ -62,6 +62,7 @@ def test_plain_data_comes_back_as_it_was(state, tmp_path_factory):
 def test_keys_of_every_type_keep_their_tensors(tmp_path):
     one, two, three, four = torch.arange(4.0).unbind()
     state = {1: one, "1": {2: two}, "1/2": three, 1.5: {"$": four}, None: [], False: {"$": "tuple"}}
+    state |= {np.int64(7): 1, (np.float32(0.5), 2): 2}
     write_checkpoint(tmp_path / "latest", serialize(Checkpoint({}, {"state": state})), HERE)
     assert load_checkpoint(tmp_path / "latest").state == {"state": state}
 

@@ -230,7 +230,7 @@ class Remembers(Walk):
         lambda: Walk(np.zeros(2, np.complex64)),
         lambda: Walk(np.zeros(2, ">f8")),
         lambda: Walk(np.zeros(300_000)),  # tables and long lists of numbers would make checkpoints slow
-        lambda: Walk(list(np.zeros(20_000))),
+        lambda: Walk(list(np.zeros(2_000))),
         Turns,
         Remembers,
     ],

@@ -371,7 +371,7 @@ MOST_OF_ROWS = 1_000_000
 """Most values of all rows together; half of what can be read again."""
 _BYTES_OF_VALUE = 16
 """Bytes of an array that count as a value: all rows have at most 16 MB."""
-_COST_OF_SCALAR = 10
+_COST_OF_SCALAR = 100
 """Values that a number of NumPy's counts as: a checkpoint has a tensor for each."""
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "deque": deque}
 _SHARED = (np.ndarray, list, deque, dict)

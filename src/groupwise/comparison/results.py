@@ -75,8 +75,12 @@ def probability_of_improvement(*strata: Array) -> Array:
         strata: the scores [..., run] of X in each environment, followed by those of Y in the same order.
     """
     half = len(strata) // 2
-    pairs = zip(strata[:half], strata[half:], strict=True)
-    signs = [np.sign(x[..., :, None] - y[..., None, :]).mean(axis=(-2, -1)) for x, y in pairs]
+    signs = []
+    for x, y in zip(strata[:half], strata[half:], strict=True):
+        of_each_run = (
+            np.sign(x[..., run, None] - y).sum(axis=-1) for run in range(x.shape[-1])
+        )  # all at once takes memory
+        signs.append(sum(of_each_run) / (x.shape[-1] * y.shape[-1]))
     return np.asarray((np.mean(signs, axis=0) + 1) / 2)
 
 
